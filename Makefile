@@ -1,0 +1,92 @@
+# Everything runs in a virtual environment in the checkout, which `make setup` creates and keeps up to date.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+# Further options of `pip install`, for instance where to find torch without CUDA.
+PIP_OPTIONS ?=
+# Further options of the demo and of pytest.
+DEMO_OPTIONS ?=
+PYTEST_OPTIONS ?=
+
+# As in an activated environment: the tests start python, ninja and others by name.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONHOME
+
+PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints-dev.txt $(PIP_OPTIONS)
+BUILD_REQUIREMENTS := scikit-build-core nanobind cmake ninja
+CXX_FILES = $(shell find lightning_smartinfinity hls tests -name '*.[ch]pp' -o -name '*.inl')
+BUILD_INPUTS := CMakeLists.txt pyproject.toml lightning_smartinfinity/__init__.py \
+    $(shell find lightning_smartinfinity -name '*.[ch]pp' -o -name '*.inl' -o -name '*.cmake')
+
+# Each stamp says that its step succeeded with the files it depends on.
+CREATED := $(VENV)/.created
+REQUIREMENTS := $(VENV)/.requirements
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help setup demo test lint types contracts unit format dist clean
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(INSTALLED) ## Create .venv and install the package into it (PYTHON=python3 by default)
+	@echo "$(VENV) is up to date"
+
+$(CREATED):
+	@tools/system_packages.sh $(PYTHON)
+	@echo "Creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --upgrade $(PIP_OPTIONS) 'pip>=24'
+	@touch $@
+
+# torch comes first and pinned: left to the resolver, it may be another build, with gigabytes of libraries for it.
+$(REQUIREMENTS): constraints-dev.txt $(CREATED)
+	@echo "Installing torch and the build requirements"
+	@$(PIP_INSTALL) torch
+	@$(PIP_INSTALL) $(BUILD_REQUIREMENTS)
+	@touch $@
+
+# Editable, without build isolation: Python files are used where they lie, and a build recompiles only what changed.
+$(INSTALLED): $(BUILD_INPUTS) $(REQUIREMENTS)
+	@tools/system_packages.sh $(PYTHON)
+	@echo "Building and installing lightning-smartinfinity"
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: setup ## Train a small language model on text found on this machine (about two minutes on two cores)
+	@$(VENV)/bin/python examples/finetune_text.py $(DEMO_OPTIONS)
+
+test: lint types contracts unit ## All checks: lint, types, architecture contracts, tests
+
+lint: $(INSTALLED) ## Style of Python and C++ (ruff, clang-format)
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run -Werror $(CXX_FILES)
+
+types: $(INSTALLED) ## mypy --strict on the package and on examples of user code
+	mypy
+	mypy --strict tests/typing
+
+contracts: $(INSTALLED) ## Who may import whom (import-linter)
+	lint-imports --no-logo
+
+unit: $(INSTALLED) ## The tests; skipped ones print why
+	HF_HUB_OFFLINE=1 python -m pytest $(PYTEST_OPTIONS)
+
+format: $(INSTALLED) ## Rewrite Python and C++ files in the project's style
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(CXX_FILES)
+
+dist: $(INSTALLED) ## Source distribution and wheel in dist/
+	python -m build --outdir dist
+
+clean: ## Remove .venv, builds and caches
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,32 @@
+"""The machine and the versions that a benchmark's numbers belong to."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+
+def describe(*packages: str) -> str:
+    """One line: CPU model, cores, memory, kernel, Python and the versions of these packages.
+
+    Cores are those that this process may use; a virtual machine or a container may share them with others.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    parts = [
+        cpu_model(),
+        f"{len(os.sched_getaffinity(0))} cores",
+        f"{memory / 2**30:.1f} GiB of memory",
+        f"Linux {platform.release()}",
+        f"Python {platform.python_version()}",
+    ]
+    return ", ".join(parts + [f"{package} {metadata.version(package)}" for package in packages])
+
+
+def cpu_model() -> str:
+    """As the kernel names it, or else the architecture."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

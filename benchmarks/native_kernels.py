@@ -1,0 +1,266 @@
+"""How fast the native core's parts are on this machine.
+
+Norms, checksums and the compute of a step run in one thread. The compute of a step is what the pipeline itself
+measures: verification, update and checksums of tasklets that fit the second-level cache, read from the page cache. The
+last table sets a whole step against a raw loop of direct reads and writes of the same extents in the same folder, with
+as many threads. Usage::
+
+    python benchmarks/native_kernels.py [--folder .] [--state-mib 1536] [--tiny]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from machine import describe
+
+from lightning_smartinfinity.native import (
+    AdamStep,
+    Batch,
+    DType,
+    HostBuffer,
+    Identity,
+    InstructionSet,
+    Operation,
+    Pipeline,
+    Segment,
+    StateFile,
+    Tasklet,
+    crc32c,
+    select_instruction_set,
+    sum_of_squares,
+    supported_instruction_sets,
+)
+
+BLOCK = 4096
+NUM_ARRAYS = 3
+STEP = AdamStep(
+    gradient_scale=1.0,
+    beta1=0.9,
+    one_minus_beta1=0.1,
+    beta2=0.999,
+    one_minus_beta2=0.001,
+    decay=0.9999,
+    l2=0.0,
+    step_size=1e-3,
+    inverse_sqrt_bias_correction2=1.0,
+    eps=1e-8,
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The state that is worked, and with how many buffers and threads."""
+
+    tasklet_numel: int
+    num_tasklets: int
+    num_buffers: int
+    num_threads: int
+
+    @property
+    def extent_bytes(self) -> int:
+        """A multiple of 4096."""
+        return NUM_ARRAYS * (-(-4 * self.tasklet_numel // BLOCK) * BLOCK) + BLOCK
+
+
+def main() -> None:
+    """Prints four tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path(), help="where the state file is made, and removed again")
+    parser.add_argument("--state-mib", type=int, default=1536, help="state of the whole step, each of its two slots")
+    parser.add_argument("--tiny", action="store_true", help="shows no more than that it works")
+    arguments = parser.parse_args()
+    repeats = 1 if arguments.tiny else 10
+    print(describe())
+    norms(100_000, repeats)
+    checksums([256 << 10, (1 if arguments.tiny else 64) << 20], repeats)
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="native-kernels-") as folder:
+        path = Path(folder) / "state.bin"
+        compute(path, Sizes(12_288, 2 if arguments.tiny else 64, 1, 1), repeats)
+        num_tasklets = 2 if arguments.tiny else arguments.state_mib // (4 * NUM_ARRAYS)
+        whole_step(path, Sizes(1 << (12 if arguments.tiny else 20), max(num_tasklets, 1), 6, 4), repeats)
+
+
+def norms(numel: int, repeats: int) -> None:
+    """Sums of squares by instruction set and type."""
+    values = np.random.default_rng(0).standard_normal(numel).astype(np.float32)
+    header("sum of squares, G elements/s", [dtype.name for dtype in DType])
+    for choice in instruction_sets():
+        seconds = [fastest(sum_of_squares, values.ctypes.data, numel, dtype, repeats=repeats) for dtype in DType]
+        row(choice.name, [numel / second / 1e9 for second in seconds])
+
+
+def checksums(sizes: list[int], repeats: int) -> None:
+    """Checksums by instruction set, in and out of the cache."""
+    memory = HostBuffer(max(sizes))
+    memory.memoryview()[:] = bytes(memory.nbytes)  # pages that were never written are all the same one
+    header("CRC-32C, GB/s", [f"{nbytes >> 10} KiB" for nbytes in sizes])
+    for choice in instruction_sets():
+        seconds = [fastest(crc32c, memory.address, nbytes, repeats=repeats) for nbytes in sizes]
+        row(choice.name, [nbytes / second / 1e9 for nbytes, second in zip(sizes, seconds, strict=True)])
+
+
+def compute(path: Path, sizes: Sizes, repeats: int) -> None:
+    """The compute of a step by instruction set and type of gradients and parameters."""
+    header("step compute, G parameters/s", [dtype.name for dtype in DType])
+    for choice in instruction_sets():
+        row(choice.name, [compute_rate(path, sizes, dtype, repeats) for dtype in DType])
+
+
+def compute_rate(path: Path, sizes: Sizes, dtype: DType, repeats: int) -> float:
+    """Parameters per nanosecond."""
+    state = State(path, sizes, dtype, direct=False)
+    seconds = []
+    for _ in range(repeats):
+        before = state.pipeline.counters().compute_seconds
+        state.work(Operation.UPDATE)
+        seconds.append(state.pipeline.counters().compute_seconds - before)
+    state.pipeline.close()
+    return sizes.tasklet_numel * sizes.num_tasklets / min(seconds) / 1e9
+
+
+def whole_step(path: Path, sizes: Sizes, repeats: int) -> None:
+    """A step of bf16 training against the disk."""
+    direct = takes_direct(path.parent)
+    state = State(path, sizes, DType.BFLOAT16, direct=direct)
+    steps, raws = [], []
+    for _ in range(repeats):  # in turn: the speed of a shared disk drifts
+        steps.append(elapsed(lambda: state.work(Operation.UPDATE)))
+        raws.append(elapsed(lambda: raw_loop(path, sizes, direct=direct)))
+    state.pipeline.close()
+    header("whole step" + ("" if direct else " (no direct I/O here)"), ["GB/s", "s (median)"])
+    nbytes = 2 * sizes.num_tasklets * sizes.extent_bytes
+    for name, seconds in (("pipeline", steps), ("raw reads and writes", raws)):
+        row(name, [nbytes / statistics.median(seconds) / 1e9, statistics.median(seconds)])
+
+
+class State:
+    """A state file with two slots per tasklet, gradients and parameters in memory, and the pipeline that works them."""
+
+    def __init__(self, path: Path, sizes: Sizes, dtype: DType, *, direct: bool) -> None:
+        self.sizes, self.dtype, self.generation = sizes, dtype, 0
+        self.gradient = HostBuffer(4 * sizes.tasklet_numel * sizes.num_tasklets)
+        self.parameter = HostBuffer(4 * sizes.tasklet_numel * sizes.num_tasklets)
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 2 * sizes.num_tasklets * sizes.extent_bytes)
+        self.pipeline = Pipeline(
+            files=[StateFile(str(path), direct=direct)],
+            identity=Identity(job=bytes(16), rank=0, state_format=0),
+            num_buffers=sizes.num_buffers,
+            buffer_bytes=sizes.extent_bytes,
+            io_threads=sizes.num_threads,
+        )
+        self.work(Operation.WRITE)
+
+    def work(self, operation: Operation) -> None:
+        """Works every tasklet from the current slot to the other."""
+        tasklets = [self.tasklet(index) for index in range(self.sizes.num_tasklets)]
+        self.pipeline.submit(Batch(operation, tasklets, [STEP]))
+        failure = self.pipeline.drain()
+        if failure is not None:
+            raise SystemExit(failure.message)
+        self.generation += 1
+
+    def tasklet(self, index: int) -> Tasklet:
+        """One segment over all of it."""
+        numel, nbytes = self.sizes.tasklet_numel, self.sizes.extent_bytes
+        slot = self.generation % 2
+        segment = Segment(
+            offset=0,
+            numel=numel,
+            step=0,
+            gradient=self.gradient.address + 4 * numel * index,
+            gradient_dtype=self.dtype,
+            parameter=self.parameter.address + 4 * numel * index,
+            parameter_dtype=self.dtype,
+        )
+        return Tasklet(
+            index=index,
+            file=0,
+            numel=numel,
+            num_arrays=NUM_ARRAYS,
+            extent_bytes=nbytes,
+            read_offset=(2 * index + slot) * nbytes,
+            read_generation=self.generation,
+            write_offset=(2 * index + 1 - slot) * nbytes,
+            write_generation=self.generation + 1,
+            segments=[segment],
+        )
+
+
+def raw_loop(path: Path, sizes: Sizes, *, direct: bool) -> None:
+    """Reads every extent and writes it back to where it came from: the state stays valid for the pipeline."""
+    ring = HostBuffer(sizes.num_threads * sizes.extent_bytes)
+    descriptor = os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
+    offsets: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index in range(sizes.num_tasklets):
+        offsets.put(2 * index * sizes.extent_bytes)
+
+    def work(number: int) -> None:
+        buffer = ring.memoryview()[number * sizes.extent_bytes : (number + 1) * sizes.extent_bytes]
+        while not offsets.empty():
+            try:
+                offset = offsets.get_nowait()
+            except queue.Empty:
+                return
+            moved = os.preadv(descriptor, [buffer], offset) + os.pwritev(descriptor, [buffer], offset)
+            assert moved == 2 * sizes.extent_bytes
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(sizes.num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.close(descriptor)
+
+
+def takes_direct(folder: Path) -> bool:
+    """Whether the folder's file system takes direct I/O."""
+    try:
+        os.close(os.open(folder / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+def instruction_sets() -> Iterator[InstructionSet]:
+    """Selects each one of this CPU in turn, and the best at the end."""
+    for choice in supported_instruction_sets():
+        yield select_instruction_set(choice)
+    select_instruction_set(None)
+
+
+def fastest(function: Callable[..., object], *arguments: object, repeats: int) -> float:
+    """Seconds of the fastest of many calls."""
+    return min(elapsed(lambda: function(*arguments)) for _ in range(5 * repeats))
+
+
+def elapsed(work: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def header(title: str, columns: list[str]) -> None:
+    """Begins a table."""
+    print(f"\n{title:<32}" + "".join(f"{column:>12}" for column in columns))
+
+
+def row(name: str, values: list[float]) -> None:
+    """Prints one row of it."""
+    print(f"{name:<32}" + "".join(f"{value:>12.2f}" for value in values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""ZeRO-3 training in Lightning with the optimizer state on storage and the update next to it.
+
+Importing this package loads the standard library only: it is imported inside ``import torch`` (see ``_autoload``), so
+every public name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from lightning_smartinfinity import _autoload
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.callbacks import StorageTrafficMonitor
+    from lightning_smartinfinity.config import TransferConfig
+    from lightning_smartinfinity.errors import (
+        CheckpointError,
+        ConfigError,
+        SmartInfinityError,
+        StorageCorruptError,
+        StorageError,
+        StorageFullError,
+        StorageLockedError,
+        UnsupportedError,
+    )
+    from lightning_smartinfinity.precision import SmartInfinityPrecision
+    from lightning_smartinfinity.strategy import SmartInfinityStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "SmartInfinityError",
+    "SmartInfinityPrecision",
+    "SmartInfinityStrategy",
+    "StorageCorruptError",
+    "StorageError",
+    "StorageFullError",
+    "StorageLockedError",
+    "StorageTrafficMonitor",
+    "TransferConfig",
+    "UnsupportedError",
+    "__version__",
+]
+
+_HOMES = {
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "SmartInfinityError": "errors",
+    "SmartInfinityPrecision": "precision",
+    "SmartInfinityStrategy": "strategy",
+    "StorageCorruptError": "errors",
+    "StorageError": "errors",
+    "StorageFullError": "errors",
+    "StorageLockedError": "errors",
+    "StorageTrafficMonitor": "callbacks",
+    "TransferConfig": "config",
+    "UnsupportedError": "errors",
+}
+
+
+if not TYPE_CHECKING:  # a type checker that saw it would accept every name
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value  # the next access does not come here
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_autoload.install()

@@ -1,0 +1,134 @@
+"""Makes the strategy's name known to Lightning: ``Trainer(strategy="smart_infinity")`` without another import.
+
+Lightning loads no strategies from entry points, but ``import torch`` calls every entry point of the group
+``torch.backends``, and torch is imported before Lightning defines its registry. So :func:`install` puts a finder on
+``sys.meta_path`` which fills the registry once Lightning's module has been executed. It runs inside ``import torch``:
+it imports the standard library only and never raises. Set ``SMART_INFINITY_AUTOLOAD_DEBUG=1`` to see what it swallows.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from lightning_smartinfinity.strategy import SmartInfinityStrategy
+
+__all__ = ["install"]
+
+STRATEGY_NAME = "smart_infinity"
+_DESCRIPTION = "ZeRO-3 with the optimizer state on storage and the update next to it"
+_DEBUG_VARIABLE = "SMART_INFINITY_AUTOLOAD_DEBUG"
+
+
+def install() -> None:
+    """Registers the strategy now where Lightning is loaded, and when it loads otherwise; safe to call again."""
+    try:
+        _install_finder()
+        for name in _REGISTRARS:
+            if name in sys.modules:
+                _register(sys.modules[name])
+    except Exception:
+        _show_swallowed()
+
+
+def _register_with_trainer(module: ModuleType) -> None:
+    # The registry is missing while another thread is still executing the module: the finder's hook comes after that.
+    registry = getattr(module, "StrategyRegistry", None)
+    if registry is None:
+        return
+    present = registry[STRATEGY_NAME]["strategy"] if STRATEGY_NAME in registry else None
+    if present is None or _is_ours(present):  # a name that the user registered stays theirs
+        registry.register(STRATEGY_NAME, _create_trainer_strategy, description=_DESCRIPTION, override=True)
+
+
+def _create_trainer_strategy(**settings: object) -> SmartInfinityStrategy:
+    """Stands in the registry for the class, so that neither it nor DeepSpeed loads before it is used."""
+    import lightning_smartinfinity
+
+    factory: Callable[..., SmartInfinityStrategy] = lightning_smartinfinity.SmartInfinityStrategy
+    return factory(**settings)
+
+
+# Lightning's module that defines a registry -> what to do with it. Fabric has a registry of its own.
+_REGISTRARS: dict[str, Callable[[ModuleType], None]] = {"lightning.pytorch.strategies": _register_with_trainer}
+
+
+class _RegistrationFinder(importlib.abc.MetaPathFinder):
+    """Lets the other finders find Lightning's modules and has their loaders register the strategy afterwards."""
+
+    def __init__(self) -> None:
+        # Names being searched by this finder; a module is searched under its import lock, hence by one thread only.
+        self._searching: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _REGISTRARS or fullname in self._searching:
+            return None
+        self._searching.add(fullname)
+        try:
+            spec = _find_elsewhere(self, fullname, path, target)
+        finally:
+            self._searching.discard(fullname)
+        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _RegisteringLoader(spec.loader)
+        return spec
+
+
+class _RegisteringLoader(importlib.abc.Loader):
+    """Executes a module as its own loader does, then registers the strategy with it."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its own loader, which knows its source and its resources.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module)
+
+
+def _find_elsewhere(
+    finder: _RegistrationFinder, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    others = [other for other in sys.meta_path if other is not finder and hasattr(other, "find_spec")]
+    return next((spec for other in others if (spec := other.find_spec(fullname, path, target)) is not None), None)
+
+
+def _install_finder() -> None:
+    # After importlib.reload a finder of the old module may still be there: it registers what is out of date.
+    stale = [f for f in sys.meta_path if _is_ours(type(f)) and not isinstance(f, _RegistrationFinder)]
+    for finder in stale:
+        sys.meta_path.remove(finder)
+    if not any(isinstance(finder, _RegistrationFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegistrationFinder())
+
+
+def _register(module: ModuleType) -> None:
+    try:
+        _REGISTRARS[module.__name__](module)
+    except Exception:
+        _show_swallowed()
+
+
+def _is_ours(item: object) -> bool:
+    return getattr(item, "__module__", None) == __name__
+
+
+def _show_swallowed() -> None:
+    if os.environ.get(_DEBUG_VARIABLE, "") not in ("", "0"):
+        traceback.print_exc()

@@ -1,0 +1,309 @@
+"""Lightning callbacks: what a user watches."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.metrics import Phase, StorageCounters, TrafficTable, traffic_between
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.devices.base import Traffic
+
+__all__ = ["StorageTrafficMonitor"]
+
+_GB = 1e9
+_TB = 1e12
+_PROG_BAR = ("io/GBps", "io/wait_s")
+_CHANNELS = (("shared", "read"), ("shared", "write"), ("internal", "read"), ("internal", "write"))
+_TOTALS = tuple(f"{channel}_{direction}_bytes" for channel, direction in _CHANNELS)
+
+
+@runtime_checkable
+class _CountsTraffic(Protocol):
+    """What the monitor needs of a strategy."""
+
+    def traffic(self) -> Traffic: ...
+
+
+class StorageTrafficMonitor(Callback):
+    """Logs what the optimizer state's traffic does to storage, and what waiting for it costs.
+
+    Values are averages per optimizer step since the last measurement and totals, over all ranks. They go through
+    ``pl_module.log_dict`` to every logger and into ``trainer.callback_metrics``. Totals continue after a resume, so
+    that they cover the life of a job. Measuring costs one collective per logged step and nothing in between.
+
+    ======================================  ==========================================================================
+    Name                                    Meaning
+    ======================================  ==========================================================================
+    ``io/shared_read_GB``, ``..write_GB``   read and written between host and storage, per step
+    ``io/internal_read_GB``, ``..write_GB`` read and written inside storage devices, per step
+    ``io/GBps``                             all of it per second of training
+    ``io/wait_GBps``                        all of it per second waited: the storage's own speed if nothing overlaps
+    ``io/wait_s``                           seconds waited for storage per step, slowest rank
+    ``io/wait_share``                       share of the training time that is, slowest rank
+    ``io/compute_s``                        thread-seconds of the update per step, mean of the ranks
+    ``io/bytes_per_parameter``              moved per updated parameter over both channels
+    ``io/shared_bytes_per_parameter``       moved per updated parameter over the shared channel
+    ``io/total_shared_read_TB``, ...        read or written per channel since the job began (four names)
+    ``io/written_TB``                       written over both channels since the job began
+    ``io/projected_TB``                     what that will be when the run ends (not for runs without an end)
+    ``io/endurance_share``                  ``io/projected_TB`` over ``endurance_tbw`` (with ``endurance_tbw`` only)
+    ======================================  ==========================================================================
+
+    Args:
+        prog_bar: Show ``io/GBps`` and ``io/wait_s`` in the progress bar.
+        every_n_steps: Optimizer steps between measurements; default: the Trainer's ``log_every_n_steps``.
+        endurance_tbw: Terabytes that the storage is rated to take in its life (all disks of the state together).
+
+    Raises:
+        ConfigError: A setting is out of range, or loggers would never see a measurement.
+        UnsupportedError: The Trainer's strategy keeps no optimizer state on storage.
+
+    Example::
+
+        Trainer(strategy="smart_infinity", callbacks=[StorageTrafficMonitor(endurance_tbw=600)])
+    """
+
+    def __init__(
+        self, *, prog_bar: bool = True, every_n_steps: int | None = None, endurance_tbw: float | None = None
+    ) -> None:
+        super().__init__()
+        _check_settings(every_n_steps, endurance_tbw)
+        self._prog_bar = prog_bar
+        self._every_n_steps = every_n_steps
+        self._endurance_tbw = endurance_tbw
+        self._clock: Callable[[], float] = time.perf_counter
+        self._watch: _Watch | None = None
+        self._carried = dict.fromkeys(_TOTALS, 0)
+        self._summary: dict[str, float] = {}
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """The metrics above over the whole of the last completed fit; empty before."""
+        return dict(self._summary)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        _check_strategy(trainer.strategy)
+        _check_cadence(self._every_n_steps, trainer)
+        self._watch, self._summary = None, {}
+        self._carried = dict.fromkeys(_TOTALS, 0)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._watch = _Watch(trainer, self._clock)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._watched().begin(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._watched().switch(Phase.STEP)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._watched().is_due(trainer.global_step, self._every_n_steps or _log_every_n_steps(trainer)):
+            values = self._measure(trainer.global_step)
+            rest = {name: value for name, value in values.items() if name not in _PROG_BAR}
+            options: dict[str, Any] = {"on_step": True, "on_epoch": False, "batch_size": 1}
+            options["logger"] = bool(trainer.loggers)
+            pl_module.log_dict({name: values[name] for name in _PROG_BAR}, prog_bar=self._prog_bar, **options)
+            pl_module.log_dict(rest, **options)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._leave_steps()
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # The strategy reads the state after this hook; the next batch switches back.
+        self._leave_steps()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._watched().end()
+        self._summary = self._measure(trainer.global_step)
+        totals = {name: value for name, value in self._summary.items() if name.endswith("_TB")}
+        for logger in trainer.loggers:
+            logger.log_metrics(totals, step=trainer.global_step)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        # Saving may happen on one rank alone, so no collective: all ranks hold partitions of one size.
+        moved = {} if self._watch is None else self._watch.estimated_bytes()
+        return {name: self._carried[name] + moved.get(name, 0) for name in _TOTALS}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._carried = {name: int(state_dict.get(name, 0)) for name in _TOTALS}
+
+    def _leave_steps(self) -> None:
+        if self._watch is not None:
+            self._watch.switch(Phase.OTHER)
+
+    def _watched(self) -> _Watch:
+        assert self._watch is not None
+        return self._watch
+
+    def _measure(self, step: int) -> dict[str, float]:
+        """Synchronizes the counters; values since the last measurement, and totals."""
+        watch = self._watched()
+        recent, num_steps = watch.measure(step)
+        totals = {name: self._carried[name] + _moved(watch.overall, name) for name in _TOTALS}
+        written = sum(value for name, value in totals.items() if "write" in name)
+        values = _step_values(recent, max(1, num_steps))
+        values |= {f"io/total_{name.removesuffix('_bytes')}_TB": value / _TB for name, value in totals.items()}
+        values["io/written_TB"] = written / _TB
+        if (coming := watch.bytes_to_be_written(step)) is not None:
+            values["io/projected_TB"] = (written + coming) / _TB
+            if self._endurance_tbw is not None:
+                values["io/endurance_share"] = values["io/projected_TB"] / self._endurance_tbw
+        return values
+
+
+class _Watch:
+    """One fit's traffic, divided between training steps and everything else.
+
+    Args:
+        trainer: Its strategy counts traffic, from zero at the fit's beginning.
+        clock: Seconds.
+    """
+
+    def __init__(self, trainer: pl.Trainer, clock: Callable[[], float]) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, _CountsTraffic)
+        self._read = strategy.traffic
+        self._clock = clock
+        self._world_size = trainer.world_size
+        self._phase = Phase.OTHER
+        self._last: Traffic | None = None
+        self._since = clock()
+        # Collectives may need an accelerator's tensors; the index of a CPU device means nothing to tensors.
+        device = strategy.root_device
+        self._counters = StorageCounters().to("cpu" if device.type == "cpu" else device)
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        self._first_step = self._measured_step = trainer.global_step
+        self._last_step = float(trainer.estimated_stepping_batches)
+        self._measured: TrafficTable | None = None
+
+    def end(self) -> None:
+        """The next measurement covers the whole fit."""
+        self.switch(Phase.OTHER)
+        self._measured_step, self._measured = self._first_step, None
+
+    def is_due(self, step: int, every: int) -> bool:
+        # Every rank must come to the same verdict, because measuring is a collective.
+        return every > 0 and step // every > self._measured_step // every
+
+    def switch(self, phase: Phase) -> None:
+        """What happens from here on belongs to ``phase``."""
+        if phase is not self._phase:
+            self._fold()
+            self._phase = phase
+
+    def measure(self, step: int) -> tuple[TrafficTable, int]:
+        """Counters of all ranks' training steps since the last measurement, and how many those were; a collective."""
+        self._fold()
+        computed = self._counters.compute().cpu()
+        self.overall, self.in_steps = StorageCounters.table(computed), StorageCounters.table(computed, Phase.STEP)
+        recent = self.in_steps if self._measured is None else self.in_steps - self._measured
+        num_steps = step - self._measured_step
+        self._measured, self._measured_step = self.in_steps, step
+        return recent, num_steps
+
+    def bytes_to_be_written(self, step: int) -> float | None:
+        """From ``step`` to the run's end at the rate so far, over all ranks; None for a run without an end."""
+        num_steps = step - self._first_step
+        if num_steps == 0 or not 0 < self._last_step < math.inf:
+            return None
+        return int(self.in_steps.moved_bytes(direction="write")) / num_steps * max(0, self._last_step - step)
+
+    def estimated_bytes(self) -> dict[str, int]:
+        """Bytes of all ranks by counter, taking the others to be as this one; no collective."""
+        self._fold()
+        own = StorageCounters.table(self._counters.counters.unsqueeze(0).cpu())
+        return {name: self._world_size * _moved(own, name) for name in _TOTALS}
+
+    def _fold(self) -> None:
+        now, clock = self._read(), self._clock()
+        change = now if self._last is None else traffic_between(self._last, now)
+        self._counters.update(change, seconds=clock - self._since, phase=self._phase)
+        self._last, self._since = now, clock
+
+
+def _step_values(table: TrafficTable, steps: int) -> dict[str, float]:
+    wait = float(table.seconds("wait_seconds").max())
+    wall = float(table.seconds("wall_seconds").max())
+    values = {
+        f"io/{channel}_{direction}_GB": float(table.moved_bytes(channel, direction)) / steps / _GB
+        for channel, direction in _CHANNELS
+    }
+    return values | {
+        "io/GBps": float(table.bandwidth()) / _GB,
+        "io/wait_GBps": float(table.bandwidth(per="wait_seconds")) / _GB,
+        "io/wait_s": wait / steps,
+        "io/wait_share": wait / wall if wall > 0 else math.nan,
+        "io/compute_s": float(table.seconds("compute_seconds").mean()) / steps,
+        "io/bytes_per_parameter": float(table.bytes_per_parameter()),
+        "io/shared_bytes_per_parameter": float(table.bytes_per_parameter("shared")),
+    }
+
+
+def _moved(table: TrafficTable, name: str) -> int:
+    return int(table.column(name).sum())
+
+
+def _log_every_n_steps(trainer: pl.Trainer) -> int:
+    return int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set outside Trainer's own code
+
+
+def _check_settings(every_n_steps: Any, endurance_tbw: Any) -> None:
+    whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool) and every_n_steps > 0
+    if every_n_steps is not None and not whole:
+        raise ConfigError(
+            f"StorageTrafficMonitor(every_n_steps={every_n_steps!r}) is not a number of steps.", "Pass an int above 0."
+        )
+    number = isinstance(endurance_tbw, (int, float)) and not isinstance(endurance_tbw, bool)
+    if endurance_tbw is not None and not (number and endurance_tbw > 0):
+        raise ConfigError(
+            f"StorageTrafficMonitor(endurance_tbw={endurance_tbw!r}) is no endurance.",
+            "Pass the terabytes that the disk's data sheet allows to be written.",
+        )
+
+
+def _check_strategy(strategy: object) -> None:
+    if not isinstance(strategy, _CountsTraffic):
+        raise UnsupportedError(
+            f"StorageTrafficMonitor has nothing to watch with {type(strategy).__name__}.",
+            'Train with Trainer(strategy="smart_infinity") or remove the callback.',
+        )
+
+
+def _check_cadence(every_n_steps: int | None, trainer: pl.Trainer) -> None:
+    logged = _log_every_n_steps(trainer)
+    if every_n_steps is None or not trainer.loggers or logged == 0:
+        return
+    if logged % every_n_steps != 0 and every_n_steps % logged != 0:
+        raise ConfigError(
+            f"StorageTrafficMonitor(every_n_steps={every_n_steps}) does not meet "
+            f"Trainer(log_every_n_steps={logged}): loggers would miss measurements.",
+            "Let one be a multiple of the other.",
+        )

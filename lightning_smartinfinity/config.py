@@ -1,0 +1,87 @@
+"""Settings as frozen dataclasses, validated once at construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_smartinfinity.errors import ConfigError
+
+__all__ = ["TransferConfig"]
+
+_MIN_TASKLET_BYTES = 64 * 1024
+_MAX_BUFFERS = 4096  # the native core's own limit
+_IO_ENGINES = ("auto", "threads")
+_DURABILITIES = ("none", "step", "power")
+_DIRECT_IO = ("auto", "on", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """How optimizer state moves between storage and the update.
+
+    Args:
+        tasklet_bytes: Size of one ring buffer in bytes: the most state read or written at once.
+        num_buffers: Number of ring buffers. ``num_buffers * tasklet_bytes`` bounds the ring, whatever the model's size.
+            Beside it the update holds one gradient per parameter of the rank's partition and, on a GPU, a staging
+            buffer as large as the ring.
+        io_engine: ``"threads"`` (pread and pwrite on a thread pool) or ``"auto"`` (the fastest one available).
+        dram_cache_bytes: Optimizer state kept in host memory; only 0 for now.
+        durability: ``"none"`` (one slot: a failed step cannot be undone), ``"step"`` (two slots: a failed step is
+            rolled back exactly, ``StateStore.recover`` can open the store after a kill) or ``"power"`` (after a
+            power loss, too: flushes the device at every step). Training resumes from checkpoints, whichever it is.
+        direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT where
+            the file system has it, otherwise a warning).
+        job: Name of this job's folder below each storage folder; two jobs on one storage need two names.
+        keep: Keep the state on storage after the strategy is closed.
+
+    Raises:
+        ConfigError: A value is out of range or not one of those above.
+    """
+
+    tasklet_bytes: int = 4 * 1024 * 1024
+    num_buffers: int = 16
+    io_engine: str = "auto"
+    dram_cache_bytes: int = 0
+    durability: str = "step"
+    direct_io: str = "auto"
+    job: str = "default"
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        _require_int("tasklet_bytes", self.tasklet_bytes, _MIN_TASKLET_BYTES)
+        _require_int("num_buffers", self.num_buffers, 2, _MAX_BUFFERS)
+        _require_one_of("io_engine", self.io_engine, _IO_ENGINES)
+        _require_one_of("durability", self.durability, _DURABILITIES)
+        _require_one_of("direct_io", self.direct_io, _DIRECT_IO)
+        if self.dram_cache_bytes != 0:
+            raise ConfigError(
+                f"TransferConfig(dram_cache_bytes={self.dram_cache_bytes!r}) is not available in this version.",
+                "Use dram_cache_bytes=0.",
+            )
+        if not isinstance(self.keep, bool):
+            raise ConfigError(f"TransferConfig(keep={self.keep!r}) is not a bool.", "Pass True or False.")
+        _require_folder_name("job", self.job)
+
+    @property
+    def num_slots(self) -> int:
+        """Places a tasklet's state may lie on storage: 1 without durability, else 2."""
+        return 1 if self.durability == "none" else 2
+
+
+def _require_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"TransferConfig({name}={value!r}) is out of range.", f"Pass an int of at least {minimum}.")
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"TransferConfig({name}={value!r}) is out of range.", f"Pass an int of at most {maximum}.")
+
+
+def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"TransferConfig({name}={value!r}) is unknown.", f"Use one of: {', '.join(choices)}.")
+
+
+def _require_folder_name(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value or value in (".", "..") or "/" in value or "\0" in value:
+        raise ConfigError(
+            f"TransferConfig({name}={value!r}) is not a folder name.", "Pass a plain name without slashes."
+        )

@@ -1,0 +1,81 @@
+"""What a storage device is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_smartinfinity import native
+
+__all__ = ["StorageDevice", "Traffic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Cumulative counters of one rank.
+
+    Args:
+        steps: Committed steps (filled in by the handler).
+        numel: Elements updated in committed steps, in total (filled in by the handler).
+        shared_read_bytes: State read over the channel between host and storage.
+        shared_write_bytes: State written over it.
+        internal_read_bytes: State read inside devices, from storage to accelerator.
+        internal_write_bytes: State written inside devices.
+        read_calls: Reads issued.
+        write_calls: Writes issued.
+        read_seconds: Time in reads, summed over threads.
+        write_seconds: Time in writes, summed over threads.
+        compute_seconds: Time in updates, summed over threads.
+        wait_seconds: Time callers spent waiting.
+    """
+
+    steps: int = 0
+    numel: int = 0
+    shared_read_bytes: int = 0
+    shared_write_bytes: int = 0
+    internal_read_bytes: int = 0
+    internal_write_bytes: int = 0
+    read_calls: int = 0
+    write_calls: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+class StorageDevice(ABC):
+    """Runs batches of tasklets over a rank's state files. One batch at a time; calls come from one thread."""
+
+    @abstractmethod
+    def open(self, *, files: Sequence[native.StateFile], identity: native.Identity, buffer_bytes: int) -> None:
+        """Allocate buffers of ``buffer_bytes`` (the largest extent) and start threads."""
+
+    @property
+    @abstractmethod
+    def ring_bytes(self) -> int:
+        """Memory of the open device's buffers."""
+
+    @abstractmethod
+    def submit(self, batch: native.Batch) -> None:
+        """Start a batch and return at once."""
+
+    @abstractmethod
+    def wait(self, first: int = 0, last: int | None = None) -> None:
+        """Return when the batch's tasklets ``[first, last)`` have their outputs in memory.
+
+        Raises:
+            StorageError: The batch failed. :meth:`drain` must still be called.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Return when nothing of the batch is in flight; then it is over. Raises as :meth:`wait`."""
+
+    @abstractmethod
+    def counters(self) -> Traffic:
+        """Cumulative counters since :meth:`open`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is in flight, release threads and memory; idempotent."""

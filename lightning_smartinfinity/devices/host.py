@@ -1,0 +1,110 @@
+"""The host CPU over any block device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.base import StorageDevice, Traffic
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.faults import storage_error, storage_errors
+
+__all__ = ["HostDevice"]
+
+_IO_THREADS_PER_FILE = 4
+_MOST_BUFFERS = 4096
+_SMALLEST_EXTENT = 2 * BLOCK_BYTES  # an empty partition has no extents, but a ring all the same
+_CORRUPT_REMEDIES = {
+    "checksum": "The device returned other bytes than were written: check its health and resume from a checkpoint.",
+    "foreign": "Another job wrote there: give each its own storage folder and resume from a checkpoint.",
+    "generation": "A write was lost or the file was replaced: check the device and resume from a checkpoint.",
+    "format": "Use the version of the package that wrote it, or resume from a checkpoint.",
+}
+
+
+class HostDevice(StorageDevice):
+    """Updates on the host CPU; all state crosses the shared channel.
+
+    Args:
+        num_buffers: Ring buffers (``TransferConfig.num_buffers``).
+        io_threads: Threads that read and write; None: four for each file.
+        compute_threads: Threads that update.
+
+    Raises:
+        ConfigError: Too many buffers.
+    """
+
+    def __init__(self, *, num_buffers: int, io_threads: int | None = None, compute_threads: int = 1) -> None:
+        if num_buffers > _MOST_BUFFERS:
+            raise ConfigError(
+                f"TransferConfig(num_buffers={num_buffers}) is out of range.",
+                f"Use at most {_MOST_BUFFERS}, with larger tasklet_bytes if need be.",
+            )
+        self._num_buffers = num_buffers
+        self._io_threads = io_threads
+        self._compute_threads = compute_threads
+        self._pipeline: native.Pipeline | None = None
+
+    @property
+    def pipeline(self) -> native.Pipeline:
+        """The open device's pipeline."""
+        assert self._pipeline is not None, "the device is not open"
+        return self._pipeline
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.pipeline.ring_bytes
+
+    def open(self, *, files: Sequence[native.StateFile], identity: native.Identity, buffer_bytes: int) -> None:
+        assert self._pipeline is None, "the device is open"
+        with storage_errors("Allocating buffers for", files[0].path):
+            self._pipeline = native.Pipeline(
+                files=list(files),
+                identity=identity,
+                num_buffers=self._num_buffers,
+                buffer_bytes=max(_SMALLEST_EXTENT, buffer_bytes),
+                io_threads=self._io_threads or _IO_THREADS_PER_FILE * len(files),
+                compute_threads=self._compute_threads,
+            )
+
+    def submit(self, batch: native.Batch) -> None:
+        self.pipeline.submit(batch)
+
+    def wait(self, first: int = 0, last: int | None = None) -> None:
+        _raise_failure(self.pipeline.wait(first, last))
+
+    def drain(self) -> None:
+        _raise_failure(self.pipeline.drain())
+
+    def counters(self) -> Traffic:
+        counters = self.pipeline.counters()
+        return Traffic(
+            shared_read_bytes=counters.read_bytes,
+            shared_write_bytes=counters.written_bytes,
+            read_calls=counters.read_calls,
+            write_calls=counters.write_calls,
+            read_seconds=counters.read_seconds,
+            write_seconds=counters.write_seconds,
+            compute_seconds=counters.compute_seconds,
+            wait_seconds=counters.wait_seconds,
+        )
+
+    def close(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+
+
+def _raise_failure(failure: native.Failure | None) -> None:
+    if failure is not None:
+        raise _error_of(failure)
+
+
+def _error_of(failure: native.Failure) -> StorageError:
+    # The core's message says what it did, with path, offset and tasklet.
+    problem = f"Optimizer state: {failure.message}."
+    if failure.kind == "io":
+        return storage_error(failure.errno, problem=problem)
+    if failure.kind == "short":
+        return StorageError(problem, "The file was truncated: resume from a checkpoint with a new store.")
+    return StorageCorruptError(problem, _CORRUPT_REMEDIES[failure.kind])

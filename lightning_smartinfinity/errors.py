@@ -1,0 +1,74 @@
+"""The errors a user can meet.
+
+::
+
+    SmartInfinityError
+    ├── ConfigError            (ValueError)    a setting is unknown, contradictory or out of range
+    ├── UnsupportedError       (ValueError)    a feature that this strategy cannot honour
+    ├── StorageError           (RuntimeError)  a storage folder, file or device failed
+    │   ├── StorageFullError                   too little free space, or the disk ran full
+    │   ├── StorageLockedError                 another job owns the folder
+    │   └── StorageCorruptError                a checksum, a foreign extent, a newer format
+    └── CheckpointError        (RuntimeError)  a checkpoint does not fit this model or is damaged
+
+Every message says what failed, with the value at fault, and what to do about it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "SmartInfinityError",
+    "StorageCorruptError",
+    "StorageError",
+    "StorageFullError",
+    "StorageLockedError",
+    "UnsupportedError",
+]
+
+
+class SmartInfinityError(Exception):
+    """Base of every error raised by this package.
+
+    Args:
+        problem: What is wrong, naming the class or setting and the value at fault.
+        remedy: What the user can do about it.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem} {remedy}")
+        self.problem = problem
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type[SmartInfinityError], tuple[str, str]]:
+        # Exceptions cross process boundaries (torch.multiprocessing spawn); the default would pass one argument.
+        return type(self), (self.problem, self.remedy)
+
+
+class ConfigError(SmartInfinityError, ValueError):
+    """A setting is unknown, contradictory or out of range."""
+
+
+class UnsupportedError(SmartInfinityError, ValueError):
+    """A feature that this strategy cannot honour."""
+
+
+class StorageError(SmartInfinityError, RuntimeError):
+    """A storage folder, file or device failed."""
+
+
+class StorageFullError(StorageError):
+    """Too little free space, or the disk ran full."""
+
+
+class StorageLockedError(StorageError):
+    """Another job owns the folder."""
+
+
+class StorageCorruptError(StorageError):
+    """A checksum mismatch, a foreign extent or a newer format."""
+
+
+class CheckpointError(SmartInfinityError, RuntimeError):
+    """A checkpoint does not fit this model or is damaged."""

@@ -1,0 +1,291 @@
+"""torchmetrics metrics over a strategy's traffic counters.
+
+Every metric is fed with the traffic of one interval and reduces over ranks when it is computed::
+
+    before = strategy.traffic()
+    ...                                     # train
+    metric = StorageBytes(channel="shared", direction="write")
+    metric.update(traffic_between(before, strategy.traffic()))
+    metric.compute()                        # the bytes all ranks wrote
+
+Bytes and counts are kept as int64 and seconds as int64 nanoseconds, all in one tensor: terabytes stay exact, a module's
+conversion to a 16-bit dtype leaves them alone, and synchronizing a metric costs one collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_smartinfinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.devices.base import Traffic
+
+__all__ = [
+    "BytesPerParameter",
+    "Phase",
+    "StorageBandwidth",
+    "StorageBytes",
+    "StorageCounters",
+    "StorageWait",
+    "TrafficTable",
+    "traffic_between",
+]
+
+_COUNTS = (
+    "steps",
+    "numel",
+    "shared_read_bytes",
+    "shared_write_bytes",
+    "internal_read_bytes",
+    "internal_write_bytes",
+    "read_calls",
+    "write_calls",
+)
+_SECONDS = ("read_seconds", "write_seconds", "compute_seconds", "wait_seconds")
+_FIELDS = (*_COUNTS, *_SECONDS, "wall_seconds")
+_COLUMNS = {name: index for index, name in enumerate(_FIELDS)}
+
+_CHANNELS = {"shared": ("shared",), "internal": ("internal",), "all": ("shared", "internal")}
+_DIRECTIONS = {"read": ("read",), "write": ("write",), "both": ("read", "write")}
+_NANOSECONDS = 1_000_000_000
+
+
+class Phase(enum.IntEnum):
+    """What the traffic of an interval belongs to."""
+
+    STEP = 0
+    """Training steps."""
+    OTHER = 1
+    """Everything else: initialisation, validation, checkpoints."""
+
+
+def traffic_between(before: Traffic, after: Traffic) -> Traffic:
+    """The traffic between two readings of the same counters.
+
+    Args:
+        before: The earlier reading of ``strategy.traffic()``.
+        after: The later one.
+
+    Returns:
+        The field-wise difference, or ``after`` itself when the counters started again in between (a new store).
+    """
+    names = [field.name for field in dataclasses.fields(after)]
+    changes = {name: getattr(after, name) - getattr(before, name) for name in names}
+    if any(change < 0 for change in changes.values()):
+        return after
+    return dataclasses.replace(after, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrafficTable:
+    """Counters of an interval, one row per rank.
+
+    Args:
+        rows: int64 tensor of shape ``[ranks, counters]``; times in nanoseconds.
+    """
+
+    rows: Tensor
+
+    def __sub__(self, other: TrafficTable) -> TrafficTable:
+        return TrafficTable(self.rows - other.rows)
+
+    def __add__(self, other: TrafficTable) -> TrafficTable:
+        return TrafficTable(self.rows + other.rows)
+
+    def column(self, name: str) -> Tensor:
+        """One counter of every rank: int64 ``[ranks]``."""
+        return self.rows[:, _COLUMNS[name]]
+
+    def seconds(self, name: str) -> Tensor:
+        """One time of every rank in seconds: float64 ``[ranks]``."""
+        return self.column(name).to(torch.float64) / _NANOSECONDS
+
+    def moved_bytes(self, channel: str = "all", direction: str = "both") -> Tensor:
+        """Bytes moved over a channel in a direction, summed over ranks: int64 scalar."""
+        columns = [f"{one}_{way}_bytes" for one in _CHANNELS[channel] for way in _DIRECTIONS[direction]]
+        return torch.stack([self.column(name) for name in columns]).sum()
+
+    def bandwidth(self, channel: str = "all", direction: str = "both", *, per: str = "wall_seconds") -> Tensor:
+        """Bytes of all ranks per second of the slowest one: float64 scalar, NaN without time."""
+        return _ratio(self.moved_bytes(channel, direction), self.seconds(per).max())
+
+    def bytes_per_parameter(self, channel: str = "all", direction: str = "both") -> Tensor:
+        """Bytes moved per updated element: float64 scalar, NaN when nothing was updated."""
+        return _ratio(self.moved_bytes(channel, direction), self.column("numel").sum())
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    numerator, denominator = numerator.to(torch.float64), denominator.to(torch.float64)
+    return torch.where(denominator > 0, numerator / denominator, torch.full_like(denominator, float("nan")))
+
+
+class StorageCounters(Metric):
+    """All traffic counters of all ranks; the base of the metrics below.
+
+    Args:
+        kwargs: torchmetrics' own keyword arguments (``process_group``, ``sync_on_compute``, ...).
+    """
+
+    is_differentiable = False
+    # Wall time adds up over updates but not over ranks, so torchmetrics' shortcut of merging states does not hold.
+    full_state_update = True
+
+    counters: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("dist_sync_fn", _gather_fixed_shape)
+        super().__init__(**kwargs)
+        # Without a reduction torchmetrics stacks the states of the ranks, which lets one state be summed and maximized.
+        empty = torch.zeros(len(Phase), len(_FIELDS), dtype=torch.int64)
+        self.add_state("counters", default=empty, dist_reduce_fx=None)
+
+    @override
+    def update(self, traffic: Traffic, *, seconds: float = 0.0, phase: Phase = Phase.STEP) -> None:
+        """Adds the traffic of one interval on this rank.
+
+        Args:
+            traffic: Counters of the interval (see :func:`traffic_between`), not since the beginning.
+            seconds: Wall time of the interval.
+            phase: What the interval was spent on.
+        """
+        values = [int(getattr(traffic, name)) for name in _COUNTS]
+        values += [round(getattr(traffic, name) * _NANOSECONDS) for name in _SECONDS]
+        values.append(round(seconds * _NANOSECONDS))
+        # Not in place: what compute() returned before shares memory with the state.
+        counters = self.counters.clone()
+        counters[int(phase)] += torch.tensor(values, dtype=torch.int64, device=counters.device)
+        self.counters = counters
+
+    @override
+    def compute(self) -> Tensor:
+        """Counters as int64 ``[ranks, phases, counters]``; see :meth:`table`."""
+        return self.counters.reshape(-1, len(Phase), len(_FIELDS))
+
+    @staticmethod
+    def table(computed: Tensor, phase: Phase | None = None) -> TrafficTable:
+        """The rows of one phase, or of all phases together, of what :meth:`compute` returned."""
+        return TrafficTable(computed.sum(dim=1) if phase is None else computed[:, int(phase)])
+
+    def _table(self, phase: Phase | None = None) -> TrafficTable:
+        return self.table(self.counters.reshape(-1, len(Phase), len(_FIELDS)), phase)
+
+
+class StorageBytes(StorageCounters):
+    """Bytes moved in all phases, summed over ranks: int64 scalar.
+
+    Args:
+        channel: ``"shared"`` (host and devices), ``"internal"`` (inside one device) or ``"all"``.
+        direction: ``"read"``, ``"write"`` or ``"both"``.
+        kwargs: torchmetrics' own keyword arguments.
+
+    Raises:
+        ConfigError: An unknown channel or direction.
+    """
+
+    higher_is_better = False
+
+    def __init__(self, channel: str = "all", direction: str = "both", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.channel = _one_of(self, "channel", channel, tuple(_CHANNELS))
+        self.direction = _one_of(self, "direction", direction, tuple(_DIRECTIONS))
+
+    @override
+    def compute(self) -> Tensor:
+        return self._table().moved_bytes(self.channel, self.direction)
+
+
+class StorageBandwidth(StorageCounters):
+    """Bytes per second in steps: the bytes of all ranks over the time of the slowest rank, float64 scalar.
+
+    Args:
+        channel: ``"shared"``, ``"internal"`` or ``"all"``.
+        direction: ``"read"``, ``"write"`` or ``"both"``.
+        per: ``"wall"``: per second of the interval, what the storage is loaded with. ``"wait"``: per second that
+            training waited for it, which is the storage's own bandwidth when nothing overlaps the update.
+        kwargs: torchmetrics' own keyword arguments.
+
+    Raises:
+        ConfigError: An unknown channel, direction or time.
+    """
+
+    higher_is_better = True
+
+    def __init__(self, channel: str = "all", direction: str = "both", per: str = "wall", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.channel = _one_of(self, "channel", channel, tuple(_CHANNELS))
+        self.direction = _one_of(self, "direction", direction, tuple(_DIRECTIONS))
+        self.per = _one_of(self, "per", per, ("wall", "wait"))
+
+    @override
+    def compute(self) -> Tensor:
+        return self._table(Phase.STEP).bandwidth(self.channel, self.direction, per=f"{self.per}_seconds")
+
+
+class StorageWait(StorageCounters):
+    """Seconds that training waited for storage in steps: float64 scalar.
+
+    Args:
+        over_ranks: ``"max"`` (the slowest rank, which all others wait for) or ``"mean"``.
+        kwargs: torchmetrics' own keyword arguments.
+
+    Raises:
+        ConfigError: An unknown reduction.
+    """
+
+    higher_is_better = False
+
+    def __init__(self, over_ranks: str = "max", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.over_ranks = _one_of(self, "over_ranks", over_ranks, ("max", "mean"))
+
+    @override
+    def compute(self) -> Tensor:
+        waited = self._table(Phase.STEP).seconds("wait_seconds")
+        return waited.max() if self.over_ranks == "max" else waited.mean()
+
+
+class BytesPerParameter(StorageCounters):
+    """Bytes moved per updated element in steps, over all ranks: float64 scalar, NaN when nothing was updated.
+
+    Args:
+        channel: ``"shared"``, ``"internal"`` or ``"all"``.
+        direction: ``"read"``, ``"write"`` or ``"both"``.
+        kwargs: torchmetrics' own keyword arguments.
+
+    Raises:
+        ConfigError: An unknown channel or direction.
+    """
+
+    higher_is_better = False
+
+    def __init__(self, channel: str = "all", direction: str = "both", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.channel = _one_of(self, "channel", channel, tuple(_CHANNELS))
+        self.direction = _one_of(self, "direction", direction, tuple(_DIRECTIONS))
+
+    @override
+    def compute(self) -> Tensor:
+        return self._table(Phase.STEP).bytes_per_parameter(self.channel, self.direction)
+
+
+def _one_of(metric: Metric, name: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        problem = f"{type(metric).__name__}({name}={value!r}) is unknown."
+        raise ConfigError(problem, f"Use one of: {', '.join(choices)}.")
+    return value
+
+
+def _gather_fixed_shape(state: Tensor, group: Any = None) -> list[Tensor]:
+    # torchmetrics' default adds a barrier and a gather of shapes; ours are the same on every rank.
+    gathered = [torch.empty_like(state) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(gathered, state.contiguous(), group=group)
+    return gathered

@@ -1,0 +1,49 @@
+"""The native core: I/O, update kernels, checksums and the transfer schedule, in C++.
+
+It knows no torch: memory crosses as integer addresses, which the caller keeps alive until the batch that names them has
+been drained.
+"""
+
+from __future__ import annotations
+
+from lightning_smartinfinity.native._core import (
+    AdamStep,
+    Batch,
+    Counters,
+    DType,
+    Failure,
+    HostBuffer,
+    Identity,
+    InstructionSet,
+    Operation,
+    Pipeline,
+    Segment,
+    StateFile,
+    Tasklet,
+    TransferSchedule,
+    crc32c,
+    select_instruction_set,
+    sum_of_squares,
+    supported_instruction_sets,
+)
+
+__all__ = [
+    "AdamStep",
+    "Batch",
+    "Counters",
+    "DType",
+    "Failure",
+    "HostBuffer",
+    "Identity",
+    "InstructionSet",
+    "Operation",
+    "Pipeline",
+    "Segment",
+    "StateFile",
+    "Tasklet",
+    "TransferSchedule",
+    "crc32c",
+    "select_instruction_set",
+    "sum_of_squares",
+    "supported_instruction_sets",
+]

@@ -1,0 +1,360 @@
+"""The native core: I/O, update kernels, checksums and the transfer schedule."""
+
+import builtins
+import enum
+from collections.abc import Sequence
+
+class DType(enum.Enum):
+    """Type of gradients and parameters in memory."""
+
+    FLOAT32 = 0
+
+    FLOAT16 = 1
+
+    BFLOAT16 = 2
+
+class InstructionSet(enum.Enum):
+    """What the kernels were compiled for; all give the same bits."""
+
+    SCALAR = 0
+
+    AVX2 = 1
+
+    AVX512 = 2
+
+def supported_instruction_sets() -> list[InstructionSet]:
+    """Of this CPU, slowest first."""
+
+def select_instruction_set(choice: InstructionSet | None) -> InstructionSet:
+    """
+    Use one from now on, in every thread; None is the best. Returns it.
+
+    Raises:
+        ValueError: This CPU does not support it.
+    """
+
+def crc32c(address: int, nbytes: int, value: int = 0) -> int:
+    """CRC-32C of memory, continuing `value`: the CPU's instruction, or a table if SCALAR is selected."""
+
+def sum_of_squares(address: int, numel: int, dtype: DType) -> float:
+    """In double precision and a fixed order: the same bits on every instruction set. Finite iff every element is."""
+
+class HostBuffer:
+    """
+    Zero-filled, page-aligned memory (2 MiB-aligned from that size on), absent from forked children.
+
+    Raises:
+        ValueError: No bytes.
+        OSError: The memory cannot be mapped.
+    """
+
+    def __init__(self, nbytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def memoryview(self) -> builtins.memoryview:
+        """Writable bytes; they keep the buffer alive."""
+
+class StateFile:
+    """
+    One open descriptor of an existing file, close-on-exec.
+
+    A pipeline that uses it keeps the descriptor open until it is closed too.
+
+    Raises:
+        OSError: With errno and filename.
+    """
+
+    def __init__(self, path: str, *, direct: bool) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def direct(self) -> bool: ...
+    def sync(self) -> None:
+        """fdatasync; raises OSError."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+class Identity:
+    """
+    What the extents of a store carry.
+
+    Raises:
+        ValueError: job is not 16 bytes.
+    """
+
+    def __init__(self, *, job: bytes, rank: int, state_format: int) -> None: ...
+    @property
+    def job(self) -> bytes: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def state_format(self) -> int: ...
+
+class AdamStep:
+    """
+    The scalars of one hyperparameter set at one step, as fp32.
+
+    g = gradient * gradient_scale (+ l2 * p); m, v as in torch; p = p * decay
+    - step_size * (m / (sqrt(v) * inverse_sqrt_bias_correction2 + eps)).
+    """
+
+    def __init__(
+        self,
+        *,
+        gradient_scale: float,
+        beta1: float,
+        one_minus_beta1: float,
+        beta2: float,
+        one_minus_beta2: float,
+        decay: float,
+        l2: float,
+        step_size: float,
+        inverse_sqrt_bias_correction2: float,
+        eps: float,
+    ) -> None: ...
+    @property
+    def gradient_scale(self) -> float: ...
+    @property
+    def beta1(self) -> float: ...
+    @property
+    def one_minus_beta1(self) -> float: ...
+    @property
+    def beta2(self) -> float: ...
+    @property
+    def one_minus_beta2(self) -> float: ...
+    @property
+    def decay(self) -> float: ...
+    @property
+    def l2(self) -> float: ...
+    @property
+    def step_size(self) -> float: ...
+    @property
+    def inverse_sqrt_bias_correction2(self) -> float: ...
+    @property
+    def eps(self) -> float: ...
+
+class Segment:
+    """
+    Elements [offset, offset + numel) of a tasklet; addresses are those of the first element, 0 is none.
+
+    step -1 carries the state over and leaves the parameter alone. `arrays` are fp32: master, exp_avg,
+    exp_avg_sq. WRITE and MODIFY take the master from `parameter` if arrays[0] is 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        offset: int,
+        numel: int,
+        step: int = -1,
+        gradient: int = 0,
+        gradient_dtype: DType = DType.FLOAT32,
+        parameter: int = 0,
+        parameter_dtype: DType = DType.FLOAT32,
+        arrays: Sequence[int] = [],
+    ) -> None: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def gradient(self) -> int: ...
+    @property
+    def gradient_dtype(self) -> DType: ...
+    @property
+    def parameter(self) -> int: ...
+    @property
+    def parameter_dtype(self) -> DType: ...
+    @property
+    def arrays(self) -> tuple[int, ...]: ...
+
+class Operation(enum.Enum):
+    """What a batch does with every tasklet."""
+
+    UPDATE = 0
+    """Read, optimizer update, parameters out, write the other slot."""
+
+    READ = 1
+    """Read, copy arrays and the master (cast to the parameter) out."""
+
+    WRITE = 2
+    """Write arrays from memory; zeros where there is none."""
+
+    MODIFY = 3
+    """Read, replace arrays from memory where there are some, write."""
+
+class Tasklet:
+    """
+    One extent. Segments are in ascending order and do not overlap; elements outside are carried over
+    (WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters) the master is not read: it is
+    the parameter, and segments cover the whole tasklet.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        file: int,
+        numel: int,
+        num_arrays: int,
+        extent_bytes: int,
+        read_offset: int,
+        read_generation: int,
+        write_offset: int,
+        write_generation: int,
+        segments: Sequence[Segment],
+        master_in_parameter: bool = False,
+    ) -> None: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def file(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def num_arrays(self) -> int: ...
+    @property
+    def extent_bytes(self) -> int: ...
+    @property
+    def read_offset(self) -> int: ...
+    @property
+    def read_generation(self) -> int: ...
+    @property
+    def write_offset(self) -> int: ...
+    @property
+    def write_generation(self) -> int: ...
+    @property
+    def segments(self) -> list[Segment]: ...
+    @property
+    def master_in_parameter(self) -> bool: ...
+
+class Batch:
+    """Tasklets to work in order. Validated by Pipeline.submit()."""
+
+    def __init__(self, operation: Operation, tasklets: Sequence[Tasklet], steps: Sequence[AdamStep] = []) -> None: ...
+    @property
+    def operation(self) -> Operation: ...
+    @property
+    def tasklets(self) -> list[Tasklet]: ...
+    @property
+    def steps(self) -> list[AdamStep]: ...
+
+class TransferSchedule:
+    """The order of a batch as a pure state machine: no I/O, no clock, no threads."""
+
+    def __init__(self, num_tasklets: int, num_buffers: int, *, reads: bool, writes: bool) -> None: ...
+    def next(self) -> list[tuple[str, int, int]]:
+        """Actions to start now, in this order: ("read" | "compute" | "write", tasklet, buffer)."""
+
+    def done(self, action: str, tasklet: int) -> None:
+        """
+        A started action has ended.
+
+        Raises:
+            ValueError: It is not in flight.
+        """
+
+    def fail(self, tasklet: int) -> None:
+        """Its action in flight has ended without success: nothing new starts, others still report done."""
+
+    def parameters_out(self, tasklet: int) -> bool:
+        """Whether it has been computed."""
+
+    @property
+    def finished(self) -> bool: ...
+
+class Counters:
+    """Since creation. Seconds are summed over threads."""
+
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def written_bytes(self) -> int: ...
+    @property
+    def read_calls(self) -> int: ...
+    @property
+    def write_calls(self) -> int: ...
+    @property
+    def read_seconds(self) -> float: ...
+    @property
+    def write_seconds(self) -> float: ...
+    @property
+    def compute_seconds(self) -> float: ...
+    @property
+    def wait_seconds(self) -> float: ...
+
+class Failure:
+    """Why a batch stopped: kind is io, short, checksum, foreign, generation or format; errno may be 0."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def errno(self) -> int: ...
+    @property
+    def tasklet(self) -> int: ...
+    @property
+    def message(self) -> str: ...
+    def __repr__(self) -> str: ...
+
+class Pipeline:
+    """
+    Works batches of tasklets in a ring of buffers: reads, compute and writes overlap.
+
+    The first failure stops new work; wait() returns it from then on, drain() returns it and ends the
+    batch. Not usable in a forked child.
+
+    Raises:
+        ValueError: A size or number is out of range.
+        OSError: Memory or threads are not to be had.
+    """
+
+    def __init__(
+        self,
+        *,
+        files: Sequence[StateFile],
+        identity: Identity,
+        num_buffers: int,
+        buffer_bytes: int,
+        io_threads: int = 4,
+        compute_threads: int = 1,
+    ) -> None: ...
+    @property
+    def ring_bytes(self) -> int: ...
+    def submit(self, batch: Batch) -> None:
+        """
+        Start a batch; returns at once. Memory it names must stay until drain().
+
+        Raises:
+            ValueError: The batch cannot be worked, or another one is active.
+        """
+
+    def wait(self, first: int = 0, last: int | None = None) -> Failure | None:
+        """Until batch tasklets [first, last) have their parameters and arrays out, or the batch failed."""
+
+    def drain(self) -> Failure | None:
+        """Until nothing is in flight; the batch is over."""
+
+    def counters(self) -> Counters: ...
+    def close(self) -> None:
+        """Abandon the batch, whose waiters get a failure; wait for what is in flight. Idempotent."""
+
+def inject(
+    pipeline: Pipeline,
+    *,
+    seed: int = 0,
+    max_delay_us: int = 0,
+    fail_read_at: int = -1,
+    fail_write_at: int = -1,
+    short_transfer_every: int = 0,
+    errno: int = 5,
+) -> None:
+    """Faults for tests, from now on: requests are counted from 0, reads and writes apart."""

@@ -1,0 +1,112 @@
+#include "batch.hpp"
+
+#include <stdexcept>
+#include <string>
+
+#include "extent.hpp"
+
+namespace smart_infinity {
+namespace {
+
+constexpr std::size_t kAdamArrays = 3;
+constexpr std::uint64_t kMaxNumel = std::uint64_t{1} << 40;  // keeps every product below far from overflowing
+constexpr std::uint64_t kMaxOffset = std::uint64_t{1} << 62;
+
+class Checker {
+ public:
+    Checker(const Batch& batch, const Tasklet& tasklet) : batch_(batch), tasklet_(tasklet) {}
+
+    void check(std::size_t num_files, std::size_t buffer_bytes) const {
+        check_sizes(num_files, buffer_bytes);
+        check_operation();
+        std::uint64_t end = 0;
+        for (const Segment& segment : tasklet_.segments) {
+            check_range(segment, end);
+            check_addresses(segment);
+            if (batch_.operation == Operation::kUpdate) check_update(segment);
+            end = segment.offset + segment.numel;
+        }
+    }
+
+ private:
+    [[noreturn]] void refuse(const std::string& problem) const {
+        throw std::invalid_argument("Batch: tasklet " + std::to_string(tasklet_.index) + ": " + problem);
+    }
+
+    void check_sizes(std::size_t num_files, std::size_t buffer_bytes) const {
+        if (tasklet_.numel < 1 || tasklet_.numel > kMaxNumel) {
+            refuse("numel " + std::to_string(tasklet_.numel) + " is not in [1, 2**40]");
+        }
+        if (tasklet_.num_arrays < 1 || tasklet_.num_arrays > kMaxArrays) {
+            refuse("num_arrays " + std::to_string(tasklet_.num_arrays) + " is not in [1, 8]");
+        }
+        const std::size_t expected = extent_bytes(tasklet_.numel, tasklet_.num_arrays);
+        if (tasklet_.extent_bytes != expected) {
+            refuse("extent_bytes is " + std::to_string(tasklet_.extent_bytes) + ", its arrays take " +
+                   std::to_string(expected));
+        }
+        if (expected > buffer_bytes) {
+            refuse("its extent of " + std::to_string(expected) + " bytes does not fit a buffer of " +
+                   std::to_string(buffer_bytes));
+        }
+        if (tasklet_.file >= num_files) refuse("there is no file " + std::to_string(tasklet_.file));
+        if (reads(batch_.operation)) check_offset("read_offset", tasklet_.read_offset);
+        if (writes(batch_.operation)) check_offset("write_offset", tasklet_.write_offset);
+    }
+
+    void check_offset(const char* name, std::uint64_t offset) const {
+        if (offset % kBlockBytes != 0 || offset > kMaxOffset) {
+            refuse(std::string(name) + " " + std::to_string(offset) + " is not a multiple of 4096 below 2**62");
+        }
+    }
+
+    void check_operation() const {
+        if (batch_.operation == Operation::kUpdate && tasklet_.num_arrays != kAdamArrays) {
+            refuse("UPDATE needs 3 arrays: master, exp_avg and exp_avg_sq");
+        }
+        if (!tasklet_.master_in_parameter) return;
+        if (batch_.operation != Operation::kUpdate) refuse("master_in_parameter is for UPDATE only");
+        std::uint64_t covered = 0;
+        for (const Segment& segment : tasklet_.segments) covered += segment.numel;
+        if (covered != tasklet_.numel) refuse("master_in_parameter needs segments that cover the whole tasklet");
+    }
+
+    void check_range(const Segment& segment, std::uint64_t end) const {
+        if (segment.offset > tasklet_.numel || segment.numel > tasklet_.numel - segment.offset) {
+            refuse("a segment of " + std::to_string(segment.numel) + " elements at " + std::to_string(segment.offset) +
+                   " leaves its " + std::to_string(tasklet_.numel) + " elements");
+        }
+        if (segment.offset < end) refuse("segments must be in ascending order and must not overlap");
+    }
+
+    void check_addresses(const Segment& segment) const {
+        if (segment.num_arrays > tasklet_.num_arrays) refuse("a segment has more arrays than the tasklet");
+        if (segment.gradient % item_bytes(segment.gradient_dtype) != 0) refuse("a gradient address is misaligned");
+        if (segment.parameter % item_bytes(segment.parameter_dtype) != 0) refuse("a parameter address is misaligned");
+        for (const Address address : segment.arrays) {
+            if (address % sizeof(float) != 0) refuse("an array address is misaligned");
+        }
+    }
+
+    void check_update(const Segment& segment) const {
+        if (segment.step < kNoStep || segment.step >= static_cast<std::int64_t>(batch_.steps.size())) {
+            refuse("there is no step " + std::to_string(segment.step));
+        }
+        if (segment.step != kNoStep && segment.gradient == 0) refuse("a segment to update has no gradient address");
+        if (!tasklet_.master_in_parameter) return;
+        if (segment.parameter == 0 || segment.parameter_dtype != DType::kFloat32) {
+            refuse("master_in_parameter needs an fp32 parameter address in every segment");
+        }
+    }
+
+    const Batch& batch_;
+    const Tasklet& tasklet_;
+};
+
+}  // namespace
+
+void validate(const Batch& batch, std::size_t num_files, std::size_t buffer_bytes) {
+    for (const Tasklet& tasklet : batch.tasklets) Checker(batch, tasklet).check(num_files, buffer_bytes);
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "dtype.hpp"
+#include "kernels.hpp"
+
+namespace smart_infinity {
+
+constexpr std::size_t kMaxArrays = 8;
+
+enum class Operation { kUpdate, kRead, kWrite, kModify };
+
+constexpr std::int64_t kNoStep = -1;
+
+using Address = std::uint64_t;  // of host memory; 0: none
+
+// Elements [offset, offset + numel) of a tasklet. Addresses are those of the first element.
+struct Segment {
+    std::uint64_t offset = 0;
+    std::uint64_t numel = 0;
+    std::int64_t step = kNoStep;  // index into Batch::steps
+    Address gradient = 0;
+    DType gradient_dtype = DType::kFloat32;
+    Address parameter = 0;
+    DType parameter_dtype = DType::kFloat32;
+    std::array<Address, kMaxArrays> arrays{};  // fp32
+    std::size_t num_arrays = 0;                // of `arrays`, as given
+};
+
+// A slice of the partition: one extent on storage. Segments are in ascending order and do not overlap.
+struct Tasklet {
+    std::uint64_t index = 0;
+    std::uint64_t file = 0;
+    std::uint64_t numel = 0;
+    std::uint64_t num_arrays = 0;
+    std::uint64_t extent_bytes = 0;
+    std::uint64_t read_offset = 0;
+    std::uint64_t read_generation = 0;
+    std::uint64_t write_offset = 0;
+    std::uint64_t write_generation = 0;
+    std::vector<Segment> segments;
+    bool master_in_parameter = false;
+};
+
+struct Batch {
+    Operation operation = Operation::kUpdate;
+    std::vector<Tasklet> tasklets;
+    std::vector<AdamStep> steps;
+};
+
+constexpr bool reads(Operation operation) { return operation != Operation::kWrite; }
+constexpr bool writes(Operation operation) { return operation != Operation::kRead; }
+
+// Throws std::invalid_argument, naming the tasklet, unless a pipeline of these sizes can work the batch.
+void validate(const Batch& batch, std::size_t num_files, std::size_t buffer_bytes);
+
+}  // namespace smart_infinity

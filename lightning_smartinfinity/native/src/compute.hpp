@@ -1,0 +1,16 @@
+#pragma once
+
+#include <cstddef>
+#include <optional>
+
+#include "batch.hpp"
+#include "extent.hpp"
+
+namespace smart_infinity {
+
+// Works a tasklet whose extent has been read into `buffer` (unless the operation reads nothing): verifies it, does the
+// operation on every segment, writes parameters and arrays out, and seals the extent for writing. Returns why the
+// extent is refused, if it is; then nothing has been written out.
+std::optional<Refusal> compute(const Batch& batch, const Tasklet& tasklet, const Identity& identity, std::byte* buffer);
+
+}  // namespace smart_infinity

@@ -1,0 +1,23 @@
+#include "failure.hpp"
+
+namespace smart_infinity {
+
+const char* name_of(FailureKind kind) {
+    switch (kind) {
+        case FailureKind::kIo:
+            return "io";
+        case FailureKind::kShort:
+            return "short";
+        case FailureKind::kChecksum:
+            return "checksum";
+        case FailureKind::kForeign:
+            return "foreign";
+        case FailureKind::kGeneration:
+            return "generation";
+        case FailureKind::kFormat:
+            break;
+    }
+    return "format";
+}
+
+}  // namespace smart_infinity

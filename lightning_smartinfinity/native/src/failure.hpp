@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace smart_infinity {
+
+enum class FailureKind {
+    kIo,          // a system call failed
+    kShort,       // the file ends inside an extent
+    kChecksum,    // the bytes are not those that were written
+    kForeign,     // an extent of another job, rank or tasklet
+    kGeneration,  // an extent of another step
+    kFormat,      // no extent, one of another format, or one of another shape
+};
+
+const char* name_of(FailureKind kind);
+
+// Why a batch stopped. `error` is an errno, or zero.
+struct Failure {
+    FailureKind kind;
+    std::string path;
+    std::uint64_t offset;
+    int error;
+    std::uint64_t tasklet;
+    std::string message;
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace smart_infinity {
+
+// While alive, this thread reads and writes subnormals as zero: they make a CPU crawl, and accelerators flush them too.
+class FlushSubnormals {
+ public:
+    FlushSubnormals() : saved_(read()) { write(saved_ | kFlush); }
+    ~FlushSubnormals() { write(saved_); }
+    FlushSubnormals(const FlushSubnormals&) = delete;
+    FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+#if defined(__x86_64__)
+    using Control = std::uint32_t;
+    static constexpr Control kFlush = 0x8040;  // MXCSR: flush to zero, denormals are zero
+    static Control read() { return _mm_getcsr(); }
+    static void write(Control control) { _mm_setcsr(control); }
+#elif defined(__aarch64__)
+    using Control = std::uint64_t;
+    static constexpr Control kFlush = Control{1} << 24;  // FPCR.FZ: inputs and results
+    static Control read() {
+        Control control;
+        __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+        return control;
+    }
+    static void write(Control control) { __asm__ volatile("msr fpcr, %0" : : "r"(control)); }
+#else
+    using Control = std::uint32_t;
+    static constexpr Control kFlush = 0;
+    static Control read() { return 0; }
+    static void write(Control) {}
+#endif
+
+    Control saved_;
+};
+
+}  // namespace smart_infinity

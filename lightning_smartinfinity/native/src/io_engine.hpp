@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace smart_infinity {
+
+enum class Direction { kRead, kWrite };
+
+// One attempt at a transfer between memory and a file.
+struct IoRequest {
+    Direction direction;
+    int descriptor;
+    std::uint64_t offset;
+    std::byte* data;
+    std::size_t bytes;
+    std::size_t tag;  // the submitter's
+};
+
+// What became of it: fewer bytes than asked for are no error, and the submitter goes on from there.
+struct IoResult {
+    std::int64_t transferred;  // bytes, or a negative errno
+    double seconds;            // in the system
+};
+
+class CompletionHandler {
+ public:
+    // Called once per request, from any thread but never from within submit().
+    virtual void completed(const IoRequest& request, const IoResult& result) = 0;
+
+ protected:
+    ~CompletionHandler() = default;
+};
+
+class IoEngine {
+ public:
+    IoEngine() = default;
+    IoEngine(const IoEngine&) = delete;
+    IoEngine& operator=(const IoEngine&) = delete;
+    virtual ~IoEngine() = default;  // after every completion of what was submitted
+
+    // Returns at once. Requests start in the order of submission and complete in any.
+    virtual void submit(const IoRequest& request, CompletionHandler& handler) = 0;
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "process.hpp"
+#include "transfer_loop.hpp"
+
+namespace smart_infinity {
+
+// A TransferLoop with an end: close() may come while other threads wait, and a forked child, which has neither the
+// loop's threads nor its ring and may find its locks held for ever, leaves it alone.
+class Pipeline {
+ public:
+    explicit Pipeline(PipelineOptions options);
+    ~Pipeline();
+    Pipeline(const Pipeline&) = delete;
+    Pipeline& operator=(const Pipeline&) = delete;
+
+    std::size_t ring_bytes() const { return ring_bytes_; }
+
+    // Returns at once. Throws std::invalid_argument for a batch that cannot be worked, or while another is active.
+    void submit(Batch batch);
+    // Until tasklets [first, last) of the batch have their parameters and arrays out, or the batch has failed.
+    std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last);
+    // Until nothing is in flight: the batch is over.
+    std::optional<Failure> drain();
+    Counters counters() const;
+    // Abandons the batch, whose waiters get a failure, and gives back threads, ring and descriptors once nothing is in
+    // flight. Idempotent.
+    void close();
+    void decorate_engine(const TransferLoop::Decorate& decorate);
+
+ private:
+    std::shared_ptr<TransferLoop> loop() const;  // throws std::invalid_argument when closed
+
+    Process process_;
+    mutable std::mutex mutex_;            // of loop_ and final_counters_
+    std::shared_ptr<TransferLoop> loop_;  // none when closed
+    Counters final_counters_;
+    std::size_t ring_bytes_;
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <string>
+
+namespace smart_infinity {
+
+// The process something was made in. Threads and MADV_DONTFORK mappings do not exist in a forked child, where objects
+// that own them must neither be used nor cleaned up.
+class Process {
+ public:
+    Process();
+    bool is_current() const;
+    // Throws std::runtime_error in a forked child.
+    void require_current(const std::string& owner) const;
+
+ private:
+    pid_t pid_;
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,42 @@
+#include "transfer.hpp"
+
+#include <cerrno>
+
+#include "buffer.hpp"
+
+namespace smart_infinity {
+namespace {
+
+// Attempts without progress that are taken for the end of the file (which may lie inside a block) or a full disk. More
+// than one, because a signal can cut an attempt short as well.
+constexpr int kMaxStalls = 16;
+
+}  // namespace
+
+Transfer::Progress Transfer::advance(const IoResult& result) {
+    if (result.transferred == -EINTR) return Progress::kAgain;
+    if (result.transferred < 0) return fail(static_cast<int>(-result.transferred));
+    const auto transferred = static_cast<std::size_t>(result.transferred);
+    if (transferred >= rest_.bytes) return Progress::kDone;
+    // Direct I/O cannot go on inside a block: the block is transferred again.
+    const std::size_t kept = access_ == Access::kDirect ? transferred / kBlockBytes * kBlockBytes : transferred;
+    if (transferred == 0) stalls_ = kMaxStalls;
+    if (kept == 0) return stalled();
+    stalls_ = 0;
+    rest_.offset += kept;
+    rest_.data += kept;
+    rest_.bytes -= kept;
+    return Progress::kAgain;
+}
+
+Transfer::Progress Transfer::stalled() {
+    if (++stalls_ < kMaxStalls) return Progress::kAgain;
+    return rest_.direction == Direction::kRead ? Progress::kEndOfFile : fail(EIO);
+}
+
+Transfer::Progress Transfer::fail(int error) {
+    error_ = error;
+    return Progress::kError;
+}
+
+}  // namespace smart_infinity

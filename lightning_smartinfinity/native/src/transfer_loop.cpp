@@ -1,0 +1,221 @@
+#include "transfer_loop.hpp"
+
+#include <cerrno>
+#include <stdexcept>
+#include <utility>
+
+#include "compute.hpp"
+#include "stopwatch.hpp"
+#include "system_error.hpp"
+#include "thread_pool_engine.hpp"
+
+namespace smart_infinity {
+namespace {
+
+void require(bool condition, const std::string& problem) {
+    if (!condition) throw std::invalid_argument("Pipeline: " + problem);
+}
+
+PipelineOptions checked(PipelineOptions options) {
+    require(!options.files.empty(), "at least one file is needed");
+    require(options.num_buffers >= 1 && options.num_buffers <= 4096, "num_buffers must be in [1, 4096]");
+    require(options.buffer_bytes >= 2 * kBlockBytes && options.buffer_bytes % kBlockBytes == 0 &&
+                options.buffer_bytes <= std::size_t{1} << 40,
+            "buffer_bytes must be a multiple of 4096, from 8192 on");
+    require(options.io_threads >= 1 && options.io_threads <= 1024, "io_threads must be in [1, 1024]");
+    require(options.compute_threads >= 1 && options.compute_threads <= 1024, "compute_threads must be in [1, 1024]");
+    for (const StateFile& file : options.files) (void)file.descriptor();
+    return options;
+}
+
+Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::string& path) {
+    const std::string message = "the extent of tasklet " + std::to_string(tasklet.index) + " at offset " +
+                                std::to_string(tasklet.read_offset) + " of " + path + " is refused: " + refusal.message;
+    return Failure{refusal.kind, path, tasklet.read_offset, 0, tasklet.index, message};
+}
+
+Failure abandoned() {
+    return Failure{FailureKind::kIo, "", 0, ECANCELED, 0, "the pipeline was closed before the batch was drained"};
+}
+
+}  // namespace
+
+TransferLoop::Run::Run(Batch active, std::size_t num_buffers)
+    : batch(std::move(active)),
+      schedule(batch.tasklets.size(), num_buffers, {reads(batch.operation), writes(batch.operation)}) {}
+
+// Moves `first` past what is out, so that a waiter looks at every tasklet once.
+bool TransferLoop::Run::parameters_out(std::size_t& first, std::size_t last) const {
+    while (first < last && schedule.parameters_out(first)) ++first;
+    return first >= last;
+}
+
+TransferLoop::TransferLoop(PipelineOptions options)
+    : options_(checked(std::move(options))),
+      ring_(options_.num_buffers * options_.buffer_bytes),
+      transfers_(options_.num_buffers),
+      tasklets_(options_.num_buffers),
+      engine_(std::make_unique<ThreadPoolEngine>(options_.io_threads)),
+      compute_pool_("smart-inf-cpu", options_.compute_threads,
+                    [this](const ComputeItem& item) { compute_item(item); }) {}
+
+TransferLoop::~TransferLoop() { close(); }
+
+void TransferLoop::submit(Batch batch) {
+    validate(batch, options_.files.size(), options_.buffer_bytes);
+    auto run = std::make_shared<Run>(std::move(batch), options_.num_buffers);
+    const std::lock_guard lock(mutex_);
+    require_open();
+    require(run_ == nullptr, "a batch is active; drain() it before the next one");
+    run_ = std::move(run);
+    start_ready();
+}
+
+std::optional<Failure> TransferLoop::wait(std::size_t first, std::optional<std::size_t> last) {
+    const Stopwatch stopwatch;
+    std::unique_lock lock(mutex_);
+    require_open();
+    const std::shared_ptr<Run> run = run_;
+    if (run == nullptr) return std::nullopt;
+    const std::size_t end = last.value_or(run->schedule.num_tasklets());
+    require(first <= end && end <= run->schedule.num_tasklets(), "wait() for tasklets [" + std::to_string(first) +
+                                                                     ", " + std::to_string(end) + ") of " +
+                                                                     std::to_string(run->schedule.num_tasklets()));
+    changed_.wait(lock, [&] { return run->failure || run->parameters_out(first, end); });
+    counters_.wait_seconds += stopwatch.seconds();
+    return run->failure;
+}
+
+std::optional<Failure> TransferLoop::drain() {
+    const Stopwatch stopwatch;
+    std::unique_lock lock(mutex_);
+    require_open();
+    const std::shared_ptr<Run> run = run_;
+    if (run == nullptr) return std::nullopt;
+    changed_.wait(lock, [&] { return run->schedule.finished(); });
+    counters_.wait_seconds += stopwatch.seconds();
+    if (run_ == run) run_ = nullptr;
+    return run->failure;
+}
+
+Counters TransferLoop::counters() const {
+    const std::lock_guard lock(mutex_);
+    return counters_;
+}
+
+void TransferLoop::close() {
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    const std::shared_ptr<Run> run = run_;
+    if (run == nullptr) return;
+    if (!run->schedule.finished() && !run->failure) run->failure = abandoned();
+    run->schedule.stop();
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return run->schedule.finished(); });
+    run_ = nullptr;
+}
+
+void TransferLoop::decorate_engine(const Decorate& decorate) {
+    const std::lock_guard lock(mutex_);
+    require_open();
+    require(run_ == nullptr, "a batch is active; drain() it first");
+    engine_ = decorate(std::move(engine_));
+}
+
+void TransferLoop::require_open() const { require(!closed_, "it is closed"); }
+
+void TransferLoop::start_ready() {
+    while (const auto action = run_->schedule.next()) start(*action);
+}
+
+void TransferLoop::start(const Action& action) {
+    tasklets_[action.buffer] = action.tasklet;
+    switch (action.work) {
+        case Work::kRead:
+            return start_transfer(action, Direction::kRead);
+        case Work::kCompute:
+            return compute_pool_.push(ComputeItem{action.tasklet, action.buffer});
+        case Work::kWrite:
+            return start_transfer(action, Direction::kWrite);
+    }
+}
+
+void TransferLoop::start_transfer(const Action& action, Direction direction) {
+    const Tasklet& tasklet = run_->batch.tasklets[action.tasklet];
+    const StateFile& file = options_.files[tasklet.file];
+    const bool read = direction == Direction::kRead;
+    // The parameter is the master: only what lies behind the master's region is read.
+    const std::size_t skipped = read && tasklet.master_in_parameter ? region_bytes(tasklet.numel) : 0;
+    const IoRequest whole{direction,
+                          file.descriptor(),
+                          (read ? tasklet.read_offset : tasklet.write_offset) + skipped,
+                          buffer(action.buffer) + skipped,
+                          tasklet.extent_bytes - skipped,
+                          action.buffer};
+    transfers_[action.buffer] = Transfer(whole, file.access());
+    engine_->submit(whole, *this);
+}
+
+// On a thread of the engine.
+void TransferLoop::completed(const IoRequest& request, const IoResult& result) {
+    Transfer& transfer = transfers_[request.tag];
+    const Transfer::Progress progress = transfer.advance(result);
+    const std::lock_guard lock(mutex_);
+    count(request.direction, result);
+    if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
+    const std::size_t tasklet = tasklets_[request.tag];
+    end(request.direction == Direction::kRead ? Work::kRead : Work::kWrite, tasklet,
+        failure_of(transfer, progress, run_->batch.tasklets[tasklet]));
+}
+
+// On a thread of the compute pool. run_ cannot change: an action of its batch is in flight.
+void TransferLoop::compute_item(const ComputeItem& item) {
+    const Stopwatch stopwatch;
+    const Batch& batch = run_->batch;
+    const Tasklet& tasklet = batch.tasklets[item.tasklet];
+    std::optional<Failure> failure;
+    if (const auto refusal = compute(batch, tasklet, options_.identity, buffer(item.buffer))) {
+        failure = refused(*refusal, tasklet, options_.files[tasklet.file].path());
+    }
+    const double seconds = stopwatch.seconds();
+    const std::lock_guard lock(mutex_);
+    counters_.compute_seconds += seconds;
+    end(Work::kCompute, item.tasklet, std::move(failure));
+}
+
+void TransferLoop::end(Work work, std::size_t tasklet, std::optional<Failure> failure) {
+    if (failure) {
+        run_->schedule.fail(tasklet);
+        if (!run_->failure) run_->failure = std::move(failure);
+    } else {
+        run_->schedule.done(work, tasklet);
+        start_ready();
+    }
+    changed_.notify_all();
+}
+
+void TransferLoop::count(Direction direction, const IoResult& result) {
+    const auto bytes = static_cast<std::uint64_t>(result.transferred > 0 ? result.transferred : 0);
+    const bool read = direction == Direction::kRead;
+    (read ? counters_.read_bytes : counters_.written_bytes) += bytes;
+    (read ? counters_.read_calls : counters_.write_calls) += 1;
+    (read ? counters_.read_seconds : counters_.write_seconds) += result.seconds;
+}
+
+std::optional<Failure> TransferLoop::failure_of(const Transfer& transfer, Transfer::Progress progress,
+                                                const Tasklet& tasklet) const {
+    if (progress == Transfer::Progress::kDone) return std::nullopt;
+    const IoRequest& rest = transfer.rest();
+    const std::string& path = options_.files[tasklet.file].path();
+    const std::string where = std::to_string(rest.bytes) + " bytes at offset " + std::to_string(rest.offset) + " of " +
+                              path + " (tasklet " + std::to_string(tasklet.index) + ")";
+    if (progress == Transfer::Progress::kEndOfFile) {
+        return Failure{FailureKind::kShort, path, rest.offset, 0, tasklet.index, "the file ends before " + where};
+    }
+    const std::string verb = rest.direction == Direction::kRead ? "reading " : "writing ";
+    const std::string reason = std::generic_category().message(transfer.error());
+    return Failure{FailureKind::kIo, path,          rest.offset,
+                   transfer.error(), tasklet.index, verb + where + " failed: " + reason};
+}
+
+}  // namespace smart_infinity

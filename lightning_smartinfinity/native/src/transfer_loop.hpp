@@ -1,0 +1,103 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "batch.hpp"
+#include "buffer.hpp"
+#include "counters.hpp"
+#include "extent.hpp"
+#include "failure.hpp"
+#include "io_engine.hpp"
+#include "schedule.hpp"
+#include "state_file.hpp"
+#include "transfer.hpp"
+#include "worker_pool.hpp"
+
+namespace smart_infinity {
+
+struct PipelineOptions {
+    std::vector<StateFile> files;
+    Identity identity;
+    std::size_t num_buffers;
+    std::size_t buffer_bytes;
+    std::size_t io_threads = 4;
+    std::size_t compute_threads = 1;
+};
+
+// Runs a TransferSchedule with real buffers, I/O and threads.
+//
+// Completions drive it: whichever thread ends an action reports it under the mutex and starts what can start next. The
+// mutex is never held during I/O or compute. A buffer belongs to the one action in flight on it, so that its memory and
+// its Transfer need no lock.
+class TransferLoop final : private CompletionHandler {
+ public:
+    explicit TransferLoop(PipelineOptions options);
+    ~TransferLoop();
+
+    std::size_t ring_bytes() const { return ring_.bytes(); }
+    void submit(Batch batch);
+    std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last);
+    std::optional<Failure> drain();
+    Counters counters() const;
+
+    // Abandons the batch, whose waiters get a failure, and waits for what is in flight. Later calls throw, except
+    // close(). close().
+    void close();
+
+    // Puts an engine in front of the present one. No batch may be active.
+    using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
+    void decorate_engine(const Decorate& decorate);
+
+ private:
+    struct Run {
+        Run(Batch batch, std::size_t num_buffers);
+        bool parameters_out(std::size_t& first, std::size_t last) const;
+
+        Batch batch;
+        TransferSchedule schedule;
+        std::optional<Failure> failure;
+    };
+
+    struct ComputeItem {
+        std::size_t tasklet;
+        std::size_t buffer;
+    };
+
+    void completed(const IoRequest& request, const IoResult& result) override;
+    void compute_item(const ComputeItem& item);
+
+    // With the mutex held:
+    void require_open() const;
+    void start_ready();
+    void start(const Action& action);
+    void start_transfer(const Action& action, Direction direction);
+    void end(Work work, std::size_t tasklet, std::optional<Failure> failure);
+    void count(Direction direction, const IoResult& result);
+
+    std::byte* buffer(std::size_t index) const { return ring_.data() + index * options_.buffer_bytes; }
+    std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress,
+                                      const Tasklet& tasklet) const;
+
+    PipelineOptions options_;
+    HostBuffer ring_;
+    std::vector<Transfer> transfers_;    // by buffer
+    std::vector<std::size_t> tasklets_;  // by buffer: the one it holds
+
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::shared_ptr<Run> run_;  // the active batch; shared with those who wait for it
+    Counters counters_;
+    bool closed_ = false;
+
+    // Last: their destructors wait for threads that use all of the above.
+    std::unique_ptr<IoEngine> engine_;
+    WorkerPool<ComputeItem> compute_pool_;
+};
+
+}  // namespace smart_infinity

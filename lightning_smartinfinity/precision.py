@@ -1,0 +1,65 @@
+"""Precision plugin of the smart_infinity strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from torch.nn import Module
+from torch.optim import LBFGS
+from typing_extensions import override
+
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+
+__all__ = ["SmartInfinityPrecision"]
+
+_PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
+
+
+class SmartInfinityPrecision(DeepSpeedPrecision):
+    """Precision of models trained by :class:`~lightning_smartinfinity.SmartInfinityStrategy`.
+
+    ``32-true``, ``bf16-true``, ``bf16-mixed``, ``16-true`` and ``16-mixed``. In every 16-bit precision the model's
+    parameters are 16-bit and the fp32 masters, started from them, lie on storage. The mixed precisions build the model
+    in fp32 and cast it when ZeRO-3 takes it over; the true ones build it in 16 bit. fp16 scales the loss.
+
+    ``Trainer(precision=...)`` is checked by Lightning's own plugin first, whose message for another precision names
+    ``strategy='deepspeed'``.
+
+    Args:
+        precision: One of those above.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+
+    def __init__(self, precision: _PrecisionName) -> None:
+        if precision not in get_args(_PrecisionName):
+            raise ConfigError(
+                f"SmartInfinityPrecision(precision={precision!r}) is not available.",
+                f"Use one of: {', '.join(map(repr, get_args(_PrecisionName)))}.",
+            )
+        super().__init__(precision)
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        # Casting a complex tensor to a real dtype drops its imaginary part without a word.
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.is_complex():
+                raise UnsupportedError(
+                    f"{type(module).__name__} has a complex tensor {name!r}, lost by precision={self.precision!r}.",
+                    "Store its real and imaginary parts (torch.view_as_real).",
+                )
+        return super().convert_module(module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if isinstance(optimizer, LBFGS):
+            raise UnsupportedError(
+                "LBFGS re-evaluates the closure, which the smart_infinity strategy cannot do.",
+                "Use torch.optim.AdamW or torch.optim.Adam.",
+            )
+        return super().optimizer_step(optimizer, model, closure, **kwargs)

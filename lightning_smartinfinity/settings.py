@@ -1,0 +1,63 @@
+"""Checks of the strategy's settings: values in, validated values or our own errors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.errors import ConfigError
+
+__all__ = ["check_absent", "check_choices", "checked_transfer", "storage_folders"]
+
+_CHOICES = {
+    "update_device": ("auto", "host"),
+    "state_format": ("fp32",),
+    "overlap": ("auto", "none"),
+}
+
+
+def check_choices(**values: str) -> None:
+    """Each value is one that this version has."""
+    for name, value in values.items():
+        if value not in _CHOICES[name]:
+            raise ConfigError(
+                f"SmartInfinityStrategy({name}={value!r}) is not available.",
+                f"Use one of: {', '.join(map(repr, _CHOICES[name]))}.",
+            )
+
+
+def check_absent(**values: object) -> None:
+    """Nothing is passed for what this version does not have."""
+    for name, value in values.items():
+        if value is not None:
+            raise ConfigError(f"SmartInfinityStrategy({name}={value!r}) is not available.", f"Remove {name}.")
+
+
+def storage_folders(storage: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...] | None:
+    """Absolute, distinct folders; None: not chosen by the user."""
+    if storage is None:
+        return None
+    given: list[Any] = list(storage) if isinstance(storage, (list, tuple)) else [storage]
+    folders = [folder for folder in given if isinstance(folder, (str, Path)) and str(folder)]
+    if not folders or len(folders) != len(given):
+        raise ConfigError(
+            f"SmartInfinityStrategy(storage={storage!r}) names no folder.", "Pass a folder or a list of folders."
+        )
+    resolved = tuple(Path(folder).expanduser().resolve() for folder in folders)
+    if len(set(resolved)) != len(resolved):
+        raise ConfigError(f"SmartInfinityStrategy(storage={storage!r}) names a folder twice.", "Name each folder once.")
+    return resolved
+
+
+def checked_transfer(transfer: TransferConfig | None) -> TransferConfig:
+    """The transfer settings, or their defaults."""
+    if transfer is None:
+        return TransferConfig()
+    if not isinstance(transfer, TransferConfig):
+        raise ConfigError(
+            f"SmartInfinityStrategy(transfer={transfer!r}) is not a TransferConfig.",
+            "Pass transfer=TransferConfig(...).",
+        )
+    return transfer

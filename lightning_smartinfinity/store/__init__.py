@@ -1,0 +1,25 @@
+"""The state store: extents, slots, manifest, commit record, recovery, folder lock and free space.
+
+Typical use::
+
+    requests = measure_space(folders, job=config.job, rank=rank, extents=layout.extents, num_parameters=len(names))
+    require_space(gathered_requests_of_all_ranks)         # the same verdict on every rank
+    store = StateStore.create(folders, config=config, extents=layout.extents, description=description)
+"""
+
+from lightning_smartinfinity.store.extents import Extent, ExtentMap
+from lightning_smartinfinity.store.manifest import StoreDescription
+from lightning_smartinfinity.store.space import Shortfall, SpaceRequest, measure_space, require_space, shortfalls
+from lightning_smartinfinity.store.state_store import StateStore
+
+__all__ = [
+    "Extent",
+    "ExtentMap",
+    "Shortfall",
+    "SpaceRequest",
+    "StateStore",
+    "StoreDescription",
+    "measure_space",
+    "require_space",
+    "shortfalls",
+]

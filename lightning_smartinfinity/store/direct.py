@@ -1,0 +1,76 @@
+"""Whether a state file can be read and written past the page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import warnings
+from pathlib import Path
+
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
+
+__all__ = ["choose_direct", "refusal"]
+
+# statfs f_type of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
+_MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+
+
+def choose_direct(path: Path, choice: str) -> bool:
+    """Decide whether to open a state file with O_DIRECT.
+
+    Args:
+        path: The existing state file.
+        choice: ``TransferConfig.direct_io``: ``"auto"``, ``"on"`` or ``"off"``.
+
+    Returns:
+        Whether to.
+
+    Raises:
+        StorageError: It cannot be, and ``choice`` is ``"on"``.
+    """
+    if choice == "off":
+        return False
+    reason = refusal(path)
+    if reason is None:
+        return True
+    problem = f"{str(path.parent)!r} has no direct I/O: {reason}."
+    remedy = "Choose a storage folder on a block device"
+    if choice == "on":
+        raise StorageError(problem, f"{remedy}, or TransferConfig(direct_io='auto').")
+    warnings.warn(
+        f"{problem} The optimizer state goes through the page cache and competes for host memory. {remedy},"
+        " or TransferConfig(direct_io='off') to silence this warning.",
+        stacklevel=2,
+    )
+    return False
+
+
+def refusal(path: Path) -> str | None:
+    """Why a file has no direct I/O, or None if it has."""
+    memory = _MEMORY_FILE_SYSTEMS.get(_file_system_type(path))
+    if memory is not None:
+        return f"it is a {memory}, which lives in host memory"
+    try:
+        _read_one_block(path)
+    except OSError as error:
+        return f"its file system refuses O_DIRECT in blocks of {BLOCK_BYTES} bytes ({error.strerror})"
+    return None
+
+
+def _read_one_block(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        with mmap.mmap(-1, BLOCK_BYTES) as block:
+            os.preadv(descriptor, [block], 0)
+    finally:
+        os.close(descriptor)
+
+
+def _file_system_type(path: Path) -> int:
+    # os.statvfs lacks f_type; it is the first, word-sized member of struct statfs on Linux.
+    buffer = (ctypes.c_ulong * 64)()
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
+        return 0
+    return buffer[0] & 0xFFFFFFFF

@@ -1,0 +1,55 @@
+"""Operating system errors as this package's errors, with a remedy."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_smartinfinity.errors import StorageError, StorageFullError
+
+__all__ = ["storage_error", "storage_errors"]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+_OTHER_REMEDY = "Check the file system and the device, or choose another storage folder."
+_REMEDIES = {
+    errno.EACCES: "Give this user write permission there, or choose another storage folder.",
+    errno.EPERM: "Give this user write permission there, or choose another storage folder.",
+    errno.EROFS: "The file system is mounted read-only: remount it, or choose another storage folder.",
+    errno.ENOTDIR: "A file stands where a folder should be: remove it, or choose another storage folder.",
+    errno.EEXIST: "A file stands where a folder should be: remove it, or choose another storage folder.",
+    errno.EISDIR: "A folder stands where a file should be: remove it, or choose another storage folder.",
+    errno.ENOENT: "It cannot be created there, or it was removed: choose another storage folder, or restore it.",
+    errno.ENAMETOOLONG: "Use a shorter storage folder or TransferConfig(job=...).",
+    errno.EIO: "The device reports an I/O error: check the kernel log and the device's health.",
+    errno.EFBIG: "Raise this process's file size limit (ulimit -f), or use several storage folders.",
+}
+
+
+def storage_error(number: int, *, problem: str) -> StorageError:
+    """The error for a failed system call, with the remedy for its kind of failure.
+
+    Args:
+        number: Its ``errno``.
+        problem: A sentence that says what failed, with the path and the system's message.
+    """
+    if number in _FULL:
+        return StorageFullError(problem, "Free space there, or choose a storage folder on a larger file system.")
+    return StorageError(problem, _REMEDIES.get(number, _OTHER_REMEDY))
+
+
+@contextmanager
+def storage_errors(doing: str, path: str | Path) -> Iterator[None]:
+    """Turn every OSError inside into a :class:`StorageError` about ``path``.
+
+    Args:
+        doing: What is tried, as ``"Creating the folder"``.
+        path: Of the file or folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = f"{doing} {str(path)!r} failed: {error.strerror or error}."
+        raise storage_error(error.errno or 0, problem=problem) from error

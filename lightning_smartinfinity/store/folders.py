@@ -1,0 +1,180 @@
+"""A rank's folder in one storage folder: made, locked, filled and removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.store.faults import storage_errors
+from lightning_smartinfinity.store.lock import FolderLock, is_locked
+from lightning_smartinfinity.store.manifest import MANIFEST_NAME, read_manifest
+
+__all__ = ["COMMIT_NAME", "STATE_NAME", "RankFolder", "rank_folder_path", "reclaimable_bytes"]
+
+STATE_NAME = "state.bin"
+COMMIT_NAME = "commit.bin"
+_OUR_NAMES = (STATE_NAME, COMMIT_NAME, MANIFEST_NAME)
+_MAKE_ATTEMPTS = 16
+
+
+def rank_folder_path(storage: Path, *, job: str, rank: int) -> Path:
+    """``<storage>/<job>/rank-<n>``."""
+    return storage / job / f"rank-{rank:05d}"
+
+
+def reclaimable_bytes(path: Path) -> int:
+    """Bytes allocated by a leftover store that :meth:`RankFolder.remove_leftover` would delete."""
+    try:
+        if is_locked(path) or ((path / MANIFEST_NAME).exists() and read_manifest(path / MANIFEST_NAME).keep):
+            return 0
+        return sum((path / name).stat().st_blocks * 512 for name in _OUR_NAMES if (path / name).exists())
+    except (OSError, StorageError):
+        return 0
+
+
+class RankFolder:
+    """A locked rank folder. Nothing in it is touched until :meth:`remove_leftover`.
+
+    Args:
+        path: See :func:`rank_folder_path`.
+        create: Make it and its parents where missing.
+
+    Raises:
+        StorageLockedError: Another process owns it.
+        StorageError: It cannot be made, or (without ``create``) does not exist.
+    """
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        self.path = path
+        self._made_folders: list[Path] = []
+        self._made_files: list[Path] = []
+        try:
+            if create:
+                with storage_errors("Creating the folder", path):
+                    self._make_folders()
+            self._lock = FolderLock(path)
+        except BaseException:
+            self._remove_made_folders()
+            raise
+
+    def refuse_kept(self) -> None:
+        """Raise if the folder holds a store that its owner wants kept, or something that is no store.
+
+        Raises:
+            StorageError: As said.
+        """
+        manifest = self.path / MANIFEST_NAME
+        if manifest.exists() and read_manifest(manifest).keep:
+            raise StorageError(
+                f"{str(self.path)!r} holds the optimizer state of an earlier job that asked to keep it.",
+                "Remove that folder if it is no longer needed, or choose another TransferConfig(job=...).",
+            )
+
+    def remove_leftover(self) -> None:
+        """Delete the store of an earlier process, if there is one."""
+        with storage_errors("Removing the leftover of an earlier job in", self.path):
+            for name in _OUR_NAMES:
+                (self.path / name).unlink(missing_ok=True)
+
+    def allocate(self, name: str, num_bytes: int) -> Path:
+        """Make a file with all its blocks reserved and reading as zeros.
+
+        Raises:
+            StorageFullError: There is too little space.
+            StorageError: It cannot be made.
+        """
+        path = self.path / name
+        self.expect(name)
+        with storage_errors(f"Allocating {num_bytes} bytes for", path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                if num_bytes:
+                    os.posix_fallocate(descriptor, 0, num_bytes)
+            finally:
+                os.close(descriptor)
+        return path
+
+    def expect(self, name: str) -> Path:
+        """Take note of a file about to be made, so that :meth:`discard` and :meth:`close` delete it."""
+        path = self.path / name
+        self._made_files.append(path)
+        return path
+
+    def flush(self) -> None:
+        """Make the folder's entries survive a power loss."""
+        with storage_errors("Flushing", self.path):
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def discard(self) -> None:
+        """Undo what this object made, and unlock. Never raises."""
+        _remove_quietly(self._made_files)
+        self._lock.release(remove=self._holds_only_lock())
+        self._remove_made_folders()
+
+    def close(self, *, remove: bool) -> None:
+        """Unlock; idempotent.
+
+        Args:
+            remove: Delete the store and, when then empty, the rank's and the job's folder.
+        """
+        if remove:
+            _remove_quietly([self.path / name for name in _OUR_NAMES])
+        self._lock.release(remove=remove)
+        if remove:
+            _remove_folders_quietly([self.path, self.path.parent])
+
+    def _make_folders(self) -> None:
+        # Another rank may remove the job's folder, empty for a moment, between our two mkdir.
+        for attempt in range(_MAKE_ATTEMPTS):
+            missing = [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
+            try:
+                for folder in reversed(missing):
+                    if _make_folder(folder):
+                        self._made_folders.append(folder)
+                if not self.path.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+                return
+            except FileNotFoundError:
+                if attempt == _MAKE_ATTEMPTS - 1:
+                    raise
+
+    def _holds_only_lock(self) -> bool:
+        try:
+            return len(os.listdir(self.path)) == 1
+        except OSError:
+            return False
+
+    def _remove_made_folders(self) -> None:
+        _remove_folders_quietly(reversed(self._made_folders))
+
+
+def _make_folder(folder: Path) -> bool:
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _remove_quietly(files: list[Path]) -> None:
+    for file in files:
+        try:
+            file.unlink(missing_ok=True)
+        except OSError:
+            continue
+
+
+def _remove_folders_quietly(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            # Not empty: another rank's or the user's.
+            return

@@ -1,0 +1,117 @@
+"""The lock of a store's folder: one process at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import weakref
+from pathlib import Path
+
+from lightning_smartinfinity.errors import StorageLockedError
+from lightning_smartinfinity.store.faults import storage_errors
+
+__all__ = ["FolderLock", "is_locked"]
+
+_LOCK_NAME = "lock"
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+class FolderLock:
+    """An exclusive ``flock`` on ``<folder>/lock``, whose text is the holder's pid.
+
+    Args:
+        folder: An existing folder.
+
+    Raises:
+        StorageLockedError: Another process (or another store of this one) holds it.
+        StorageError: The lock file cannot be opened or locked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / _LOCK_NAME
+        # A store that nobody closed must not hold its lock for as long as the process lives.
+        self._close = weakref.finalize(self, os.close, _acquire(self.path))
+        _held.add(self)
+
+    def release(self, *, remove: bool) -> None:
+        """Unlock; idempotent.
+
+        Args:
+            remove: Delete the lock file as well.
+        """
+        if remove and self._close.alive:
+            # Before unlocking: once unlocked, the name may already be another process's lock.
+            self.path.unlink(missing_ok=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the descriptor without touching the file."""
+        self._close()
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether some process holds the folder's lock now."""
+    try:
+        descriptor = os.open(folder / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(descriptor)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(path: Path) -> int:
+    while True:
+        with storage_errors("Locking", path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if not _try_lock(descriptor):
+                    raise _locked_error(path, descriptor)
+                if _is_at(path, descriptor):
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+        # Its owner removed the file between our open and our lock: what we hold is no longer at this path.
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return False
+    return os.path.samestat(status, os.fstat(descriptor))
+
+
+def _locked_error(path: Path, descriptor: int) -> StorageLockedError:
+    holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+    return StorageLockedError(
+        f"The storage folder {str(path.parent)!r} is in use by process {holder}.",
+        "Wait for that job, or give this one its own TransferConfig(job=...) or storage folder.",
+    )
+
+
+def _forget_in_child() -> None:
+    # A forked DataLoader worker would keep the lock alive after this process was killed.
+    for lock in list(_held):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

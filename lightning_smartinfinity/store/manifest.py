@@ -1,0 +1,161 @@
+"""manifest.json: what a store holds, readable without this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.store.extents import ExtentMap
+from lightning_smartinfinity.store.faults import storage_errors
+
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "StoreDescription", "read_manifest", "write_manifest"]
+
+FORMAT_NAME = "lightning-smartinfinity optimizer state"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreDescription:
+    """What the manifest says beside the numbers that the store needs itself. JSON values only.
+
+    Args:
+        optimizer: Class name of the optimizer.
+        arrays: Names of the arrays per element, ``"master"`` first.
+        parameters: One mapping per parameter, in partition order: name, numel, real_numel, group, sub_group, dtype.
+        groups: Hyperparameters of each parameter group at creation, for readers.
+    """
+
+    optimizer: str
+    arrays: tuple[str, ...]
+    parameters: tuple[Mapping[str, Any], ...]
+    groups: tuple[Mapping[str, Any], ...] = field(default=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The whole of manifest.json.
+
+    Args:
+        job: 16 bytes that every extent and commit record of the store carries.
+        rank: Of the owner.
+        world_size: Number of ranks of the job.
+        state_format: How state lies in an extent: ``"fp32"``.
+        durability: ``TransferConfig.durability``.
+        keep: Whether a later job must leave this store alone.
+        extents: Where tasklets lie.
+        description: The rest.
+        folders: Storage folders of the rank, one per device; for readers and messages.
+        device: Which of them this manifest lies in.
+    """
+
+    job: bytes
+    rank: int
+    world_size: int
+    durability: str
+    keep: bool
+    extents: ExtentMap
+    description: StoreDescription
+    folders: tuple[str, ...]
+    device: int = 0
+    state_format: str = "fp32"
+
+    def for_device(self, device: int) -> Manifest:
+        """The manifest that lies in another of the rank's storage folders."""
+        return replace(self, device=device)
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write atomically: a reader sees the old content, the new one, or no file.
+
+    Raises:
+        StorageError: It could not be written; no temporary file is left.
+    """
+    temporary = path.with_name(path.name + ".new")
+    with storage_errors("Writing", path):
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(_to_json(manifest), file, indent=1, default=str)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        StorageCorruptError: It is not a manifest of this package, or one of a newer format.
+        StorageError: It cannot be read.
+    """
+    with storage_errors("Reading", path):
+        content = path.read_bytes()
+    try:
+        values = json.loads(content)
+        if values["format"] != FORMAT_NAME:
+            raise KeyError("format")
+        version = int(values["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path) from error
+    if version != FORMAT_VERSION:
+        raise StorageCorruptError(
+            f"{str(path)!r} has format version {version}; this package reads version {FORMAT_VERSION}.",
+            "Use the version of the package that wrote it, or remove the folder to start anew.",
+        )
+    try:
+        return _from_json(values)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise _damaged(path) from error
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "job": str(uuid.UUID(bytes=manifest.job)),
+        "rank": manifest.rank,
+        "world_size": manifest.world_size,
+        "state_format": manifest.state_format,
+        "durability": manifest.durability,
+        "keep": manifest.keep,
+        "folders": list(manifest.folders),
+        "device": manifest.device,
+        "layout": asdict(manifest.extents),
+        **asdict(manifest.description),
+    }
+
+
+def _from_json(values: Mapping[str, Any]) -> Manifest:
+    return Manifest(
+        job=uuid.UUID(values["job"]).bytes,
+        rank=int(values["rank"]),
+        world_size=int(values["world_size"]),
+        state_format=str(values["state_format"]),
+        durability=str(values["durability"]),
+        keep=bool(values["keep"]),
+        folders=tuple(values["folders"]),
+        device=int(values["device"]),
+        extents=ExtentMap(**{name: int(value) for name, value in values["layout"].items()}),
+        description=StoreDescription(
+            optimizer=str(values["optimizer"]),
+            arrays=tuple(values["arrays"]),
+            parameters=tuple(values["parameters"]),
+            groups=tuple(values["groups"]),
+        ),
+    )
+
+
+def _damaged(path: Path) -> StorageCorruptError:
+    return StorageCorruptError(
+        f"{str(path)!r} is not a readable manifest of this package.",
+        "Remove its folder to start anew, or choose another TransferConfig(job=...).",
+    )

@@ -1,0 +1,89 @@
+"""Finding the newest generation that an earlier process left whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME
+from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from lightning_smartinfinity.store.record import CommitRecord, erase_record, read_records
+from lightning_smartinfinity.store.trailer import first_mismatch
+
+__all__ = ["common_manifest", "newest_complete"]
+
+
+def common_manifest(folders: Sequence[Path], *, rank: int) -> Manifest:
+    """The manifest that all of a rank's folders share, each as the device of its place in the list.
+
+    Raises:
+        StorageCorruptError: They belong to different stores, are in another order, or some are missing.
+    """
+    manifests = [read_manifest(folder / MANIFEST_NAME) for folder in folders]
+    first = manifests[0]
+    for device, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
+        if (manifest.job, manifest.rank, manifest.device) != (first.job, rank, device):
+            raise StorageCorruptError(
+                f"{str(folder)!r} belongs to another store, or the storage folders are in another order.",
+                f"Name the storage folders as they were when the state was made: {list(first.folders)!r}.",
+            )
+    if first.extents.num_devices != len(folders):
+        raise StorageCorruptError(
+            f"The optimizer state in {str(folders[0])!r} lies in {first.extents.num_devices} storage folders;"
+            f" {len(folders)} named.",
+            f"Name all of them: {list(first.folders)!r}.",
+        )
+    return first
+
+
+def newest_complete(folders: Sequence[Path], manifest: Manifest, newest: int | None) -> CommitRecord:
+    """The newest record, up to ``newest``, whose extents are all there; newer records are erased.
+
+    They must go: their slots are written again from here on, and a record that outlived them would name a mixture.
+
+    Raises:
+        StorageCorruptError: There is none.
+        StorageError: A file cannot be read.
+    """
+    path = folders[0] / COMMIT_NAME
+    records = read_records(
+        path,
+        num_tasklets=manifest.extents.num_tasklets,
+        num_parameters=len(manifest.description.parameters),
+        job=manifest.job,
+    )
+    allowed = [record for record in records if newest is None or record.generation <= newest]
+    problems: list[str] = []
+    for record in allowed:
+        problem = _mismatch(folders, manifest, record)
+        if problem is None:
+            _warn_of_fallback(record, problems)
+            _erase_newer(path, records, record)
+            return record
+        problems.append(problem)
+    raise StorageCorruptError(
+        problems[0] if problems else f"{str(path)!r} holds no commit record{_up_to(newest)}.",
+        "Resume from a checkpoint with a new store: remove the folder or choose another TransferConfig(job=...).",
+    )
+
+
+def _mismatch(folders: Sequence[Path], manifest: Manifest, record: CommitRecord) -> str | None:
+    paths = [folder / STATE_NAME for folder in folders]
+    return first_mismatch(paths, manifest.extents, record, job=manifest.job, rank=manifest.rank)
+
+
+def _warn_of_fallback(record: CommitRecord, problems: Sequence[str]) -> None:
+    if problems:
+        warnings.warn(f"Falling back to generation {record.generation}: {problems[0]}", stacklevel=4)
+
+
+def _erase_newer(path: Path, records: Sequence[CommitRecord], chosen: CommitRecord) -> None:
+    for record in records:
+        if record.generation > chosen.generation:
+            erase_record(path, record, flush=True)
+
+
+def _up_to(newest: int | None) -> str:
+    return "" if newest is None else f" up to generation {newest}"

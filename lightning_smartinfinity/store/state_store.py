@@ -1,0 +1,291 @@
+"""The state store: one rank's optimizer state on storage and its commit record."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.errors import ConfigError, StorageError
+from lightning_smartinfinity.store.direct import choose_direct
+from lightning_smartinfinity.store.extents import ExtentMap
+from lightning_smartinfinity.store.faults import storage_errors
+from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder, rank_folder_path
+from lightning_smartinfinity.store.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    StoreDescription,
+    write_manifest,
+)
+from lightning_smartinfinity.store.record import CommitRecord, erase_record, place_bytes, write_record
+from lightning_smartinfinity.store.recovery import common_manifest, newest_complete
+from lightning_smartinfinity.store.space import measure_space, require_space
+from lightning_smartinfinity.store.trailer import STATE_FORMAT_FP32
+
+__all__ = ["StateStore"]
+
+
+class StateStore:
+    """``<storage>/<job>/rank-<n>/`` in every storage folder, owned (locked) by this process.
+
+    Built by :meth:`create` or :meth:`recover`.
+
+    Attributes:
+        files: State file of each storage folder.
+        identity: What every extent carries.
+        manifest: What manifest.json says.
+    """
+
+    def __init__(
+        self, folders: Sequence[RankFolder], manifest: Manifest, record: CommitRecord, *, direct_io: str
+    ) -> None:
+        self.manifest = manifest
+        self.identity = native.Identity(job=manifest.job, rank=manifest.rank, state_format=STATE_FORMAT_FP32)
+        self._record = record
+        self._folders = tuple(folders)
+        self._commit_path = folders[0].path / COMMIT_NAME
+        self._unusable: StorageError | None = None
+        self.files = tuple(_open_state_file(folder.path / STATE_NAME, direct_io) for folder in folders)
+
+    @classmethod
+    def create(
+        cls,
+        folders: Sequence[Path],
+        *,
+        config: TransferConfig,
+        extents: ExtentMap,
+        description: StoreDescription,
+        rank: int = 0,
+        world_size: int = 1,
+        job_id: bytes | None = None,
+    ) -> StateStore:
+        """Lock the folders, replace a leftover store and preallocate; on any failure nothing new is left behind.
+
+        Args:
+            folders: Storage folders, created where missing; one state file each.
+            config: Job name, durability, direct I/O and keep.
+            extents: ``PartitionLayout.extents``, with as many devices as ``folders``.
+            description: For the manifest.
+            rank: Of this process.
+            world_size: Number of processes.
+            job_id: 16 bytes common to all ranks; random when None.
+
+        Returns:
+            A store without a generation: ``TransferHandler.initialize`` commits the first.
+
+        Raises:
+            ConfigError: A folder is named twice.
+            StorageLockedError: Another process owns one of the folders.
+            StorageFullError: Too little space.
+            StorageError: A folder cannot be used, holds a store marked ``keep``, or has no direct I/O under ``"on"``.
+        """
+        assert len(folders) == extents.num_devices and config.num_slots == extents.num_slots
+        manifest = Manifest(
+            job=job_id or uuid.uuid4().bytes,
+            rank=rank,
+            world_size=world_size,
+            durability=config.durability,
+            keep=config.keep,
+            extents=extents,
+            description=description,
+            folders=tuple(os.path.abspath(folder) for folder in folders),
+        )
+        with ExitStack() as undo:
+            claimed = _claim(folders, job=config.job, rank=rank, create=True, undo=undo)
+            for folder in claimed:
+                folder.refuse_kept()
+            for folder in claimed:
+                folder.remove_leftover()
+            require_space(
+                measure_space(
+                    folders, job=config.job, rank=rank, extents=extents, num_parameters=len(description.parameters)
+                )
+            )
+            _fill(claimed, manifest)
+            store = cls(claimed, manifest, _no_record(manifest), direct_io=config.direct_io)
+            undo.pop_all()
+            return store
+
+    @classmethod
+    def recover(
+        cls,
+        folders: Sequence[Path],
+        *,
+        job: str = "default",
+        rank: int = 0,
+        newest: int | None = None,
+        direct_io: str = "auto",
+    ) -> StateStore:
+        """Open what an earlier process left, at its newest complete generation; newer ones are forgotten.
+
+        Args:
+            folders: Those given to :meth:`create`, in the same order.
+            job: ``TransferConfig.job``.
+            rank: Of this process.
+            newest: Ignore generations above this one (the newest common to all ranks).
+            direct_io: ``TransferConfig.direct_io``.
+
+        Raises:
+            StorageLockedError: A process owns one of the folders.
+            StorageCorruptError: No complete generation, a foreign or newer format.
+            StorageError: A folder or file cannot be read.
+        """
+        with ExitStack() as undo:
+            claimed = _claim(folders, job=job, rank=rank, create=False, undo=undo)
+            manifest = common_manifest([folder.path for folder in claimed], rank=rank)
+            record = newest_complete([folder.path for folder in claimed], manifest, newest)
+            store = cls(claimed, manifest, record, direct_io=direct_io)
+            undo.pop_all()
+            return store
+
+    @property
+    def extents(self) -> ExtentMap:
+        """Where tasklets lie."""
+        return self.manifest.extents
+
+    @property
+    def generation(self) -> int:
+        """Current generation, -1 when nothing was committed yet."""
+        return self._record.generation
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        """uint8[num_tasklets]: current slot of each tasklet."""
+        return self._record.slots
+
+    @property
+    def tasklet_generations(self) -> NDArray[np.int64]:
+        """int64[num_tasklets]: generation of the extent there; a tasklet without gradient keeps its old one."""
+        return self._record.tasklet_generations
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """int64[num_parameters]: updates of each parameter so far."""
+        return self._record.steps
+
+    def require_usable(self) -> None:
+        """Raise if an earlier commit failed in a way that forbids to write a generation again.
+
+        Raises:
+            StorageError: That failure.
+        """
+        if self._unusable is not None:
+            raise self._unusable
+
+    def commit(
+        self,
+        *,
+        generation: int,
+        slots: NDArray[np.uint8],
+        tasklet_generations: NDArray[np.int64],
+        steps: NDArray[np.int64],
+    ) -> None:
+        """Make a generation current. Its extents must be written; with ``durability="power"`` they are flushed here.
+
+        Args:
+            generation: The next one: ``self.generation + 1``.
+            slots: uint8[num_tasklets].
+            tasklet_generations: int64[num_tasklets].
+            steps: int64[num_parameters].
+
+        Raises:
+            StorageError: The record could not be written; the previous generation stays current.
+        """
+        assert generation == self.generation + 1
+        self.require_usable()
+        flush = self.manifest.durability == "power"
+        record = CommitRecord(
+            generation=generation,
+            slots=slots.copy(),
+            tasklet_generations=tasklet_generations.copy(),
+            steps=steps.copy(),
+        )
+        if flush:
+            self._flush_files()
+        try:
+            write_record(self._commit_path, record, job=self.manifest.job, flush=flush)
+            self._record = record
+        except BaseException:  # an interrupt as well
+            if self._record is not record:
+                self._forget(record, flush=flush)
+            raise
+
+    def close(self, *, remove: bool) -> None:
+        """Close the files and release the lock; idempotent.
+
+        Args:
+            remove: Delete this rank's folders, and the job's folder if it is then empty.
+        """
+        for file in self.files:
+            file.close()
+        for folder in self._folders:
+            folder.close(remove=remove)
+        self._folders = ()
+
+    def _flush_files(self) -> None:
+        for file in self.files:
+            with storage_errors("Flushing", file.path):
+                file.sync()
+
+    def _forget(self, record: CommitRecord, *, flush: bool) -> None:
+        # A record whose writing failed may still be readable after a crash. Its slots are written again after the
+        # rollback, so it must go; if it does not go, they must not be written.
+        try:
+            erase_record(self._commit_path, record, flush=flush)
+        except StorageError as error:
+            self._unusable = error
+
+
+def _no_record(manifest: Manifest) -> CommitRecord:
+    """What a store has before its first commit."""
+    num_tasklets = manifest.extents.num_tasklets
+    return CommitRecord(
+        generation=-1,
+        slots=np.zeros(num_tasklets, np.uint8),
+        tasklet_generations=np.full(num_tasklets, -1, np.int64),
+        steps=np.zeros(len(manifest.description.parameters), np.int64),
+    )
+
+
+def _claim(folders: Sequence[Path], *, job: str, rank: int, create: bool, undo: ExitStack) -> list[RankFolder]:
+    """Lock the rank's folder in every storage folder; ``undo`` unlocks them and removes what was made."""
+    resolved = [os.path.realpath(folder) for folder in folders]
+    if len(set(resolved)) != len(resolved):
+        raise ConfigError(
+            f"The storage folders {[str(folder) for folder in folders]!r} name one folder twice.", "Name each once."
+        )
+    claimed = []
+    for folder in folders:
+        # Absolute: the commit record is opened by name at every step, wherever the process has moved to.
+        path = rank_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
+        if not create and not path.is_dir():
+            raise StorageError(
+                f"There is no optimizer state in {str(path)!r}.", "Check the storage folder and the job."
+            )
+        claimed.append(RankFolder(path, create=create))
+        undo.callback(claimed[-1].discard)
+    return claimed
+
+
+def _fill(folders: Sequence[RankFolder], manifest: Manifest) -> None:
+    """Preallocate the files; the manifest comes last, so that a store that has one is whole."""
+    for device, folder in enumerate(folders):
+        folder.allocate(STATE_NAME, manifest.extents.file_bytes(device))
+    num_parameters = len(manifest.description.parameters)
+    folders[0].allocate(COMMIT_NAME, 2 * place_bytes(manifest.extents.num_tasklets, num_parameters))
+    for device, folder in enumerate(folders):
+        write_manifest(folder.expect(MANIFEST_NAME), manifest.for_device(device))
+        folder.flush()
+
+
+def _open_state_file(path: Path, direct_io: str) -> native.StateFile:
+    direct = choose_direct(path, direct_io)
+    with storage_errors("Opening", path):
+        return native.StateFile(str(path), direct=direct)

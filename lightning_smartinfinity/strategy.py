@@ -1,0 +1,396 @@
+"""``Trainer(strategy="smart_infinity")``: ZeRO-3 whose optimizer state lives only on storage."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, do_nothing_closure
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from typing_extensions import Unpack, override
+
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.devices.base import Traffic
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.precision import SmartInfinityPrecision
+from lightning_smartinfinity.settings import check_absent, check_choices, checked_transfer, storage_folders
+from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+    from lightning_smartinfinity.zero3.rank_state import RankState
+
+__all__ = ["SmartInfinityStrategy"]
+
+
+class LightningOptions(TypedDict, total=False):
+    """Settings that Lightning's own strategies take, passed on unchanged."""
+
+    accelerator: Accelerator | None
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    precision_plugin: Precision | None
+    process_group_backend: str | None
+    timeout: timedelta | None
+    loss_scale: float
+    initial_scale_power: int
+    loss_scale_window: int
+    hysteresis: int
+    min_loss_scale: int
+    exclude_frozen_parameters: bool
+
+
+class SmartInfinityStrategy(DeepSpeedStrategy):
+    """Trains models whose optimizer state does not fit in memory.
+
+    ZeRO-3 holds the parameters; master weights and optimizer state lie only on storage, and every step streams them
+    through a ring of fixed size past the update.
+
+    Args:
+        storage: A folder, or one per storage device. Default: ``smart_infinity`` below the Trainer's
+            ``default_root_dir``.
+        update_device: Where the update runs: ``"host"`` (CPU), or ``"auto"``.
+        state_format: How optimizer state lies on storage: ``"fp32"``.
+        overlap: What the update may run beside: ``"none"``, or ``"auto"``.
+        compression: Not available in this version.
+        activations: Not available in this version.
+        transfer: Ring size, durability and direct I/O.
+        zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
+        **options: What Lightning's ``DeepSpeedStrategy`` takes by the same name (:class:`LightningOptions`).
+
+    Raises:
+        ConfigError: A setting is unknown, contradictory or out of range.
+        UnsupportedError: A setting asks for what the strategy refuses.
+
+    Example::
+
+        Trainer(strategy="smart_infinity", precision="bf16-mixed")
+        Trainer(strategy=SmartInfinityStrategy(storage=["/mnt/nvme0", "/mnt/nvme1"]))
+    """
+
+    strategy_name = "smart_infinity"
+
+    def __init__(
+        self,
+        storage: str | Path | Sequence[str | Path] | None = None,
+        *,
+        update_device: str = "auto",
+        state_format: str = "fp32",
+        overlap: str = "auto",
+        compression: object | None = None,
+        activations: object | None = None,
+        transfer: TransferConfig | None = None,
+        zero: Mapping[str, Any] | None = None,
+        **options: Unpack[LightningOptions],
+    ) -> None:
+        check_choices(update_device=update_device, state_format=state_format, overlap=overlap)
+        check_absent(compression=compression, activations=activations)
+        _check_options(options)
+        self._storage = storage_folders(storage)
+        self._transfer = checked_transfer(transfer)
+        self._idle_key: tuple[tuple[Path, ...], str] | None = None
+        # The engine of the last fit: validation replaces self.model, but only this one can save.
+        self._training_engine: Any = None
+        # DeepSpeedStrategy.__init__ imports deepspeed, which then settles on an accelerator for good, before the
+        # Trainer has chosen one. Its base is initialised instead, and its attributes are set by hand.
+        super(DeepSpeedStrategy, self).__init__(
+            accelerator=options.get("accelerator"),
+            parallel_devices=options.get("parallel_devices"),
+            cluster_environment=options.get("cluster_environment"),
+            precision_plugin=options.get("precision_plugin"),
+            process_group_backend=options.get("process_group_backend"),
+        )
+        _set_deepspeed_attributes(self, options)
+        self.config = build_deepspeed_config(zero)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        device = super().root_device
+        # DeepSpeed needs an integer index, also on a CPU.
+        return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning's connector builds DeepSpeedPrecision for every subclass of DeepSpeedStrategy.
+        if type(precision_plugin) is DeepSpeedPrecision:
+            precision_plugin = SmartInfinityPrecision(precision_plugin.precision)  # type: ignore[arg-type]
+        if precision_plugin is not None and not isinstance(precision_plugin, DeepSpeedPrecision):
+            raise UnsupportedError(
+                f"{type(precision_plugin).__name__} does not work with the smart_infinity strategy.",
+                "Pass Trainer(precision=...) by name, or a SmartInfinityPrecision.",
+            )
+        self._precision_plugin = precision_plugin
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        # Lightning's own loop decides when a window ends, as with plain torch: also after an incomplete one at the end
+        # of an epoch. DeepSpeed counts on across epochs, and divides the loss by the window a second time.
+        return False
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        # ZeRO-3 reduces the gradients of every micro-batch: no rank has room for whole ones.
+        yield
+
+    @override
+    def setup_environment(self) -> None:
+        prepare_environment(super().root_device.type, local_world_size=self.num_processes)
+        _check_zero_settings(self.config)
+        # DeepSpeedStrategy's own version refuses every accelerator but CUDA.
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        if self.root_device.type == "cuda":
+            super().setup_distributed()
+            return
+        # DeepSpeedStrategy's own version first validates GPU indices, which a CPU has none of.
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        _refuse_clipping_by_value(trainer)
+        if self._storage is None:
+            self._storage = (Path(trainer.default_root_dir).resolve() / "smart_infinity",)
+        super().setup(trainer)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
+            _refuse_closure(closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        # Lightning would put it into a dictionary that save_checkpoint throws away: DeepSpeed saves it, rank by rank.
+        return {}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, remove_stale_files
+
+        present = self.model
+        self.model = self._training_engine or present
+        try:
+            self._name_save(checkpoint, SAVE_ID)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if self._training_engine is not None and self.is_global_zero:
+                remove_stale_files(filepath, engine=self.model)
+        finally:
+            self.model = present
+
+    def _name_save(self, checkpoint: dict[str, Any], key: str) -> None:
+        """Give the files of one save one random name, so that a mixture of two can be told."""
+        optimizer = self._near_storage_optimizer
+        if optimizer is not None:
+            optimizer.save_id = checkpoint[key] = self.broadcast(uuid.uuid4().hex)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        from lightning_smartinfinity.zero3.checkpoint_folder import (
+            check_checkpoint,
+            check_same_save,
+            reading_checkpoint,
+        )
+
+        check_checkpoint(checkpoint_path, engine=self.model)
+        with reading_checkpoint(checkpoint_path):
+            client_state = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._training_engine is not None and self.model is self._training_engine:
+            check_same_save(self.model, client_state)
+        return client_state
+
+    @override
+    def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
+        from lightning_smartinfinity.zero3.engine import complete_inference_engine
+
+        super()._initialize_deepspeed_inference(model)
+        complete_inference_engine(self.model)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self._idle_key is not None:
+            _IDLE[self._idle_key] = weakref.ref(self)
+
+    def close(self) -> None:
+        """Release the ring and remove the optimizer state from storage, unless ``transfer.keep``.
+
+        After a fit the state stays readable (``save_checkpoint``) until this is called, the next fit on the same
+        storage begins, or the interpreter exits. Calling it again does nothing.
+        """
+        state = self._rank_state
+        if state is not None:
+            state.close()
+
+    def traffic(self) -> Traffic:
+        """Counters of this rank since its storage was opened; all zero before a fit and after :meth:`close`."""
+        state = self._rank_state
+        return Traffic() if state is None else state.traffic()
+
+    @property
+    def state_numel(self) -> int:
+        """Elements of this rank's partition that the optimizer updates; 0 before a fit."""
+        state = self._rank_state
+        return 0 if state is None else state.numel
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on storage on this rank, all slots; 0 before a fit."""
+        state = self._rank_state
+        return 0 if state is None else state.storage_bytes
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Host memory that the update holds on this rank, in bytes by purpose; empty before a fit."""
+        state = self._rank_state
+        return {} if state is None else state.host_bytes
+
+    @property
+    def _rank_state(self) -> RankState | None:
+        optimizer = self._near_storage_optimizer
+        return None if optimizer is None else optimizer.rank_state
+
+    @property
+    def _near_storage_optimizer(self) -> SmartInfinityOptimizer | None:
+        # Not self.optimizers: Lightning empties that list when the next fit begins.
+        return None if self._training_engine is None else self._training_engine.optimizer
+
+    @override
+    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        assert self.lightning_module is not None
+        try:
+            optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        except RuntimeError as error:
+            if "multiple optimizers" in str(error):  # Lightning's own refusal in automatic optimization
+                raise _several_optimizers("several optimizers") from error
+            raise
+        if len(optimizers) != 1 or len(schedulers) > 1:
+            raise _several_optimizers(f"{len(optimizers)} optimizers and {len(schedulers)} schedulers")
+        return optimizers[0], schedulers[0] if schedulers else None
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: torch.nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Optimizer]:
+        from lightning_smartinfinity.zero3.collectives import raising_together
+        from lightning_smartinfinity.zero3.engine import engine_with, release_module
+        from lightning_smartinfinity.zero3.validation import check_model, check_optimizer
+
+        assert self._storage is not None
+        assert optimizer is not None
+        with raising_together():
+            check_model(model)
+            check_optimizer(optimizer)
+        self._release_storage()
+        release_module(model)
+        with engine_with(OffloadSettings(storage=self._storage, transfer=self._transfer)):
+            engine, wrapped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        # At interpreter exit, too: nothing is left on storage unless asked for.
+        weakref.finalize(self, engine.optimizer.rank_state.closer())
+        self._training_engine = engine
+        return engine, wrapped
+
+    def _release_storage(self) -> None:
+        """End the storage of an earlier fit, of this strategy or of an idle one on the same folders."""
+        assert self._storage is not None
+        self.close()
+        if self._training_engine is not None:
+            self._training_engine.destroy()
+            self._training_engine = None
+        self._idle_key = (self._storage, self._transfer.job)
+        idle = _IDLE.pop(self._idle_key, lambda: None)()
+        if idle is not None:
+            idle.close()
+
+    @override
+    def _format_config(self) -> None:
+        super()._format_config()
+        assert isinstance(self.config, dict)
+        automatic = self.lightning_module is None or self.lightning_module.automatic_optimization
+        if self.config["gradient_accumulation_steps"] > 1 or not automatic:
+            # Several micro-batches accumulate in fp32 whatever the precision; by hand there may be several.
+            self.config["data_types"] = {"grad_accum_dtype": "fp32"}
+        # To DeepSpeed every step ends a window: see handles_gradient_accumulation.
+        self.config["gradient_accumulation_steps"] = 1
+
+
+# Strategies whose fit is over but whose state is still readable, by folders and job: the next fit there ends them.
+_IDLE: dict[tuple[tuple[Path, ...], str], weakref.ref[SmartInfinityStrategy]] = {}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    unknown = sorted(set(options) - set(LightningOptions.__annotations__))
+    if unknown:
+        raise ConfigError(
+            f"SmartInfinityStrategy has no setting {', '.join(map(repr, unknown))}.",
+            "Settings of ZeRO-3 go into zero={...}, settings of the transfer into transfer=TransferConfig(...).",
+        )
+
+
+def _set_deepspeed_attributes(strategy: DeepSpeedStrategy, options: LightningOptions) -> None:
+    strategy._timeout = options.get("timeout", default_pg_timeout)
+    strategy._config_initialized = False
+    strategy.remote_device = None
+    strategy.load_full_weights = False
+    strategy.exclude_frozen_parameters = options.get("exclude_frozen_parameters", False)
+    strategy.loss_scale = options.get("loss_scale", 0)
+    strategy.initial_scale_power = options.get("initial_scale_power", 16)
+    strategy.loss_scale_window = options.get("loss_scale_window", 1000)
+    strategy.hysteresis = options.get("hysteresis", 2)
+    strategy.min_loss_scale = options.get("min_loss_scale", 1)
+
+
+def _check_zero_settings(config: Any) -> None:
+    from lightning_smartinfinity.zero3.validation import check_zero_section
+
+    check_zero_section(config["zero_optimization"])
+
+
+def _refuse_clipping_by_value(trainer: pl.Trainer) -> None:
+    if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        raise UnsupportedError(
+            "Trainer(gradient_clip_algorithm='value') does not work with the smart_infinity strategy: no rank holds "
+            "whole gradients.",
+            "Use gradient_clip_algorithm='norm'.",
+        )
+
+
+def _several_optimizers(found: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"configure_optimizers returned {found}.",
+        "The smart_infinity strategy trains with one optimizer and at most one scheduler; use parameter groups.",
+    )
+
+
+def _refuse_closure(closure: Any) -> None:
+    if closure is not do_nothing_closure:
+        raise UnsupportedError(
+            "optimizer.step(closure=...) does not work with the smart_infinity strategy.",
+            "Run forward and backward first, then call optimizer.step().",
+        )

@@ -1,0 +1,136 @@
+"""The gradient arena: one flat host buffer that gradients arrive in."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.transfer.plan import Flat
+from lightning_smartinfinity.transfer.tensors import HostTensor, PendingCopies, native_dtype
+
+__all__ = ["GradientArena"]
+
+_BOUNCE_NUMEL = 1 << 20
+
+
+class GradientArena:
+    """This rank's gradients of one accumulation window, in host memory.
+
+    The memory is one huge-paged mapping that forked children do not inherit; with CUDA it is registered for
+    asynchronous copies (best effort).
+
+    Args:
+        layout: The partition.
+        dtype: Accumulation dtype: float32, bfloat16 or float16.
+
+    Attributes:
+        active: bool[num_parameters]: parameters that arrived or were marked in this window. Live: copy it to keep it.
+        buffer: The flat tensor, ``layout.numel`` elements of ``dtype``.
+    """
+
+    def __init__(self, layout: PartitionLayout, *, dtype: torch.dtype = torch.float32) -> None:
+        self.active: NDArray[np.bool_] = np.zeros(len(layout.parameters), np.bool_)
+        self._layout = layout
+        self._memory = HostTensor(layout.numel, dtype)
+        self._bounce: HostTensor | None = None
+        self._pending = PendingCopies()
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self._memory.tensor
+
+    def arrive(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Take this rank's slice of a parameter's gradient: the first one in a window writes, later ones add.
+
+        Args:
+            parameter: Parameter index.
+            gradient: 1-D, on any device, any floating dtype, ``real_numel`` elements; surplus elements are padding and
+                ignored, missing ones are zeros. Copies from CUDA run on the current stream and may still be in flight
+                on return (see :meth:`synchronize`): the tensor lives on that stream, or the caller keeps it.
+        """
+        numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
+        gradient = gradient.detach().reshape(-1)[:numel]
+        target = self.gradient(parameter)
+        if self.active[parameter]:
+            self._add(target[:numel], gradient)
+            return
+        target[numel:].zero_()
+        target[:numel].copy_(gradient, non_blocking=True)
+        self._pending.note(gradient.device)
+        self.active[parameter] = True
+
+    def mark(self, parameter: int) -> None:
+        """The parameter has a gradient in this window although nothing of it arrives here: zeros, unless it arrived."""
+        if not self.active[parameter]:
+            self.gradient(parameter).zero_()
+            self.active[parameter] = True
+
+    def reset(self) -> None:
+        """End the window: no parameter is active. Memory is left as it is."""
+        self.synchronize()
+        self.active[:] = False
+
+    def synchronize(self) -> None:
+        """Wait for copies from CUDA. The methods that read the memory, or hand out its address, call it."""
+        self._pending.wait()
+
+    def sum_of_squares(self) -> float:
+        """Sum of the squares of the active gradients, in double and in parameter order.
+
+        Not finite if and only if an element of an active gradient is not finite.
+        """
+        self.synchronize()
+        dtype, size = native_dtype(self.buffer.dtype), self.buffer.element_size()
+        total = 0.0
+        for index in np.flatnonzero(self.active):
+            parameter = self._layout.parameters[index]
+            address = self.buffer.data_ptr() + parameter.offset * size
+            total += native.sum_of_squares(address, parameter.real_numel, dtype)
+        return total
+
+    def view(self, sub_group: int) -> torch.Tensor:
+        """The flat gradient of one sub-group."""
+        self.synchronize()
+        where = self._layout.sub_groups[sub_group]
+        return self.buffer[where.offset : where.offset + where.numel]
+
+    def gradient(self, parameter: int) -> torch.Tensor:
+        """The gradient slice of one parameter, padding included; its values count only while it is active.
+
+        Copies from CUDA may be in flight.
+        """
+        where = self._layout.parameters[parameter]
+        return self.buffer[where.offset : where.offset + where.numel]
+
+    def flats(self) -> list[Flat]:
+        """Address of each sub-group's gradients, for :class:`StepPlan`."""
+        self.synchronize()
+        dtype, size = native_dtype(self.buffer.dtype), self.buffer.element_size()
+        base = self.buffer.data_ptr()
+        return [Flat(base + group.offset * size, group.numel, dtype) for group in self._layout.sub_groups]
+
+    def close(self) -> None:
+        """Unregister and release the memory; idempotent. Tensors handed out keep it until they are gone."""
+        self.synchronize()
+        self._memory.close()
+        if self._bounce is not None:
+            self._bounce.close()
+
+    def _add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        if gradient.device.type == "cpu":
+            self.synchronize()
+            target.add_(gradient)
+            return
+        # The host adds, so the gradient comes over in pieces of a fixed size first.
+        if self._bounce is None:
+            self._bounce = HostTensor(_BOUNCE_NUMEL, target.dtype)
+        for begin in range(0, gradient.numel(), _BOUNCE_NUMEL):
+            piece = gradient[begin : begin + _BOUNCE_NUMEL]
+            bounce = self._bounce.tensor[: piece.numel()]
+            bounce.copy_(piece, non_blocking=True)
+            self._pending.note(gradient.device)
+            self.synchronize()
+            target[begin : begin + piece.numel()].add_(bounce)

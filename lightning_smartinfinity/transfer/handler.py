@@ -1,0 +1,260 @@
+"""The transfer handler: runs step plans on a storage device and keeps the store's generations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.devices.base import StorageDevice, Traffic
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.transfer.plan import Flat, StagedPartition, StepPlan
+from lightning_smartinfinity.transfer.rules import UpdateRule
+from lightning_smartinfinity.transfer.staging import StagingBuffer
+from lightning_smartinfinity.transfer.state_access import StateAccess
+from lightning_smartinfinity.transfer.step import Step
+
+__all__ = ["TransferHandler"]
+
+
+class TransferHandler:
+    """One rank's optimizer state on storage, stepped tasklet by tasklet.
+
+    A step is ``begin_step`` -> ``wait`` (any number of times) -> ``commit``, or ``rollback`` instead of ``commit`` at
+    any time after ``begin_step``. Everything else asks that no step be in flight. Calls come from one thread.
+
+    A failure leaves the current generation alone, on storage and here. Only with one slot (``durability="none"``) the
+    state that was being overwritten is lost.
+
+    Args:
+        layout: The partition; its extents are those of ``store``.
+        store: A created or recovered store; the handler owns it from now on.
+        device: A closed device; the handler opens and owns it.
+        rule: The optimizer's update rule.
+    """
+
+    def __init__(self, layout: PartitionLayout, store: StateStore, device: StorageDevice, *, rule: UpdateRule) -> None:
+        assert layout.extents == store.extents and len(store.steps) == len(layout.parameters)
+        assert len(rule.arrays) == layout.extents.num_arrays
+        self._layout = layout
+        self._store = store
+        self._device = device
+        self._rule = rule
+        self._access = StateAccess(layout, store, device, names=rule.arrays)
+        self._step: Step | None = None
+        self._staging: StagingBuffer | None = None
+        self._num_steps = 0
+        self._numel_updated = 0
+
+    @property
+    def generation(self) -> int:
+        """Committed generation, -1 before :meth:`initialize`. Every commit adds one."""
+        return self._store.generation
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """int64[num_parameters]: committed number of updates of each parameter; a copy."""
+        return self._store.steps.copy()
+
+    @property
+    def in_flight(self) -> bool:
+        """A step has begun and is neither committed nor rolled back."""
+        return self._step is not None
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether a step leaves the current generation alone: not with one slot (``durability="none"``)."""
+        return self._layout.extents.num_slots > 1
+
+    @property
+    def ring_bytes(self) -> int:
+        """Host memory of the device's ring and, once it is in use, of the staging buffer."""
+        return self._device.ring_bytes + (self._staging.nbytes if self._staging is not None else 0)
+
+    def open(self) -> None:
+        """Open the device: its threads and ring buffers.
+
+        Raises:
+            StorageError: They cannot be had.
+        """
+        largest = max((extent.nbytes for extent in self._layout.extents.extents), default=0)
+        self._device.open(files=self._store.files, identity=self._store.identity, buffer_bytes=largest)
+
+    def initialize(self, masters: Sequence[Flat] | StagedPartition) -> None:
+        """Write the first state and commit it: masters widened from the partition, moments and steps zero.
+
+        A fresh store becomes generation 0. An initialized store is overwritten as the next generation.
+
+        Args:
+            masters: Each sub-group's parameters, of any dtype.
+
+        Raises:
+            StorageError: It could not be written; an earlier generation stays current.
+        """
+        self._require_no_step()
+        if isinstance(masters, Sequence):
+            self._access.initialize(masters)
+        else:
+            self._access.initialize_staged(masters, self._staging_for(masters))
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Start a step and return at once. Memory named in the plan stays untouched until commit or rollback.
+
+        Raises:
+            ConfigError: A hyperparameter of an active group is out of range; nothing has begun.
+            StorageError: An earlier commit failed beyond repair; nothing has begun.
+        """
+        self._require_no_step()
+        self._store.require_usable()
+        staging = None if isinstance(plan.outputs, Sequence) else self._staging_for(plan.outputs)
+        self._step = Step(self._layout, self._store, self._device, rule=self._rule, plan=plan, staging=staging)
+        self._step.start()
+
+    def wait(self, parameters: slice | None = None) -> None:
+        """Return when these parameters are updated in the partition.
+
+        Args:
+            parameters: Parameter indices with step 1; None: all.
+
+        Raises:
+            StorageError: The step failed (StorageFullError, StorageCorruptError where those fit); roll it back.
+        """
+        self._require_step().wait(parameters if parameters is not None else slice(None))
+
+    def drain(self) -> None:
+        """Return when the step in flight, if any, has nothing left to read, compute or write.
+
+        Raises:
+            StorageError: As :meth:`wait`.
+        """
+        if self._step is not None:
+            self._step.drain()
+
+    def commit(self) -> None:
+        """Make the step in flight the current generation; waits for all its writes.
+
+        Raises:
+            StorageError: As :meth:`wait`, or the commit record could not be written; the previous generation stays
+                current: roll back.
+        """
+        step = self._require_step()
+        step.commit()
+        self._step = None
+        self._num_steps += 1
+        self._numel_updated += step.numel
+
+    def rollback(self) -> None:
+        """Abandon the step in flight: its parameters are restored in the partition from the current generation.
+
+        Raises:
+            StorageError: The state could not be read back (call again, or give up), or the store has one slot
+                (``durability="none"``) and the step may have overwritten it.
+        """
+        step = self._require_step()
+        step.stop()
+        if step.overwrites:
+            raise StorageError(
+                "A step cannot be rolled back with TransferConfig(durability='none'): it overwrote the state.",
+                "Resume from a checkpoint, and use durability='step' to survive such a failure.",
+            ) from step.failure
+        step.restore()
+        self._step = None
+
+    def read(self, arrays: Sequence[Sequence[Flat | None]]) -> None:
+        """Read committed state into the caller's memory.
+
+        Args:
+            arrays: For each sub-group, one fp32 :class:`Flat` per array of ``rule.arrays`` (None: not wanted), each as
+                long as the sub-group. Sub-groups without any are not read.
+
+        Raises:
+            StorageError: It could not be read, or is not what was written.
+        """
+        self._require_no_step()
+        self._access.read(arrays)
+
+    def write(self, arrays: Sequence[Sequence[Flat]], *, steps: NDArray[np.int64]) -> None:
+        """Replace the whole state and commit it.
+
+        The partition in memory is the caller's: write the parameters too.
+
+        Args:
+            arrays: For each sub-group, one fp32 :class:`Flat` per array of ``rule.arrays``.
+            steps: int64[num_parameters].
+
+        Raises:
+            StorageError: It could not be written; the previous generation stays current.
+        """
+        self._require_no_step()
+        self._access.write(arrays, steps=steps)
+
+    def read_parameter(self, parameter: int, *, names: Sequence[str] | None = None) -> dict[str, NDArray[np.float32]]:
+        """One parameter's committed arrays.
+
+        Args:
+            parameter: Parameter index.
+            names: Which; None: all of ``rule.arrays``.
+
+        Returns:
+            float32[real_numel] by name.
+
+        Raises:
+            StorageError: As :meth:`read`.
+        """
+        self._require_no_step()
+        return self._access.read_parameter(parameter, names or self._rule.arrays)
+
+    def modify_parameter(self, parameter: int, values: Mapping[str, NDArray[np.float32]]) -> None:
+        """Replace some of one parameter's arrays and commit. See :meth:`modify`."""
+        self.modify({parameter: values})
+
+    def modify(self, values: Mapping[int, Mapping[str, NDArray[np.float32]]]) -> None:
+        """Replace some arrays of some parameters, as one commit.
+
+        The partition in memory is the caller's: after replacing a master, write the parameter too. Every rank calls it
+        the same number of times, so that generations stay common to all.
+
+        Args:
+            values: By parameter index, then array name: float32[real_numel].
+
+        Raises:
+            StorageError: It could not be written; the previous generation stays current.
+        """
+        self._require_no_step()
+        self._access.modify(values)
+
+    def traffic(self) -> Traffic:
+        """Cumulative counters since :meth:`open`, of steps and of everything else."""
+        return replace(self._device.counters(), steps=self._num_steps, numel=self._numel_updated)
+
+    def close(self, *, remove: bool) -> None:
+        """Close the device and the store, abandoning a step in flight; idempotent.
+
+        Args:
+            remove: Delete the state on storage.
+        """
+        if self._step is not None:
+            self._step.stop()
+            self._step = None
+        self._device.close()
+        if self._staging is not None:
+            self._staging.close()
+        self._store.close(remove=remove)
+
+    def _require_step(self) -> Step:
+        assert self._step is not None, "no step has begun"
+        return self._step
+
+    def _require_no_step(self) -> None:
+        assert self._step is None, "a step is in flight: commit it or roll it back"
+
+    def _staging_for(self, partition: StagedPartition) -> StagingBuffer:
+        """As large as the ring, and kept: every partition of a handler has one dtype."""
+        if self._staging is None:
+            self._staging = StagingBuffer(self._layout, dtype=partition.dtype, nbytes=self._device.ring_bytes)
+        assert self._staging.dtype == partition.dtype
+        return self._staging

@@ -1,0 +1,194 @@
+"""One rank's partition cut into tasklets: pure arithmetic, no I/O, no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from lightning_smartinfinity.store.extents import BLOCK_BYTES, TASKLET_GRANULE, ExtentMap
+
+__all__ = ["ParameterSlice", "PartitionLayout", "SubGroupSlice", "TaskletSlice", "build_layout"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSlice:
+    """This rank's slice of one parameter.
+
+    Args:
+        name: Name in the model.
+        numel: Elements of the slice as it lies in the partition, ZeRO's padding included.
+        real_numel: How many of them, from the first, belong to the parameter; the rest is padding (0 .. ``numel``).
+        group: Index of the optimizer's parameter group.
+        sub_group: Index of the contiguous memory it lies in.
+        offset: First element in the flat partition; filled in by :func:`build_layout`.
+    """
+
+    name: str
+    numel: int
+    real_numel: int
+    group: int
+    sub_group: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubGroupSlice:
+    """One contiguous piece of the partition in memory.
+
+    Args:
+        index: Its number.
+        offset: First element in the flat partition.
+        numel: Number of elements.
+        first: First parameter index.
+        last: One past the last parameter index.
+    """
+
+    index: int
+    offset: int
+    numel: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskletSlice:
+    """A run of the flat partition whose state is one extent.
+
+    Args:
+        index: Its number, in partition order.
+        device: Index of the storage folder.
+        offset: First element in the flat partition.
+        numel: Number of elements.
+        extent_bytes: Size of its extent in bytes.
+    """
+
+    index: int
+    device: int
+    offset: int
+    numel: int
+    extent_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionLayout:
+    """Where parameters, sub-groups and tasklets lie in the flat partition. Built by :func:`build_layout`.
+
+    Args:
+        parameters: Slices in partition order; their index is the parameter index everywhere.
+        sub_groups: Contiguous pieces of memory, in partition order.
+        extents: Where the tasklets' state lies on storage.
+    """
+
+    parameters: tuple[ParameterSlice, ...]
+    sub_groups: tuple[SubGroupSlice, ...]
+    extents: ExtentMap
+
+    @property
+    def numel(self) -> int:
+        """Elements of the partition."""
+        return self.extents.numel
+
+    @cached_property
+    def tasklets(self) -> tuple[TaskletSlice, ...]:
+        """Tasklets in partition order."""
+        return tuple(
+            TaskletSlice(
+                index=index,
+                device=extent.device,
+                offset=index * self.extents.tasklet_numel,
+                numel=extent.numel,
+                extent_bytes=extent.nbytes,
+            )
+            for index, extent in enumerate(self.extents.extents)
+        )
+
+    def tasklets_of(self, parameters: slice) -> range:
+        """Indices of the tasklets that hold elements of the parameters ``[start, stop)``.
+
+        Args:
+            parameters: Parameter indices with step 1; None stands for either end.
+        """
+        first, last, stride = parameters.indices(len(self.parameters))
+        assert stride == 1, "parameters are waited for in runs"
+        if first >= last:
+            return range(0)
+        begin, end = self.parameters[first].offset, self.parameters[last - 1].offset + self.parameters[last - 1].numel
+        return self.tasklets_between(begin, end)
+
+    def tasklets_between(self, begin: int, end: int) -> range:
+        """Indices of the tasklets that hold elements ``[begin, end)`` of the flat partition."""
+        if begin >= end:
+            return range(0)
+        numel = self.extents.tasklet_numel
+        return range(begin // numel, -(-end // numel))
+
+    def sub_group_at(self, offset: int) -> SubGroupSlice:
+        """The sub-group that holds element ``offset`` of the flat partition."""
+        return self.sub_groups[bisect_right(self._sub_group_offsets, offset) - 1]
+
+    @cached_property
+    def _sub_group_offsets(self) -> list[int]:
+        return [sub_group.offset for sub_group in self.sub_groups]
+
+
+def build_layout(
+    parameters: Iterable[ParameterSlice],
+    *,
+    tasklet_bytes: int,
+    num_arrays: int,
+    num_devices: int,
+    num_slots: int,
+) -> PartitionLayout:
+    """Cut a partition into tasklets.
+
+    Args:
+        parameters: Slices in partition order: one sub-group after the other, numbered from 0 without gaps. Their
+            ``offset`` is ignored and computed here.
+        tasklet_bytes: Largest extent in bytes.
+        num_arrays: fp32 arrays per element (Adam: 3).
+        num_devices: Storage folders, among which tasklets are dealt round robin.
+        num_slots: Places a tasklet's state may lie (``TransferConfig.num_slots``).
+
+    Returns:
+        The layout. A partition without elements has no tasklets.
+    """
+    placed = _place(parameters)
+    numel = placed[-1].offset + placed[-1].numel if placed else 0
+    extents = ExtentMap(
+        numel=numel,
+        tasklet_numel=_tasklet_numel(tasklet_bytes, num_arrays),
+        num_arrays=num_arrays,
+        num_devices=num_devices,
+        num_slots=num_slots,
+    )
+    return PartitionLayout(parameters=placed, sub_groups=_sub_groups(placed), extents=extents)
+
+
+def _place(parameters: Iterable[ParameterSlice]) -> tuple[ParameterSlice, ...]:
+    placed, offset = [], 0
+    for parameter in parameters:
+        assert 0 <= parameter.real_numel <= parameter.numel, parameter
+        placed.append(replace(parameter, offset=offset))
+        offset += parameter.numel
+    return tuple(placed)
+
+
+def _sub_groups(parameters: Sequence[ParameterSlice]) -> tuple[SubGroupSlice, ...]:
+    bounds = [0] + [i for i in range(1, len(parameters)) if parameters[i].sub_group != parameters[i - 1].sub_group]
+    bounds = [*bounds, len(parameters)] if parameters else [0]
+    sub_groups = []
+    for index, (first, last) in enumerate(pairwise(bounds)):
+        assert parameters[first].sub_group == index, "sub-groups are numbered from 0, in partition order, without gaps"
+        offset = parameters[first].offset
+        numel = parameters[last - 1].offset + parameters[last - 1].numel - offset
+        sub_groups.append(SubGroupSlice(index=index, offset=offset, numel=numel, first=first, last=last))
+    return tuple(sub_groups)
+
+
+def _tasklet_numel(tasklet_bytes: int, num_arrays: int) -> int:
+    granules = (tasklet_bytes - BLOCK_BYTES) // (num_arrays * 4 * TASKLET_GRANULE)
+    assert granules >= 1, f"tasklet_bytes={tasklet_bytes} holds no tasklet of {num_arrays} arrays"
+    return granules * TASKLET_GRANULE

@@ -1,0 +1,157 @@
+"""One batch of work on a device, straight into host memory or in waves through the staging buffer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.base import StorageDevice
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.transfer.batches import Memory, Piece
+from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.transfer.plan import StagedPartition
+from lightning_smartinfinity.transfer.staging import StagingBuffer, waves_of
+
+__all__ = ["BatchMaker", "DirectRun", "Run", "StagedRun"]
+
+BatchMaker = Callable[[Sequence[int], Memory], native.Batch]
+"""Makes the batch of some tasklets whose parameters lie in some memory."""
+
+
+class Run(ABC):
+    """Tasklets on their way through the device. ``start``, then ``wait`` and ``drain`` or ``stop``."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start; return at once."""
+
+    @abstractmethod
+    def wait(self, tasklets: range) -> None:
+        """Return when the parameters of these tasklets of the layout are in the partition.
+
+        Raises:
+            StorageError: The work failed; only :meth:`stop` may follow.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Return when everything is done and the device free. Raises as :meth:`wait`."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Return when the device is free, with the work done or not. Never raises a StorageError."""
+
+
+class DirectRun(Run):
+    """All tasklets as one batch.
+
+    Args:
+        device: Open and free.
+        batch: The work.
+        tasklets: Its tasklets in order, as numbered by the layout.
+    """
+
+    def __init__(self, device: StorageDevice, batch: native.Batch, tasklets: Sequence[int]) -> None:
+        self._device = device
+        self._batch = batch
+        self._tasklets = tasklets
+        self._active = False
+
+    def start(self) -> None:
+        if self._tasklets:
+            # First, so that an interrupt in submit() leaves nothing undrained.
+            self._active = True
+            self._device.submit(self._batch)
+
+    def wait(self, tasklets: range) -> None:
+        first, last = bisect_left(self._tasklets, tasklets.start), bisect_left(self._tasklets, tasklets.stop)
+        if self._active and first < last:
+            self._device.wait(first, last)
+
+    def drain(self) -> None:
+        if self._active:
+            self._active = False
+            self._device.drain()
+
+    def stop(self) -> None:
+        try:
+            self.drain()
+        except StorageError:
+            # The caller knows of the failure, or abandons the work anyway.
+            return
+
+
+class StagedRun(Run):
+    """Wave after wave through the two halves of the staging buffer.
+
+    The caller's waits drive it: a wave is copied to the partition, and the next one started, when somebody waits. While
+    a wave runs, its predecessor's parameters travel to the partition.
+
+    Args:
+        device: Open and free.
+        make_batch: Makes a wave's batch.
+        tasklets: All tasklets in order, as numbered by the layout.
+        pieces: What to copy to the partition, in partition order.
+        partition: Where parameters go.
+        staging: The buffer.
+        layout: The partition's layout.
+    """
+
+    def __init__(
+        self,
+        device: StorageDevice,
+        make_batch: BatchMaker,
+        tasklets: Sequence[int],
+        pieces: Sequence[Piece],
+        *,
+        partition: StagedPartition,
+        staging: StagingBuffer,
+        layout: PartitionLayout,
+    ) -> None:
+        self._device = device
+        self._make_batch = make_batch
+        self._pieces = pieces
+        self._partition = partition
+        self._waves = waves_of(layout, tasklets, staging)
+        self._next = 0
+        self._current: DirectRun | None = None
+
+    def start(self) -> None:
+        self._start_next()
+
+    def wait(self, tasklets: range) -> None:
+        # Whatever lies before the wave in flight is in the partition, or on its way there.
+        while self._current is not None and self._waves[self._next - 1].tasklets[0] < tasklets.stop:
+            self._finish_wave()
+        self._partition.synchronize()
+
+    def drain(self) -> None:
+        while self._current is not None:
+            self._finish_wave()
+        self._partition.synchronize()
+
+    def stop(self) -> None:
+        if self._current is not None:
+            self._current.stop()
+        self._current = None
+        self._partition.synchronize()
+
+    def _finish_wave(self) -> None:
+        assert self._current is not None
+        wave = self._waves[self._next - 1]
+        self._current.drain()
+        # Before the next wave overwrites the other half; its copies had all this wave's time.
+        self._partition.synchronize()
+        self._start_next()
+        wave.put(self._pieces, self._partition)
+
+    def _start_next(self) -> None:
+        if self._next == len(self._waves):
+            self._current = None
+            return
+        wave = self._waves[self._next]
+        self._current = DirectRun(self._device, self._make_batch(wave.tasklets, wave), wave.tasklets)
+        self._current.start()
+        self._next += 1

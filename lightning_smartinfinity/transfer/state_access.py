@@ -1,0 +1,179 @@
+"""State read and written outside of steps: the first state, checkpoints, single parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.base import StorageDevice
+from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.transfer.batches import (
+    FlatMemory,
+    Piece,
+    Places,
+    Span,
+    cut,
+    tasklets_in,
+    whole_sub_groups,
+)
+from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.transfer.plan import Flat, StagedPartition
+from lightning_smartinfinity.transfer.runs import DirectRun
+from lightning_smartinfinity.transfer.staging import StagingBuffer, waves_of
+from lightning_smartinfinity.transfer.work import array_batch, start_batch
+
+__all__ = ["StateAccess", "commit_next", "places_of"]
+
+_FP32_BYTES = 4
+
+
+def places_of(store: StateStore) -> Places:
+    """Where the store's extents lie and where the next generation's go."""
+    # The other slot, unless there is none or nothing lies in the current one yet.
+    flips = (store.tasklet_generations >= 0) & (store.extents.num_slots > 1)
+    return Places(store.slots, store.slots ^ flips, store.tasklet_generations, store.generation + 1)
+
+
+def commit_next(store: StateStore, tasklets: Sequence[int], steps: NDArray[np.int64]) -> None:
+    """Make the next generation current, in which these tasklets have been written.
+
+    Args:
+        store: The store.
+        tasklets: Those written.
+        steps: int64[num_parameters] of the next generation.
+
+    Raises:
+        StorageError: The record could not be written.
+    """
+    places = places_of(store)
+    slots, generations = store.slots.copy(), store.tasklet_generations.copy()
+    written = np.asarray(tasklets, np.intp)
+    slots[written] = places.next_slots[written]
+    generations[written] = places.next_generation
+    store.commit(generation=places.next_generation, slots=slots, tasklet_generations=generations, steps=steps)
+
+
+class StateAccess:
+    """The methods of the same names of ``TransferHandler``; no batch may be in flight.
+
+    Args:
+        layout: The partition.
+        store: Its state.
+        device: Open.
+        names: Of the arrays, ``UpdateRule.arrays``.
+    """
+
+    def __init__(
+        self, layout: PartitionLayout, store: StateStore, device: StorageDevice, *, names: Sequence[str]
+    ) -> None:
+        self._layout = layout
+        self._store = store
+        self._device = device
+        self._names = tuple(names)
+
+    def initialize(self, masters: Sequence[Flat]) -> None:
+        pieces = self._all_pieces()
+        tasklets = tasklets_in(pieces)
+        memory = FlatMemory(self._layout, masters)
+        self._work(start_batch(self._layout, pieces, tasklets, self._next_places(), masters=memory), tasklets)
+        commit_next(self._store, tasklets, np.zeros_like(self._store.steps))
+
+    def initialize_staged(self, masters: StagedPartition, staging: StagingBuffer) -> None:
+        pieces, places = self._all_pieces(), self._next_places()
+        tasklets = tasklets_in(pieces)
+        for wave in waves_of(self._layout, tasklets, staging):
+            wave.get(pieces, masters)
+            masters.synchronize()
+            self._work(start_batch(self._layout, pieces, wave.tasklets, places, masters=wave), wave.tasklets)
+        commit_next(self._store, tasklets, np.zeros_like(self._store.steps))
+
+    def read(self, arrays: Sequence[Sequence[Flat | None]]) -> None:
+        wanted = [index for index, flats in enumerate(arrays) if any(flat is not None for flat in flats)]
+        pieces = cut(self._layout, whole_sub_groups(self._layout, wanted))
+        self._move(native.Operation.READ, pieces, places_of(self._store), self._in_sub_groups(arrays))
+
+    def write(self, arrays: Sequence[Sequence[Flat]], *, steps: NDArray[np.int64]) -> None:
+        assert len(steps) == len(self._layout.parameters)
+        pieces = self._all_pieces()
+        self._move(native.Operation.WRITE, pieces, self._next_places(), self._in_sub_groups(arrays))
+        commit_next(self._store, tasklets_in(pieces), np.asarray(steps, np.int64))
+
+    def read_parameter(self, parameter: int, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        numel = self._layout.parameters[parameter].real_numel
+        values = {name: np.empty(numel, np.float32) for name in names}
+        addresses = self._in_parameters({parameter: values})
+        self._move(native.Operation.READ, self._pieces_of([parameter]), places_of(self._store), addresses)
+        return values
+
+    def modify(self, values: Mapping[int, Mapping[str, NDArray[np.float32]]]) -> None:
+        kept = {index: self._checked(index, arrays) for index, arrays in values.items()}
+        pieces = self._pieces_of(sorted(kept))
+        self._move(native.Operation.MODIFY, pieces, self._next_places(), self._in_parameters(kept))
+        commit_next(self._store, tasklets_in(pieces), self._store.steps)
+
+    def _next_places(self) -> Places:
+        self._store.require_usable()
+        return places_of(self._store)
+
+    def _all_pieces(self) -> list[Piece]:
+        return cut(self._layout, whole_sub_groups(self._layout, range(len(self._layout.sub_groups))))
+
+    def _pieces_of(self, parameters: Sequence[int]) -> list[Piece]:
+        """Without padding; the parameter is the key."""
+        slices = [(index, self._layout.parameters[index]) for index in parameters]
+        return cut(
+            self._layout, [Span(s.offset, s.offset + s.real_numel, index) for index, s in slices if s.real_numel]
+        )
+
+    def _move(
+        self,
+        operation: native.Operation,
+        pieces: Sequence[Piece],
+        places: Places,
+        addresses: Callable[[Piece], tuple[int, ...]],
+    ) -> None:
+        tasklets = tasklets_in(pieces)
+        batch = array_batch(operation, self._layout, pieces, tasklets, places, addresses=addresses)
+        self._work(batch, tasklets)
+
+    def _work(self, batch: native.Batch, tasklets: Sequence[int]) -> None:
+        run = DirectRun(self._device, batch, tasklets)
+        run.start()
+        run.drain()
+
+    def _in_sub_groups(self, arrays: Sequence[Sequence[Flat | None]]) -> Callable[[Piece], tuple[int, ...]]:
+        assert len(arrays) == len(self._layout.sub_groups)
+        for flats, sub_group in zip(arrays, self._layout.sub_groups, strict=True):
+            assert len(flats) == len(self._names)
+            for flat in flats:
+                assert flat is None or (flat.dtype, flat.numel) == (native.DType.FLOAT32, sub_group.numel), flat
+
+        def addresses(piece: Piece) -> tuple[int, ...]:
+            skipped = (piece.begin - self._layout.sub_groups[piece.sub_group].offset) * _FP32_BYTES
+            return tuple(flat.address + skipped if flat is not None else 0 for flat in arrays[piece.sub_group])
+
+        return addresses
+
+    def _in_parameters(
+        self, values: Mapping[int, Mapping[str, NDArray[np.float32]]]
+    ) -> Callable[[Piece], tuple[int, ...]]:
+        origins = {
+            index: [arrays[name].ctypes.data if name in arrays else 0 for name in self._names]
+            for index, arrays in values.items()
+        }
+
+        def addresses(piece: Piece) -> tuple[int, ...]:
+            skipped = (piece.begin - self._layout.parameters[piece.key].offset) * _FP32_BYTES
+            return tuple(origin + skipped if origin else 0 for origin in origins[piece.key])
+
+        return addresses
+
+    def _checked(self, parameter: int, arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+        numel = self._layout.parameters[parameter].real_numel
+        assert set(arrays) <= set(self._names), f"unknown arrays: {sorted(arrays)}"
+        for name, array in arrays.items():
+            assert array.shape == (numel,), f"{name}: {array.shape} instead of ({numel},)"
+        return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}

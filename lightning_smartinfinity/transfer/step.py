@@ -1,0 +1,168 @@
+"""One optimizer step in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.base import StorageDevice
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.transfer.batches import FlatMemory, Memory, cut, spans_of, tasklets_in
+from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.transfer.rules import UpdateRule
+from lightning_smartinfinity.transfer.runs import BatchMaker, DirectRun, Run, StagedRun
+from lightning_smartinfinity.transfer.staging import StagingBuffer
+from lightning_smartinfinity.transfer.state_access import commit_next, places_of
+from lightning_smartinfinity.transfer.work import choose_updates, restore_batch, update_batch
+
+__all__ = ["Step"]
+
+
+class Step:
+    """What a plan asks for, from :meth:`start` to :meth:`commit` or :meth:`restore`.
+
+    Args:
+        layout: The partition.
+        store: Its state.
+        device: Open and free.
+        rule: The optimizer's update rule.
+        plan: The step; hyperparameters and ``active`` are read here, once.
+        staging: The buffer for a plan whose outputs are a ``StagedPartition``; None for other plans.
+
+    Raises:
+        ConfigError: A hyperparameter of an active group is out of range.
+    """
+
+    def __init__(
+        self,
+        layout: PartitionLayout,
+        store: StateStore,
+        device: StorageDevice,
+        *,
+        rule: UpdateRule,
+        plan: StepPlan,
+        staging: StagingBuffer | None,
+    ) -> None:
+        self._layout = layout
+        self._store = store
+        self._device = device
+        self._outputs = plan.outputs
+        self._staging = staging
+        self._active = np.array(plan.active, np.bool_)
+        self._updates = choose_updates(
+            layout,
+            rule,
+            plan.groups,
+            active=self._active,
+            steps=store.steps,
+            gradient_scale=plan.gradient_scale,
+        )
+        self._pieces = cut(layout, spans_of(layout, self._updates.keys))
+        self._tasklets = tasklets_in(piece for piece in self._pieces if piece.key >= 0)
+        self._run = self._make_run(self._updating(FlatMemory(layout, plan.gradients)))
+        self._failure: StorageError | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements it updates."""
+        return sum(piece.end - piece.begin for piece in self._pieces if piece.key >= 0)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether it writes where the current generation lies."""
+        return bool(self._tasklets) and self._layout.extents.num_slots == 1
+
+    @property
+    def failure(self) -> StorageError | None:
+        """What went wrong so far."""
+        return self._failure
+
+    def start(self) -> None:
+        """Start; return at once."""
+        self._guarded(self._run.start)
+
+    def wait(self, parameters: slice) -> None:
+        """Return when these parameters are in the partition. Raises StorageError, again and again, once it failed."""
+        wanted = self._layout.tasklets_of(parameters)
+        self._guarded(lambda: self._run.wait(wanted))
+
+    def drain(self) -> None:
+        """Return when nothing is left to do. Raises as :meth:`wait`."""
+        self._guarded(self._run.drain)
+
+    def commit(self) -> None:
+        """Drain and make it the current generation. Raises as :meth:`wait`."""
+        self.drain()
+        self._guarded(lambda: commit_next(self._store, self._tasklets, self._store.steps + self._active))
+
+    def stop(self) -> None:
+        """Return when nothing is in flight, done or not."""
+        self._run.stop()
+
+    def restore(self) -> None:
+        """After :meth:`stop`: put the current generation's parameters back into the partition.
+
+        Raises:
+            StorageError: They could not be read; it may be tried again.
+        """
+        self._run = self._make_run(self._restoring())
+        try:
+            self._run.start()
+            self._run.drain()
+        except StorageError:
+            self._run.stop()
+            raise
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            action()
+        except StorageError as error:
+            self._failure = error
+            raise
+
+    def _updating(self, gradients: Memory) -> BatchMaker:
+        places = places_of(self._store)
+
+        def make_batch(tasklets: Sequence[int], outputs: Memory) -> native.Batch:
+            return update_batch(
+                self._layout,
+                self._pieces,
+                tasklets,
+                places,
+                updates=self._updates,
+                gradients=gradients,
+                outputs=outputs,
+                # fp32 parameters in host memory are the masters; a staging buffer only passes them on.
+                master_in_parameter=isinstance(outputs, FlatMemory) and outputs.dtype == native.DType.FLOAT32,
+            )
+
+        return make_batch
+
+    def _restoring(self) -> BatchMaker:
+        places = places_of(self._store)
+
+        def make_batch(tasklets: Sequence[int], outputs: Memory) -> native.Batch:
+            return restore_batch(self._layout, self._pieces, tasklets, places, outputs=outputs)
+
+        return make_batch
+
+    def _make_run(self, make_batch: BatchMaker) -> Run:
+        if isinstance(self._outputs, Sequence):
+            outputs = FlatMemory(self._layout, self._outputs)
+            return DirectRun(self._device, make_batch(self._tasklets, outputs), self._tasklets)
+        assert self._staging is not None
+        return StagedRun(
+            self._device,
+            make_batch,
+            self._tasklets,
+            self._pieces,
+            partition=self._outputs,
+            staging=self._staging,
+            layout=self._layout,
+        )

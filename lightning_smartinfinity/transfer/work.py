@@ -1,0 +1,162 @@
+"""What the handler asks of a device: each kind of batch, made from a layout and from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.transfer.batches import Memory, Piece, Places, segments_of
+from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.transfer.rules import UpdateRule
+
+__all__ = ["Updates", "array_batch", "choose_updates", "restore_batch", "start_batch", "update_batch"]
+
+
+class Updates:
+    """Which scalars each parameter is updated with in one step.
+
+    Args:
+        keys: For each parameter, an index into ``steps``, or -1: not updated.
+        steps: The distinct scalars.
+    """
+
+    def __init__(self, keys: list[int], steps: list[native.AdamStep]) -> None:
+        self.keys = keys
+        self.steps = steps
+
+
+def choose_updates(
+    layout: PartitionLayout,
+    rule: UpdateRule,
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    active: NDArray[np.bool_],
+    steps: NDArray[np.int64],
+    gradient_scale: float,
+) -> Updates:
+    """Read the hyperparameters of the groups in use: parameters with equal ones and equal step counts share scalars.
+
+    Args:
+        layout: The partition.
+        rule: The optimizer's.
+        groups: Its param groups.
+        active: bool[num_parameters].
+        steps: int64[num_parameters]: updates so far.
+        gradient_scale: Factor on every gradient.
+
+    Raises:
+        ConfigError: A hyperparameter is out of range.
+    """
+    in_use = {layout.parameters[index].group for index in np.flatnonzero(active)}
+    snapshots = {group: rule.snapshot(groups[group]) for group in in_use}
+    numbers: dict[tuple[Any, int], int] = {}
+    keys = [
+        numbers.setdefault((snapshots[parameter.group], step + 1), len(numbers)) if is_active else -1
+        for parameter, is_active, step in zip(layout.parameters, active.tolist(), steps.tolist(), strict=True)
+    ]
+    scalars = [rule.scalars(snapshot, step=step, gradient_scale=gradient_scale) for snapshot, step in numbers]
+    return Updates(keys, scalars)
+
+
+def update_batch(
+    layout: PartitionLayout,
+    pieces: Sequence[Piece],
+    tasklets: Sequence[int],
+    places: Places,
+    *,
+    updates: Updates,
+    gradients: Memory,
+    outputs: Memory,
+    master_in_parameter: bool,
+) -> native.Batch:
+    """An optimizer step; pieces have an index into ``updates.steps`` as their key and cover the tasklets."""
+
+    def segment(offset: int, piece: Piece) -> native.Segment:
+        updated = piece.key >= 0
+        return native.Segment(
+            offset=offset,
+            numel=piece.end - piece.begin,
+            step=piece.key,
+            gradient=gradients.address(piece) if updated else 0,
+            gradient_dtype=gradients.dtype,
+            # A master that lies in the parameter is written to storage even where nothing is updated.
+            parameter=outputs.address(piece) if updated or master_in_parameter else 0,
+            parameter_dtype=outputs.dtype,
+        )
+
+    listed = segments_of(layout, pieces, tasklets, segment=segment)
+    worked = [
+        places.tasklet(layout, index, segments, master_in_parameter=master_in_parameter) for index, segments in listed
+    ]
+    return native.Batch(native.Operation.UPDATE, worked, updates.steps)
+
+
+def restore_batch(
+    layout: PartitionLayout, pieces: Sequence[Piece], tasklets: Sequence[int], places: Places, *, outputs: Memory
+) -> native.Batch:
+    """Read the current master back into the parameters of the pieces with a key of 0 or more."""
+
+    def segment(offset: int, piece: Piece) -> native.Segment:
+        return _parameter_segment(offset, piece, outputs if piece.key >= 0 else None)
+
+    return _batch(native.Operation.READ, layout, pieces, tasklets, places, segment)
+
+
+def start_batch(
+    layout: PartitionLayout, pieces: Sequence[Piece], tasklets: Sequence[int], places: Places, *, masters: Memory
+) -> native.Batch:
+    """Write the first state: masters widened from the parameters, everything else zero."""
+
+    def segment(offset: int, piece: Piece) -> native.Segment:
+        return _parameter_segment(offset, piece, masters)
+
+    return _batch(native.Operation.WRITE, layout, pieces, tasklets, places, segment)
+
+
+def array_batch(
+    operation: native.Operation,
+    layout: PartitionLayout,
+    pieces: Sequence[Piece],
+    tasklets: Sequence[int],
+    places: Places,
+    *,
+    addresses: Callable[[Piece], tuple[int, ...]],
+) -> native.Batch:
+    """Move fp32 arrays between storage and memory.
+
+    Args:
+        operation: READ, WRITE or MODIFY.
+        layout: The partition.
+        pieces: Elements to move.
+        tasklets: Those of the pieces.
+        places: Where extents lie.
+        addresses: Of each array at a piece's first element; 0: leave it alone.
+    """
+
+    def segment(offset: int, piece: Piece) -> native.Segment:
+        return native.Segment(offset=offset, numel=piece.end - piece.begin, arrays=addresses(piece))
+
+    return _batch(operation, layout, pieces, tasklets, places, segment)
+
+
+def _parameter_segment(offset: int, piece: Piece, memory: Memory | None) -> native.Segment:
+    numel = piece.end - piece.begin
+    if memory is None:
+        return native.Segment(offset=offset, numel=numel)
+    return native.Segment(offset=offset, numel=numel, parameter=memory.address(piece), parameter_dtype=memory.dtype)
+
+
+def _batch(
+    operation: native.Operation,
+    layout: PartitionLayout,
+    pieces: Sequence[Piece],
+    tasklets: Sequence[int],
+    places: Places,
+    segment: Callable[[int, Piece], native.Segment],
+) -> native.Batch:
+    listed = segments_of(layout, pieces, tasklets, segment=segment)
+    return native.Batch(operation, [places.tasklet(layout, index, segments) for index, segments in listed])

@@ -1,0 +1,134 @@
+"""Whether a checkpoint folder can be loaded, found out on all ranks before any of them begins."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
+
+__all__ = ["SAVE_ID", "check_checkpoint", "check_same_save", "reading_checkpoint", "remove_stale_files"]
+
+SAVE_ID = "smart_infinity_save"
+"""Key of the save's name in what Lightning saves beside the optimizer's state."""
+
+_OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
+
+
+def check_checkpoint(path: str | Path, *, engine: Any) -> None:
+    """Check that a folder is a ZeRO-3 checkpoint of this many processes and this precision, and its files are whole.
+
+    Collective: if one rank finds a fault, every rank raises.
+
+    Args:
+        path: The folder that Lightning saved.
+        engine: The DeepSpeed engine that will load it.
+
+    Raises:
+        CheckpointError: Naming the folder or file at fault.
+    """
+    with raising_together():
+        folder = _tagged_folder(Path(path))
+        files = sorted(folder.glob(_OPTIMIZER_FILES))
+        if not files:
+            raise CheckpointError(
+                f"{folder} holds no ZeRO-3 optimizer states.", "Pass a folder saved by this strategy."
+            )
+        _check_precision(files, engine)
+        # Weights alone are read from all files, whatever the number of processes.
+        if getattr(engine.optimizer, "handler", None) is not None:
+            _check_world_size(folder, files)
+        for file in folder.glob("*.pt"):
+            _check_whole(file)
+
+
+def check_same_save(engine: Any, client_state: Mapping[str, Any]) -> None:
+    """After loading: check that every file that any rank read was written by one and the same save.
+
+    A kill in the middle of overwriting a checkpoint leaves files of two.
+
+    Raises:
+        CheckpointError: They differ, on every rank.
+    """
+    saves = {client_state.get(SAVE_ID), engine.optimizer.save_id}
+    if len({save for of_rank in gather(saves, None) for save in of_rank}) > 1:
+        raise CheckpointError(
+            "The checkpoint's files come from different saves: overwriting it was interrupted.",
+            "Use another checkpoint.",
+        )
+
+
+def remove_stale_files(path: str | Path, *, engine: Any) -> None:
+    """After saving to a path that held a checkpoint of more processes or another precision: remove its other files."""
+    folder = _tagged_folder(Path(path))
+    prefix = "bf16_" if engine.bfloat16_enabled() else ""
+    world_size = dist.get_world_size()
+    kept = {f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world_size)}
+    kept |= {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(world_size)}
+    for file in folder.glob("*zero_pp_rank_*_states.pt"):
+        if file.name not in kept:
+            file.unlink()
+
+
+@contextmanager
+def reading_checkpoint(path: str | Path) -> Iterator[None]:
+    """Turn whatever a damaged checkpoint makes torch or DeepSpeed raise into a :class:`CheckpointError`."""
+    try:
+        yield
+    except SmartInfinityError:
+        raise
+    except (OSError, EOFError, RuntimeError, KeyError, AssertionError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"The checkpoint {path} could not be loaded: {type(error).__name__}: {error}.",
+            "Use an undamaged checkpoint of the same model, configuration and number of processes.",
+        ) from error
+
+
+def _tagged_folder(path: Path) -> Path:
+    if not path.exists():
+        raise CheckpointError(f"The checkpoint {path} does not exist.", "Check the path.")
+    if not path.is_dir():
+        raise CheckpointError(
+            f"The checkpoint {path} is a file; the smart_infinity strategy saves folders.",
+            "Load a plain checkpoint's weights with LightningModule.load_from_checkpoint before fit.",
+        )
+    latest = path / "latest"
+    tag = latest.read_text().strip() if latest.is_file() else "checkpoint"
+    if not (path / tag).is_dir():
+        raise CheckpointError(f"{path} has no folder {tag!r}: it is not a ZeRO-3 checkpoint.", "Check the path.")
+    return path / tag
+
+
+def _check_precision(files: list[Path], engine: Any) -> None:
+    saved, wanted = files[0].name.startswith("bf16_"), bool(engine.bfloat16_enabled())
+    if saved != wanted:
+        raise CheckpointError(
+            f"{files[0].parent} was saved {'in' if saved else 'without'} bf16, this Trainer runs "
+            f"{'in' if wanted else 'without'} it.",
+            "Use the precision that it was saved with.",
+        )
+
+
+def _check_world_size(folder: Path, files: list[Path]) -> None:
+    world_size = dist.get_world_size()
+    if len(files) != world_size:
+        raise CheckpointError(
+            f"{folder} was saved by {len(files)} processes, this run has {world_size}.",
+            f"Run on {len(files)} processes.",
+        )
+
+
+def _check_whole(file: Path) -> None:
+    # A file that was cut short has lost its directory, which lies at the end.
+    try:
+        with zipfile.ZipFile(file):
+            pass
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{file} is damaged: {error}.", "Use another checkpoint.") from error

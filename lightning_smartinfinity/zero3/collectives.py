@@ -1,0 +1,54 @@
+"""Agreements between ranks: either all go on, or all raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_smartinfinity.errors import SmartInfinityError
+
+__all__ = ["gather", "raise_together", "raising_together", "sum_over_ranks"]
+
+T = TypeVar("T")
+
+
+def gather(value: T, group: Any) -> list[T]:
+    """``value`` of every rank, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def raise_together(error: SmartInfinityError | None, group: Any) -> None:
+    """Raise on every rank if any rank has an error: its own where it has one, else the first other's.
+
+    A rank that raises alone leaves the others waiting in their next collective.
+    """
+    errors = gather(error, group)
+    first = error or next((other for other in errors if other is not None), None)
+    if first is not None:
+        raise first
+
+
+@contextmanager
+def raising_together(group: Any = None) -> Iterator[None]:
+    """Raise on every rank what the body raised on any: every rank enters and leaves it."""
+    error = None
+    try:
+        yield
+    except SmartInfinityError as caught:
+        error = caught
+    raise_together(error, group)
+
+
+def sum_over_ranks(value: float, group: Any, device: torch.device) -> float:
+    """Sum of one double over ranks."""
+    if dist.get_world_size(group) == 1:
+        return value
+    total = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return float(total.item())

@@ -1,0 +1,92 @@
+"""DeepSpeed's configuration, made from ours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+
+__all__ = ["build_deepspeed_config"]
+
+# DeepSpeed allocates one bucket of this many elements; Lightning's 200M would take 400 MB before the first step.
+_BUCKET_NUMEL = 16 * 1024 * 1024
+
+_OWNED = {
+    "stage": "this strategy is ZeRO stage 3",
+    "offload_optimizer": "optimizer state lives on the strategy's storage",
+    "cpu_offload": "optimizer state lives on the strategy's storage",
+}
+# What DeepSpeed still takes under an old name, which it would turn into another section behind our back.
+_DEPRECATED = {
+    "cpu_offload_param": "Use zero={'offload_param': {'device': 'cpu'}}.",
+    "cpu_offload_use_pin_memory": "Use zero={'offload_param': {'device': 'cpu', 'pin_memory': True}}.",
+}
+_REFUSED = {
+    "zenflow": "ZenFlow",
+    "super_offload": "SuperOffload",
+    "mics_shard_size": "MiCS",
+    "mics_hierarchical_params_gather": "MiCS",
+    "zero_hpz_partition_size": "hpZ",
+    "zero_quantized_weights": "quantized weights",
+    "zero_quantized_nontrainable_weights": "quantized weights",
+    "zero_quantized_gradients": "quantized gradients",
+    "load_from_fp32_weights": "load_from_fp32_weights",
+    "elastic_checkpoint": "elastic checkpoints",
+}
+# Settings of the refused features that switch nothing on.
+_HARMLESS: tuple[object, ...] = (None, False, 0)
+_HARMLESS_OF: dict[str, tuple[object, ...]] = {
+    "zero_hpz_partition_size": (None, 0, 1),
+    "mics_shard_size": (None, 0, -1),
+    "load_from_fp32_weights": (None, True),  # the one feature that is switched on by False
+}
+
+
+def build_deepspeed_config(zero: Mapping[str, Any] | None) -> dict[str, Any]:
+    """DeepSpeed's configuration for ZeRO-3 whose optimizer state is ours.
+
+    Args:
+        zero: Further keys of DeepSpeed's ``zero_optimization`` section.
+
+    Returns:
+        A configuration without batch size, precision, clipping and accumulation, which Lightning fills in.
+
+    Raises:
+        ConfigError: A key is unknown or decided by the strategy.
+        UnsupportedError: A key switches on a feature that the strategy refuses.
+    """
+    if zero is not None and not isinstance(zero, Mapping):
+        raise ConfigError(f"SmartInfinityStrategy(zero={zero!r}) is not a mapping.", "Pass zero={...}.")
+    user = dict(copy.deepcopy(zero)) if zero else {}
+    _check(user)
+    section: dict[str, Any] = {
+        "stage": 3,
+        # "cpu" is the branch of DeepSpeed with the fewest side paths: no swapper, the ordinary checkpoint files.
+        # The optimizer subclass keeps it from allocating anything there.
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "reduce_bucket_size": _BUCKET_NUMEL,
+        "sub_group_size": 2 * _BUCKET_NUMEL,
+        "contiguous_gradients": True,
+        "overlap_comm": False,
+    }
+    section.update(user)
+    return {
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": section,
+    }
+
+
+def _check(user: Mapping[str, Any]) -> None:
+    for key, value in user.items():
+        if key in _OWNED:
+            raise ConfigError(f"zero={{{key!r}: {value!r}}} cannot be set: {_OWNED[key]}.", f"Remove {key!r}.")
+        if key in _DEPRECATED:
+            raise ConfigError(f"zero={{{key!r}: {value!r}}} is an old name of DeepSpeed's.", _DEPRECATED[key])
+        if key in _REFUSED and value not in _HARMLESS_OF.get(key, _HARMLESS):
+            raise UnsupportedError(
+                f"zero={{{key!r}: {value!r}}}: {_REFUSED[key]} does not work with the smart_infinity strategy.",
+                f"Remove {key!r}.",
+            )

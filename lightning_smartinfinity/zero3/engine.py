@@ -1,0 +1,107 @@
+"""A DeepSpeed engine whose stage-3 optimizer keeps its state on storage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+
+# Imported before the class that it subclasses is replaced below: the base's method would import it in between.
+import deepspeed.runtime.superoffload.superoffload_stage3
+import deepspeed.runtime.zero.stage3 as stage3
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+
+__all__ = ["SmartInfinityEngine", "complete_inference_engine", "engine_with", "release_module"]
+
+
+class SmartInfinityEngine(DeepSpeedEngine):
+    """``DeepSpeedEngine`` that builds a :class:`SmartInfinityOptimizer`.
+
+    Args:
+        offload: Where optimizer state lives and how it moves.
+        **kwargs: As ``deepspeed.initialize`` passes them to ``DeepSpeedEngine``.
+    """
+
+    def __init__(self, *, offload: OffloadSettings, **kwargs: Any) -> None:
+        self._offload = offload
+        super().__init__(**kwargs)
+
+    def _do_sanity_check(self) -> None:
+        # DeepSpeed wants oneDNN's fp16 kernels of a CPU; torch has kernels of its own, slower but everywhere.
+        with _replaced(get_accelerator(), "is_fp16_supported", _computes_fp16):
+            if self.fp16_enabled() and not _computes_fp16():
+                raise UnsupportedError(
+                    f"torch cannot train in fp16 on {get_accelerator().device_name()!r} here.",
+                    "Use precision='bf16-mixed' or '32-true'.",
+                )
+            super()._do_sanity_check()
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
+        # The base imports the optimizer class at call time, which is how it picks its own stage-3 subclasses.
+        with _replaced(
+            stage3,
+            "DeepSpeedZeroOptimizer_Stage3",
+            functools.partial(SmartInfinityOptimizer, offload=self._offload),
+        ):
+            return super()._configure_zero_optimizer(optimizer)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: there is no optimizer state in memory to move."""
+        raise UnsupportedError(
+            "DeepSpeedEngine.offload_states does not work with the smart_infinity strategy.",
+            "Remove the call: optimizer state is on storage already.",
+        )
+
+
+def _computes_fp16() -> bool:
+    """Whether a matrix product in fp16, forward and backward, runs on the training device."""
+    device = get_accelerator().current_device_name()
+    try:
+        weight = torch.ones(2, 2, dtype=torch.float16, device=device, requires_grad=True)
+        torch.autograd.backward((weight @ weight).sum())
+    except RuntimeError:
+        return False
+    return True
+
+
+def release_module(module: torch.nn.Module) -> None:
+    """Remove the hooks that the engine of another strategy left on a module."""
+    for owner in {getattr(param, "_z3_optimizer", None) for param in module.parameters()}:
+        if isinstance(owner, SmartInfinityOptimizer):
+            owner.rank_state.close()
+            owner.destroy()
+
+
+def complete_inference_engine(engine: DeepSpeedEngine) -> None:
+    """Give an engine without optimizer the method that its own ``load_checkpoint`` calls, and that stock leaves out.
+
+    The masters of a checkpoint have been loaded into the module by then; there is nothing to restore.
+    """
+    if not hasattr(engine.optimizer, "_restore_from_bit16_weights"):
+        engine.optimizer._restore_from_bit16_weights = lambda: None
+
+
+@contextmanager
+def engine_with(offload: OffloadSettings) -> Iterator[None]:
+    """Let ``deepspeed.initialize`` build a :class:`SmartInfinityEngine` within this context."""
+    with _replaced(deepspeed, "DeepSpeedEngine", functools.partial(SmartInfinityEngine, offload=offload)):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, factory: Callable[..., Any]) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, factory)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)

@@ -1,0 +1,68 @@
+"""What must be true of the process before DeepSpeed is first imported."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+
+from lightning_smartinfinity.errors import UnsupportedError
+
+__all__ = ["forbid_jit_builds", "prepare_environment", "return_freed_memory"]
+
+
+def prepare_environment(device_type: str, *, local_world_size: int) -> None:
+    """Make DeepSpeed use the Trainer's accelerator and compile nothing.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        local_world_size: Processes on this node.
+
+    Raises:
+        UnsupportedError: The device is neither, or DeepSpeed already chose another one in this process.
+    """
+    if device_type not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            f"The smart_infinity strategy does not run on {device_type!r} devices.",
+            "Use Trainer(accelerator='cuda') or Trainer(accelerator='cpu').",
+        )
+    if device_type == "cpu" and "deepspeed" not in sys.modules:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    if device_type == "cpu":
+        # DeepSpeed's CPU accelerator counts its "devices" by this variable.
+        os.environ["LOCAL_SIZE"] = str(local_world_size)
+    _require_accelerator(device_type)
+    forbid_jit_builds()
+
+
+def _require_accelerator(device_type: str) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    chosen = get_accelerator().device_name()
+    if chosen != device_type:
+        raise UnsupportedError(
+            f"DeepSpeed was imported for accelerator {chosen!r} before the Trainer chose {device_type!r}.",
+            f"Set the environment variable DS_ACCELERATOR={device_type} before the program starts.",
+        )
+
+
+def forbid_jit_builds() -> None:
+    """Keep DeepSpeed from compiling its shared-memory collectives when a process group starts on a CPU.
+
+    ``deepspeed.comm.torch.build_shm_op`` compiles the op (about 20 s, and a compiler) whenever this table says that it
+    could; without it DeepSpeed falls back to torch.distributed, which is all that is needed here.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the system, where the C library can.
+
+    glibc keeps freed blocks below its mmap threshold, which grows as large tensors come and go: after DeepSpeed has cut
+    an fp32 model into 16-bit partitions, the fp32 model would stay resident for the whole run.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,301 @@
+"""DeepSpeed's stage-3 optimizer with its state on storage.
+
+The base class keeps everything that is ZeRO-3: gathers, hooks, buckets, reduce-scatter, loss scale. This subclass takes
+over what touches optimizer state: where reduced gradients go, the step, and the checkpoint. Every override is held to
+the installed DeepSpeed by tests/zero3/test_contract.py.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
+from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
+from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.zero3 import checkpoint
+from lightning_smartinfinity.zero3.collectives import raise_together, sum_over_ranks
+from lightning_smartinfinity.zero3.environment import return_freed_memory
+from lightning_smartinfinity.zero3.partition import describe_partition, outputs_of, zero_padding
+from lightning_smartinfinity.zero3.rank_state import RankState
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.storage import open_storage
+
+__all__ = ["SmartInfinityOptimizer"]
+
+
+class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
+    """ZeRO-3 optimizer that holds no optimizer state: it streams tasklets through a transfer handler.
+
+    Args:
+        *args: As ``DeepSpeedEngine`` passes them.
+        offload: Where optimizer state lives and how it moves.
+        **kwargs: As ``DeepSpeedEngine`` passes them.
+    """
+
+    def __init__(self, *args: Any, offload: OffloadSettings, **kwargs: Any) -> None:
+        self._offload = offload
+        self.rank_state = RankState(keep=offload.transfer.keep)
+        self._warned_of_skip = False
+        # Names the checkpoint last saved or loaded; the files of one save carry the same.
+        self.save_id: str | None = None
+        self._left_out: list[Any] = []
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            self.rank_state.close()
+            raise
+        return_freed_memory()
+
+    # ---- construction: what the base class calls from its constructor
+
+    def _setup_for_real_optimizer(self) -> None:
+        self._create_fp32_partitions()
+        self._create_buckets()
+        self.grad_partitions_flat_buffer = None
+        self.rule = rule = rule_for(self.optimizer)
+        transfer = self._offload.transfer
+        layout = build_layout(
+            describe_partition(self),
+            tasklet_bytes=transfer.tasklet_bytes,
+            num_arrays=len(rule.arrays),
+            num_devices=len(self._offload.storage),
+            num_slots=transfer.num_slots,
+        )
+        self._index = {param.ds_id: i for i, param in enumerate(_flatten(self.fp16_groups))}
+        zero_padding(layout, self.fp16_partitioned_groups_flat)
+        self.rank_state.hold_arena(layout, GradientArena(layout, dtype=self.gradient_accumulation_dtype))
+        handler = open_storage(
+            self._offload,
+            layout,
+            rule,
+            dtype=self.dtype,
+            groups=self.optimizer.param_groups,
+            masters=outputs_of(self.fp16_partitioned_groups_flat),
+            group=self.dp_process_group,
+        )
+        self.rank_state.hold_handler(handler)
+
+    def _create_fp32_partitions(self) -> None:
+        # Empty stand-ins: the base class and DeepSpeed's tools index this list, nothing may be stored in it.
+        for _ in self.fp16_groups:
+            self.fp32_partitioned_groups_flat.append(torch.empty(0, dtype=torch.float32))
+        for group in self.optimizer.param_groups:
+            self._left_out += [param for param in group["params"] if not param.requires_grad]
+            group["params"] = []
+
+    def _create_buckets(self) -> None:
+        for dtype, bucket in self.ipg_buckets.items():
+            bucket.buffer = torch.empty(
+                self.reduce_bucket_size, dtype=dtype, device=get_accelerator().current_device_name()
+            )
+
+    # ---- gradients: called by the base class whenever a bucket has been reduced
+
+    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
+        """Take the reduced gradient slices into the arena and release the full gradients.
+
+        Whether a slice is the window's first is decided here by arrival: DeepSpeed's micro_step_id is wrong under
+        reentrant checkpointing.
+        """
+        for param, grad_partition in zip(params_to_release, grad_partitions, strict=True):
+            index = self._index[param.ds_id]
+            if self.layout.parameters[index].real_numel > 0:
+                self.arena.arrive(index, grad_partition)
+            else:
+                self.arena.mark(index)
+            if param.grad is not None and not get_accelerator().is_synchronized_device():
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
+        """As the base class, but sparse gradients raise."""
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"Parameter {self.param_names[param]!r} received a sparse gradient, which ZeRO-3 cannot partition.",
+                "Build the module with sparse=False.",
+            )
+        super().reduce_ready_partitions_and_remove_grads(param)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop this window's gradients, those in the arena too."""
+        super().zero_grad(set_to_none)
+        self.arena.reset()
+
+    # ---- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update this rank's partition from the arena, or skip it if a gradient anywhere is not finite.
+
+        Raises:
+            UnsupportedError: A closure was passed.
+            StorageError: Reading, checking or writing state failed on some rank, and no rank took the step. The
+                parameters are those before it, unless they could not be read back: then saving raises, too.
+        """
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure) does not work with the smart_infinity strategy.",
+                "Run forward and backward first, then call step().",
+            )
+        self._refuse_thawed()
+        self._pre_step()
+        self._partition_all_parameters()
+        # The scale that backward ran with: the loss scaler may raise it for the next window below.
+        loss_scale = float(self.loss_scale)
+        norm = self._scaled_gradient_norm()
+        self.overflow = not math.isfinite(norm)
+        if self._loss_scale_update_and_overflow_cleanup():
+            self._warn_of_skipped_step()
+            return
+        self._global_grad_norm = norm / loss_scale
+        self._update(gradient_scale=1.0 / (loss_scale * self._clip_factor(self._global_grad_norm)))
+        # torch's schedulers warn unless the optimizer they wrap has stepped; its step() never runs here.
+        self.optimizer._opt_called = True
+        self._post_step(set())
+
+    def _warn_of_skipped_step(self) -> None:
+        # fp16 skips steps as a matter of course, while its loss scale settles.
+        if self.dtype is not torch.float16 and not self._warned_of_skip:
+            self._warned_of_skip = True
+            warnings.warn(
+                "A step was skipped: a gradient is NaN or infinite. Further skipped steps are not reported.",
+                stacklevel=2,
+            )
+
+    def _refuse_thawed(self) -> None:
+        for param in self._left_out:
+            if param.requires_grad:
+                raise UnsupportedError(
+                    f"Parameter {self.param_names.get(param)!r} was unfrozen in the fit; it has no place on storage.",
+                    "Unfreeze it before fit, and freeze it in on_fit_start if it is to be trained later.",
+                )
+
+    def _scaled_gradient_norm(self) -> float:
+        # Every rank takes part only after it committed the step before. So this is also the barrier behind the rule
+        # that no extent of a new generation is written before all ranks have committed the one before it.
+        total = self._sum_over_ranks(self.arena.sum_of_squares())
+        return math.sqrt(total) if total >= 0 else math.nan
+
+    def _clip_factor(self, norm: float) -> float:
+        return max(1.0, (norm + 1e-6) / self.clip_grad) if self.clip_grad > 0 else 1.0
+
+    def _update(self, *, gradient_scale: float) -> None:
+        plan = StepPlan(
+            active=self.arena.active.copy(),
+            gradients=self.arena.flats(),
+            outputs=outputs_of(self.fp16_partitioned_groups_flat),
+            groups=self.optimizer.param_groups,
+            gradient_scale=gradient_scale,
+        )
+        try:
+            self._run_together(plan)
+            self.handler.commit()
+        except BaseException as error:
+            self.rank_state.abandon_step(error)
+            raise
+        self.arena.reset()
+
+    def _run_together(self, plan: StepPlan) -> None:
+        """Run the step up to its commit; if it fails on one rank, it fails on all, and none commits it."""
+        failure: SmartInfinityError | None = None
+        try:
+            self.handler.begin_step(plan)
+            self.handler.wait()
+            self.handler.drain()
+        except SmartInfinityError as error:
+            failure = error
+        if self._sum_over_ranks(float(failure is not None)) > 0:
+            raise_together(failure, self.dp_process_group)
+
+    def _sum_over_ranks(self, value: float) -> float:
+        return sum_over_ranks(value, self.dp_process_group, torch.device(get_accelerator().current_device_name()))
+
+    # ---- checkpoints
+
+    def _rigid_state_dict(self) -> dict[str, Any]:
+        return checkpoint.state_dict(self)
+
+    def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        checkpoint.load_state_dict(self, state_dict, load_optimizer_states=load_optimizer_states)
+
+    @torch.no_grad()
+    def _restore_from_bit16_weights(self) -> None:
+        """Take the partition's present values as masters; moments and step counts stay."""
+        checkpoint.refresh_masters(self)
+
+    # ---- DeepSpeed's debugging API (safe_get_full_*, safe_set_full_*)
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        index = self._index[param.ds_id]
+        return self.arena.gradient(index), self.layout.parameters[index].sub_group
+
+    def _get_fp32_opt_state_partition(
+        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+    ) -> tuple[torch.Tensor, int]:
+        if not release_swap_buffers:
+            # The base class asks so when it is about to write through the tensor that it gets.
+            raise UnsupportedError(
+                "safe_set_full_* and safe_set_local_* cannot write optimizer state that lies on storage.",
+                "Change the model before fit, or load a checkpoint.",
+            )
+        index = self._index[param.ds_id]
+        name = optim_state_key or "master"
+        values = self.handler.read_parameter(index, names=[name])[name]
+        piece = self.layout.parameters[index]
+        padded = torch.zeros(piece.numel, dtype=torch.float32)
+        padded[: piece.real_numel] = torch.from_numpy(values)
+        return padded, piece.sub_group
+
+    # ---- refused
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the layout of the state on storage is fixed."""
+        raise UnsupportedError(
+            "add_param_group does not work in mid-training with the smart_infinity strategy.",
+            "Return every parameter group from configure_optimizers.",
+        )
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: there is no optimizer state in memory to move."""
+        raise UnsupportedError(
+            "offload_states does not work with the smart_infinity strategy.",
+            "Remove the call: optimizer state is on storage already.",
+        )
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: nothing was ever moved away."""
+        raise UnsupportedError(
+            "reload_states does not work with the smart_infinity strategy.",
+            "Remove the call: optimizer state stays on storage.",
+        )
+
+    # ---- short names for what the rank holds open
+
+    @property
+    def handler(self) -> TransferHandler:
+        """As :attr:`RankState.handler`."""
+        return self.rank_state.handler
+
+    @property
+    def arena(self) -> GradientArena:
+        """As :attr:`RankState.arena`."""
+        return self.rank_state.arena
+
+    @property
+    def layout(self) -> PartitionLayout:
+        """This rank's partition."""
+        return self.rank_state.layout
+
+
+def _flatten(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    return [param for group in groups for param in group]

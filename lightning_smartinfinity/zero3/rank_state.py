@@ -1,0 +1,125 @@
+"""What one rank holds open during a fit: its optimizer state on storage and the memory that gradients arrive in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from lightning_smartinfinity.devices.base import Traffic
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.transfer.layout import PartitionLayout
+
+__all__ = ["RankState"]
+
+
+class RankState:
+    """The transfer handler and the gradient arena of a rank, from set-up to :meth:`close`.
+
+    Args:
+        keep: Leave the state on storage when it is closed.
+    """
+
+    def __init__(self, *, keep: bool) -> None:
+        self._keep = keep
+        self._layout: PartitionLayout | None = None
+        self._arena: GradientArena | None = None
+        self._handler: TransferHandler | None = None
+        self._lost: str | None = None
+
+    def hold_arena(self, layout: PartitionLayout, arena: GradientArena) -> None:
+        """Take the partition's layout and its arena."""
+        self._layout, self._arena = layout, arena
+
+    def hold_handler(self, handler: TransferHandler) -> None:
+        """Take an open, initialized handler."""
+        self._handler = handler
+
+    @property
+    def layout(self) -> PartitionLayout:
+        """This rank's partition."""
+        assert self._layout is not None, "the layout is made before anything asks for it"
+        return self._layout
+
+    @property
+    def handler(self) -> TransferHandler:
+        """The open transfer handler.
+
+        Raises:
+            StorageError: The storage was closed, or a step failed that could not be undone.
+        """
+        if self._handler is None:
+            raise StorageError("The optimizer state of this fit has been closed.", "Start a new fit.")
+        if self._lost is not None:
+            raise StorageError(
+                f"The optimizer state of this fit is lost: {self._lost}",
+                "Resume from a checkpoint; use TransferConfig(durability='step') on a sound disk.",
+            )
+        return self._handler
+
+    @property
+    def arena(self) -> GradientArena:
+        """The gradient arena.
+
+        Raises:
+            StorageError: The storage was closed.
+        """
+        if self._arena is None:
+            raise StorageError("The gradient arena of this fit has been closed.", "Start a new fit.")
+        return self._arena
+
+    def abandon_step(self, error: BaseException) -> None:
+        """Undo what a failed step did to the parameters, or remember that it cannot be undone.
+
+        Args:
+            error: Why it failed.
+        """
+        if not self.handler.in_flight:
+            return
+        if not self.handler.can_roll_back:
+            self._lost = f"with durability='none' a failed step cannot be undone. {error}"
+            return
+        try:
+            self.handler.rollback()
+        except StorageError as second:
+            self._lost = f"a failed step could not be undone. {second}"
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's partition."""
+        return self.layout.numel
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of state on storage, all slots."""
+        extents = self.layout.extents
+        return sum(extents.file_bytes(device) for device in range(extents.num_devices))
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Host memory held by the update, by purpose, in bytes; empty once closed."""
+        if self._arena is None or self._handler is None:
+            return {}
+        buffer = self._arena.buffer
+        return {"ring": self._handler.ring_bytes, "gradient_arena": buffer.numel() * buffer.element_size()}
+
+    def traffic(self) -> Traffic:
+        """Counters since the storage was opened; zero once it is closed."""
+        return self._handler.traffic() if self._handler is not None else Traffic()
+
+    def close(self) -> None:
+        """Close the handler and the arena; the state on storage is removed unless ``keep``. Idempotent."""
+        # Closed before they are forgotten: after an interrupt it can be called again.
+        if self._handler is not None:
+            self._handler.close(remove=not self._keep)
+            self._handler = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def closer(self) -> Callable[[], None]:
+        """What an exit handler calls: closes the store and holds no reference to arena or optimizer."""
+        handler, remove, owner = self.handler, not self._keep, os.getpid()
+        # A forked child runs exit handlers too; the state is its parent's.
+        return lambda: handler.close(remove=remove) if os.getpid() == owner else None

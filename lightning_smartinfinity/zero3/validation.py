@@ -1,0 +1,87 @@
+"""What the strategy refuses, checked before anything is allocated or written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.transfer.rules import rule_for
+
+__all__ = ["check_model", "check_optimizer", "check_zero_section"]
+
+_DENSE_EXPERTS = "Build the experts from ordinary torch modules: ZeRO-3 partitions those over all ranks."
+
+
+def check_zero_section(section: Mapping[str, Any]) -> None:
+    """Let DeepSpeed validate its ``zero_optimization`` section now rather than in the middle of the set-up.
+
+    Raises:
+        ConfigError: A key is unknown or a value is out of range.
+        UnsupportedError: Parameters are to be offloaded to NVMe.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        zero = DeepSpeedZeroConfig(**section)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(
+            f"SmartInfinityStrategy(zero=...) was refused by DeepSpeed: {problems}.",
+            "Use the keys of DeepSpeed's zero_optimization section.",
+        ) from error
+    if zero.offload_param is not None and zero.offload_param.device == "nvme":
+        raise UnsupportedError(
+            "zero={'offload_param': {'device': 'nvme'}} needs DeepSpeed's async_io, which this strategy never builds.",
+            "Use {'device': 'cpu'}, or leave the parameters on the training device.",
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers without an update rule.
+
+    Raises:
+        UnsupportedError: The optimizer's type or one of its settings is not supported.
+    """
+    rule_for(optimizer)
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuse modules whose gradients cannot be partitioned over all ranks.
+
+    Raises:
+        UnsupportedError: A module produces sparse gradients, a module or parameter belongs to DeepSpeed's mixture of
+            experts, a parameter has no dimension, or there is nothing to train.
+    """
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("deepspeed.moe."):
+            raise UnsupportedError(
+                f"{type(module).__name__} {name!r} is a mixture of experts of DeepSpeed (deepspeed.moe), whose experts "
+                "are not partitioned over all ranks.",
+                _DENSE_EXPERTS,
+            )
+        if getattr(module, "sparse", False) is True:
+            raise UnsupportedError(
+                f"{type(module).__name__} {name!r} has sparse=True; ZeRO-3 cannot partition sparse gradients.",
+                "Build it with sparse=False.",
+            )
+    for name, parameter in model.named_parameters():
+        # How DeepSpeed marks the parameters of experts: it reduces them over fewer ranks than all.
+        if not getattr(parameter, "allreduce", True):
+            raise UnsupportedError(
+                f"Parameter {name!r} has allreduce=False, which marks it as an expert's: ranks would hold different "
+                "values of it.",
+                _DENSE_EXPERTS,
+            )
+        if parameter.dim() == 0 and not hasattr(parameter, "ds_id"):
+            raise UnsupportedError(
+                f"Parameter {name!r} has no dimension; DeepSpeed cannot send such a parameter to all ranks.",
+                "Give it one element instead, as torch.nn.Parameter(torch.ones(1)).",
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UnsupportedError(
+            f"{type(model).__name__} has no parameter with requires_grad=True.", "Unfreeze what is to be trained."
+        )

@@ -1,0 +1,103 @@
+"""A strategy that counts traffic without any, and a model to train with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_smartinfinity.devices.base import Traffic
+
+PER_STEP = Traffic(
+    steps=1,
+    numel=1_000,
+    shared_read_bytes=12_000,
+    shared_write_bytes=14_000,
+    internal_read_bytes=1_000,
+    internal_write_bytes=500,
+    read_calls=3,
+    write_calls=4,
+    read_seconds=0.5,
+    write_seconds=0.75,
+    compute_seconds=0.25,
+    wait_seconds=0.125,
+)
+INITIALISATION = Traffic(shared_write_bytes=12_000_000)
+CHECKPOINT = Traffic(shared_read_bytes=9_000_000, wait_seconds=60.0)
+
+
+def add(one: Traffic, other: Traffic) -> Traffic:
+    """The field-wise sum."""
+    return Traffic(**{f.name: getattr(one, f.name) + getattr(other, f.name) for f in dataclasses.fields(one)})
+
+
+class CountingStrategy(SingleDeviceStrategy):
+    """Plain training whose every optimizer step, checkpoint and fit moves known numbers of bytes."""
+
+    def __init__(self, skipped_steps: tuple[int, ...] = ()) -> None:
+        super().__init__(device="cpu")
+        self.skipped_steps = skipped_steps
+        self.num_steps = 0
+        self.counted = Traffic()
+
+    def traffic(self) -> Traffic:
+        return self.counted
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        self.counted = INITIALISATION  # counters start again with every store
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        if self.num_steps not in self.skipped_steps:
+            self.counted = add(self.counted, PER_STEP)
+        self.num_steps += 1
+        return result
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.counted = add(self.counted, CHECKPOINT)
+        super().save_checkpoint(*args, **kwargs)
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Line(pl.LightningModule):
+    """One linear layer; every batch and every validation takes its time on the clock."""
+
+    def __init__(self, clock: Clock | None = None, *, num_batches: int = 8, validation_seconds: float = 100.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.clock = clock or Clock()
+        self.num_batches = num_batches
+        self.validation_seconds = validation_seconds
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.clock.now += 2.0
+        loss: torch.Tensor = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.clock.now += self.validation_seconds
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(self.num_batches, 4)), batch_size=1)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(1, 4)), batch_size=1)

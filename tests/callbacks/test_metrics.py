@@ -1,0 +1,201 @@
+"""Expected values are worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from lightning_smartinfinity.devices.base import Traffic
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.metrics import (
+    BytesPerParameter,
+    Phase,
+    StorageBandwidth,
+    StorageBytes,
+    StorageCounters,
+    StorageWait,
+    traffic_between,
+)
+
+ONE = Traffic(
+    steps=1,
+    numel=100,
+    shared_read_bytes=800,
+    shared_write_bytes=1200,
+    internal_read_bytes=40,
+    internal_write_bytes=60,
+    wait_seconds=0.5,
+)
+TWO = Traffic(steps=1, numel=300, shared_read_bytes=2400, shared_write_bytes=3600, wait_seconds=1.5)
+
+
+def test_between_two_readings() -> None:
+    """Every counter is the later minus the earlier reading."""
+    later = Traffic(steps=3, numel=400, shared_read_bytes=1000, shared_write_bytes=1200, wait_seconds=2.0)
+    earlier = Traffic(steps=1, numel=100, shared_read_bytes=800, shared_write_bytes=1200, wait_seconds=0.5)
+    assert traffic_between(earlier, later) == Traffic(steps=2, numel=300, shared_read_bytes=200, wait_seconds=1.5)
+
+
+def test_between_two_stores() -> None:
+    """Counters that have started again are the traffic since then."""
+    assert traffic_between(ONE, Traffic(shared_write_bytes=5)) == Traffic(shared_write_bytes=5)
+
+
+@pytest.mark.parametrize(
+    ("channel", "direction", "expected"),
+    [
+        ("all", "both", 2100 + 6000),
+        ("shared", "both", 2000 + 6000),
+        ("shared", "read", 800 + 2400),
+        ("internal", "both", 100),
+        ("internal", "write", 60),
+        ("all", "read", 840 + 2400),
+    ],
+)
+def test_bytes_add_up_over_updates(channel: str, direction: str, expected: int) -> None:
+    """Bytes of the chosen channel and direction, in every phase."""
+    metric = StorageBytes(channel, direction)
+    metric.update(ONE)
+    metric.update(TWO, phase=Phase.OTHER)
+    assert metric.compute().item() == expected
+
+
+def test_terabytes_stay_exact() -> None:
+    """Not a byte is lost beyond what float32 and float64 can count."""
+    metric = StorageBytes()
+    metric.update(Traffic(shared_write_bytes=2**53))
+    metric.update(Traffic(shared_write_bytes=1))
+    assert metric.compute().item() == 2**53 + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_a_module_of_16_bits(dtype: torch.dtype) -> None:
+    """Converting the module around a metric takes nothing from its counters."""
+    module = nn.ModuleDict({"metric": StorageWait()})
+    module["metric"].update(Traffic(wait_seconds=1.000000001))
+    module.to(dtype)
+    assert module["metric"].compute().item() == 1.000000001
+
+
+def test_bandwidth_per_wall_and_per_waited_second() -> None:
+    """Bytes of steps over the intervals' wall time or over the time waited; other phases do not count."""
+    for per, seconds in (("wall", 4.0 + 6.0), ("wait", 0.5 + 1.5)):
+        metric = StorageBandwidth("shared", "write", per)
+        metric.update(ONE, seconds=4.0)
+        metric.update(TWO, seconds=6.0)
+        metric.update(TWO, seconds=100.0, phase=Phase.OTHER)
+        assert metric.compute().item() == pytest.approx(4800 / seconds)
+
+
+def test_bytes_per_parameter() -> None:
+    """Bytes over updated elements."""
+    metric = BytesPerParameter("shared")
+    metric.update(ONE)
+    metric.update(TWO)
+    assert metric.compute().item() == pytest.approx(8000 / 400)
+
+
+def test_nothing_updated() -> None:
+    """Without elements or time there is no quotient."""
+    for metric in (BytesPerParameter(), StorageBandwidth()):
+        metric.update(Traffic())
+        assert math.isnan(metric.compute().item())
+
+
+def test_forward_returns_the_interval_alone() -> None:
+    """Calling a metric gives the value of this interval and adds it to the whole."""
+    metric = StorageBytes()
+    metric(ONE)
+    assert metric(TWO).item() == 6000
+    assert metric.compute().item() == 8100
+    metric.reset()
+    metric.update(ONE)
+    assert metric.compute().item() == 2100
+
+
+def test_table_of_one_rank() -> None:
+    """All counters by name and phase, as they were when they were computed."""
+    metric = StorageCounters()
+    metric.update(ONE, seconds=1.5)
+    metric.update(TWO, phase=Phase.OTHER)
+    computed = metric.compute()
+    metric.update(TWO)
+    in_steps, overall = metric.table(computed, Phase.STEP), metric.table(computed)
+    assert in_steps.column("shared_read_bytes").tolist() == [800]
+    assert in_steps.seconds("wall_seconds").tolist() == [1.5]
+    assert overall.column("shared_read_bytes").tolist() == [3200]
+    assert (overall - in_steps).column("numel").tolist() == [300]
+    assert (in_steps + in_steps).seconds("wait_seconds").tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda: StorageBytes(channel="pcie"), "channel='pcie'"),
+        (lambda: StorageBytes(direction="up"), "direction='up'"),
+        (lambda: StorageBandwidth(per="cpu"), "per='cpu'"),
+        (lambda: StorageWait(over_ranks="sum"), "over_ranks='sum'"),
+        (lambda: BytesPerParameter(channel=""), "channel=''"),
+    ],
+)
+def test_unknown_choice(build: object, named: str) -> None:
+    """The error names the value and the choices."""
+    with pytest.raises(ConfigError, match=r"Use one of: ") as caught:
+        build()  # type: ignore[operator]
+    assert named in str(caught.value)
+
+
+def _sync(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    metrics = {
+        "bytes": StorageBytes(),
+        "bandwidth": StorageBandwidth("shared"),
+        "wait max": StorageWait(),
+        "wait mean": StorageWait("mean"),
+        "per parameter": BytesPerParameter(),
+    }
+    for metric in metrics.values():
+        metric.update(TWO if rank else ONE, seconds=2.0 + rank)
+    counted = StorageCounters()
+    counted.update(TWO if rank else ONE)
+    gathers, all_gather = [], dist.all_gather
+
+    def counting(*args: object, **kwargs: object) -> object:
+        gathers.append(1)
+        return all_gather(*args, **kwargs)
+
+    dist.all_gather = counting
+    counted.compute()
+    dist.all_gather = all_gather
+    values = {name: metric.compute().item() for name, metric in metrics.items()}
+    again = {name: metric.compute().item() for name, metric in metrics.items()}
+    metrics["bytes"].update(ONE)
+    torch.save(
+        {"values": values, "again": again, "gathers": len(gathers), "more": metrics["bytes"].compute().item()},
+        Path(folder) / f"rank{rank}.pt",
+    )
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Ranks agree: bytes add up, the slowest rank's time counts, and one collective is enough."""
+    mp.spawn(_sync, args=(str(tmp_path),), nprocs=2)
+    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
+    expected = {
+        "bytes": 2100 + 6000,
+        "bandwidth": 8000 / 3.0,
+        "wait max": 1.5,
+        "wait mean": 1.0,
+        "per parameter": 8100 / 400,
+    }
+    for result in results:
+        assert result["values"] == pytest.approx(expected)
+        assert result["again"] == result["values"]
+        assert result["gathers"] == 1
+        assert result["more"] == 8100 + 2 * 2100

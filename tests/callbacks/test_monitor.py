@@ -1,0 +1,318 @@
+"""The monitor in a real Trainer, over a strategy that moves known numbers of bytes per step."""
+
+from __future__ import annotations
+
+import csv
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_smartinfinity.callbacks import StorageTrafficMonitor
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from tests.callbacks.fakes import Clock, CountingStrategy, Line
+
+INITIALISATION_TB = 12e6 / 1e12
+
+
+class Seen(pl.Callback):
+    """The monitor's values after every batch."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        metrics = trainer.callback_metrics
+        self.values.append({name: float(value) for name, value in metrics.items() if name.startswith("io/")})
+
+
+class StopAfter(pl.Callback):
+    """Ends a run that has no end."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.num_steps
+
+
+def build(
+    tmp_path: Path,
+    *,
+    monitor: StorageTrafficMonitor | None = None,
+    clock: Clock | None = None,
+    skipped_steps: tuple[int, ...] = (),
+    **settings: Any,
+) -> tuple[pl.Trainer, StorageTrafficMonitor, Seen]:
+    monitor = monitor or StorageTrafficMonitor()
+    monitor._clock = clock or Clock()
+    seen = Seen()
+    options = {
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "limit_val_batches": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": tmp_path,
+        **settings,
+    }
+    callbacks = [monitor, seen, *options.pop("callbacks", [])]
+    return pl.Trainer(strategy=CountingStrategy(skipped_steps), callbacks=callbacks, **options), monitor, seen
+
+
+def test_values_of_one_step(tmp_path: Path) -> None:
+    """Every documented metric, for a step of two seconds whose traffic is known."""
+    clock = Clock()
+    trainer, _, seen = build(tmp_path, monitor=StorageTrafficMonitor(endurance_tbw=1e-3), clock=clock)
+    trainer.fit(Line(clock))
+    projected = INITIALISATION_TB + 8 * 14_500 / 1e12
+    assert seen.values[0] == pytest.approx(
+        {
+            "io/shared_read_GB": 12_000 / 1e9,
+            "io/shared_write_GB": 14_000 / 1e9,
+            "io/internal_read_GB": 1_000 / 1e9,
+            "io/internal_write_GB": 500 / 1e9,
+            "io/GBps": 27_500 / 2.0 / 1e9,
+            "io/wait_GBps": 27_500 / 0.125 / 1e9,
+            "io/wait_s": 0.125,
+            "io/wait_share": 0.125 / 2.0,
+            "io/compute_s": 0.25,
+            "io/bytes_per_parameter": 27.5,
+            "io/shared_bytes_per_parameter": 26.0,
+            "io/total_shared_read_TB": 12_000 / 1e12,
+            "io/total_shared_write_TB": INITIALISATION_TB + 14_000 / 1e12,
+            "io/total_internal_read_TB": 1_000 / 1e12,
+            "io/total_internal_write_TB": 500 / 1e12,
+            "io/written_TB": INITIALISATION_TB + 14_500 / 1e12,
+            "io/projected_TB": projected,
+            "io/endurance_share": projected / 1e-3,
+        },
+        rel=1e-6,
+    )
+
+
+def test_values_are_of_the_steps_since_the_last_measurement(tmp_path: Path) -> None:
+    """With four steps between measurements a value is their mean, and a total is since the beginning."""
+    clock = Clock()
+    trainer, _, seen = build(tmp_path, clock=clock, log_every_n_steps=4)
+    trainer.fit(Line(clock))
+    assert seen.values[2] == {}
+    for index, num_steps in ((3, 4), (7, 8)):
+        assert seen.values[index]["io/shared_write_GB"] == pytest.approx(14_000 / 1e9)
+        assert seen.values[index]["io/GBps"] == pytest.approx(27_500 / 2.0 / 1e9)
+        written = INITIALISATION_TB + num_steps * 14_500 / 1e12
+        assert seen.values[index]["io/written_TB"] == pytest.approx(written)
+
+
+def test_accumulated_micro_batches(tmp_path: Path) -> None:
+    """A step is an optimizer step: four micro-batches of two seconds each."""
+    clock = Clock()
+    trainer, monitor, seen = build(tmp_path, clock=clock, accumulate_grad_batches=4)
+    trainer.fit(Line(clock))
+    assert [index for index, values in enumerate(seen.values) if values] == [3, 4, 5, 6, 7]
+    assert seen.values[7]["io/GBps"] == pytest.approx(27_500 / 8.0 / 1e9)
+    assert monitor.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9)
+
+
+def test_skipped_steps(tmp_path: Path) -> None:
+    """A step that updated nothing moves nothing: bytes per parameter stay, bytes per step fall."""
+    trainer, monitor, _ = build(tmp_path, skipped_steps=(0, 5))
+    trainer.fit(Line())
+    assert monitor.summary["io/bytes_per_parameter"] == pytest.approx(27.5)
+    assert monitor.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9 * 6 / 8)
+
+
+def test_only_skipped_steps(tmp_path: Path) -> None:
+    """Without any update there is no figure per parameter, and no error."""
+    trainer, _, seen = build(tmp_path, skipped_steps=(0,))
+    trainer.fit(Line())
+    assert math.isnan(seen.values[0]["io/bytes_per_parameter"])
+    assert seen.values[0]["io/shared_read_GB"] == 0
+
+
+def test_validation_and_checkpoints_between_steps(tmp_path: Path) -> None:
+    """Their time and their traffic are in the totals, not in what a step takes."""
+    clock = Clock()
+    checkpoints = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
+    trainer, monitor, _ = build(
+        tmp_path,
+        clock=clock,
+        callbacks=[checkpoints],
+        enable_checkpointing=True,
+        limit_val_batches=1,
+        val_check_interval=3,
+    )
+    trainer.fit(Line(clock))
+    assert len(list((tmp_path / "saved").iterdir())) == 4
+    assert monitor.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9)
+    assert monitor.summary["io/wait_s"] == pytest.approx(0.125)
+    assert monitor.summary["io/GBps"] == pytest.approx(27_500 / 2.0 / 1e9)
+    # The fourth checkpoint falls on the last batch, and its traffic on the end of training.
+    assert monitor.summary["io/total_shared_read_TB"] == pytest.approx((8 * 12_000 + 4 * 9_000_000) / 1e12)
+
+
+def test_second_fit_of_one_trainer(tmp_path: Path) -> None:
+    """Each fit counts from the beginning, and projects only what is still to come."""
+    trainer, monitor, _ = build(tmp_path)
+    trainer.fit(Line())
+    first = monitor.summary
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Line())
+    second = monitor.summary
+    assert first["io/written_TB"] == pytest.approx(INITIALISATION_TB + 8 * 14_500 / 1e12)
+    assert second["io/written_TB"] == pytest.approx(INITIALISATION_TB + 16 * 14_500 / 1e12)
+    assert second["io/projected_TB"] == pytest.approx(second["io/written_TB"])
+
+
+def test_totals_continue_after_a_resume(tmp_path: Path) -> None:
+    """A resumed job's totals hold those of the job that was saved, which start no second time."""
+    trainer, monitor, _ = build(tmp_path)
+    trainer.fit(Line())
+    before = monitor.summary
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    trainer, monitor, seen = build(tmp_path, max_epochs=2)
+    trainer.fit(Line(), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
+    after = monitor.summary
+    assert len(seen.values) == 8
+    for name in ("io/total_shared_write_TB", "io/written_TB"):
+        assert after[name] > before[name]
+    assert after["io/written_TB"] == pytest.approx(2 * before["io/written_TB"])
+    assert after["io/projected_TB"] == pytest.approx(after["io/written_TB"])
+    assert after["io/shared_read_GB"] == pytest.approx(12_000 / 1e9)
+
+
+def test_saved_totals_stand_for_all_ranks() -> None:
+    """Before any fit the saved totals are those that were loaded."""
+    monitor = StorageTrafficMonitor()
+    saved = dict.fromkeys(monitor.state_dict(), 2**60)
+    monitor.load_state_dict(saved)
+    assert monitor.state_dict() == saved
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"max_epochs": -1, "max_steps": 4}, 4),
+        ({"max_epochs": 3, "max_steps": 4}, 4),
+        ({"max_epochs": 2}, 16),
+        ({"max_epochs": 2, "accumulate_grad_batches": 4}, 4),
+    ],
+)
+def test_projection(tmp_path: Path, settings: dict[str, int], expected: int) -> None:
+    """From the first step on the projection is what the whole run will have written."""
+    trainer, monitor, seen = build(tmp_path, **settings)
+    trainer.fit(Line())
+    projections = [values["io/projected_TB"] for values in seen.values if values]
+    assert projections == pytest.approx([INITIALISATION_TB + expected * 14_500 / 1e12] * len(projections))
+    assert monitor.summary["io/projected_TB"] == pytest.approx(monitor.summary["io/written_TB"])
+
+
+def test_run_without_an_end(tmp_path: Path) -> None:
+    """Nothing is projected for it."""
+    trainer, monitor, _ = build(tmp_path, max_epochs=-1, callbacks=[StopAfter(20)])
+    trainer.fit(Line())
+    assert "io/projected_TB" not in monitor.summary
+    assert monitor.summary["io/written_TB"] > 0
+
+
+def test_csv_logger(tmp_path: Path) -> None:
+    """A logger receives every metric at Lightning's own cadence, and the final totals."""
+    trainer, monitor, _ = build(tmp_path, logger=CSVLogger(tmp_path, name="logs", version=0), log_every_n_steps=4)
+    trainer.fit(Line())
+    with (tmp_path / "logs" / "version_0" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["io/written_TB"]]
+    assert [int(row["step"]) for row in rows] == [3, 7, 8]
+    assert float(rows[0]["io/bytes_per_parameter"]) == pytest.approx(27.5)
+    assert float(rows[0]["loss"]) > 0
+    assert float(rows[-1]["io/written_TB"]) == monitor.summary["io/written_TB"]
+
+
+@pytest.mark.parametrize("every_n_steps", [2, 8])
+def test_cadence_of_its_own(tmp_path: Path, every_n_steps: int) -> None:
+    """More or less often than the loggers, which take what falls on their steps."""
+    logger = CSVLogger(tmp_path, name="logs", version=0)
+    monitor = StorageTrafficMonitor(every_n_steps=every_n_steps)
+    trainer, _, seen = build(tmp_path, monitor=monitor, logger=logger, log_every_n_steps=4)
+    trainer.fit(Line())
+    assert next(index for index, values in enumerate(seen.values) if values) == every_n_steps - 1
+
+
+@pytest.mark.parametrize("prog_bar", [True, False])
+def test_progress_bar(tmp_path: Path, prog_bar: bool) -> None:
+    """Bandwidth and waiting are shown unless turned off; nothing else is."""
+    trainer, _, _ = build(tmp_path, monitor=StorageTrafficMonitor(prog_bar=prog_bar))
+    trainer.fit(Line())
+    shown = {name for name in trainer.progress_bar_metrics if name.startswith("io/")}
+    assert shown == ({"io/GBps", "io/wait_s"} if prog_bar else set())
+
+
+def test_without_logger(tmp_path: Path) -> None:
+    """Nothing of ours warns."""
+    trainer, monitor, _ = build(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=r".*(io/|logger|sync_dist|batch_size).*")
+        trainer.fit(Line())
+    assert monitor.summary
+
+
+@pytest.mark.parametrize("settings", [{"fast_dev_run": True}, {"log_every_n_steps": 0}, {"max_steps": 0}])
+def test_runs_that_log_little_or_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """They end as they would without the monitor."""
+    trainer, _, _ = build(tmp_path, **settings)
+    trainer.fit(Line())
+    assert trainer.state.finished
+
+
+def test_evaluation_alone(tmp_path: Path) -> None:
+    """The monitor has nothing to do, and nothing against, whatever the strategy."""
+    trainer = pl.Trainer(
+        callbacks=[StorageTrafficMonitor()],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.validate(Line(), verbose=False)
+    assert trainer.state.finished
+
+
+def test_strategy_without_storage(tmp_path: Path) -> None:
+    """The error names the strategy and the one to use."""
+    trainer = pl.Trainer(
+        callbacks=[StorageTrafficMonitor()], accelerator="cpu", logger=False, default_root_dir=tmp_path
+    )
+    with pytest.raises(UnsupportedError, match=r"SingleDeviceStrategy.*smart_infinity"):
+        trainer.fit(Line())
+
+
+def test_cadence_that_loggers_would_miss(tmp_path: Path) -> None:
+    """The error names both cadences."""
+    trainer, _, _ = build(
+        tmp_path,
+        monitor=StorageTrafficMonitor(every_n_steps=3),
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=4,
+    )
+    with pytest.raises(ConfigError, match=r"every_n_steps=3.*log_every_n_steps=4"):
+        trainer.fit(Line())
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
+def test_bad_cadence(value: Any) -> None:
+    """The error names the setting and the value."""
+    with pytest.raises(ConfigError, match=r"every_n_steps="):
+        StorageTrafficMonitor(every_n_steps=value)
+
+
+@pytest.mark.parametrize("value", [0, -600.0, "600", math.nan, True])
+def test_bad_endurance(value: Any) -> None:
+    """The error names the setting and the value."""
+    with pytest.raises(ConfigError, match=r"endurance_tbw="):
+        StorageTrafficMonitor(endurance_tbw=value)

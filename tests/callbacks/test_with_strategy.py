@@ -1,0 +1,66 @@
+"""The monitor over the real strategy, in processes of their own."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.worker import launch
+
+PAGE = 4096
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A run of one process: its folder and what it saw."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, launch(folder)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_values_are_those_of_the_strategy_on_all_ranks(devices: int, alone: Any, tmp_path: Path) -> None:
+    """Six steps: every rank has the same values, which follow from the state's layout on storage."""
+    folder, ranks = alone if devices == 1 else (tmp_path, launch(tmp_path, devices=devices))
+    summary = ranks[0]["summary"]
+    assert all(rank["summary"] == summary for rank in ranks)
+    moved = sum(extent_bytes(rank["state_numel"]) for rank in ranks)
+    numel = sum(rank["state_numel"] for rank in ranks)
+    assert summary["io/shared_read_GB"] == pytest.approx(moved / 1e9)
+    assert summary["io/shared_write_GB"] == pytest.approx(moved / 1e9)
+    assert summary["io/internal_write_GB"] == 0
+    assert summary["io/bytes_per_parameter"] == pytest.approx(2 * moved / numel)
+    written = sum(rank["traffic"]["shared_write_bytes"] for rank in ranks)
+    assert summary["io/written_TB"] == pytest.approx(written / 1e12)
+    assert summary["io/projected_TB"] == pytest.approx(written / 1e12)
+    assert summary["io/GBps"] > 0
+    assert 0 < summary["io/wait_share"] < 1
+    # One collective per logged step and one at the end; a single process needs none, but may well take them.
+    assert [rank["gathers"] for rank in ranks] == [NUM_STEPS // 2 + 1] * devices
+    assert_logged(folder, summary)
+
+
+def test_resume_in_a_new_process(alone: Any, tmp_path: Path) -> None:
+    """Totals go on from those in the checkpoint; a step's values do not notice."""
+    folder, (first,) = alone
+    (second,) = launch(tmp_path, resume=folder / "saved.ckpt")
+    own = second["traffic"]["shared_write_bytes"] / 1e12
+    assert second["summary"]["io/written_TB"] == pytest.approx(first["summary"]["io/written_TB"] + own)
+    assert second["summary"]["io/shared_write_GB"] == pytest.approx(first["summary"]["io/shared_write_GB"])
+
+
+def extent_bytes(numel: int) -> int:
+    """One tasklet of fp32 Adam: three arrays, each padded to a page, and a page that ends in the trailer."""
+    return 3 * (-(-4 * numel // PAGE) * PAGE) + PAGE
+
+
+def assert_logged(folder: Path, summary: dict[str, Any]) -> None:
+    with (folder / "logs" / "version_0" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["io/written_TB"]]
+    assert [int(row["step"]) for row in rows] == [1, 3, 5, NUM_STEPS]
+    for row in rows[:-1]:
+        assert float(row["io/bytes_per_parameter"]) == pytest.approx(summary["io/bytes_per_parameter"])
+    assert float(rows[-1]["io/written_TB"]) == pytest.approx(summary["io/written_TB"])

@@ -1,0 +1,92 @@
+"""Training with the monitor in processes of their own: ``python -m tests.callbacks.worker OUT DEVICES [CKPT]``.
+
+Every rank writes what it saw into ``OUT/rank-<rank>.json``; the logger's files and a checkpoint lie beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.helpers.models import LitTiny, Recipe
+from tests.training.worker import REPOSITORY, fresh_environment
+
+
+def launch(out: Path, *, devices: int = 1, resume: Path | None = None) -> list[dict[str, Any]]:
+    """Trains in fresh processes; what each rank saw."""
+    arguments = [str(out), str(devices), *([str(resume)] if resume else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.callbacks.worker", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=fresh_environment(),
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(devices)]
+
+
+class Witness(pl.Callback):
+    """Notes this rank's own counters, and the collectives with a shape that only the metrics have."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"gathers": 0}
+        self._all_gather = dist.all_gather
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        from lightning_smartinfinity import metrics
+
+        shape = metrics.StorageCounters().counters.shape
+
+        def counting(tensors: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            self.seen["gathers"] += tensor.shape == shape
+            return self._all_gather(tensors, tensor, *args, **kwargs)
+
+        dist.all_gather = counting
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        self.seen["traffic"] = dataclasses.asdict(strategy.traffic())
+        self.seen["state_numel"] = strategy.state_numel
+
+
+def main() -> None:
+    from lightning_smartinfinity import SmartInfinityStrategy, StorageTrafficMonitor
+
+    out, devices, resume = Path(sys.argv[1]), int(sys.argv[2]), [*sys.argv[3:], None][0]
+    monitor, witness = StorageTrafficMonitor(), Witness()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=SmartInfinityStrategy(out / "storage"),
+        precision="bf16-mixed",
+        max_steps=12 if resume else 6,
+        accumulate_grad_batches=2,
+        log_every_n_steps=2,
+        val_check_interval=4,
+        limit_val_batches=1,
+        callbacks=[witness, monitor],
+        logger=CSVLogger(out, name="logs", version=0),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+    recipe = Recipe(precision="bf16-mixed", accumulate=2)
+    trainer.fit(LitTiny(recipe), recipe.loader(), recipe.loader(), ckpt_path=resume)
+    trainer.save_checkpoint(out / "saved.ckpt")
+    witness.seen |= {"summary": monitor.summary}
+    (out / f"rank-{trainer.global_rank}.json").write_text(json.dumps(witness.seen))
+
+
+if __name__ == "__main__":
+    main()

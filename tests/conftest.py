@@ -1,0 +1,57 @@
+"""Settings for every test: no network, no silent skips."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.helpers.runif import is_allowed
+
+# Before anything imports a library that would look for files or newer versions on the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+_FORBIDDEN_SKIPS = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_FORBIDDEN_SKIPS] = []
+    config.pluginmanager.register(_SkipWatch(config.stash[_FORBIDDEN_SKIPS]))
+
+
+class _SkipWatch:
+    """Notes every skip whose reason is not on the allow list, at collection and at run time."""
+
+    def __init__(self, forbidden: list[str]) -> None:
+        self._forbidden = forbidden
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report)
+
+    def _note(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            if not is_allowed(reason):
+                self._forbidden.append(f"{report.nodeid}: {reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    forbidden = session.config.stash[_FORBIDDEN_SKIPS]
+    if forbidden and _in_ci() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    forbidden = config.stash[_FORBIDDEN_SKIPS]
+    if forbidden and _in_ci():
+        terminalreporter.section("skipped, but should have run here (CI=true)", red=True)
+        for line in forbidden:
+            terminalreporter.line(line)
+
+
+def _in_ci() -> bool:
+    return os.environ.get("CI", "").lower() in ("1", "true", "yes")

@@ -1,0 +1,149 @@
+"""The host device: a native pipeline behind the interface of all devices."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices import HostDevice
+from lightning_smartinfinity.devices.host import _error_of
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, StorageFullError
+from lightning_smartinfinity.native.testing import inject
+
+NUMEL = 2_048
+EXTENT_BYTES = 3 * 4 * NUMEL + 4_096
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> HostDevice:
+    path = tmp_path / "state.bin"
+    path.write_bytes(bytes(2 * EXTENT_BYTES))
+    device = HostDevice(num_buffers=2)
+    device.open(
+        files=[native.StateFile(str(path), direct=False)],
+        identity=native.Identity(job=bytes(16), rank=0, state_format=0),
+        buffer_bytes=EXTENT_BYTES,
+    )
+    return device
+
+
+def batch(operation: native.Operation, *, generation: int = 0) -> native.Batch:
+    return native.Batch(
+        operation,
+        [
+            native.Tasklet(
+                index=index,
+                file=0,
+                numel=NUMEL,
+                num_arrays=3,
+                extent_bytes=EXTENT_BYTES,
+                read_offset=index * EXTENT_BYTES,
+                read_generation=generation,
+                write_offset=index * EXTENT_BYTES,
+                write_generation=generation,
+                segments=[],
+            )
+            for index in range(2)
+        ],
+    )
+
+
+def test_all_state_crosses_the_shared_channel(device: HostDevice) -> None:
+    """Bytes and calls are counted there; nothing moves inside the device."""
+    device.submit(batch(native.Operation.WRITE))
+    device.wait()
+    device.drain()
+    device.submit(batch(native.Operation.READ))
+    device.drain()
+    traffic = device.counters()
+    assert traffic.shared_read_bytes == traffic.shared_write_bytes == 2 * EXTENT_BYTES
+    assert (traffic.read_calls, traffic.write_calls) == (2, 2)
+    assert traffic.internal_read_bytes == traffic.internal_write_bytes == 0
+    device.close()
+
+
+def test_ring_is_all_the_memory(device: HostDevice) -> None:
+    """num_buffers times the largest extent; still known after close, which is idempotent."""
+    assert device.ring_bytes == 2 * EXTENT_BYTES
+    device.close()
+    device.close()
+    assert device.ring_bytes == 2 * EXTENT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.ENOSPC, StorageFullError), (errno.EDQUOT, StorageFullError), (errno.EIO, StorageError)],
+)
+def test_failed_batch(device: HostDevice, number: int, kind: type[StorageError]) -> None:
+    """Wait and drain raise the fitting error with path, offset and remedy; then the device works on."""
+    inject(device.pipeline, fail_write_at=1, errno=number)
+    device.submit(batch(native.Operation.WRITE))
+    with pytest.raises(kind, match=rf"at offset {EXTENT_BYTES} of /.*state\.bin \(tasklet 1\)") as caught:
+        device.drain()
+    assert type(caught.value) is kind
+    assert caught.value.remedy
+    device.submit(batch(native.Operation.WRITE))
+    device.drain()
+    device.close()
+
+
+def test_corrupt_extents(device: HostDevice) -> None:
+    """An extent of another generation, or none at all, is a StorageCorruptError."""
+    device.submit(batch(native.Operation.READ))
+    with pytest.raises(StorageCorruptError, match="there is no extent here"):
+        device.drain()
+    device.submit(batch(native.Operation.WRITE, generation=4))
+    device.drain()
+    device.submit(batch(native.Operation.READ, generation=5))
+    with pytest.raises(StorageCorruptError, match="generation"):
+        device.wait()
+    with pytest.raises(StorageCorruptError):
+        device.drain()
+    device.close()
+
+
+@pytest.mark.parametrize("kind", ["checksum", "foreign", "generation", "format", "short"])
+def test_every_kind_of_failure_has_a_remedy(kind: str) -> None:
+    """Each maps to one of our errors, with the core's message and what to do."""
+
+    class Failure:
+        message = "the extent is bad"
+        errno = 0
+
+    failure = Failure()
+    failure.kind = kind  # type: ignore[attr-defined]
+    error = _error_of(failure)  # type: ignore[arg-type]
+    assert isinstance(error, StorageCorruptError) == (kind != "short")
+    assert "the extent is bad" in error.problem
+    assert error.remedy
+
+
+def test_memory_that_is_not_to_be_had(tmp_path: Path) -> None:
+    """A ring that cannot be mapped is a StorageError, not a crash."""
+    path = tmp_path / "state.bin"
+    path.touch()
+    with pytest.raises(StorageError, match="Allocating buffers"):
+        HostDevice(num_buffers=4096).open(
+            files=[native.StateFile(str(path), direct=False)],
+            identity=native.Identity(job=bytes(16), rank=0, state_format=0),
+            buffer_bytes=1 << 40,
+        )
+
+
+def test_devices_need_no_torch() -> None:
+    """Store and devices speak integers and numpy only."""
+    code = (
+        "import sys, lightning_smartinfinity.devices, lightning_smartinfinity.store; sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_too_many_buffers() -> None:
+    """A ring of more buffers than the core takes is a setting out of range."""
+    with pytest.raises(ConfigError, match="num_buffers=4097"):
+        HostDevice(num_buffers=4097)

@@ -1,0 +1,116 @@
+"""``Trainer(strategy="smart_infinity")`` in new interpreters: no other import, any order of imports."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.fresh_python import fresh_python
+
+IS_REGISTERED = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+from lightning.pytorch.strategies import StrategyRegistry
+loaded = ["deepspeed" in sys.modules, "lightning_smartinfinity.strategy" in sys.modules]
+print("smart_infinity" in StrategyRegistry, *loaded)
+"""
+REGISTERED_LAZILY = "True False False"
+
+
+def test_import_torch_loads_two_small_modules(tmp_path: Path) -> None:
+    """Discovery adds this package's two modules and the standard library to ``import torch``, and nothing else."""
+    code = "import sys, torch; print(sorted(sys.modules))"
+    without = set(ast.literal_eval(fresh_python(code, cwd=tmp_path, autoload=False)))
+    added = set(ast.literal_eval(fresh_python(code, cwd=tmp_path))) - without
+    foreign = {name for name in added if name.split(".")[0] not in sys.stdlib_module_names}
+    assert foreign == {"lightning_smartinfinity", "lightning_smartinfinity._autoload"}
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        ["lightning"],
+        ["torch", "lightning.pytorch"],
+        ["lightning_smartinfinity", "lightning"],
+        ["lightning.pytorch.strategies", "lightning_smartinfinity"],
+    ],
+    ids=" then ".join,
+)
+def test_name_is_known_with_autoload(imports: list[str], tmp_path: Path) -> None:
+    """The name is registered whatever comes first, and neither the strategy nor DeepSpeed is loaded for it."""
+    assert fresh_python(IS_REGISTERED, *imports, cwd=tmp_path).strip() == REGISTERED_LAZILY
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [["lightning_smartinfinity", "lightning"], ["lightning", "lightning_smartinfinity"]],
+    ids=" then ".join,
+)
+def test_name_is_known_without_autoload_once_the_package_is_imported(imports: list[str], tmp_path: Path) -> None:
+    """Where torch may not load plugins, importing the package is enough, before or after Lightning."""
+    assert fresh_python(IS_REGISTERED, *imports, cwd=tmp_path, autoload=False).strip() == REGISTERED_LAZILY
+
+
+def test_name_is_unknown_without_autoload_and_import(tmp_path: Path) -> None:
+    """It is discovery that registers the name: without it there is none."""
+    assert fresh_python(IS_REGISTERED, "lightning", cwd=tmp_path, autoload=False).startswith("False")
+
+
+def test_name_survives_reload_of_lightning(tmp_path: Path) -> None:
+    """A reload gives Lightning a new registry, which knows the name as well."""
+    code = """
+    import importlib
+    import lightning.pytorch.strategies as strategies
+    before = strategies.StrategyRegistry
+    importlib.reload(strategies)
+    print(strategies.StrategyRegistry is not before, "smart_infinity" in strategies.StrategyRegistry)
+    """
+    assert fresh_python(code, cwd=tmp_path).split() == ["True", "True"]
+
+
+def test_trainer_by_name_twice(tmp_path: Path) -> None:
+    """Two Trainers in one process get a strategy of their own each, with its own precision plugin."""
+    code = """
+    from lightning.pytorch import Trainer
+    trainers = [
+        Trainer(strategy="smart_infinity", accelerator="cpu", devices=1, precision="bf16-mixed", logger=False)
+        for _ in range(2)
+    ]
+    print([type(trainer.strategy).__name__ for trainer in trainers])
+    print([type(trainer.precision_plugin).__name__ for trainer in trainers])
+    print(trainers[0].strategy is trainers[1].strategy)
+    """
+    strategies, precisions, same = fresh_python(code, cwd=tmp_path).splitlines()
+    assert ast.literal_eval(strategies) == ["SmartInfinityStrategy"] * 2
+    assert ast.literal_eval(precisions) == ["SmartInfinityPrecision"] * 2
+    assert same == "False"
+
+
+def test_fit_by_name_without_another_import(tmp_path: Path) -> None:
+    """A user's script that changes one word trains, twice in one process."""
+    code = """
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    import torch
+
+    class Model(BoringModel):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    for _ in range(2):
+        model = Model()
+        before = model.layer.weight.detach().clone()
+        trainer = Trainer(
+            strategy="smart_infinity", accelerator="cpu", devices=1, max_steps=2, limit_val_batches=0,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )
+        trainer.fit(model)
+        after = trainer.strategy.lightning_module_state_dict()["layer.weight"]
+        print("steps", trainer.global_step, "moved", not torch.equal(before, after.float().cpu()))
+    """
+    printed = [line for line in fresh_python(code, cwd=tmp_path).splitlines() if line.startswith("steps")]
+    assert printed == ["steps 2 moved True"] * 2

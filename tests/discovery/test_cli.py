@@ -1,0 +1,102 @@
+"""LightningCLI: the strategy by name, by class path, and from a configuration file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+from lightning_smartinfinity import SmartInfinityStrategy
+from tests.helpers.fresh_python import fresh_python
+
+CLASS_PATH = "lightning_smartinfinity.SmartInfinityStrategy"
+COMMON = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
+YAML = f"""
+trainer:
+  strategy:
+    class_path: {CLASS_PATH}
+    init_args:
+      storage: [{{folder}}/nvme0, {{folder}}/nvme1]
+      transfer:
+        tasklet_bytes: 1048576
+        num_buffers: 8
+        durability: power
+      zero:
+        reduce_bucket_size: 1000000
+"""
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning:lightning.pytorch.cli")
+
+
+def strategy_from(*arguments: str) -> SmartInfinityStrategy:
+    cli = LightningCLI(
+        BoringModel, BoringDataModule, args=[*COMMON, *arguments], run=False, seed_everything_default=False
+    )
+    strategy = cli.trainer.strategy
+    assert type(strategy) is SmartInfinityStrategy
+    return strategy
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trainer.strategy=smart_infinity"],
+        ["--trainer.strategy", "smart_infinity"],
+        [f"--trainer.strategy.class_path={CLASS_PATH}"],
+        ["--trainer.strategy.class_path", "lightning_smartinfinity.strategy.SmartInfinityStrategy"],
+    ],
+    ids=" ".join,
+)
+def test_strategy_on_the_command_line(arguments: list[str]) -> None:
+    """The name and the class path both give our strategy, with default settings."""
+    assert strategy_from(*arguments)._storage is None
+
+
+def test_settings_on_the_command_line(tmp_path: Path) -> None:
+    """Nested settings can be given one by one."""
+    strategy = strategy_from(
+        f"--trainer.strategy={CLASS_PATH}",
+        f"--trainer.strategy.storage={tmp_path}",
+        "--trainer.strategy.transfer.num_buffers=4",
+    )
+    assert strategy._storage == (tmp_path,)
+    assert strategy._transfer.num_buffers == 4
+
+
+def test_settings_in_a_file(tmp_path: Path) -> None:
+    """``class_path`` and ``init_args`` reach the constructor with their types."""
+    config = tmp_path / "config.yaml"
+    config.write_text(YAML.format(folder=tmp_path))
+    strategy = strategy_from(f"--config={config}")
+    assert strategy._storage == (tmp_path / "nvme0", tmp_path / "nvme1")
+    assert (strategy._transfer.num_buffers, strategy._transfer.durability) == (8, "power")
+    assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 1_000_000  # type: ignore[index]
+
+
+def test_wrong_setting_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt setting ends the command with a message instead of being dropped."""
+    with pytest.raises(SystemExit):
+        strategy_from(f"--trainer.strategy={CLASS_PATH}", f"--trainer.strategy.storages={tmp_path}")
+    assert "storages" in capsys.readouterr().err
+
+
+def test_name_without_importing_the_package(tmp_path: Path) -> None:
+    """A command that knows nothing of this package trains by the name alone."""
+    code = """
+    import sys
+    import torch
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+    assert "lightning_smartinfinity.strategy" not in sys.modules
+    cli = LightningCLI(BoringModel, BoringDataModule, save_config_callback=None)
+    print("trained", type(cli.trainer.strategy).__name__, cli.trainer.global_step)
+    """
+    arguments = [
+        "fit", "--trainer.strategy=smart_infinity", "--optimizer=torch.optim.AdamW", *COMMON, "--trainer.max_steps=2",
+        "--trainer.limit_val_batches=0", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
+    ]  # fmt: skip
+    assert "trained SmartInfinityStrategy 2" in fresh_python(code, *arguments, cwd=tmp_path)

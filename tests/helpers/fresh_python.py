@@ -1,0 +1,37 @@
+"""Runs code in a new interpreter: what is imported first, and what is imported at all, can only be tested there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+__all__ = ["fresh_python"]
+
+
+def fresh_python(code: str, *arguments: str, cwd: Path, autoload: bool = True, **environment: str) -> str:
+    """Runs code outside the checkout and returns what it prints.
+
+    Args:
+        code: Python source; its arguments are in ``sys.argv[1:]``.
+        *arguments: Passed to the code.
+        cwd: Working folder; not the checkout, whose folder would hide the installed package.
+        autoload: Whether torch calls the entry points of the group ``torch.backends``.
+        **environment: Further environment variables.
+
+    Raises:
+        AssertionError: The code failed; the message holds all that it printed.
+    """
+    variables = {**os.environ, **environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(autoload))}
+    variables.pop("PYTHONPATH", None)
+    completed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        cwd=cwd,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
+    return completed.stdout

@@ -1,0 +1,103 @@
+"""Plain torch training of a recipe: what smart_infinity must equal.
+
+In 16 bit the reference is the 16-bit model with fp32 masters started from it, and gradients accumulated in the same
+dtype as ours (fp32 when there are several micro-batches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tests.helpers.models import Recipe
+
+_DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+_CLIP_EPS = 1e-6
+
+
+@dataclass
+class Result:
+    """Losses of every micro-batch (of rank 0), the final masters by name, the mean loss of every validation."""
+
+    losses: list[float]
+    masters: dict[str, torch.Tensor]
+    validated: list[float] = field(default_factory=list)
+
+
+def train(recipe: Recipe, *, world_size: int = 1, loss_scale: float = 2.0**10, skipped: Collection[int] = ()) -> Result:
+    """Train on one process what ``world_size`` ranks would train together.
+
+    fp16 uses a static loss scale: pass the one that the run under test settles on, and no step may overflow. The
+    ``skipped`` steps compute losses but update nothing, as when a loss scaler skips them.
+    """
+    dtype = _DTYPES[recipe.precision.split("-")[0]]
+    scale = loss_scale if dtype is torch.float16 else 1.0
+    model = recipe.build_model().to(dtype)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    params = [p for p in model.parameters() if p.requires_grad]
+    masters = [nn.Parameter(p.detach().float()) for p in params]
+    optimizer = recipe.build_optimizer(list(zip(names, masters, strict=True)))
+    scheduler = recipe.build_scheduler(optimizer) if recipe.scheduler else None
+    losses: list[float] = []
+    validated: list[float] = []
+    for step in range(recipe.max_steps):
+        for micro in range(recipe.window(step)):
+            gradients = []
+            for rank in range(world_size):
+                batch = recipe.batch(step * recipe.accumulate + micro, rank, world_size)
+                loss = model(batch, use_side=step not in recipe.skip_side_at)
+                if rank == 0:
+                    losses.append(float(loss.detach()))
+                (loss / recipe.accumulate * scale).backward()
+                gradients.append([None if p.grad is None else p.grad / world_size for p in params])
+                model.zero_grad(set_to_none=True)
+            _accumulate(masters, [_total(parts) for parts in zip(*gradients, strict=True)], scale)
+        if recipe.clip is not None:
+            _clip(masters, recipe.clip)
+        if step not in skipped:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if scheduler is not None and _scheduler_steps(recipe, step):
+            scheduler.step()
+        with torch.no_grad():
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master)
+            if recipe.validate and _ends_epoch(recipe, step):
+                means = [float(model(batch)) for batch in recipe.validation_loader()]
+                validated.append(sum(means) / len(means))
+    return Result(losses, {name: master.detach() for name, master in zip(names, masters, strict=True)}, validated)
+
+
+def _scheduler_steps(recipe: Recipe, step: int) -> bool:
+    return recipe.scheduler == "step" or _ends_epoch(recipe, step)
+
+
+def _ends_epoch(recipe: Recipe, step: int) -> bool:
+    return (step + 1) % recipe.windows_per_epoch == 0
+
+
+def _total(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+def _accumulate(masters: list[nn.Parameter], gradients: list[torch.Tensor | None], scale: float) -> None:
+    for master, gradient in zip(masters, gradients, strict=True):
+        if gradient is None:
+            continue
+        unscaled = gradient.float() / scale
+        master.grad = unscaled if master.grad is None else master.grad + unscaled
+
+
+def _clip(masters: list[nn.Parameter], limit: float) -> None:
+    gradients = [m.grad for m in masters if m.grad is not None]
+    norm = torch.sqrt(sum((g.double() ** 2).sum() for g in gradients))  # type: ignore[arg-type]
+    factor = max(1.0, (float(norm) + _CLIP_EPS) / limit)
+    for gradient in gradients:
+        gradient.mul_(1.0 / factor)

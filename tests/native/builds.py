@@ -1,0 +1,24 @@
+"""Builds the native sources apart from the package, without Python."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+__all__ = ["ROOT", "configure", "run"]
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str | Path, expect_success: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs a command; an error carries all that it printed."""
+    completed = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if expect_success:
+        assert completed.returncode == 0, f"{command}\n{completed.stdout}\n{completed.stderr}"
+    return completed
+
+
+def configure(folder: Path, **options: str) -> None:
+    """Prepares a build of the core alone."""
+    settings = [f"-D{name}={value}" for name, value in options.items()]
+    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DSMART_INFINITY_BUILD_MODULE=OFF", *settings)

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_smartinfinity.native import InstructionSet, select_instruction_set, supported_instruction_sets
+
+
+@pytest.fixture(autouse=True)
+def _best_instruction_set() -> Iterator[None]:
+    """Leaves no test's choice to the next one."""
+    yield
+    select_instruction_set(None)
+
+
+@pytest.fixture(params=supported_instruction_sets(), ids=lambda choice: choice.name.lower())
+def instruction_set(request: pytest.FixtureRequest) -> InstructionSet:
+    """Every instruction set of this CPU in turn."""
+    return select_instruction_set(request.param)

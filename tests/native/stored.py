@@ -1,0 +1,203 @@
+"""A partition's state on storage, two slots per tasklet, as the transfer room would lay it out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_smartinfinity.native import (
+    AdamStep,
+    Batch,
+    DType,
+    Failure,
+    Identity,
+    Operation,
+    Pipeline,
+    Segment,
+    StateFile,
+    Tasklet,
+)
+
+__all__ = ["JOB", "Run", "StoredState", "address_of", "align", "extent_bytes", "takes_direct"]
+
+Array = npt.NDArray[Any]
+
+JOB = bytes(range(16))
+_BLOCK = 4096
+_ITEM_BYTES = {DType.FLOAT32: 4, DType.FLOAT16: 2, DType.BFLOAT16: 2}
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+def extent_bytes(numel: int, num_arrays: int = 3) -> int:
+    return num_arrays * align(4 * numel) + _BLOCK
+
+
+def address_of(array: Array | None) -> int:
+    return 0 if array is None else array.ctypes.data
+
+
+def takes_direct(folder: Path) -> bool:
+    """Whether the folder's file system takes direct I/O."""
+    try:
+        os.close(os.open(folder / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the partition's elements with what happens to it; element 0 of each array belongs to ``offset``."""
+
+    offset: int
+    numel: int
+    step: int = -1
+    gradient: Array | None = None
+    gradient_dtype: DType = DType.FLOAT32
+    parameter: Array | None = None
+    parameter_dtype: DType = DType.FLOAT32
+    arrays: Sequence[Array | None] = ()
+
+    def segment(self, first: int, last: int, *, tasklet_offset: int) -> Segment:
+        """The part in partition elements [first, last)."""
+        skipped = first - self.offset
+        return Segment(
+            offset=first - tasklet_offset,
+            numel=last - first,
+            step=self.step,
+            gradient=_advanced(self.gradient, skipped, self.gradient_dtype),
+            gradient_dtype=self.gradient_dtype,
+            parameter=_advanced(self.parameter, skipped, self.parameter_dtype),
+            parameter_dtype=self.parameter_dtype,
+            arrays=tuple(_advanced(array, skipped, DType.FLOAT32) for array in self.arrays),
+        )
+
+
+def _advanced(array: Array | None, skipped: int, dtype: DType) -> int:
+    return 0 if array is None else array.ctypes.data + skipped * _ITEM_BYTES[dtype]
+
+
+@dataclass
+class StoredState:
+    """Files, layout and pipeline of one partition.
+
+    Args:
+        direct: None is direct I/O if the folder takes it.
+        options: For the Pipeline.
+    """
+
+    folder: Path
+    numel: int
+    tasklet_numel: int = 0
+    num_arrays: int = 3
+    num_files: int = 1
+    direct: bool | None = None
+    identity: Identity = field(default_factory=lambda: Identity(job=JOB, rank=3, state_format=0))
+    options: dict[str, int] = field(default_factory=dict)
+    generation: int = 0
+    slot: int = 0
+
+    def __post_init__(self) -> None:
+        self.tasklet_numel = self.tasklet_numel or self.numel
+        if self.direct is None:
+            self.direct = takes_direct(self.folder)
+        self.paths = [self.folder / f"state-{number}.bin" for number in range(self.num_files)]
+        for path in self.paths:
+            path.touch()
+            os.truncate(path, 2 * self.num_tasklets * self.extent_bytes)
+        self.pipeline = self.open_pipeline()
+
+    def __enter__(self) -> StoredState:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        self.pipeline.close()
+
+    @property
+    def num_tasklets(self) -> int:
+        return -(-self.numel // self.tasklet_numel)
+
+    @property
+    def extent_bytes(self) -> int:
+        return extent_bytes(self.tasklet_numel, self.num_arrays)
+
+    def open_pipeline(self) -> Pipeline:
+        files = [StateFile(str(path), direct=bool(self.direct)) for path in self.paths]
+        options = {"num_buffers": 2, "buffer_bytes": self.extent_bytes, **self.options}
+        return Pipeline(files=files, identity=self.identity, **options)
+
+    def extent_offset(self, index: int, slot: int) -> int:
+        return (2 * index + slot) * self.extent_bytes
+
+    def tasklets(self, runs: Sequence[Run], *, master_in_parameter: bool = False) -> list[Tasklet]:
+        """Every tasklet, with its share of the runs, read from the current slot and written to the other."""
+        return [self.tasklet(index, runs, master_in_parameter) for index in range(self.num_tasklets)]
+
+    def tasklet(self, index: int, runs: Sequence[Run], master_in_parameter: bool = False) -> Tasklet:
+        offset = index * self.tasklet_numel
+        numel = min(self.tasklet_numel, self.numel - offset)
+        segments = []
+        for run in runs:
+            first, last = max(offset, run.offset), min(offset + numel, run.offset + run.numel)
+            if first < last:
+                segments.append(run.segment(first, last, tasklet_offset=offset))
+        return Tasklet(
+            index=index,
+            file=index % self.num_files,
+            numel=numel,
+            num_arrays=self.num_arrays,
+            extent_bytes=extent_bytes(numel, self.num_arrays),
+            read_offset=self.extent_offset(index, self.slot),
+            read_generation=self.generation,
+            write_offset=self.extent_offset(index, 1 - self.slot),
+            write_generation=self.generation + 1,
+            segments=segments,
+            master_in_parameter=master_in_parameter,
+        )
+
+    def start(
+        self,
+        operation: Operation,
+        runs: Sequence[Run],
+        steps: Sequence[AdamStep] = (),
+        *,
+        master_in_parameter: bool = False,
+    ) -> None:
+        self.pipeline.submit(
+            Batch(operation, self.tasklets(runs, master_in_parameter=master_in_parameter), list(steps))
+        )
+
+    def work(
+        self,
+        operation: Operation,
+        runs: Sequence[Run],
+        steps: Sequence[AdamStep] = (),
+        *,
+        master_in_parameter: bool = False,
+    ) -> Failure | None:
+        """Works a whole batch, and commits it if it wrote and did not fail."""
+        self.start(operation, runs, steps, master_in_parameter=master_in_parameter)
+        failure = self.pipeline.drain()
+        if failure is None and operation is not Operation.READ:
+            self.generation += 1
+            self.slot = 1 - self.slot
+        return failure
+
+    def write(self, *arrays: Array | None) -> None:
+        assert self.work(Operation.WRITE, [Run(0, self.numel, arrays=arrays)]) is None
+
+    def read(self) -> tuple[Array, ...]:
+        arrays = tuple(np.full(self.numel, -7, np.float32) for _ in range(self.num_arrays))
+        failure = self.work(Operation.READ, [Run(0, self.numel, arrays=arrays)])
+        assert failure is None, failure
+        return arrays

@@ -1,0 +1,316 @@
+// Works many tiny batches through a Pipeline under random sizes, threads, delays, short transfers and failures, and
+// compares every bit with a plain loop. Built with sanitizers by test_sanitizers.py.
+//
+//     stress FOLDER FIRST_SEED NUM_SEEDS
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fault_injection.hpp"
+#include "flush_subnormals.hpp"
+#include "pipeline.hpp"
+#include "system_error.hpp"
+
+namespace smart_infinity {
+namespace {
+
+constexpr std::size_t kNumArrays = 3;
+constexpr std::size_t kNumSteps = 2;
+
+void require(bool condition, const char* what, std::uint64_t seed) {
+    if (condition) return;
+    std::fprintf(stderr, "seed %llu: %s\n", static_cast<unsigned long long>(seed), what);
+    std::exit(1);
+}
+
+class Random {
+ public:
+    explicit Random(std::uint64_t seed) : generator_(seed) {}
+    std::size_t upto(std::size_t last) { return std::uniform_int_distribution<std::size_t>(0, last)(generator_); }
+    std::size_t between(std::size_t first, std::size_t last) { return first + upto(last - first); }
+    bool coin() { return upto(1) == 1; }
+    void fill(std::vector<float>& values) {
+        std::normal_distribution<float> normal;
+        for (float& value : values) value = normal(generator_);
+    }
+
+ private:
+    std::mt19937_64 generator_;
+};
+
+struct State {
+    std::vector<float> arrays[kNumArrays];
+    bool operator==(const State& other) const { return std::equal(arrays, arrays + kNumArrays, other.arrays); }
+};
+
+const AdamStep kSteps[kNumSteps] = {
+    {0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f},
+    {1.0f, 0.3f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f},
+};
+
+void update_element(const AdamStep& s, float gradient, float& p, float& m, float& v) {
+    float g = gradient * s.gradient_scale;
+    if (s.l2 != 0) g = g + s.l2 * p;
+    m = s.one_minus_beta1 < 0.5f ? m + s.one_minus_beta1 * (g - m) : g - (g - m) * (1 - s.one_minus_beta1);
+    v = v * s.beta2 + (s.one_minus_beta2 * g) * g;
+    p = p * s.decay;
+    p = p - s.step_size * (m / (std::sqrt(v) * s.inverse_sqrt_bias_correction2 + s.eps));
+}
+
+// A partition on storage, two slots per tasklet, and the same state in memory.
+class Scenario {
+ public:
+    Scenario(const std::string& folder, std::uint64_t seed)
+        : seed_(seed), random_(seed), numel_(random_.coin() ? random_.between(1, 500) : random_.between(1, 30000)) {
+        num_tasklets_ = random_.between(1, 7);
+        tasklet_numel_ = (numel_ + num_tasklets_ - 1) / num_tasklets_;
+        num_tasklets_ = (numel_ + tasklet_numel_ - 1) / tasklet_numel_;
+        slot_.assign(num_tasklets_, 0);
+        master_in_parameter_ = random_.coin();
+        for (auto& array : expected_.arrays) array.resize(numel_);
+        parameters_.resize(numel_);
+        gradients_.resize(numel_);
+        open(folder);
+        pipeline_ = make_pipeline();
+    }
+
+    void run() {
+        initialize();
+        for (std::size_t round = random_.between(1, 4); round > 0; --round) {
+            inject(round);
+            update();
+        }
+        check_state();
+        abandon();
+    }
+
+ private:
+    std::size_t extent() const { return extent_bytes(tasklet_numel_, kNumArrays); }
+
+    void open(const std::string& folder) {
+        const std::string path = folder + "/stress-" + std::to_string(::getpid());
+        const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+        require(descriptor >= 0 && ::ftruncate(descriptor, static_cast<off_t>(2 * num_tasklets_ * extent())) == 0,
+                "the file cannot be made", seed_);
+        ::close(descriptor);
+        files_.push_back(open_file(path));
+        ::unlink(path.c_str());
+    }
+
+    StateFile open_file(const std::string& path) {
+        if (random_.coin()) return StateFile(path, Access::kBuffered);
+        try {
+            return StateFile(path, Access::kDirect);
+        } catch (const SystemError&) {
+            return StateFile(path, Access::kBuffered);  // a file system without direct I/O
+        }
+    }
+
+    std::unique_ptr<Pipeline> make_pipeline() {
+        PipelineOptions options{
+            files_, {}, random_.between(1, 4), extent(), random_.between(1, 4), random_.between(1, 3)};
+        return std::make_unique<Pipeline>(std::move(options));
+    }
+
+    // Failures come and go; delays and short transfers stay. Decorators pile up, as engines behind engines may.
+    void inject(std::size_t round) {
+        Faults faults;
+        faults.seed = seed_ + round;
+        faults.max_delay_us = static_cast<std::int64_t>(random_.upto(150));
+        faults.short_transfer_every = static_cast<std::int64_t>(random_.upto(3));
+        failing_ = random_.coin();
+        const auto number = static_cast<std::int64_t>(random_.upto(num_tasklets_ - 1));
+        if (failing_ && random_.coin()) {
+            faults.fail_read_at = number;
+        } else if (failing_) {
+            faults.fail_write_at = number;
+        }
+        pipeline_->decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+            return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
+        });
+    }
+
+    Tasklet tasklet(std::size_t index) const {
+        Tasklet tasklet;
+        tasklet.index = index;
+        tasklet.numel = std::min(tasklet_numel_, numel_ - index * tasklet_numel_);
+        tasklet.num_arrays = kNumArrays;
+        tasklet.extent_bytes = extent_bytes(tasklet.numel, kNumArrays);
+        tasklet.read_offset = (2 * index + slot_[index]) * extent();
+        tasklet.write_offset = (2 * index + (1 - slot_[index])) * extent();
+        tasklet.read_generation = generation_;
+        tasklet.write_generation = generation_ + 1;
+        return tasklet;
+    }
+
+    std::optional<Failure> work(const Batch& batch) {
+        pipeline_->submit(batch);
+        std::vector<std::thread> waiters;
+        for (std::size_t i = random_.upto(2); i > 0; --i) {
+            const std::size_t first = random_.upto(batch.tasklets.size());
+            waiters.emplace_back([this, first] { (void)pipeline_->wait(first, std::nullopt); });
+        }
+        if (random_.coin()) (void)pipeline_->wait(0, std::nullopt);
+        auto failure = pipeline_->drain();
+        for (std::thread& waiter : waiters) waiter.join();
+        require(!pipeline_->drain(), "a failure outlives its batch", seed_);
+        return failure;
+    }
+
+    Batch whole(Operation operation, State& state) const {
+        Batch batch{operation, {}, {}};
+        for (std::size_t index = 0; index < num_tasklets_; ++index) {
+            batch.tasklets.push_back(tasklet(index));
+            Tasklet& added = batch.tasklets.back();
+            Segment segment;
+            segment.numel = added.numel;
+            segment.num_arrays = kNumArrays;
+            for (std::size_t array = 0; array < kNumArrays; ++array) {
+                segment.arrays[array] = address(state.arrays[array], index * tasklet_numel_);
+            }
+            added.segments.push_back(segment);
+        }
+        return batch;
+    }
+
+    static Address address(const std::vector<float>& values, std::size_t index) {
+        return reinterpret_cast<Address>(values.data() + index);
+    }
+
+    void initialize() {
+        for (auto& array : expected_.arrays) random_.fill(array);
+        for (float& value : expected_.arrays[2]) value = value * value;
+        parameters_ = expected_.arrays[0];
+        require(!work(whole(Operation::kWrite, expected_)), "the first write failed", seed_);
+        commit();
+    }
+
+    void commit() {
+        for (std::size_t& slot : slot_) slot = 1 - slot;
+        ++generation_;
+    }
+
+    // A failed step leaves the committed generation intact: the second attempt starts from it.
+    void update() {
+        random_.fill(gradients_);
+        const Batch batch = update_batch();
+        const std::vector<float> before = parameters_;
+        if (auto failure = work(batch)) {
+            require(failing_ && failure->error == EIO, failure->message.c_str(), seed_);
+            parameters_ = before;
+            require(!work(batch), "the second attempt failed", seed_);
+        } else {
+            require(!failing_, "a failure was lost", seed_);
+        }
+        expect(batch);
+        require(parameters_ == expected_.arrays[0], "a parameter differs", seed_);
+        commit();
+    }
+
+    Batch update_batch() {
+        Batch batch{Operation::kUpdate, {}, {kSteps, kSteps + kNumSteps}};
+        for (std::size_t index = 0; index < num_tasklets_; ++index) {
+            Tasklet added = tasklet(index);
+            added.master_in_parameter = master_in_parameter_;
+            for (std::size_t offset = 0; offset < added.numel;) {
+                const std::size_t numel = std::min<std::size_t>(random_.between(1, 9000), added.numel - offset);
+                const std::size_t first = index * tasklet_numel_ + offset;
+                Segment segment;
+                segment.offset = offset;
+                segment.numel = numel;
+                segment.step = static_cast<std::int64_t>(random_.upto(kNumSteps)) - 1;
+                segment.gradient = address(gradients_, first);
+                segment.parameter = address(parameters_, first);
+                added.segments.push_back(segment);
+                offset += numel;
+            }
+            batch.tasklets.push_back(added);
+        }
+        return batch;
+    }
+
+    void expect(const Batch& batch) {
+        const FlushSubnormals flush;
+        for (const Tasklet& tasklet : batch.tasklets) {
+            for (const Segment& segment : tasklet.segments) {
+                if (segment.step == kNoStep) continue;
+                const std::size_t first = tasklet.index * tasklet_numel_ + segment.offset;
+                for (std::size_t i = first; i < first + segment.numel; ++i) {
+                    update_element(kSteps[segment.step], gradients_[i], expected_.arrays[0][i], expected_.arrays[1][i],
+                                   expected_.arrays[2][i]);
+                }
+            }
+        }
+    }
+
+    void check_state() {
+        State found;
+        for (auto& array : found.arrays) array.assign(numel_, -1);
+        require(!work(whole(Operation::kRead, found)), "the state cannot be read", seed_);
+        require(found == expected_, "the state differs", seed_);
+    }
+
+    // Closing or destroying a pipeline with work in flight and somebody waiting.
+    void abandon() {
+        const Batch batch = update_batch();
+        inject(100);
+        pipeline_->submit(batch);
+        std::atomic<bool> returned{false};
+        std::thread waiter([&] {
+            try {
+                (void)pipeline_->wait(0, std::nullopt);
+            } catch (const std::invalid_argument&) {
+                // It was closed before the wait began.
+            }
+            returned = true;
+        });
+        if (random_.coin()) std::this_thread::sleep_for(std::chrono::microseconds(random_.upto(200)));
+        pipeline_->close();
+        waiter.join();
+        require(returned, "a waiter was forgotten", seed_);
+        auto other = make_pipeline();
+        other->submit(batch);
+    }
+
+    const std::uint64_t seed_;
+    Random random_;
+    std::size_t numel_;
+    std::size_t num_tasklets_ = 0;
+    std::size_t tasklet_numel_ = 0;
+    bool master_in_parameter_ = false;
+    bool failing_ = false;
+    std::uint64_t generation_ = 0;
+    std::vector<std::size_t> slot_;
+    State expected_;
+    std::vector<float> parameters_;
+    std::vector<float> gradients_;
+    std::vector<StateFile> files_;
+    std::unique_ptr<Pipeline> pipeline_;
+};
+
+}  // namespace
+}  // namespace smart_infinity
+
+int main(int argc, char** argv) {
+    if (argc != 4) {
+        std::fprintf(stderr, "usage: stress FOLDER FIRST_SEED NUM_SEEDS\n");
+        return 2;
+    }
+    const std::uint64_t first = std::strtoull(argv[2], nullptr, 10);
+    const std::uint64_t num_seeds = std::strtoull(argv[3], nullptr, 10);
+    for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) smart_infinity::Scenario(argv[1], seed).run();
+    std::printf("%llu scenarios\n", static_cast<unsigned long long>(num_seeds));
+    return 0;
+}

@@ -1,0 +1,284 @@
+"""Memory, descriptors, threads and processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lightning_smartinfinity.native._core as core
+from lightning_smartinfinity.native import Failure, HostBuffer, Operation, StateFile
+from lightning_smartinfinity.native.testing import inject
+from tests.native.formula import adam_step
+from tests.native.stored import Run, StoredState
+from tests.native.test_pipeline import assert_same, initial, normals
+
+NUMEL = 20_000
+HUGE_PAGE = 2 << 20
+
+
+def smaps(address: int) -> dict[str, str]:
+    """What the kernel says about the mapping at an address."""
+    found: dict[str, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(part, 16) for part in first.split("-"))
+            inside = low <= address < high
+        elif inside:
+            found[first.rstrip(":")] = rest.strip()
+    return found
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, HUGE_PAGE - 1, HUGE_PAGE, HUGE_PAGE + 5, 5 * HUGE_PAGE])
+def test_host_buffer(nbytes: int) -> None:
+    """Page-aligned, at a huge page from that size on; zeros; all of it writable."""
+    buffer = HostBuffer(nbytes)
+    assert buffer.nbytes == nbytes
+    assert buffer.address % (HUGE_PAGE if nbytes >= HUGE_PAGE else 4096) == 0
+    view = buffer.memoryview()
+    assert (len(view), view.readonly) == (nbytes, False)
+    array = np.frombuffer(view, np.uint8)
+    assert array.ctypes.data == buffer.address
+    assert not array.any()
+    array[:] = 1
+    assert int(array.sum()) == nbytes
+
+
+def test_what_the_kernel_was_told() -> None:
+    """The mapping is not copied into children, and may have huge pages where the kernel has them."""
+    buffer = HostBuffer(3 * HUGE_PAGE)
+    flags = smaps(buffer.address)["VmFlags"].split()
+    assert "dc" in flags
+    assert ("hg" in flags) == Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+def test_memoryview_keeps_the_buffer() -> None:
+    """The memory lives as long as anybody looks at it, and not longer."""
+    buffer = HostBuffer(HUGE_PAGE)
+    address = buffer.address
+    array = np.frombuffer(buffer.memoryview(), np.float32)
+    del buffer
+    gc.collect()
+    array[:] = 3
+    assert array.sum() == 3 * array.size
+    assert smaps(address)
+    del array
+    gc.collect()
+    assert "dc" not in smaps(address).get("VmFlags", "").split()
+
+
+def test_state_file(tmp_path: Path) -> None:
+    """It opens an existing file, close-on-exec, and reports errors with errno and filename."""
+    path = tmp_path / "file"
+    with pytest.raises(FileNotFoundError) as error:
+        StateFile(str(path), direct=False)
+    assert (error.value.errno, error.value.filename) == (errno.ENOENT, str(path))
+    with pytest.raises(IsADirectoryError):
+        StateFile(str(tmp_path), direct=False)
+    path.touch()
+    file = StateFile(str(path), direct=False)
+    assert (file.path, file.direct) == (str(path), False)
+    flags = [descriptor_flags(number) for number in descriptors(path)]
+    assert len(flags) == 1 and flags[0] & os.O_CLOEXEC
+    file.sync()
+    file.close()
+    file.close()
+    assert descriptors(path) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        file.sync()
+
+
+def descriptors(path: Path) -> list[int]:
+    numbers = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if os.readlink(entry) == str(path):
+                numbers.append(int(entry.name))
+        except FileNotFoundError:
+            continue
+    return numbers
+
+
+def descriptor_flags(number: int) -> int:
+    lines = Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()
+    return next(int(line.split()[1], 8) for line in lines if line.startswith("flags"))
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def assert_threads_end(expected: int) -> None:
+    """A thread that has been joined leaves the kernel's list a moment later."""
+    for _ in range(10_000):
+        if num_threads() <= expected:
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"{num_threads()} threads are left, {expected} were there before")
+
+
+def start_slow_update(state: StoredState, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts an update that takes its time; returns the arrays it uses."""
+    gradient, parameter = normals(1, NUMEL), normals(2, NUMEL)
+    inject(state.pipeline, seed=seed, max_delay_us=3000)
+    state.start(Operation.UPDATE, [Run(0, NUMEL, 0, gradient, parameter=parameter)], [adam_step()])
+    return gradient, parameter
+
+
+def test_sync_after_close_of_the_file(tmp_path: Path) -> None:
+    """A pipeline keeps its files' descriptors open until it is closed, whatever happens to the StateFile."""
+    arrays = initial(NUMEL)
+    state = StoredState(tmp_path, NUMEL, 1024)
+    gc.collect()
+    (path,) = state.paths
+    assert len(descriptors(path)) == 1
+    state.write(*arrays)
+    assert_same(state.read(), arrays)
+    state.pipeline.close()
+    assert descriptors(path) == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
+    """It abandons the batch, wakes who waits with a failure, and leaves no thread behind; the old slot is intact."""
+    arrays = initial(NUMEL)
+    threads = num_threads()
+    with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 4, "compute_threads": 2}) as state:
+        state.write(*arrays)
+        memory = start_slow_update(state, seed=seed)
+        results: list[Failure | None] = []
+        entered = threading.Event()
+
+        def wait() -> None:
+            entered.set()
+            with contextlib.suppress(ValueError):  # it came too late: the pipeline is closed
+                results.append(state.pipeline.wait())
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        entered.wait()
+        state.pipeline.wait(0, 1)
+        state.pipeline.close()
+        state.pipeline.close()
+        waiter.join()
+        assert_threads_end(threads)
+        for failure in results:
+            assert failure is not None and (failure.kind, failure.errno) == ("io", errno.ECANCELED)
+        for method in (state.pipeline.wait, state.pipeline.drain):
+            with pytest.raises(ValueError, match="closed"):
+                method()
+        del memory
+        state.pipeline = state.open_pipeline()
+        assert_same(state.read(), arrays)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_destruction_with_work_in_flight(tmp_path: Path, seed: int) -> None:
+    """Dropping the last reference is as good as close()."""
+    threads = num_threads()
+    state = StoredState(tmp_path, NUMEL, 1024)
+    state.write(*initial(NUMEL))
+    memory = start_slow_update(state, seed=seed)
+    del state
+    gc.collect()
+    assert_threads_end(threads)
+    del memory
+
+
+def test_other_python_threads_run_during_a_wait(tmp_path: Path) -> None:
+    """drain() releases the interpreter lock."""
+    with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
+        state.write(*initial(NUMEL))
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1000)  # a thread runs only when another one lets go
+        try:
+            assert any(another_thread_ran(state, seed) for seed in range(12))
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def another_thread_ran(state: StoredState, seed: int) -> bool:
+    gate, ran = threading.Lock(), threading.Event()
+    gate.acquire()
+
+    def run() -> None:
+        with gate:
+            ran.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    memory = start_slow_update(state, seed=seed)
+    gate.release()
+    assert state.pipeline.drain() is None
+    result = ran.is_set()
+    thread.join()
+    del memory
+    return result
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_fork_with_work_in_flight(tmp_path: Path, seed: int) -> None:
+    """A child can neither use nor hang on the pipeline, and lacks the buffers; the parent does not notice."""
+    buffers = [HostBuffer(HUGE_PAGE)]
+    with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 3}) as state:
+        state.write(*initial(NUMEL))
+        memory = start_slow_update(state, seed=seed)
+        child = os.fork()
+        if child == 0:
+            os._exit(child_result(state, buffers))
+        assert state.pipeline.drain() is None
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        del memory
+
+
+def child_result(state: StoredState, buffers: list[HostBuffer]) -> int:
+    """0 if all is as it should be. It runs in a forked child, where an assertion would return into pytest."""
+    signal.alarm(60)  # a hanging child fails the test instead of stopping it
+    try:
+        if smaps(buffers[0].address):
+            return 2
+        for name in ("wait", "drain", "counters"):
+            try:
+                getattr(state.pipeline, name)()
+            except RuntimeError:
+                continue
+            return 3
+        state.pipeline.close()
+        if sys.getrefcount(state.pipeline) > 2:
+            return 4
+        del state.pipeline
+        buffers.clear()
+        return 0
+    except BaseException:
+        return 5
+
+
+def test_interpreter_exit_with_work_in_flight(tmp_path: Path) -> None:
+    """A script may end without closing anything."""
+    code = f"""
+    from pathlib import Path
+    from tests.native.stored import StoredState
+    from tests.native.test_lifetime import initial, start_slow_update
+    state = StoredState(Path({str(tmp_path)!r}), {NUMEL}, 1024)
+    state.write(*initial({NUMEL}))
+    memory = start_slow_update(state, seed=1)
+    state.itself = state
+    """
+    paths = [str(Path(core.__file__).parents[2]), str(Path(__file__).parents[2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (completed.returncode, completed.stderr) == (0, "")

@@ -1,0 +1,182 @@
+"""A batch is checked whole before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity.native import (
+    Batch,
+    DType,
+    HostBuffer,
+    Identity,
+    Operation,
+    Pipeline,
+    Segment,
+    StateFile,
+    Tasklet,
+)
+from tests.native.formula import adam_step
+from tests.native.stored import JOB, StoredState, extent_bytes
+
+NUMEL = 100
+MEMORY = np.zeros(NUMEL, np.float32)
+ADDRESS = MEMORY.ctypes.data
+
+
+def segment(**changes: Any) -> Segment:
+    values = {"offset": 0, "numel": NUMEL, "step": 0, "gradient": ADDRESS, "parameter": ADDRESS}
+    return Segment(**{**values, **changes})
+
+
+def tasklet(**changes: Any) -> Tasklet:
+    values = {
+        "index": 5,
+        "file": 0,
+        "numel": NUMEL,
+        "num_arrays": 3,
+        "extent_bytes": extent_bytes(NUMEL),
+        "read_offset": 0,
+        "read_generation": 0,
+        "write_offset": 4096,
+        "write_generation": 1,
+        "segments": [segment()],
+    }
+    return Tasklet(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"numel": 0}, "numel 0 is not in"),
+        ({"numel": 1 << 41}, "is not in"),
+        ({"num_arrays": 0}, "num_arrays 0 is not in"),
+        ({"num_arrays": 9}, "num_arrays 9 is not in"),
+        ({"num_arrays": 2, "extent_bytes": extent_bytes(NUMEL, 2)}, "UPDATE needs 3 arrays"),
+        ({"extent_bytes": extent_bytes(NUMEL) + 4096}, "extent_bytes is 20480, its arrays take 16384"),
+        ({"numel": 10_000, "extent_bytes": extent_bytes(10_000)}, "does not fit a buffer of 16384"),
+        ({"file": 1}, "there is no file 1"),
+        ({"read_offset": 512}, "read_offset 512"),
+        ({"write_offset": 4095}, "write_offset 4095"),
+        ({"write_offset": 1 << 63}, "write_offset"),
+        ({"segments": [segment(offset=1)]}, "leaves its 100 elements"),
+        ({"segments": [segment(offset=(1 << 64) - 1, numel=2)]}, "leaves its 100 elements"),
+        ({"segments": [segment(numel=51), segment(offset=50, numel=50)]}, "must not overlap"),
+        ({"segments": [segment(offset=50, numel=50), segment(numel=50)]}, "ascending order"),
+        ({"segments": [segment(step=1)]}, "there is no step 1"),
+        ({"segments": [segment(step=-2)]}, "there is no step -2"),
+        ({"segments": [segment(gradient=0)]}, "no gradient address"),
+        ({"segments": [segment(gradient=ADDRESS + 2)]}, "gradient address is misaligned"),
+        ({"segments": [segment(gradient=ADDRESS + 1, gradient_dtype=DType.FLOAT16)]}, "gradient address"),
+        ({"segments": [segment(parameter=ADDRESS + 2)]}, "parameter address is misaligned"),
+        ({"segments": [segment(arrays=(0, ADDRESS + 2))]}, "array address is misaligned"),
+        ({"segments": [segment(arrays=(0, 0, 0, 0))]}, "more arrays than the tasklet"),
+        ({"master_in_parameter": True, "segments": [segment(parameter=0)]}, "fp32 parameter address"),
+        (
+            {"master_in_parameter": True, "segments": [segment(parameter_dtype=DType.BFLOAT16)]},
+            "fp32 parameter address",
+        ),
+        ({"master_in_parameter": True, "segments": [segment(numel=99)]}, "cover the whole tasklet"),
+    ],
+)
+def test_bad_tasklet(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    """ValueError names the tasklet and the value; nothing was started, and a good batch is still taken."""
+    with StoredState(tmp_path, NUMEL) as state:
+        good = tasklet(index=0)
+        with pytest.raises(ValueError, match=f"tasklet 5.*{problem}"):
+            state.pipeline.submit(Batch(Operation.UPDATE, [good, tasklet(**changes)], [adam_step()]))
+        counters = state.pipeline.counters()
+        assert (counters.read_calls, counters.write_calls) == (0, 0)
+        state.write(None, None, None)
+
+
+@pytest.mark.parametrize("operation", [Operation.READ, Operation.WRITE, Operation.MODIFY])
+def test_master_in_parameter_is_for_updates(tmp_path: Path, operation: Operation) -> None:
+    """Other operations refuse it."""
+    with (
+        StoredState(tmp_path, NUMEL) as state,
+        pytest.raises(ValueError, match="UPDATE only"),
+    ):
+        state.pipeline.submit(Batch(operation, [tasklet(master_in_parameter=True)]))
+
+
+def test_offsets_that_are_not_used(tmp_path: Path) -> None:
+    """A read has no write offset to check, a write no read offset."""
+    with StoredState(tmp_path, NUMEL) as state:
+        state.pipeline.submit(Batch(Operation.WRITE, [tasklet(read_offset=1, write_offset=0, segments=[])]))
+        assert state.pipeline.drain() is None
+        state.pipeline.submit(Batch(Operation.READ, [tasklet(read_generation=1, write_offset=1, segments=[])]))
+        assert state.pipeline.drain() is None
+
+
+def test_wait_for_tasklets_that_do_not_exist(tmp_path: Path) -> None:
+    """ValueError, and the batch goes on."""
+    with StoredState(tmp_path, NUMEL) as state:
+        state.pipeline.submit(Batch(Operation.WRITE, [tasklet(write_offset=0, segments=[])]))
+        for first, last in [(0, 2), (2, None), (1, 0)]:
+            with pytest.raises(ValueError, match="wait"):
+                state.pipeline.wait(first, last)
+        assert state.pipeline.wait(1, 1) is None
+        assert state.pipeline.drain() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"files": []}, "at least one file"),
+        ({"num_buffers": 0}, "num_buffers"),
+        ({"buffer_bytes": 0}, "buffer_bytes"),
+        ({"buffer_bytes": 4096}, "buffer_bytes"),
+        ({"buffer_bytes": 10_000}, "buffer_bytes"),
+        ({"io_threads": 0}, "io_threads"),
+        ({"compute_threads": 0}, "compute_threads"),
+    ],
+)
+def test_bad_pipeline(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    """ValueError names the argument."""
+    path = tmp_path / "file"
+    path.touch()
+    values = {
+        "files": [StateFile(str(path), direct=False)],
+        "identity": Identity(job=JOB, rank=0, state_format=0),
+        "num_buffers": 1,
+        "buffer_bytes": 8192,
+    }
+    with pytest.raises(ValueError, match=problem):
+        Pipeline(**{**values, **changes})
+
+
+def test_ring_that_cannot_be_mapped(tmp_path: Path) -> None:
+    """OSError, not a killed process."""
+    path = tmp_path / "file"
+    path.touch()
+    files = [StateFile(str(path), direct=False)]
+    identity = Identity(job=JOB, rank=0, state_format=0)
+    with pytest.raises(OSError, match="mmap"):
+        Pipeline(files=files, identity=identity, num_buffers=4096, buffer_bytes=1 << 40)
+
+
+def test_bad_values() -> None:
+    """Job ids have 16 bytes, buffers some, segments at most eight arrays."""
+    with pytest.raises(ValueError, match="15 bytes"):
+        Identity(job=bytes(15), rank=0, state_format=0)
+    with pytest.raises(ValueError, match="0 bytes"):
+        HostBuffer(0)
+    with pytest.raises(ValueError, match="8 arrays"):
+        Segment(offset=0, numel=1, arrays=(0,) * 9)
+
+
+def test_values_can_be_read_back() -> None:
+    """Tests and simulations of a plan look at what it contains."""
+    one = tasklet(master_in_parameter=True, segments=[segment(arrays=(4, 0, 8))])
+    assert (one.index, one.numel, one.write_offset, one.master_in_parameter) == (5, NUMEL, 4096, True)
+    (found,) = one.segments
+    assert (found.step, found.gradient, found.parameter_dtype) == (0, ADDRESS, DType.FLOAT32)
+    assert found.arrays == (4, 0, 8)
+    batch = Batch(Operation.MODIFY, [one], [adam_step(eps=0.5)])
+    assert (batch.operation, len(batch.tasklets), batch.steps[0].eps) == (Operation.MODIFY, 1, 0.5)
+    identity = Identity(job=JOB, rank=7, state_format=2)
+    assert (identity.job, identity.rank, identity.state_format) == (JOB, 7, 2)

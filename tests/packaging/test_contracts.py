@@ -1,0 +1,69 @@
+"""The layer contracts have teeth: each planted violation breaks the contract that forbids it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+VIOLATIONS = {
+    "store/_planted.py": ("import torch", "native and store know no torch"),
+    "native/_planted.py": ("import torch", "native and store know no torch"),
+    "transfer/_planted.py": ("import deepspeed.runtime", "Only zero3 imports deepspeed"),
+    "_planted.py": ("", "Imports go one way"),  # a new room that found no place in the layers
+    "devices/_planted.py": ("import lightning_smartinfinity.transfer", "Imports go one way"),
+    "config.py": ("import lightning_smartinfinity.store", "Imports go one way"),
+    "zero3/_planted.py": ("import lightning.pytorch", "Only strategy, precision and callbacks import lightning"),
+    "callbacks.py": ("import pytorch_lightning", "Only the lightning namespace"),
+    "transfer/layout.py": ("import os", "The layout is pure arithmetic"),
+    "_autoload.py": ("import lightning_smartinfinity.config", "Discovery imports nothing of the package"),
+}
+
+
+@pytest.fixture
+def copy_of_package(tmp_path: Path) -> Path:
+    shutil.copytree(
+        ROOT / "lightning_smartinfinity",
+        tmp_path / "lightning_smartinfinity",
+        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+    )
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+# An editable installation finds the package before the folder that the linter is told to look in.
+LINT = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__name__.startswith("ScikitBuild")]
+sys.path.insert(0, "")
+from importlinter.cli import lint_imports_command
+lint_imports_command(["--no-cache", "--no-logo"])
+"""
+
+
+def broken_contracts(folder: Path) -> list[str]:
+    """Names of the contracts that import-linter finds broken in a copy of the package."""
+    completed = subprocess.run([sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True)
+    lines = completed.stdout.splitlines()
+    broken = [line.split(" BROKEN")[0] for line in lines if " BROKEN" in line]
+    assert bool(broken) == bool(completed.returncode), completed.stdout + completed.stderr
+    return broken
+
+
+def test_package_keeps_all_contracts(copy_of_package: Path) -> None:
+    """The package as it is breaks none."""
+    assert broken_contracts(copy_of_package) == []
+
+
+@pytest.mark.parametrize("file", VIOLATIONS)
+def test_violation_is_found(file: str, copy_of_package: Path) -> None:
+    """One forbidden import breaks the contract that names it."""
+    line, contract = VIOLATIONS[file]
+    with (copy_of_package / "lightning_smartinfinity" / file).open("a") as source:
+        source.write(f"\n{line}\n")
+    assert contract in broken_contracts(copy_of_package)

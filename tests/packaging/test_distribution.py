@@ -1,0 +1,106 @@
+"""The source distribution and the wheel built from it: what they hold, and that they need no torch."""
+
+from __future__ import annotations
+
+import configparser
+import email
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "lightning_smartinfinity"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution of this checkout and the wheel built from that."""
+    folder = tmp_path_factory.mktemp("dist")
+    completed = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT], capture_output=True, text=True
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(next(distributions.glob("*.whl")))
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_bytes(wheel.read(name))
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    """Every module, the types and one extension; no sources of the core, no tests."""
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    python = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).rglob("*.py*") if path.suffix in (".py", ".pyi")}
+    extensions = {name for name in names if name.endswith(".so")}
+    assert names - extensions == python | {f"{PACKAGE}/py.typed"}
+    assert len(extensions) == 1
+    assert extensions.pop().startswith(f"{PACKAGE}/native/_core.")
+
+
+def test_source_distribution_holds_what_a_build_and_the_tests_need(distributions: Path) -> None:
+    """The sources of the core, documents and tests are there; no environment, no build, no binary."""
+    with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    core = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE / "native" / "src").iterdir()}
+    needed = {"CMakeLists.txt", "LICENSE", "Makefile", "README.md", "pyproject.toml", "tests/conftest.py", *core}
+    assert needed <= names
+    assert not {name for name in names if name.startswith((".venv", "build/", ".git/")) or name.endswith(".so")}
+
+
+def test_entry_point_is_the_one_torch_loads(wheel: zipfile.ZipFile) -> None:
+    """The group and the function by which discovery works."""
+    name = next(name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    entry_points = configparser.ConfigParser()
+    entry_points.read_string(wheel.read(name).decode())
+    assert dict(entry_points["torch.backends"]) == {"smart_infinity": f"{PACKAGE}._autoload:install"}
+
+
+def test_requirements(metadata: Message) -> None:
+    """What users get with the package, and nothing that only developers need."""
+    always = {line.replace(" ", "") for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
+    names = {re.split(r"[<>=!\[;]", requirement)[0] for requirement in always}
+    assert names == {"torch", "lightning", "deepspeed", "torchmetrics", "numpy", "typing-extensions"}
+    assert always >= {"torch>=2.6", "lightning>=2.6"}
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_build_needs_no_torch() -> None:
+    """The core knows no torch, so that a wheel fits every torch and builds without one."""
+    requires = re.search(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert requires is not None
+    assert re.findall(r'"([\w-]+)', requires[1]) == ["scikit-build-core", "nanobind"]
+
+
+def test_installed_core_runs_alone(distributions: Path, tmp_path: Path) -> None:
+    """The wheel's extension loads and computes without torch, or any other installed package."""
+    wheel = next(distributions.glob("*.whl"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path, wheel]
+    subprocess.run(pip, check=True)
+    code = f"""if True:
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from lightning_smartinfinity import native
+        data = native.HostBuffer(4096)
+        data.memoryview()[:9] = b"123456789"
+        print(native.__file__, hex(native.crc32c(data.address, 9)))
+    """
+    # -S: no site-packages at all.
+    completed = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    file, checksum = completed.stdout.split()
+    assert Path(file).is_relative_to(tmp_path)
+    assert checksum == "0xe3069283"  # CRC-32C of "123456789" (RFC 3720)

@@ -1,0 +1,27 @@
+"""Documents that point somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = (".", "docs", "benchmarks", "hls", "examples")
+DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_within_the_project_lead_to_files(document: Path) -> None:
+    """No relative link is broken."""
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text())
+    relative = [link for link in links if "://" not in link]
+    assert [link for link in relative if not (document.parent / link).exists()] == []
+
+
+def test_make_targets_named_in_documents_exist() -> None:
+    """Every ``make something`` that a reader is told to run is a target."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= targets

@@ -1,0 +1,84 @@
+"""What ``import lightning_smartinfinity`` offers."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_smartinfinity
+from lightning_smartinfinity import errors
+from tests.helpers.fresh_python import fresh_python
+
+PUBLIC = {
+    "SmartInfinityPrecision",
+    "SmartInfinityStrategy",
+    "StorageTrafficMonitor",
+    "TransferConfig",
+    "__version__",
+    *errors.__all__,
+}
+
+
+def test_all_is_sorted_and_complete() -> None:
+    """Every public name is listed once, in order, and can be loaded."""
+    assert lightning_smartinfinity.__all__ == sorted(PUBLIC)
+    for name in lightning_smartinfinity.__all__:
+        assert getattr(lightning_smartinfinity, name) is not None
+
+
+def test_dir_lists_names_that_are_not_loaded_yet() -> None:
+    """Completion in a shell offers the lazy names."""
+    assert set(dir(lightning_smartinfinity)) >= PUBLIC
+
+
+def test_type_checkers_see_every_lazy_name() -> None:
+    """What is loaded on first use is also imported under TYPE_CHECKING, from the same module."""
+    seen = {
+        alias.name: statement.module
+        for block in ast.walk(ast.parse(inspect.getsource(lightning_smartinfinity)))
+        if isinstance(block, ast.If)
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert seen == {name: f"lightning_smartinfinity.{home}" for name, home in lightning_smartinfinity._HOMES.items()}
+
+
+def test_unknown_name() -> None:
+    """A misspelt name raises what every module raises."""
+    with pytest.raises(AttributeError, match=r"'lightning_smartinfinity' has no attribute 'SmartInfinity'"):
+        lightning_smartinfinity.SmartInfinity  # noqa: B018
+
+
+def test_import_loads_nothing_but_the_standard_library(tmp_path: Path) -> None:
+    """The package costs nothing until one of its names is used."""
+    code = """
+    import sys
+    before = set(sys.modules)
+    import lightning_smartinfinity
+    print(sorted(set(sys.modules) - before))
+    """
+    added = ast.literal_eval(fresh_python(code, cwd=tmp_path))
+    assert {name for name in added if name.startswith("lightning_smartinfinity")} == {
+        "lightning_smartinfinity",
+        "lightning_smartinfinity._autoload",
+    }
+    assert not {"torch", "lightning", "numpy", "deepspeed"} & set(added)
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    """One place holds the version."""
+    assert importlib.metadata.version("lightning-smartinfinity") == lightning_smartinfinity.__version__
+
+
+def test_changelog_says_what_is_released_and_when() -> None:
+    """Changes that are in no release come first, and every release has its date."""
+    changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
+    unreleased, *releases = re.findall(r"^## .*$", changelog, re.MULTILINE)
+    assert unreleased == "## [Unreleased]"
+    assert [title for title in releases if not re.fullmatch(r"## \[\d+\.\d+\.\d+] - \d{4}-\d\d-\d\d", title)] == []

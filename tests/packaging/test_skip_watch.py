@@ -1,0 +1,79 @@
+"""In CI a test that does not run is a failure, unless the machine cannot run it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+PASSES = "def test_passes(): pass"
+SKIPS = "import pytest\n@pytest.mark.skip(reason='did not feel like it')\ndef test_skipped(): pass"
+SKIPS_WHILE_RUNNING = "import pytest\ndef test_skipped(): pytest.skip('did not feel like it')"
+SKIPS_A_MODULE = "import pytest\npytest.importorskip('no_such_module_anywhere')\ndef test_skipped(): pass"
+LACKS_CUDA = """
+import pytest
+from tests.helpers.runif import RunIf
+@RunIf(cuda_devices=1000)
+def test_on_many_devices(): pass
+def test_passes(): pass
+"""
+EXPECTED_FAILURE = "import pytest\n@pytest.mark.xfail\ndef test_known_bug(): assert False"
+
+
+def run(folder: Path, source: str, *, ci: str) -> tuple[int, str]:
+    """Runs pytest with this project's conftest on one test file: its exit status and what it printed."""
+    shutil.copytree(TESTS / "helpers", folder / "tests" / "helpers", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(TESTS / "conftest.py", folder / "tests")
+    (folder / "tests" / "test_it.py").write_text(source)
+    (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\naddopts = -ra --import-mode=importlib\n")
+    completed = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+        cwd=folder,
+        env={**os.environ, "CI": ci},
+        capture_output=True,
+        text=True,
+    )
+    return completed.returncode, completed.stdout
+
+
+@pytest.mark.parametrize(
+    "source",
+    [SKIPS, SKIPS_WHILE_RUNNING, f"{PASSES}\n{SKIPS}", SKIPS_A_MODULE],
+    ids=["marked", "while running", "beside a passing one", "whole module"],
+)
+def test_skip_without_a_good_reason_fails_in_ci(source: str, tmp_path: Path) -> None:
+    """However the test was skipped, the session fails and says which test and why."""
+    status, output = run(tmp_path, source, ci="true")
+    assert status != 0
+    assert "should have run here" in output
+    assert "test_it.py" in output
+
+
+def test_skip_for_want_of_a_device_passes_in_ci(tmp_path: Path) -> None:
+    """No CUDA device is a good reason; it is printed."""
+    status, output = run(tmp_path, LACKS_CUDA, ci="true")
+    assert status == 0
+    assert "no CUDA device" in output
+
+
+def test_skip_outside_ci_only_prints(tmp_path: Path) -> None:
+    """A developer may skip; the reason is printed."""
+    status, output = run(tmp_path, SKIPS, ci="")
+    assert status == 0
+    assert "did not feel like it" in output
+
+
+def test_expected_failure_is_no_skip(tmp_path: Path) -> None:
+    """An xfail did run."""
+    assert run(tmp_path, EXPECTED_FAILURE, ci="true")[0] == 0
+
+
+def test_no_tests_at_all_fail(tmp_path: Path) -> None:
+    """A session that collects nothing has checked nothing."""
+    assert run(tmp_path, "", ci="true")[0] == 5

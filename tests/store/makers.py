@@ -1,0 +1,98 @@
+"""Small stores for the store's tests; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.store import ExtentMap, StateStore, StoreDescription
+
+NUMEL = 5_000
+
+
+def extents(num_devices: int = 1, *, num_slots: int = 2, numel: int = NUMEL) -> ExtentMap:
+    return ExtentMap(numel=numel, tasklet_numel=1024, num_arrays=3, num_devices=num_devices, num_slots=num_slots)
+
+
+def description(num_parameters: int = 2) -> StoreDescription:
+    return StoreDescription(
+        optimizer="AdamW",
+        arrays=("master", "exp_avg", "exp_avg_sq"),
+        parameters=tuple({"name": f"p{index}", "numel": 10} for index in range(num_parameters)),
+        groups=({"lr": 0.1},),
+    )
+
+
+def create(folders: Sequence[Path], *, rank: int = 0, **config: Any) -> StateStore:
+    settings = TransferConfig(**config)
+    return StateStore.create(
+        folders,
+        config=settings,
+        extents=extents(len(folders), num_slots=settings.num_slots),
+        description=description(),
+        rank=rank,
+        world_size=2,
+    )
+
+
+@contextmanager
+def created(folders: Sequence[Path], **config: Any) -> Iterator[StateStore]:
+    store = create(folders, **config)
+    try:
+        yield store
+    finally:
+        store.close(remove=True)
+
+
+def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[int] | None = None) -> NDArray[np.uint8]:
+    """Write extents of zeros as a generation into the slot ``generation % 2``; returns the slots to commit."""
+    chosen = range(store.extents.num_tasklets) if tasklets is None else tasklets
+    slot = generation % store.extents.num_slots
+    batch = native.Batch(
+        native.Operation.WRITE,
+        [
+            native.Tasklet(
+                index=index,
+                file=store.extents.extents[index].device,
+                numel=store.extents.extents[index].numel,
+                num_arrays=store.extents.num_arrays,
+                extent_bytes=store.extents.extents[index].nbytes,
+                read_offset=0,
+                read_generation=0,
+                write_offset=store.extents.slot_offset(index, slot),
+                write_generation=generation,
+                segments=[],
+            )
+            for index in chosen
+        ],
+    )
+    pipeline = native.Pipeline(
+        files=list(store.files), identity=store.identity, num_buffers=2, buffer_bytes=4 * 4096, io_threads=1
+    )
+    pipeline.submit(batch)
+    assert pipeline.drain() is None
+    pipeline.close()
+    return np.full(store.extents.num_tasklets, slot, np.uint8)
+
+
+def commit_generation(store: StateStore, generation: int) -> None:
+    """Write and commit a whole generation; step counts are its number."""
+    slots = write_generation(store, generation)
+    store.commit(
+        generation=generation,
+        slots=slots,
+        tasklet_generations=np.full(len(slots), generation, np.int64),
+        steps=np.full(len(store.steps), generation, np.int64),
+    )
+
+
+def tree(folder: Path) -> set[str]:
+    """Everything below a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}

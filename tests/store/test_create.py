@@ -1,0 +1,381 @@
+"""Creating and removing a store: what is left behind, and what stands in the way."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.errors import (
+    ConfigError,
+    StorageCorruptError,
+    StorageError,
+    StorageFullError,
+    StorageLockedError,
+)
+from lightning_smartinfinity.store import ExtentMap, StateStore
+from lightning_smartinfinity.store.lock import FolderLock, is_locked
+from tests.store.makers import commit_generation, create, created, description, tree
+
+RANK_FILES = {"lock", "manifest.json", "state.bin"}
+
+
+def test_folders_and_files(tmp_path: Path) -> None:
+    """One state file per storage folder, fully allocated; the commit record in the first; private to the user."""
+    folders = [tmp_path / "a" / "deep", tmp_path / "b"]
+    with created(folders, rank=3, job="mine") as store:
+        first, second = (folder / "mine" / "rank-00003" for folder in folders)
+        assert tree(first) == RANK_FILES | {"commit.bin"}
+        assert tree(second) == RANK_FILES
+        for device, folder in enumerate((first, second)):
+            status = (folder / "state.bin").stat()
+            assert status.st_size == store.extents.file_bytes(device)
+            assert status.st_blocks * 512 >= status.st_size
+            assert status.st_mode & 0o777 == 0o600
+        assert store.generation == -1
+    assert tree(tmp_path) == {"a", "a/deep", "b"}
+
+
+def test_manifest_is_readable(tmp_path: Path) -> None:
+    """The manifest says in JSON what the store holds, in every folder."""
+    with created([tmp_path / "a", tmp_path / "b"], durability="power") as store:
+        for device, name in enumerate("ab"):
+            manifest = json.loads((tmp_path / name / "default" / "rank-00000" / "manifest.json").read_text())
+            assert manifest["version"] == 1
+            assert manifest["device"] == device
+            assert manifest["folders"] == [str(tmp_path / "a"), str(tmp_path / "b")]
+            assert manifest["layout"]["numel"] == store.extents.numel
+            assert manifest["durability"] == "power"
+            assert [parameter["name"] for parameter in manifest["parameters"]] == ["p0", "p1"]
+            assert manifest["groups"] == [{"lr": 0.1}]
+
+
+def test_one_slot_takes_half_the_space(tmp_path: Path) -> None:
+    """Durability none has one slot only."""
+    sizes = []
+    for durability in ("none", "step"):
+        with created([tmp_path], durability=durability) as store:
+            sizes.append(Path(store.files[0].path).stat().st_size)
+    assert 2 * sizes[0] == sizes[1]
+
+
+def test_ranks_and_jobs_share_a_folder(tmp_path: Path) -> None:
+    """Each has a folder of its own; the job's folder goes with its last rank."""
+    stores = [create([tmp_path], rank=rank, job=job) for rank in range(2) for job in ("one", "two")]
+    assert len({store.files[0].path for store in stores}) == 4
+    for store in stores[:3]:
+        store.close(remove=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"two"}
+    stores[3].close(remove=True)
+    assert tree(tmp_path) == set()
+
+
+def test_strangers_files_are_left_alone(tmp_path: Path) -> None:
+    """Removing a store removes what it made, and no folder that holds anything else."""
+    store = create([tmp_path])
+    mine = tmp_path / "default" / "notes.txt"
+    mine.write_text("mine")
+    store.close(remove=True)
+    assert tree(tmp_path) == {"default", "default/notes.txt"}
+
+
+def test_close_keeps_or_removes(tmp_path: Path) -> None:
+    """Closing is idempotent; a store that is kept can be recovered."""
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    store.close(remove=False)
+    store.close(remove=True)  # closed already: nothing is removed behind anybody's back
+    StateStore.recover([tmp_path]).close(remove=True)
+    assert tree(tmp_path) == set()
+
+
+def test_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
+    """Its lock is free and nobody asked to keep it: a new store takes its place silently."""
+    create([tmp_path]).close(remove=False)
+    with created([tmp_path]) as store:
+        assert store.generation == -1
+
+
+def test_leftover_of_a_creation_that_was_killed(tmp_path: Path) -> None:
+    """A state file without a manifest is replaced too."""
+    folder = tmp_path / "default" / "rank-00000"
+    folder.mkdir(parents=True)
+    (folder / "state.bin").write_bytes(b"half")
+    (folder / "lock").touch()
+    with created([tmp_path]):
+        pass
+    assert tree(tmp_path) == set()
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_kept_store_is_refused(tmp_path: Path, device: int) -> None:
+    """A store that asked to be kept stays as it is, whichever of its folders is named again."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store = create(folders, keep=True)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    before = tree(tmp_path)
+    with pytest.raises(StorageError, match="asked to keep it") as caught:
+        create([tmp_path / "new", folders[device]])
+    assert "Remove that folder" in caught.value.remedy
+    assert tree(tmp_path) == before
+    assert StateStore.recover(folders).generation == 0
+
+
+def test_locked_by_another_process(tmp_path: Path) -> None:
+    """The error names the process that holds the folder; its store is untouched."""
+    create([tmp_path]).close(remove=False)
+    before = tree(tmp_path)
+    with locked_by_another_process(tmp_path / "default" / "rank-00000" / "lock") as holder:
+        for attempt in (lambda: create([tmp_path]), lambda: StateStore.recover([tmp_path])):
+            with pytest.raises(StorageLockedError, match=f"process {holder}") as caught:
+                attempt()
+            assert "TransferConfig(job=...)" in caught.value.remedy
+        assert is_locked(tmp_path / "default" / "rank-00000")
+        assert tree(tmp_path) == before
+    create([tmp_path]).close(remove=True)
+
+
+def test_locked_by_this_process(tmp_path: Path) -> None:
+    """Two stores of one process cannot share a folder either, in any of their folders."""
+    with created([tmp_path / "a", tmp_path / "b"]):
+        with pytest.raises(StorageLockedError, match=f"process {os.getpid()}"):
+            create([tmp_path / "c", tmp_path / "b"])
+        assert tree(tmp_path / "c") == set() or not (tmp_path / "c").exists()
+
+
+def test_store_that_nobody_closed_releases_its_lock(tmp_path: Path) -> None:
+    """A store that is garbage is a leftover, not a lock until the process ends."""
+    store = create([tmp_path])
+    del store
+    with created([tmp_path]):
+        pass
+
+
+def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """A DataLoader worker that outlives a killed trainer does not keep the folder locked."""
+    lock = FolderLock(tmp_path)
+    parent, child = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        parent.close()
+        child.send(b"x")
+        child.recv(1)  # lives until the parent is done
+        os._exit(0)
+    child.close()
+    try:
+        parent.recv(1)
+        assert is_locked(tmp_path)
+        lock.forget()
+        assert not is_locked(tmp_path)
+    finally:
+        parent.close()
+        os.waitpid(pid, 0)
+
+
+def test_lock_whose_file_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the holder removes its lock file just before it is locked, the file that is at the path counts."""
+    real, calls = fcntl.flock, []
+
+    def remove_first(descriptor: int, operation: int) -> None:
+        calls.append(operation)
+        if len(calls) == 1:
+            (tmp_path / "lock").unlink()
+        real(descriptor, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", remove_first)
+        lock = FolderLock(tmp_path)
+    assert is_locked(tmp_path)
+    lock.release(remove=True)
+    assert tree(tmp_path) == set()
+
+
+def test_same_folder_twice(tmp_path: Path) -> None:
+    """One folder under two names is a mistake, not a lock conflict."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="one folder twice"):
+        create([tmp_path, tmp_path / "link"])
+    assert tree(tmp_path) == {"link"}
+
+
+def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    """A file anywhere on the way is named with what to do about it."""
+    (tmp_path / "file").touch()
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "default").touch()
+    (tmp_path / "rank" / "default").mkdir(parents=True)
+    (tmp_path / "rank" / "default" / "rank-00000").touch()
+    before = tree(tmp_path)
+    for storage in ("file", "file/below", "job", "rank"):
+        with pytest.raises(StorageError, match="Creating the folder") as caught:
+            create([tmp_path / "made", tmp_path / storage])
+        assert "remove it, or choose another storage folder" in caught.value.remedy
+        assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("storage", ["/proc/nowhere", "/sys/kernel/nowhere", "/dev/null/nowhere"])
+def test_folder_that_cannot_be_made(storage: str) -> None:
+    """Where nobody may create folders, not even root, the error says so."""
+    with pytest.raises(StorageError, match="Creating the folder") as caught:
+        create([Path(storage)])
+    assert "choose another storage folder" in caught.value.remedy
+
+
+def test_file_that_cannot_be_made(tmp_path: Path) -> None:
+    """A folder where the state file should be is an error too, and stays."""
+    folder = tmp_path / "default" / "rank-00000" / "state.bin"
+    folder.mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"leftover of an earlier job") as caught:
+        create([tmp_path])
+    assert caught.value.remedy
+    assert folder.is_dir()
+
+
+def test_name_too_long(tmp_path: Path) -> None:
+    """A job name that the file system refuses is named as such."""
+    with pytest.raises(StorageError, match="File name too long") as caught:
+        create([tmp_path], job="j" * 300)
+    assert "shorter" in caught.value.remedy
+
+
+def test_too_little_space(tmp_path: Path) -> None:
+    """What does not fit is refused before anything is allocated."""
+    huge = ExtentMap(numel=1 << 50, tasklet_numel=1 << 45, num_arrays=3, num_devices=1, num_slots=2)
+    with pytest.raises(StorageFullError, match=r"needs .* GiB in '.*where .* GiB are free"):
+        StateStore.create([tmp_path / "new"], config=TransferConfig(), extents=huge, description=description())
+    assert tree(tmp_path) == set()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_allocation_that_fails_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """When the second folder's disk refuses, the first one's files are gone as well."""
+    real, calls = os.posix_fallocate, []
+
+    def fail_second(descriptor: int, offset: int, length: int) -> None:
+        calls.append(length)
+        real(descriptor, offset, length // len(calls))
+        if len(calls) == 2:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail_second)
+    kind = StorageFullError if number == errno.ENOSPC else StorageError
+    with pytest.raises(kind, match=r"Allocating \d+ bytes for .*b/default/rank-00000/state\.bin") as caught:
+        create([tmp_path / "a", tmp_path / "b"])
+    assert type(caught.value) is kind
+    assert tree(tmp_path) == set()
+
+
+def test_file_size_limit(tmp_path: Path) -> None:
+    """The kernel's own refusal (a file size limit) leaves nothing behind and names the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
+    try:
+        with pytest.raises(StorageError, match="File too large") as caught:
+            create([tmp_path])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "ulimit -f" in caught.value.remedy
+    assert tree(tmp_path) == set()
+
+
+def test_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure at the very last file still removes everything, the temporary file included."""
+
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(StorageError, match=r"manifest\.json.*Read-only file system") as caught:
+        create([tmp_path / "new"])
+    assert "remount" in caught.value.remedy
+    assert tree(tmp_path) == set()
+
+
+def test_folder_of_something_else(tmp_path: Path) -> None:
+    """A manifest that is not ours is nobody's leftover: it is refused, not deleted."""
+    folder = tmp_path / "default" / "rank-00000"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"name": "somebody else\'s"}')
+    with pytest.raises(StorageCorruptError, match="not a readable manifest"):
+        create([tmp_path])
+    assert (folder / "manifest.json").exists()
+
+
+@contextmanager
+def locked_by_another_process(path: Path) -> Iterator[int]:
+    code = (
+        "import fcntl, os, sys\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "file.write(f'{os.getpid()}\\n')\n"
+        "file.flush()\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+        process.stdin.close()
+
+
+def test_ranks_come_and_go(tmp_path: Path) -> None:
+    """A rank that removes the job's folder, empty for a moment, never trips another one that is making its own."""
+
+    def come_and_go(rank: int) -> None:
+        for _ in range(60):
+            create([tmp_path], rank=rank).close(remove=True)
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(come_and_go, rank) for rank in range(3)]:
+            done.result()
+    assert tree(tmp_path) == set()
+
+
+def test_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store goes on in its folder when the process changes its working directory."""
+    monkeypatch.chdir(tmp_path)
+    with created([Path("relative")]) as store:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        commit_generation(store, 0)
+        assert store.generation == 0
+    assert tree(tmp_path) == {"relative", "elsewhere"}
+
+
+def test_interrupted_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the record is written leaves the generation before, in memory and on storage."""
+    real = os.pwrite
+
+    def interrupt_once(descriptor: int, content: bytes, offset: int) -> int:
+        monkeypatch.setattr(os, "pwrite", real)
+        real(descriptor, content, offset)
+        raise KeyboardInterrupt
+
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    monkeypatch.setattr(os, "pwrite", interrupt_once)
+    with pytest.raises(KeyboardInterrupt):
+        commit_generation(store, 1)
+    assert store.generation == 0
+    store.close(remove=False)
+    store = StateStore.recover([tmp_path])
+    assert store.generation == 0
+    commit_generation(store, 1)
+    assert store.generation == 1
+    store.close(remove=True)

@@ -1,0 +1,219 @@
+"""Which generation is found again, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.store.record import (
+    CommitRecord,
+    decode_record,
+    encode_record,
+    place_bytes,
+    read_records,
+    write_record,
+)
+from tests.store.makers import commit_generation, create, created, write_generation
+
+JOB = bytes(range(16))
+
+
+@st.composite
+def records(draw: st.DrawFn) -> CommitRecord:
+    tasklets, parameters = draw(st.integers(0, 20)), draw(st.integers(0, 5))
+    numbers = st.integers(0, (1 << 62))
+    return CommitRecord(
+        generation=draw(numbers),
+        slots=np.array(draw(st.lists(st.integers(0, 1), min_size=tasklets, max_size=tasklets)), np.uint8),
+        tasklet_generations=np.array(draw(st.lists(numbers, min_size=tasklets, max_size=tasklets)), np.int64),
+        steps=np.array(draw(st.lists(numbers, min_size=parameters, max_size=parameters)), np.int64),
+    )
+
+
+def decode(content: bytes, like: CommitRecord, *, job: bytes = JOB) -> CommitRecord | None:
+    return decode_record(content, num_tasklets=len(like.slots), num_parameters=len(like.steps), job=job)
+
+
+@settings(deadline=None)
+@given(records())
+def test_record_survives_encoding(record: CommitRecord) -> None:
+    """Every field comes back, and the record fits its place."""
+    content = encode_record(record, job=JOB)
+    assert len(content) <= place_bytes(len(record.slots), len(record.steps))
+    decoded = decode(content + bytes(100), record)
+    assert decoded is not None
+    assert decoded.generation == record.generation
+    for name in ("slots", "tasklet_generations", "steps"):
+        assert np.array_equal(getattr(decoded, name), getattr(record, name))
+
+
+@settings(deadline=None)
+@given(records(), st.data())
+def test_damaged_record_is_no_record(record: CommitRecord, data: st.DataObject) -> None:
+    """A flipped bit anywhere, a torn end, another job or another shape: it counts as absent."""
+    content = bytearray(encode_record(record, job=JOB))
+    cut = data.draw(st.integers(0, len(content) - 1))
+    assert decode(bytes(content[:cut]), record) is None
+    assert decode(bytes(content[:cut]) + bytes(len(content) - cut), record) is None or not any(content[cut:])
+    assert decode(bytes(content), record, job=bytes(16)) is None
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert decode(bytes(content), record) is None
+
+
+def test_records_alternate(tmp_path: Path) -> None:
+    """A record never overwrites its predecessor; both are found, newest first."""
+    path = tmp_path / "commit.bin"
+    path.touch()
+    shape = {
+        "slots": np.zeros(9, np.uint8),
+        "tasklet_generations": np.zeros(9, np.int64),
+        "steps": np.zeros(2, np.int64),
+    }
+    for generation in range(5):
+        write_record(path, CommitRecord(generation=generation, **shape), job=JOB, flush=False)
+        found = read_records(path, num_tasklets=9, num_parameters=2, job=JOB)
+        assert [record.generation for record in found] == [generation, generation - 1][: generation + 1]
+    assert path.stat().st_size <= 2 * place_bytes(9, 2)
+
+
+def test_newest_generation_is_found(tmp_path: Path) -> None:
+    """Slots, generations and step counts are those of the last commit."""
+    store = create([tmp_path / "a", tmp_path / "b"])
+    for generation in range(4):
+        commit_generation(store, generation)
+    store.close(remove=False)
+    store = StateStore.recover([tmp_path / "a", tmp_path / "b"])
+    assert store.generation == 3
+    assert store.slots.tolist() == [1] * store.extents.num_tasklets
+    assert store.tasklet_generations.tolist() == [3] * store.extents.num_tasklets
+    assert store.steps.tolist() == [3, 3]
+    store.close(remove=True)
+
+
+def test_newest_generation_common_to_all_ranks(tmp_path: Path) -> None:
+    """With a cap, the one before is taken, and the newer one never comes back."""
+    store = create([tmp_path])
+    for generation in range(3):
+        commit_generation(store, generation)
+    store.close(remove=False)
+    for newest in (1, None):
+        store = StateStore.recover([tmp_path], newest=newest)
+        assert store.generation == 1
+        store.close(remove=False)
+    with pytest.raises(StorageCorruptError, match="no commit record up to generation 0"):
+        StateStore.recover([tmp_path], newest=0)
+
+
+def test_generation_that_was_being_written(tmp_path: Path) -> None:
+    """Extents without a record do not count."""
+    store = create([tmp_path])
+    for generation in range(2):
+        commit_generation(store, generation)
+    write_generation(store, 2, tasklets=[0, 3])
+    store.close(remove=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = StateStore.recover([tmp_path])
+    assert store.generation == 1
+    store.close(remove=True)
+
+
+def test_record_whose_extents_were_lost(tmp_path: Path) -> None:
+    """After a power loss a record may be there without its extents: the generation before is taken, with a warning."""
+    store = create([tmp_path])
+    for generation in range(3):
+        commit_generation(store, generation)
+    offset = store.extents.slot_offset(2, 0) + store.extents.extents[2].nbytes - 128
+    path = Path(store.files[0].path)
+    store.close(remove=False)
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(bytes(128))
+    with pytest.warns(UserWarning, match=r"Falling back to generation 1: .*generation 2 of tasklet 2"):
+        store = StateStore.recover([tmp_path])
+    assert store.generation == 1
+    store.close(remove=True)
+
+
+def test_store_without_any_generation(tmp_path: Path) -> None:
+    """A store that was never written says so."""
+    create([tmp_path]).close(remove=False)
+    with pytest.raises(StorageCorruptError, match="holds no commit record") as caught:
+        StateStore.recover([tmp_path])
+    assert "checkpoint" in caught.value.remedy
+
+
+def test_trailer_is_as_documented(tmp_path: Path) -> None:
+    """The native core writes the 128 bytes that the architecture page tabulates."""
+    with created([tmp_path]) as store:
+        commit_generation(store, 0)
+        extent = store.extents.extents[4]
+        offset = store.extents.slot_offset(4, 0) + extent.nbytes - 128
+        trailer = Path(store.files[0].path).read_bytes()[offset : offset + 128]
+        fields = struct.unpack("<8sII16sIIQQQQ", trailer[:72])
+        expected = (b"LSIEXT01", 1, 0, store.identity.job, 0, 3, 4, 0, extent.numel, extent.nbytes)
+        assert fields == expected
+        assert trailer[104:124] == bytes(20)
+
+
+def change_manifest(folder: Path, **changes: Any) -> None:
+    path = folder / "default" / "rank-00000" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "format version 2"),
+        ({"format": "another"}, "not a readable manifest"),
+        ({"layout": {"numel": -1}}, "not a readable manifest"),
+        ({"job": "no uuid"}, "not a readable manifest"),
+        ({"rank": 1}, "belongs to another store"),
+    ],
+)
+def test_manifest_of_another_format(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """Newer, damaged or foreign manifests are refused with the path and what to do."""
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    store.close(remove=False)
+    change_manifest(tmp_path, **changes)
+    with pytest.raises(StorageCorruptError, match=message) as caught:
+        StateStore.recover([tmp_path])
+    assert "rank-00000" in caught.value.problem
+    assert caught.value.remedy
+
+
+def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:
+    """Another order, too few or a folder of another store: the error lists the right ones."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store = create(folders)
+    commit_generation(store, 0)
+    store.close(remove=False)
+    other = create([tmp_path / "c"])
+    commit_generation(other, 0)
+    other.close(remove=False)
+    for wrong in (folders[::-1], folders[:1], [folders[0], tmp_path / "c"]):
+        with pytest.raises(StorageCorruptError) as caught:
+            StateStore.recover(wrong)
+        assert caught.value.remedy
+    StateStore.recover(folders).close(remove=True)
+
+
+def test_nothing_to_recover(tmp_path: Path) -> None:
+    """A job that was never there, or a rank without files, is a StorageError that names the folder."""
+    with pytest.raises(StorageError, match=r"There is no optimizer state in .*other/rank-00000"):
+        StateStore.recover([tmp_path], job="other")
+    (tmp_path / "default" / "rank-00000").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"Reading .*manifest\.json.*No such file"):
+        StateStore.recover([tmp_path])
+    assert not (tmp_path / "default" / "rank-00000" / "lock").exists()

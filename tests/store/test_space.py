@@ -1,0 +1,115 @@
+"""The space verdict as arithmetic, and what is measured for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.store import SpaceRequest, measure_space, require_space, shortfalls
+from tests.store.makers import create, extents
+
+
+def request(**changes: object) -> SpaceRequest:
+    values = {"host": "one", "file_system": 7, "path": "/disk", "needed_bytes": 60, "free_bytes": 100}
+    return SpaceRequest(**(values | changes))  # type: ignore[arg-type]
+
+
+requests = st.lists(
+    st.builds(
+        SpaceRequest,
+        host=st.sampled_from(["one", "two"]),
+        file_system=st.integers(1, 2),
+        path=st.sampled_from(["/a", "/b"]),
+        needed_bytes=st.integers(0, 100),
+        free_bytes=st.integers(0, 200),
+        reclaimable_bytes=st.integers(0, 20),
+    ),
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(requests, st.randoms())
+def test_verdict_does_not_depend_on_order(gathered: list[SpaceRequest], random: object) -> None:
+    """However ranks gather the requests, they agree; the sums are per file system of a host."""
+    shuffled = list(gathered)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    verdict = shortfalls(gathered)
+    assert shortfalls(shuffled) == verdict
+    for host in ("one", "two"):
+        for file_system in (1, 2):
+            sharing = [r for r in gathered if (r.host, r.file_system) == (host, file_system)]
+            needed = sum(r.needed_bytes for r in sharing)
+            free = min((r.free_bytes for r in sharing), default=0) + sum(r.reclaimable_bytes for r in sharing)
+            found = [s for s in verdict if (s.host, s.needed_bytes, s.free_bytes) == (host, needed, free)]
+            assert bool(found) >= (needed > free)
+    assert all(shortfall.needed_bytes > shortfall.free_bytes for shortfall in verdict)
+
+
+def test_ranks_that_share_a_disk_are_summed() -> None:
+    """Each alone would fit; together they do not. On another disk or host they do."""
+    assert shortfalls([request()]) == ()
+    (missing,) = shortfalls([request(path="/disk/b"), request(path="/disk/a")])
+    assert (missing.needed_bytes, missing.free_bytes, missing.paths) == (120, 100, ("/disk/a", "/disk/b"))
+    assert shortfalls([request(), request(file_system=8)]) == ()
+    assert shortfalls([request(), request(host="two")]) == ()
+
+
+def test_space_of_a_leftover_counts_as_free() -> None:
+    """What creating deletes is available."""
+    assert shortfalls([request(), request(reclaimable_bytes=20)]) == ()
+
+
+def test_error_names_folders_and_bytes() -> None:
+    """The message says how much is missing where, and what helps."""
+    big = request(needed_bytes=3 << 30, free_bytes=1 << 30)
+    with pytest.raises(
+        StorageFullError, match=r"needs 3\.00 GiB in '/disk' on 'one', where 1\.00 GiB are free"
+    ) as caught:
+        require_space([big, request(host="two", needed_bytes=5 << 20, free_bytes=1 << 20)])
+    assert "5.00 MiB" in caught.value.problem
+    assert "durability='none'" in caught.value.remedy
+    require_space([])
+
+
+def test_measured_where_the_folder_will_be(tmp_path: Path) -> None:
+    """Folders that do not exist yet are measured at their nearest parent, and nothing is created."""
+    folders = [tmp_path / "not" / "yet", tmp_path / "there"]
+    first, second = measure_space(folders, job="j", rank=0, extents=extents(2), num_parameters=2)
+    status = os.statvfs(tmp_path)
+    for device, found in enumerate((first, second)):
+        assert found.file_system == tmp_path.stat().st_dev
+        assert extents(2).file_bytes(device) < found.needed_bytes < extents(2).file_bytes(device) + 128 * 1024
+        assert 0 < found.free_bytes <= status.f_blocks * status.f_frsize
+        assert found.reclaimable_bytes == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_measured_bytes_suffice(tmp_path: Path) -> None:
+    """A store allocates no more than was asked for."""
+    (asked,) = measure_space([tmp_path], job="default", rank=0, extents=extents(), num_parameters=2)
+    store = create([tmp_path])
+    taken = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path.is_file())
+    store.close(remove=True)
+    assert taken <= asked.needed_bytes
+
+
+def test_reclaimable_leftover(tmp_path: Path) -> None:
+    """A leftover counts unless it is kept or in use."""
+
+    def reclaimable() -> int:
+        return measure_space([tmp_path], job="default", rank=0, extents=extents(), num_parameters=2)[
+            0
+        ].reclaimable_bytes
+
+    store = create([tmp_path])
+    assert reclaimable() == 0
+    store.close(remove=False)
+    assert reclaimable() >= extents().file_bytes(0)
+    create([tmp_path], keep=True).close(remove=False)
+    assert reclaimable() == 0

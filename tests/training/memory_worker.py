@@ -1,0 +1,96 @@
+"""Trains a stack of wide layers and prints its memory as JSON: ``... memory_worker FOLDER DEPTH``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+WIDTH, STEPS = 2048, 3
+TASKLET_BYTES, NUM_BUFFERS = 1024 * 1024, 8
+
+
+def status(key: str) -> int:
+    """A memory figure of this process from /proc, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
+def reset_peak() -> None:
+    """Make VmHWM start again from the present resident size."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+class Wide(pl.LightningModule):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        # In 16 bit from the start: an fp32 model would be most of the peak, and hide what comes after it.
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(depth)))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.randn(8, WIDTH), batch_size=2)
+
+
+class Watch(pl.Callback):
+    """Peak resident size from the first training step to the last, and our own accounting."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Any] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        import deepspeed  # noqa: F401  (its import is not what is measured)
+
+        self.figures["before"] = status("VmRSS")
+        reset_peak()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        self.figures |= {
+            "peak": status("VmHWM"),
+            "host_bytes": strategy.host_bytes,
+            "state_numel": strategy.state_numel,
+            "traffic_steps": strategy.traffic().steps,
+        }
+
+
+def main() -> None:
+    from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+
+    folder, depth = sys.argv[1], int(sys.argv[2])
+    watch = Watch()
+    pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-true",
+        strategy=SmartInfinityStrategy(
+            folder,
+            transfer=TransferConfig(tasklet_bytes=TASKLET_BYTES, num_buffers=NUM_BUFFERS),
+            zero={"reduce_bucket_size": 4_500_000},
+        ),
+        max_steps=STEPS,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    ).fit(Wide(depth))
+    sys.stdout.write(f"FIGURES {json.dumps(watch.figures)}\n")
+
+
+if __name__ == "__main__":
+    main()

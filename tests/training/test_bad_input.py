@@ -1,0 +1,303 @@
+"""What a user may get wrong: an error of our own, with a remedy, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_smartinfinity import (
+    ConfigError,
+    SmartInfinityError,
+    SmartInfinityStrategy,
+    StorageError,
+    StorageFullError,
+    StorageLockedError,
+    TransferConfig,
+    UnsupportedError,
+)
+from tests.helpers.models import LitTiny, Recipe
+from tests.training.worker import REPOSITORY, fresh_environment
+
+
+def fit(module: pl.LightningModule, strategy: SmartInfinityStrategy, root: Path, **trainer: Any) -> pl.Trainer:
+    """A short quiet fit on the CPU."""
+    settings: dict[str, Any] = {"max_steps": 1, "devices": 1, "accelerator": "cpu", **trainer}
+    runner = pl.Trainer(
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        **settings,
+    )
+    runner.fit(module)
+    return runner
+
+
+def assert_helpful(error: SmartInfinityError, *values: str) -> None:
+    """The message names the values at fault and ends in a remedy."""
+    assert error.remedy.endswith("."), error
+    for value in values:
+        assert value in str(error), f"{value!r} is not named in: {error}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"update_device": "fpga"}, "'fpga'"),
+        ({"update_device": "smartssd"}, "'smartssd'"),
+        ({"state_format": "int4"}, "'int4'"),
+        ({"overlap": "sideways"}, "'sideways'"),
+        ({"compression": object()}, "compression"),
+        ({"activations": object()}, "activations"),
+        ({"storage": []}, "[]"),
+        ({"storage": ""}, "''"),
+        ({"storage": ["/a", "/a"]}, "twice"),
+        ({"storage": 3}, "3"),
+        ({"transfer": {"num_buffers": 4}}, "num_buffers"),
+        ({"stage": 2}, "'stage'"),
+        ({"offload_optimizer": True}, "'offload_optimizer'"),
+        ({"zero": {"stage": 2}}, "'stage'"),
+        ({"zero": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer"),
+        ({"zero": {"zero_hpz_partition_size": 2}}, "hpZ"),
+        ({"zero": {"zero_quantized_weights": True}}, "quantized"),
+        ({"zero": {"mics_shard_size": 2}}, "MiCS"),
+        ({"zero": {"zenflow": {"topk_ratio": 0.1}}}, "ZenFlow"),
+        ({"zero": 7}, "7"),
+    ],
+)
+def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: dict[str, Any], named: str) -> None:
+    """Nothing is created: the strategy refuses at construction, naming the value."""
+    with pytest.raises((ConfigError, UnsupportedError)) as caught:
+        SmartInfinityStrategy(**settings)
+    assert_helpful(caught.value, named)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tasklet_bytes": 1000},
+        {"tasklet_bytes": 2.5e6},
+        {"num_buffers": 1},
+        {"io_engine": "spdk"},
+        {"durability": "forever"},
+        {"direct_io": True},
+        {"dram_cache_bytes": 1},
+        {"job": "a/b"},
+        {"job": ""},
+        {"keep": "yes"},
+    ],
+)
+def test_transfer_settings_out_of_range_raise(settings: dict[str, Any]) -> None:
+    """TransferConfig validates once, at construction."""
+    with pytest.raises(ConfigError) as caught:
+        TransferConfig(**settings)
+    assert_helpful(caught.value, next(iter(settings)))
+
+
+def test_zero_settings_are_validated_before_anything_is_written(tmp_path: Path) -> None:
+    """A key that DeepSpeed does not know is refused by our own error, and no folder appears."""
+    with pytest.raises(ConfigError) as caught:
+        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s", zero={"reduce_bucketsize": 5}), tmp_path)
+    assert_helpful(caught.value, "reduce_bucketsize")
+    assert not (tmp_path / "s").exists()
+
+
+class Custom(torch.optim.AdamW):
+    """A subclass may do anything in its step()."""
+
+
+def _two(module: LitTiny) -> Any:
+    half = list(module.parameters())
+    return [torch.optim.AdamW(half[:3]), torch.optim.AdamW(half[3:])]
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[LitTiny], Any], str]] = {
+    "SGD": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "SGD"),
+    "a subclass": (lambda m: Custom(m.parameters()), "Custom"),
+    "amsgrad": (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad"),
+    "RMSprop": (lambda m: torch.optim.RMSprop(m.parameters()), "RMSprop"),
+    "two optimizers": (_two, "several optimizers"),
+    "none": (lambda m: None, "_MockOptimizer"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_unsupported_optimizers_are_refused(name: str, tmp_path: Path) -> None:
+    """The message names the optimizer and lists the supported ones; nothing is written."""
+    configure, named = OPTIMIZERS[name]
+    module = LitTiny(Recipe())
+    module.configure_optimizers = lambda: configure(module)  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError) as caught:
+        fit(module, SmartInfinityStrategy(tmp_path / "s"), tmp_path)
+    assert_helpful(caught.value, named)
+    if name not in ("two optimizers", "amsgrad"):
+        assert_helpful(caught.value, "AdamW", "Adam")
+    assert not (tmp_path / "s").exists()
+
+
+def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
+    """Embedding(sparse=True) is found before training."""
+    module = LitTiny(Recipe(tied=False))
+    module.model.tokens = nn.Embedding(64, 32, sparse=True)
+    with pytest.raises(UnsupportedError) as caught:
+        fit(module, SmartInfinityStrategy(tmp_path / "s"), tmp_path)
+    assert_helpful(caught.value, "model.tokens", "sparse=False")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_model_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    """All parameters frozen: a clear error instead of DeepSpeed's."""
+    module = LitTiny(Recipe())
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    module.requires_grad_(False)
+    with pytest.raises(UnsupportedError) as caught:
+        fit(module, SmartInfinityStrategy(tmp_path / "s"), tmp_path)
+    assert_helpful(caught.value, "requires_grad")
+
+
+class Manual(LitTiny):
+    """Manual optimization that passes a closure."""
+
+    automatic_optimization = False
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.optimizers().step(closure=lambda: self.manual_backward(self.model(batch)))  # type: ignore[union-attr]
+
+
+def test_closures_are_refused(tmp_path: Path) -> None:
+    """optimizer.step(closure) raises, and the storage of the aborted fit is released."""
+    strategy = SmartInfinityStrategy(tmp_path / "s")
+    with pytest.raises(UnsupportedError) as caught:
+        fit(Manual(Recipe()), strategy, tmp_path)
+    assert_helpful(caught.value, "closure")
+    strategy.close()
+    assert not list((tmp_path / "s").rglob("*.bin"))
+
+
+@pytest.mark.parametrize("folder", ["file/below", "/proc/nowhere/storage"])
+def test_a_folder_that_cannot_be_made_is_named(folder: str, tmp_path: Path) -> None:
+    """A file in the way or a file system that takes no folders: StorageError naming the path."""
+    (tmp_path / "file").write_text("in the way")
+    storage = Path(folder) if folder.startswith("/") else tmp_path / folder
+    with pytest.raises(StorageError) as caught:
+        fit(LitTiny(Recipe()), SmartInfinityStrategy(storage), tmp_path)
+    assert_helpful(caught.value, str(storage.name))
+
+
+def test_a_memory_file_system_warns_or_refuses() -> None:
+    """tmpfs: a warning by default, an error with direct_io="on"."""
+    folder = Path("/dev/shm") / f"smart-infinity-test-{os.getpid()}"
+    try:
+        strategy = SmartInfinityStrategy(folder)
+        with pytest.warns(UserWarning, match=r"tmpfs"):
+            fit(LitTiny(Recipe()), strategy, folder)
+        strategy.close()
+        with pytest.raises(StorageError) as caught:
+            fit(LitTiny(Recipe()), SmartInfinityStrategy(folder, transfer=TransferConfig(direct_io="on")), folder)
+        assert_helpful(caught.value, str(folder))
+    finally:
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def test_too_little_space_is_found_before_anything_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has the bytes needed and the bytes free; no state file is left."""
+    real = os.statvfs
+
+    def nearly_full(path: Any) -> Any:
+        values = list(real(path))
+        values[0] = values[1] = 4096  # f_bsize, f_frsize
+        values[3] = values[4] = 75  # f_bfree, f_bavail
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", nearly_full)
+    with pytest.raises(StorageFullError) as caught:
+        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
+    assert_helpful(caught.value, str(tmp_path / "s"), "0.29 MiB are free")
+    needed = re.search(r"needs ([\d.]+) MiB", str(caught.value))
+    assert needed is not None, caught.value
+    numel = sum(parameter.numel() for parameter in LitTiny(Recipe()).parameters())
+    both_slots_bytes = 2 * 12 * numel
+    assert both_slots_bytes <= float(needed.group(1)) * 2**20 < 1.25 * both_slots_bytes
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_two_jobs_on_one_folder_are_kept_apart(tmp_path: Path) -> None:
+    """A second process on the same storage and job is told who holds it; under another job name both run."""
+    holder = subprocess.Popen(
+        [sys.executable, "-m", "tests.training.holder", str(tmp_path / "s")],
+        cwd=REPOSITORY,
+        env=fresh_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        while "HOLDING" not in (line := holder.stdout.readline()):
+            assert line, "the holder died"
+        with pytest.raises(StorageLockedError) as caught:
+            fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
+        assert_helpful(caught.value, str(holder.pid))
+        other = SmartInfinityStrategy(tmp_path / "s", transfer=TransferConfig(job="other"))
+        assert fit(LitTiny(Recipe()), other, tmp_path).global_step == 1
+        other.close()
+    finally:
+        holder.communicate("\n")
+    assert not list((tmp_path / "s").rglob("*.bin"))
+
+
+def test_two_fits_in_one_process_share_a_folder(tmp_path: Path) -> None:
+    """The next fit on the same storage ends the finished one, of the same strategy or another."""
+    first = SmartInfinityStrategy(tmp_path / "s")
+    fit(LitTiny(Recipe()), first, tmp_path)
+    assert first.state_numel > 0
+    second = SmartInfinityStrategy(tmp_path / "s")
+    fit(LitTiny(Recipe()), second, tmp_path)
+    assert second.traffic().steps == 1
+    assert first.traffic().steps == 0, "the first store should be closed"
+    second.close()
+    assert not list((tmp_path / "s").rglob("*.bin"))
+
+
+def test_keep_leaves_the_state_and_protects_it(tmp_path: Path) -> None:
+    """keep=True leaves the files after close; a later job refuses to overwrite them."""
+    keep = SmartInfinityStrategy(tmp_path / "s", transfer=TransferConfig(keep=True))
+    fit(LitTiny(Recipe()), keep, tmp_path)
+    keep.close()
+    assert list((tmp_path / "s").rglob("state.bin"))
+    with pytest.raises(StorageError) as caught:
+        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
+    assert_helpful(caught.value, "keep")
+
+
+def test_gradient_clipping_by_value_is_refused(tmp_path: Path) -> None:
+    """Clipping by value needs whole gradients that no rank has."""
+    with pytest.raises(UnsupportedError) as caught:
+        fit(
+            LitTiny(Recipe()),
+            SmartInfinityStrategy(tmp_path / "s"),
+            tmp_path,
+            gradient_clip_val=1.0,
+            gradient_clip_algorithm="value",
+        )
+    assert_helpful(caught.value, "norm")
+    assert not (tmp_path / "s").exists()

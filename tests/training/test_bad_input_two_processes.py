@@ -1,0 +1,92 @@
+"""Bad input that only one of two processes meets: both raise, end by themselves, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity.store.lock import FolderLock
+from tests.training.bad_input_worker import CASES
+from tests.training.worker import REPOSITORY, fresh_environment
+
+EXPECTED = {
+    "file-in-the-way": ("StorageError", "rank-00001"),
+    "locked": ("StorageLockedError", str(os.getpid())),
+    "no-space-on-one": ("StorageFullError", "0.01 MiB are free"),
+    "no-space-for-both": ("StorageFullError", "2.00 MiB are free"),
+    "full-at-allocation": ("StorageFullError", "rank-00001"),
+    "unsupported-optimizer": ("UnsupportedError", "SGD"),
+}
+
+
+def _tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def attempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case tried by one pair of processes; what was on storage before is in ``before.json``."""
+    root = tmp_path_factory.mktemp("two")
+    for case in CASES:
+        (root / case / "storage").mkdir(parents=True)
+    in_the_way = root / "file-in-the-way" / "storage" / "default" / "rank-00001"
+    in_the_way.parent.mkdir()
+    in_the_way.write_text("the user's")
+    locked = root / "locked" / "storage" / "default" / "rank-00001"
+    locked.mkdir(parents=True)
+    lock = FolderLock(locked)
+    before = {case: sorted(_tree(root / case / "storage")) for case in CASES}
+    (root / "before.json").write_text(json.dumps(before))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.bad_input_worker", str(root)],
+        cwd=REPOSITORY,
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    lock.release(remove=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return root
+
+
+def _outcomes(root: Path, case: str) -> list[dict[str, Any]]:
+    return [json.loads((root / f"{case}-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_every_rank_raises_our_own_error(case: str, attempted: Path) -> None:
+    """The rank at fault and the other raise the same class, which names the value and ends in a remedy."""
+    error, named = EXPECTED[case]
+    for outcome in _outcomes(attempted, case):
+        assert outcome["error"] == error, outcome
+        assert named in outcome["message"]
+        assert outcome["remedy"].endswith(".")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_left_on_storage(case: str, attempted: Path) -> None:
+    """Storage holds what it held before, the user's own files included."""
+    before = json.loads((attempted / "before.json").read_text())[case]
+    assert sorted(_tree(attempted / case / "storage")) == before
+
+
+def test_space_is_summed_over_ranks(attempted: Path) -> None:
+    """Either rank's state alone would fit: the verdict is about both."""
+    for outcome in _outcomes(attempted, "no-space-for-both"):
+        needed, free = map(float, re.findall(r"([\d.]+) MiB", outcome["message"]))
+        assert needed / 2 < free < needed
+
+
+def test_the_same_processes_train_afterwards(attempted: Path) -> None:
+    """After six refused fits the two processes are in step, and the seventh trains."""
+    for outcome in _outcomes(attempted, "nothing-wrong"):
+        assert outcome["error"] is None
+        assert len(outcome["losses"]) == 1

@@ -1,0 +1,71 @@
+"""Checkpoints are DeepSpeed's own format, and say clearly when they do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity import CheckpointError
+from tests.helpers.models import Recipe
+from tests.training.worker import Run, launch, train
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_zero_to_fp32_reads_our_checkpoints(devices: int, tmp_path: Path) -> None:
+    """DeepSpeed's own converter, run on a saved folder, returns the masters to the bit, tied and frozen ones too."""
+    recipe = Recipe(precision="bf16-mixed", groups=True, frozen=True, max_steps=3)
+    path = tmp_path / "last.ckpt"
+    (outcome,) = launch(Run(out=str(tmp_path / "run"), recipe=recipe, devices=devices, save_after_fit=str(path)))
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    converted = get_fp32_state_dict_from_zero_checkpoint(str(path))
+    for name, master in outcome.masters.items():
+        assert torch.equal(converted["model." + name], master), name
+    assert torch.equal(converted["model.head.weight"], outcome.masters["tokens.weight"])
+    assert converted["model.positions.weight"].shape == (16, 32)
+
+
+def test_saving_leaves_training_undisturbed(tmp_path: Path) -> None:
+    """A run that saves at every step equals one that never saves."""
+    recipe = Recipe(precision="bf16-mixed", max_steps=4)
+    saving, _, first = train(Run(out=str(tmp_path / "a"), recipe=recipe, save_at=(1, 2, 3)))
+    quiet, _, second = train(Run(out=str(tmp_path / "b"), recipe=recipe))
+    assert saving.losses == quiet.losses
+    assert all(torch.equal(first.masters[name], second.masters[name]) for name in second.masters)
+
+
+def test_resume_survives_another_sub_group_size(tmp_path: Path) -> None:
+    """Sub-groups are DeepSpeed's unit in memory; a checkpoint can be loaded under another cut."""
+    recipe = Recipe(max_steps=4, groups=True)
+    straight, _, a = train(Run(out=str(tmp_path / "a"), recipe=recipe, save_at=(2,)))
+    again = Run(
+        out=str(tmp_path / "b"),
+        recipe=recipe,
+        resume=str(tmp_path / "a" / "step-2.ckpt"),
+        options={"zero": {"sub_group_size": 3000, "reduce_bucket_size": 2000}},
+    )
+    resumed, _, b = train(again)
+    assert resumed.losses == straight.losses[2:]
+    assert all(torch.equal(a.masters[name], b.masters[name]) for name in a.masters)
+
+
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "another optimizer": ({"optimizer": "Adam"}, "Adam"),
+    "other parameter groups": ({"groups": True}, "parameter"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_checkpoints_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+    """The message names the first difference; the run stops before a step."""
+    recipe = Recipe(max_steps=2)
+    train(Run(out=str(tmp_path / "a"), recipe=recipe, save_after_fit=str(tmp_path / "a.ckpt")))
+    changes, named = MISFITS[name]
+    other = dataclasses.replace(recipe, max_steps=4, **changes)
+    with pytest.raises(CheckpointError, match=named) as caught:
+        train(Run(out=str(tmp_path / "b"), recipe=other, resume=str(tmp_path / "a.ckpt")))
+    assert caught.value.remedy

@@ -1,0 +1,154 @@
+"""Storage that fails in the middle of training: a clear error, the parameters of the last committed step, no loss."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_smartinfinity import (
+    SmartInfinityStrategy,
+    StorageCorruptError,
+    StorageError,
+    StorageFullError,
+    TransferConfig,
+    UnsupportedError,
+)
+from lightning_smartinfinity.native import testing
+from tests.helpers.models import LitTiny, Recipe
+from tests.training.worker import REPOSITORY, Run, fresh_environment, train
+
+RECIPE = Recipe(precision="bf16-mixed", max_steps=6)
+
+
+class Disturb(pl.Callback):
+    """Calls a function with the optimizer before a given step."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step = step
+        self.action = action
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            self.action(trainer.strategy.optimizers[0])
+
+
+def trainer_with(callback: pl.Callback, root: Path, **transfer: Any) -> pl.Trainer:
+    """A quiet trainer of the recipe."""
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-mixed",
+        strategy=SmartInfinityStrategy(root / "storage", transfer=TransferConfig(**transfer)),
+        max_steps=RECIPE.max_steps,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+
+
+def fail_io(**faults: Any) -> Any:
+    """An action that makes the device's next transfers fail."""
+    return lambda optimizer: testing.inject(optimizer.handler._device._pipeline, **faults)
+
+
+def flip_a_byte(optimizer: Any) -> None:
+    """Damage both slots of every tasklet on storage."""
+    (state,) = Path(optimizer._offload.storage[0]).rglob("state.bin")
+    with state.open("r+b") as file:
+        for offset in range(64, state.stat().st_size, 4096):
+            file.seek(offset)
+            byte = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+FAULTS: dict[str, tuple[Any, type[StorageError], str]] = {
+    "a read fails": (fail_io(fail_read_at=0), StorageError, "state.bin"),
+    "a write fails": (fail_io(fail_write_at=0), StorageError, "state.bin"),
+    "the disk is full": (fail_io(fail_write_at=0, errno=errno.ENOSPC), StorageFullError, "state.bin"),
+    "a byte flipped": (flip_a_byte, StorageCorruptError, "state.bin"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_failed_step_raises_with_path_and_remedy(name: str, tmp_path: Path) -> None:
+    """The error has the class of the fault, names the file, and says what to do."""
+    action, expected, named = FAULTS[name]
+    trainer = trainer_with(Disturb(3, action), tmp_path)
+    with pytest.raises(expected) as caught:
+        trainer.fit(LitTiny(RECIPE))
+    assert named in str(caught.value)
+    assert caught.value.remedy.endswith(".")
+
+
+def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(tmp_path: Path) -> None:
+    """The parameters are rolled back; a checkpoint saved then resumes as if the step had never been tried."""
+    straight, _, a = train(Run(out=str(tmp_path / "straight"), recipe=RECIPE))
+    trainer = trainer_with(Disturb(3, fail_io(fail_write_at=0)), tmp_path)
+    with pytest.raises(StorageError):
+        trainer.fit(LitTiny(RECIPE))
+    assert trainer.strategy.optimizers[0].handler.generation == 3
+    trainer.save_checkpoint(tmp_path / "rescued.ckpt")
+    resumed, _, b = train(Run(out=str(tmp_path / "b"), recipe=RECIPE, resume=str(tmp_path / "rescued.ckpt")))
+    assert resumed.losses == straight.losses[3:]
+    assert all(torch.equal(a.masters[name], b.masters[name]) for name in a.masters)
+
+
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(tmp_path: Path) -> None:
+    """Rank 0, whose storage is sound, raises rank 1's error and stays at the generation that both have."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.failing_rank_worker", str(tmp_path)],
+        cwd=REPOSITORY,
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert seen[0] == seen[1]
+    assert seen[0]["met"].startswith("StorageError: ")
+    assert "rank-00001" in seen[0]["met"]
+    assert seen[0]["generation"] == seen[0]["steps"] == 2
+
+
+def test_delayed_transfers_change_nothing(tmp_path: Path) -> None:
+    """Random delays in every transfer, a ring of two and tiny tasklets: the same bits as without."""
+    straight, _, _ = train(Run(out=str(tmp_path / "straight"), recipe=RECIPE))
+    for seed in range(12):
+        module = LitTiny(RECIPE)
+        delays = Disturb(0, fail_io(seed=seed, max_delay_us=2000, short_transfer_every=3))
+        trainer_with(delays, tmp_path, tasklet_bytes=64 * 1024, num_buffers=2).fit(module)
+        assert module.losses == straight.losses
+
+
+def test_debugging_api_reads_state_and_refuses_to_write_it(tmp_path: Path) -> None:
+    """safe_get_full_* return what is on storage; safe_set_full_* raise instead of losing the write."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+
+    seen: dict[str, Any] = {}
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            param = pl_module.model.side.weight
+            seen["master"] = safe_get_full_fp32_param(param)
+            seen["exp_avg"] = safe_get_full_optimizer_state(param, "exp_avg")
+            seen["param"] = param.ds_tensor.clone()
+            with pytest.raises(UnsupportedError):
+                safe_set_full_fp32_param(param, torch.zeros_like(seen["master"]))
+
+    trainer_with(Look(), tmp_path).fit(LitTiny(RECIPE))
+    assert seen["master"].shape == seen["exp_avg"].shape == (32, 32)
+    assert torch.equal(seen["master"].bfloat16().flatten(), seen["param"])
+    assert seen["exp_avg"].abs().sum() > 0

@@ -1,0 +1,163 @@
+"""More than one fit, and what comes after a fit: validation, tests, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_smartinfinity import CheckpointError, SmartInfinityStrategy, StorageError, TransferConfig
+from lightning_smartinfinity.native import testing
+from tests.helpers.models import LitTiny, Recipe
+from tests.training.worker import Run, train
+
+RECIPE = Recipe(precision="bf16-mixed", max_steps=3)
+
+
+class Evaluated(LitTiny):
+    """Can be validated and tested."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("loss", self.model(batch))
+
+    test_step = validation_step
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return self.recipe.loader()
+
+    test_dataloader = val_dataloader
+
+
+def quiet_trainer(root: Path, **settings: Any) -> pl.Trainer:
+    """One process on the CPU, nothing printed, storage below ``root``."""
+    transfer = settings.pop("transfer", {})
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-mixed",
+        strategy=SmartInfinityStrategy(root / "storage", transfer=TransferConfig(**transfer)),
+        limit_val_batches=settings.pop("limit_val_batches", 0),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        **{"max_steps": 3, **settings},
+    )
+
+
+def test_one_trainer_fits_twice(tmp_path: Path) -> None:
+    """The second fit goes on from the first one's weights with a new optimizer, as in Lightning; storage is reused."""
+    trainer = quiet_trainer(tmp_path)
+    module = LitTiny(RECIPE)
+    trainer.fit(module)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(module)
+    assert trainer.global_step == 6
+    assert module.losses[3] < module.losses[0]
+    assert trainer.strategy.traffic().steps == 3
+    trainer.strategy.close()
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_evaluation_of_a_checkpoint_in_a_fresh_trainer(tmp_path: Path) -> None:
+    """Validate and test load a checkpoint's masters, and give the loss that the fitted model gives."""
+    trainer = quiet_trainer(tmp_path, limit_val_batches=1.0)
+    module = Evaluated(RECIPE)
+    trainer.fit(module)
+    expected = trainer.validate(module, verbose=False)[0]["loss"]
+    trainer.save_checkpoint(tmp_path / "fitted.ckpt")
+    fresh = quiet_trainer(tmp_path / "fresh", limit_val_batches=1.0)
+    for evaluate in (fresh.validate, fresh.test):
+        (result,) = evaluate(Evaluated(RECIPE), ckpt_path=str(tmp_path / "fitted.ckpt"), verbose=False)
+        assert result["loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_saving_after_a_validation_that_followed_the_fit(tmp_path: Path) -> None:
+    """Validation replaces the engine; a checkpoint saved afterwards still holds the optimizer's state."""
+    straight, _, a = train(Run(out=str(tmp_path / "straight"), recipe=dataclasses.replace(RECIPE, max_steps=5)))
+    trainer = quiet_trainer(tmp_path, limit_val_batches=1.0)
+    module = Evaluated(RECIPE)
+    trainer.fit(module)
+    trainer.validate(module, verbose=False)
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    again = Run(
+        out=str(tmp_path / "again"),
+        recipe=dataclasses.replace(RECIPE, max_steps=5),
+        resume=str(tmp_path / "late.ckpt"),
+    )
+    resumed, _, b = train(again)
+    assert resumed.losses == straight.losses[3:]
+    assert all(torch.equal(a.masters[name], b.masters[name]) for name in a.masters)
+
+
+def _truncate(folder: Path) -> None:
+    (file,) = folder.rglob("*optim_states.pt")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _lose_a_file(folder: Path) -> None:
+    (file,) = folder.rglob("*optim_states.pt")
+    file.unlink()
+
+
+def _damage(folder: Path) -> None:
+    (file,) = folder.rglob("*optim_states.pt")
+    content = bytearray(file.read_bytes())
+    content[64:512] = bytes(448)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _lose_a_file, _damage], ids=lambda damage: damage.__name__.strip("_"))
+def test_damaged_checkpoints_are_refused(damage: Any, tmp_path: Path) -> None:
+    """A file cut short, missing or overwritten: CheckpointError naming the folder."""
+    train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_after_fit=str(tmp_path / "a.ckpt")))
+    damage(tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a\.ckpt") as caught:
+        train(Run(out=str(tmp_path / "b"), recipe=RECIPE, resume=str(tmp_path / "a.ckpt")))
+    assert caught.value.remedy.endswith(".")
+
+
+def test_checkpoints_of_another_kind_are_refused(tmp_path: Path) -> None:
+    """A path that does not exist, a plain file, another precision: CheckpointError with a remedy."""
+    train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_after_fit=str(tmp_path / "a.ckpt")))
+    (tmp_path / "plain.ckpt").write_bytes(b"not a folder")
+    misfits = {"nothing.ckpt": RECIPE, "plain.ckpt": RECIPE, "a.ckpt": dataclasses.replace(RECIPE, precision="32-true")}
+    for name, recipe in misfits.items():
+        with pytest.raises(CheckpointError) as caught:
+            train(Run(out=str(tmp_path / "b"), recipe=recipe, resume=str(tmp_path / name)))
+        assert caught.value.remedy.endswith("."), name
+
+
+class FailingWrites(pl.Callback):
+    """Makes the next write fail before the second step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1:
+            testing.inject(trainer.strategy.optimizers[0].handler._device._pipeline, fail_write_at=0)
+
+
+def test_with_one_slot_a_failed_step_loses_the_state_and_says_so(tmp_path: Path) -> None:
+    """durability="none": the step's error is raised, and saving afterwards refuses instead of saving a mixture."""
+    trainer = quiet_trainer(tmp_path, transfer={"durability": "none"}, callbacks=[FailingWrites()])
+    with pytest.raises(StorageError):
+        trainer.fit(LitTiny(RECIPE))
+    with pytest.raises(StorageError, match="durability"):
+        trainer.save_checkpoint(tmp_path / "lost.ckpt")
+
+
+def test_saving_reads_the_state_once(tmp_path: Path) -> None:
+    """A checkpoint reads each extent once: 12 B per parameter."""
+    trainer = quiet_trainer(tmp_path)
+    trainer.fit(LitTiny(RECIPE))
+    strategy: Any = trainer.strategy
+    before = strategy.traffic().shared_read_bytes
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    read = strategy.traffic().shared_read_bytes - before
+    extents = strategy.optimizers[0].layout.extents
+    assert read == sum(extents.slot_bytes(device) for device in range(extents.num_devices))

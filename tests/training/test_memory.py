@@ -1,0 +1,69 @@
+"""Host memory does not grow with the optimizer state."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.training.memory_worker import NUM_BUFFERS, STEPS, TASKLET_BYTES
+from tests.training.worker import REPOSITORY, fresh_environment
+
+MIB = 1024 * 1024
+DEPTHS = (10, 20)
+RING_BYTES = NUM_BUFFERS * TASKLET_BYTES
+# 16-bit parameter, 16-bit arena, and at the peak 2 B more, of a gradient or of DeepSpeed's copy while it partitions:
+# 6.25 B measured, as allocations are rounded up to huge pages. Optimizer state in memory would add 12.
+MEASURED_BYTES_PER_PARAMETER = 6.25
+BYTES_PER_PARAMETER = MEASURED_BYTES_PER_PARAMETER + 1
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What models of two depths took, each in a process of its own, both at the same time."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.memory_worker", str(tmp_path_factory.mktemp("depth")), str(depth)],
+            cwd=REPOSITORY,
+            env=fresh_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for depth in DEPTHS
+    ]
+    try:
+        outputs = [run.communicate(timeout=300)[0] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    return [json.loads(output.split("FIGURES ")[1].splitlines()[0]) for output in outputs]
+
+
+def test_peak_grows_with_parameters_only(figures: list[dict[str, Any]]) -> None:
+    """A model twice as deep takes about 6 B more per parameter: none of the 12 B of its optimizer state."""
+    small, large = figures
+    slope = (large["peak"] - small["peak"]) / (large["state_numel"] - small["state_numel"])
+    assert 2 + 2 < slope < BYTES_PER_PARAMETER
+
+
+def test_ring_does_not_depend_on_the_model(figures: list[dict[str, Any]]) -> None:
+    """Whatever the depth, the update holds the configured ring and a 16-bit arena, by its own accounting."""
+    for of_depth in figures:
+        assert of_depth["host_bytes"] == {"ring": RING_BYTES, "gradient_arena": 2 * of_depth["state_numel"]}
+
+
+def test_training_with_a_state_many_times_the_ring_stays_in_fixed_memory(figures: list[dict[str, Any]]) -> None:
+    """Beyond the bytes per parameter there are the ring and a constant: no room for even a part of the state."""
+    for of_depth in figures:
+        numel, growth = of_depth["state_numel"], of_depth["peak"] - of_depth["before"]
+        state_bytes = 12 * numel
+        assert of_depth["traffic_steps"] == STEPS
+        assert state_bytes > 50 * RING_BYTES
+        # The 16-bit model itself was there before.
+        assert growth < (BYTES_PER_PARAMETER - 2) * numel + RING_BYTES + 64 * MIB
+        assert growth < state_bytes, "the state fits into what was allocated: nothing would be shown"

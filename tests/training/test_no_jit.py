@@ -1,0 +1,21 @@
+"""From installation to the first step nothing is compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.helpers.models import Recipe
+from tests.training.worker import Run, launch
+
+
+def test_training_compiles_nothing(tmp_path: Path) -> None:
+    """Without any compiler on the machine a fit runs, and torch's extension cache stays empty."""
+    cache = tmp_path / "extensions"
+    cache.mkdir()
+    tools = dict.fromkeys(("CC", "CXX", "CUDAHOSTCXX"), "/nonexistent")
+    (outcome,) = launch(
+        Run(out=str(tmp_path / "run"), recipe=Recipe(precision="bf16-mixed", max_steps=2), devices=2),
+        env={**tools, "TORCH_EXTENSIONS_DIR": str(cache)},
+    )
+    assert len(outcome.losses) == 2
+    assert not list(cache.iterdir())

@@ -1,0 +1,111 @@
+"""One process: losses and masters equal plain torch's, in every precision, with all that Lightning adds to a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import reference
+from tests.helpers.models import Recipe
+from tests.training.worker import Run, train
+
+PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
+STATIC_SCALE = {"loss_scale": 2.0**10}
+# fp32: torch contracts multiply-add where we do not. 16 bit: that difference now and then turns into one rounding of a
+# parameter, which the next losses show.
+LOSS_TOLERANCE = {"32": 5e-6, "bf16": 2e-2, "16": 4e-3}
+MASTER_TOLERANCE = {"32": 2e-5, "bf16": 5e-3, "16": 2e-3}
+
+SCENARIOS = {
+    "plain": Recipe(),
+    "groups and a scheduler by step": Recipe(groups=True, scheduler="step"),
+    "scheduler by epoch": Recipe(scheduler="epoch", epoch_batches=2),
+    "accumulation": Recipe(accumulate=3, max_steps=4),
+    "incomplete windows at the end of each epoch": Recipe(accumulate=3, epoch_batches=4, max_steps=5),
+    "clipping": Recipe(clip=0.3),
+    "accumulation with clipping and groups": Recipe(accumulate=2, clip=0.3, groups=True, max_steps=4),
+    "frozen parameter": Recipe(frozen=True),
+    "untied weights": Recipe(tied=False),
+    "parameter unused for two steps": Recipe(skip_side_at=(1, 2)),
+    "parameter unused at first": Recipe(skip_side_at=(0,), groups=True),
+    "Adam with L2": Recipe(optimizer="Adam", weight_decay=0.02),
+    "maximize": Recipe(optimizer_kwargs={"maximize": True}, lr=1e-4, max_steps=3),
+    "other betas and eps": Recipe(optimizer_kwargs={"betas": (0.4, 0.99), "eps": 1e-3}),
+}
+
+
+def compare(recipe: Recipe, out: Path, **options: float) -> None:
+    """Train by both and compare every loss and every master."""
+    module, _, recorder = train(Run(out=str(out), recipe=recipe, options=options))
+    expected = reference.train(recipe)
+    kind = recipe.precision.split("-")[0]
+    torch.testing.assert_close(
+        torch.tensor(module.losses), torch.tensor(expected.losses), atol=LOSS_TOLERANCE[kind], rtol=0
+    )
+    assert recorder.masters.keys() == expected.masters.keys()
+    for name, master in expected.masters.items():
+        torch.testing.assert_close(recorder.masters[name], master, atol=MASTER_TOLERANCE[kind], rtol=0, msg=name)
+    assert recorder.extra["state_entries"] == 0
+    assert recorder.extra["fp32_numel"] == 0
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_trains_like_torch(precision: str, tmp_path: Path) -> None:
+    """The same losses and masters as plain torch with an fp32 master; DeepSpeed holds no optimizer state."""
+    recipe = Recipe(precision=precision, groups=True, scheduler="step")
+    compare(recipe, tmp_path, **(STATIC_SCALE if precision.startswith("16") else {}))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_scenario_trains_like_torch_in_fp32(scenario: str, tmp_path: Path) -> None:
+    """Whatever Lightning adds to a step, fp32 training equals torch."""
+    compare(SCENARIOS[scenario], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "scenario", ["accumulation with clipping and groups", "parameter unused for two steps", "Adam with L2"]
+)
+def test_scenarios_train_like_torch_in_bf16(scenario: str, tmp_path: Path) -> None:
+    """The scenarios that touch accumulation and skipping hold in 16 bit too."""
+    compare(dataclasses.replace(SCENARIOS[scenario], precision="bf16-mixed"), tmp_path)
+
+
+def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
+    """fp16 steps with non-finite gradients change nothing but the loss scale; training then equals torch from there."""
+    recipe = Recipe(precision="16-mixed", max_steps=8)
+    options = {"initial_scale_power": 20, "hysteresis": 1}
+    module, _, recorder = train(Run(out=str(tmp_path), recipe=recipe, options=options))
+    skipped = recorder.extra["skipped"]
+    assert 0 in skipped, "the scale was not high enough to overflow"
+    assert recorder.extra["loss_scale"] == 2.0 ** (20 - len(skipped))
+    assert recorder.extra["generation"] == max(recorder.extra["steps"]) == recipe.max_steps - len(skipped)
+    expected = reference.train(recipe, skipped=skipped)
+    torch.testing.assert_close(
+        torch.tensor(module.losses), torch.tensor(expected.losses), atol=LOSS_TOLERANCE["16"], rtol=0
+    )
+
+
+def test_loss_scale_grows_after_a_quiet_window(tmp_path: Path) -> None:
+    """A raised loss scale belongs to the next window: the step that raises it still divides by the old one."""
+    # Adam hardly feels the scale of a gradient; with a large eps it does.
+    recipe = Recipe(precision="16-mixed", max_steps=6, lr=0.1, optimizer_kwargs={"eps": 0.1})
+    options = {"initial_scale_power": 8, "loss_scale_window": 2}
+    module, _, recorder = train(Run(out=str(tmp_path), recipe=recipe, options=options))
+    assert recorder.extra["loss_scale"] > 2.0**8
+    expected = reference.train(recipe)
+    torch.testing.assert_close(
+        torch.tensor(module.losses), torch.tensor(expected.losses), atol=LOSS_TOLERANCE["16"], rtol=0
+    )
+
+
+def test_step_counts_are_kept_per_parameter(tmp_path: Path) -> None:
+    """A parameter that a step does not use keeps its count, as in torch."""
+    recipe = Recipe(skip_side_at=(1, 2), max_steps=5)
+    module, _, recorder = train(Run(out=str(tmp_path), recipe=recipe))
+    names = [name for name, p in module.model.named_parameters() if p.requires_grad]
+    counts = dict(zip(names, recorder.extra["steps"], strict=True))
+    assert counts["side.weight"] == counts["side.bias"] == 3
+    assert {count for name, count in counts.items() if not name.startswith("side")} == {5}

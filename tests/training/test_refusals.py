@@ -1,0 +1,164 @@
+"""Features of DeepSpeed and torch that cannot be honoured: refused with a remedy, before or during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.nn import functional
+
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, UnsupportedError
+from tests.helpers.models import LitTiny, Recipe
+from tests.training.test_bad_input import assert_helpful, fit
+
+
+@pytest.mark.parametrize(
+    ("zero", "error", "named"),
+    [
+        ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, ConfigError, "offload_optimizer"),
+        ({"super_offload": True}, UnsupportedError, "SuperOffload"),
+        ({"zero_quantized_gradients": True}, UnsupportedError, "quantized gradients"),
+        ({"zero_quantized_nontrainable_weights": True}, UnsupportedError, "quantized weights"),
+        ({"elastic_checkpoint": True}, UnsupportedError, "elastic"),
+        ({"load_from_fp32_weights": False}, UnsupportedError, "load_from_fp32_weights"),
+        ({"cpu_offload": True}, ConfigError, "storage"),
+        ({"cpu_offload_param": True}, ConfigError, "offload_param"),
+        ({"cpu_offload_use_pin_memory": True}, ConfigError, "pin_memory"),
+    ],
+)
+def test_refused_zero_settings_raise_in_the_constructor(
+    zero: dict[str, Any], error: type[ConfigError | UnsupportedError], named: str
+) -> None:
+    """The key at fault is named, whether it is refused, owned by the strategy or an old name."""
+    with pytest.raises(error) as caught:
+        SmartInfinityStrategy(zero=zero)
+    assert_helpful(caught.value, next(iter(zero)), named)
+
+
+@pytest.mark.parametrize(
+    "zero", [{"zero_quantized_gradients": False}, {"elastic_checkpoint": False}, {"load_from_fp32_weights": True}]
+)
+def test_refused_features_may_be_switched_off_explicitly(zero: dict[str, Any]) -> None:
+    """A configuration that names a refused feature with its harmless value is accepted."""
+    SmartInfinityStrategy(zero=zero)
+
+
+def test_parameters_on_nvme_are_refused(tmp_path: Path) -> None:
+    """offload_param to NVMe needs an op that is never built; nothing is written."""
+    strategy = SmartInfinityStrategy(
+        tmp_path / "s", zero={"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}}
+    )
+    with pytest.raises(UnsupportedError) as caught:
+        fit(LitTiny(Recipe()), strategy, tmp_path)
+    assert_helpful(caught.value, "nvme", "'cpu'")
+    assert not list(tmp_path.iterdir())
+
+
+def _expert_parameter(module: LitTiny) -> None:
+    module.model.side.weight.allreduce = False  # type: ignore[assignment]
+
+
+def _no_dimension(module: LitTiny) -> None:
+    module.model.side.gain = torch.nn.Parameter(torch.tensor(1.0))
+
+
+def _moe_layer(module: LitTiny) -> None:
+    from deepspeed.moe.experts import Experts
+
+    module.model.side = Experts(torch.nn.Linear(32, 32))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [(_expert_parameter, "model.side.weight"), (_moe_layer, "deepspeed.moe"), (_no_dimension, "model.side.gain")],
+    ids=["expert's parameter", "expert layer", "no dimension"],
+)
+def test_models_that_cannot_be_partitioned_are_refused(
+    spoil: Callable[[LitTiny], None], named: str, tmp_path: Path
+) -> None:
+    """Layers of deepspeed.moe, parameters of experts or without a dimension: named before anything is written."""
+    strategy = SmartInfinityStrategy(tmp_path / "s")
+    module = LitTiny(Recipe())
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())  # type: ignore[method-assign]
+    spoil(module)
+    with pytest.raises(UnsupportedError) as caught:
+        fit(module, strategy, tmp_path)
+    assert_helpful(caught.value, named, "model.side")
+    assert not (tmp_path / "s").exists()
+
+
+class SparseAtRunTime(LitTiny):
+    """No module says sparse=True, but the forward does."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return functional.embedding(batch, self.model.tokens.weight, sparse=True).square().mean()
+
+
+def test_sparse_gradients_at_run_time_are_refused(tmp_path: Path) -> None:
+    """The first sparse gradient raises out of backward, naming its parameter; the state is removed on close."""
+    strategy = SmartInfinityStrategy(tmp_path / "s")
+    with pytest.raises(UnsupportedError) as caught:
+        fit(SparseAtRunTime(Recipe(tied=False)), strategy, tmp_path)
+    assert_helpful(caught.value, "tokens.weight", "sparse=False")
+    strategy.close()
+    assert not list((tmp_path / "s").rglob("*.bin"))
+
+
+class TwoByHand(LitTiny):
+    """Manual optimization with two optimizers, which Lightning itself allows."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        params = list(self.parameters())
+        return [torch.optim.AdamW(params[:3]), torch.optim.AdamW(params[3:])]
+
+
+def test_several_optimizers_by_hand_are_refused(tmp_path: Path) -> None:
+    """Manual optimization does not get around the rule of one optimizer."""
+    with pytest.raises(UnsupportedError) as caught:
+        fit(TwoByHand(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
+    assert_helpful(caught.value, "2 optimizers", "parameter groups")
+    assert not (tmp_path / "s").exists()
+
+
+class CallRefused(pl.Callback):
+    """Calls everything on engine and optimizer that is refused once training runs."""
+
+    def __init__(self) -> None:
+        self.refused: dict[str, UnsupportedError] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        engine: Any = trainer.strategy.model
+        optimizer = engine.optimizer
+        calls: dict[str, Callable[[], Any]] = {
+            "engine.offload_states": engine.offload_states,
+            "engine.reload_states": engine.reload_states,
+            "optimizer.offload_states": optimizer.offload_states,
+            "optimizer.reload_states": lambda: optimizer.reload_states(non_blocking=True),
+            "optimizer.add_param_group": lambda: optimizer.add_param_group({"params": []}),
+        }
+        for name, call in calls.items():
+            with pytest.raises(UnsupportedError) as caught:
+                call()
+            self.refused[name] = caught.value
+
+
+def test_calls_that_would_move_or_extend_the_state_are_refused(tmp_path: Path) -> None:
+    """offload_states, reload_states and add_param_group raise, and training goes on as if never asked."""
+    callback, recipe = CallRefused(), Recipe(max_steps=2)
+    module, undisturbed = LitTiny(recipe), LitTiny(recipe)
+    for trained, callbacks in ((module, [callback]), (undisturbed, [])):
+        strategy = SmartInfinityStrategy(tmp_path / "s")
+        fit(trained, strategy, tmp_path, max_steps=2, callbacks=callbacks)
+        strategy.close()
+    assert len(callback.refused) == 5
+    for name, error in callback.refused.items():
+        assert_helpful(error, name.split(".")[1])
+    assert module.losses == undisturbed.losses

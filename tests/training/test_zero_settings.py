@@ -1,0 +1,47 @@
+"""DeepSpeed's own settings for ZeRO-3 change how training runs, never what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.models import Recipe
+from tests.training.worker import Recorder, Run, train
+
+RECIPE = Recipe(groups=True, clip=0.3, accumulate=2, skip_side_at=(1,), max_steps=3)
+SETTINGS: list[dict[str, Any]] = [
+    {"offload_param": {"device": "cpu"}},
+    {"overlap_comm": True},
+    {"contiguous_gradients": False},
+    {"sub_group_size": 3000},
+    {"stage3_param_persistence_threshold": 0},
+]
+
+
+def _train(out: Path, **options: Any) -> tuple[list[float], Recorder]:
+    module, trainer, recorder = train(Run(out=str(out), recipe=RECIPE, options=options))
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    return module.losses, recorder
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Recorder]:
+    """Losses and masters with the strategy's own settings."""
+    return _train(tmp_path_factory.mktemp("default"))
+
+
+@pytest.mark.parametrize("zero", SETTINGS, ids=lambda zero: next(iter(zero)))
+def test_a_setting_trains_like_the_default(
+    zero: dict[str, Any], default: tuple[list[float], Recorder], tmp_path: Path
+) -> None:
+    """The same losses and masters to the bit; the norm's order of summation is the only thing that may differ."""
+    losses, recorder = _train(tmp_path, zero=zero)
+    expected_losses, expected = default
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), atol=1e-6, rtol=0)
+    assert recorder.masters.keys() == expected.masters.keys()
+    for name, master in expected.masters.items():
+        torch.testing.assert_close(recorder.masters[name], master, atol=1e-6, rtol=0, msg=name)
+    assert sorted(recorder.extra["steps"]) == sorted(expected.extra["steps"])

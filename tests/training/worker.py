@@ -1,0 +1,183 @@
+"""Training runs in processes of their own: ``python -m tests.training.worker RUNS.json``.
+
+RUNS.json holds a list of :class:`Run`; every rank writes ``losses-<rank>.json`` and rank 0 ``masters.pt`` into its
+``out`` folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from tests.helpers.models import LitTiny, Recipe
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recipe and where to run it."""
+
+    out: str
+    recipe: Recipe
+    devices: int = 1
+    accelerator: str = "cpu"
+    strategy: str = "smart_infinity"
+    deterministic: bool = False
+    resume: str | None = None
+    save_after_fit: str | None = None
+    save_at: tuple[int, ...] = ()
+    storage: str | None = None
+    transfer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left behind."""
+
+    losses: list[float]
+    masters: dict[str, torch.Tensor]
+    extra: dict[str, Any]
+    output: str
+
+
+def launch(*runs: Run, timeout: float = 600, env: dict[str, str] | None = None) -> list[Outcome]:
+    """Train runs of equally many devices one after the other in fresh processes; what rank 0 left behind of each."""
+    assert len({run.devices for run in runs}) == 1
+    config = Path(runs[0].out) / "runs.json"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(json.dumps([dataclasses.asdict(run) for run in runs]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.worker", str(config)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**fresh_environment(), **(env or {})},
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return [_outcome(Path(run.out), output) for run in runs]
+
+
+def fresh_environment() -> dict[str, str]:
+    """The environment without what an earlier fit in this process, or its launcher, left in it."""
+    left = {
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "NODE_RANK",
+        "LOCAL_SIZE",
+        "DS_ACCELERATOR",
+    }
+    return {name: value for name, value in os.environ.items() if name not in left and not name.startswith("PL_")}
+
+
+def _outcome(out: Path, output: str) -> Outcome:
+    extra = json.loads((out / "losses-0.json").read_text())
+    return Outcome(extra.pop("losses"), torch.load(out / "masters.pt", weights_only=True), extra, output)
+
+
+class Recorder(pl.Callback):
+    """Saves checkpoints at given steps and collects the fp32 masters when training ends."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.masters: dict[str, torch.Tensor] = {}
+        self.extra: dict[str, Any] = {}
+        self.skipped: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if self.run.strategy != "smart_infinity":
+            return
+        if trainer.strategy.optimizers[0].overflow and not trainer.fit_loop._should_accumulate():
+            self.skipped.append(trainer.global_step - 1)
+        if trainer.global_step in self.run.save_at and not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(Path(self.run.out) / f"step-{trainer.global_step}.ckpt")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        optimizer = trainer.strategy.optimizers[0]
+        if self.run.strategy != "smart_infinity":
+            self.masters = {name: p.detach().clone() for name, p in pl_module.model.named_parameters()}
+            return
+        for name, param in pl_module.model.named_parameters():
+            if param.requires_grad:
+                self.masters[name] = optimizer.get_full_hp_param(param).cpu().clone()
+        self.extra = {
+            "skipped": self.skipped,
+            "loss_scale": float(optimizer.loss_scale),
+            "steps": optimizer.handler.steps.tolist(),
+            "generation": int(optimizer.handler.generation),
+            "state_entries": len(optimizer.optimizer.state),
+            "fp32_numel": sum(p.numel() for p in optimizer.fp32_partitioned_groups_flat),
+            "lr": [group["lr"] for group in optimizer.param_groups],
+        }
+
+
+def train(run: Run) -> tuple[LitTiny, pl.Trainer, Recorder]:
+    """The run itself, in this process (and those that Lightning launches)."""
+    from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+
+    recipe, recorder = run.recipe, Recorder(run)
+    strategy: Any = run.strategy
+    if run.strategy == "smart_infinity":
+        strategy = SmartInfinityStrategy(
+            run.storage or str(Path(run.out) / "storage"), transfer=TransferConfig(**run.transfer), **run.options
+        )
+    trainer = pl.Trainer(
+        accelerator=run.accelerator,
+        devices=run.devices,
+        strategy=strategy,
+        precision=recipe.precision,  # type: ignore[arg-type]
+        max_steps=recipe.max_steps,
+        deterministic=run.deterministic,
+        accumulate_grad_batches=recipe.accumulate,
+        gradient_clip_val=recipe.clip,
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=run.out,
+    )
+    module = LitTiny(recipe)
+    trainer.fit(module, ckpt_path=run.resume)
+    if run.save_after_fit:
+        trainer.save_checkpoint(run.save_after_fit)
+    return module, trainer, recorder
+
+
+def parse(raw: dict[str, Any]) -> Run:
+    """A run from its JSON form."""
+    recipe = Recipe(**raw.pop("recipe"))
+    recipe = dataclasses.replace(recipe, skip_side_at=tuple(recipe.skip_side_at), nan_at=tuple(recipe.nan_at))
+    return Run(recipe=recipe, **{**raw, "save_at": tuple(raw["save_at"])})
+
+
+def main() -> None:
+    for raw in json.loads(Path(sys.argv[1]).read_text()):
+        run = parse(raw)
+        module, trainer, recorder = train(run)
+        out = Path(run.out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"losses-{trainer.global_rank}.json").write_text(
+            json.dumps({"losses": module.losses, "validated": module.validated, **recorder.extra})
+        )
+        if trainer.global_rank == 0:
+            torch.save(recorder.masters, out / "masters.pt")
+
+
+if __name__ == "__main__":
+    main()

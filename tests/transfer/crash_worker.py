@@ -1,0 +1,24 @@
+"""Trains until it is killed; runs in a process of its own."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from lightning_smartinfinity.native.testing import inject
+from tests.transfer.harness import Case, Run
+
+NUM_STEPS = 1_000
+
+
+def train(folder: Path, case: Case, seed: int, begun: Connection) -> None:
+    """Send the number of every step when it has begun; transfers are delayed and overtake each other."""
+    torch.set_num_threads(1)
+    run = Run(folder, case)
+    inject(run.device.pipeline, seed=seed, max_delay_us=2_000, short_transfer_every=11)
+    for number in range(NUM_STEPS):
+        run.handler.begin_step(run.collect(number))
+        begun.send(number)
+        run.handler.commit()

@@ -1,0 +1,223 @@
+"""A partition, a store and a handler over them, driven step by step beside torch.optim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.devices import HostDevice
+from lightning_smartinfinity.store import StateStore, StoreDescription
+from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.transfer.plan import Flat, StagedPartition, StepPlan
+from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.transfer.staging import TensorPartition
+from lightning_smartinfinity.transfer.tensors import flat_of
+
+# (numel, padding, group, sub-group): tiny ones that share a tasklet, large ones that span several.
+SHAPES = (
+    (1, 0, 0, 0),
+    (12_000, 0, 0, 0),
+    (7, 0, 1, 0),
+    (6_000, 3, 1, 1),
+    (1_023, 0, 0, 1),
+    (40, 40, 0, 1),
+    (9_001, 0, 1, 2),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a run is made of."""
+
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    options: tuple[dict[str, Any], dict[str, Any]] = field(
+        default=({"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "betas": (0.8, 0.99), "weight_decay": 0.0})
+    )
+    dtype: torch.dtype = torch.float32
+    gradient_dtype: torch.dtype = torch.float32
+    tasklet_bytes: int = 64 * 1024
+    num_buffers: int = 3
+    num_devices: int = 1
+    staged: bool = False
+    durability: str = "step"
+    compute_threads: int = 1
+    shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
+
+    def but(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+
+class Run:
+    """A partition in memory, its state on storage, and the same training in torch beside it."""
+
+    def __init__(self, folder: Path, case: Case, *, recover: bool = False) -> None:
+        self.case = case
+        self.layout = layout_of(case)
+        self.partition = first_partition(self.layout, case)
+        self.parameters = [torch.nn.Parameter(self.slice(i).float().clone()) for i in range(len(case.shapes))]
+        self.optimizer = case.optimizer(
+            [
+                {
+                    "params": [p for p, shape in zip(self.parameters, case.shapes, strict=True) if shape[2] == group],
+                    **options,
+                }
+                for group, options in enumerate(case.options)
+            ]
+        )
+        self.arena = GradientArena(self.layout, dtype=case.gradient_dtype)
+        self.folders = [folder / f"disk{index}" for index in range(case.num_devices)]
+        self.device = HostDevice(num_buffers=case.num_buffers, compute_threads=case.compute_threads)
+        rule = rule_for(self.optimizer)
+        if recover:
+            self.store = StateStore.recover(self.folders)
+        else:
+            self.store = StateStore.create(
+                self.folders,
+                config=TransferConfig(
+                    tasklet_bytes=case.tasklet_bytes, num_buffers=case.num_buffers, durability=case.durability
+                ),
+                extents=self.layout.extents,
+                description=StoreDescription(
+                    optimizer=rule.name,
+                    arrays=rule.arrays,
+                    parameters=tuple({"name": parameter.name} for parameter in self.layout.parameters),
+                ),
+            )
+        self.handler = TransferHandler(self.layout, self.store, self.device, rule=rule)
+        self.handler.open()
+        if not recover:
+            self.handler.initialize(self.outputs())
+
+    def slice(self, parameter: int) -> torch.Tensor:
+        """This parameter in the partition, without padding."""
+        where = self.layout.parameters[parameter]
+        begin = where.offset - self.layout.sub_groups[where.sub_group].offset
+        return self.partition[where.sub_group][begin : begin + where.real_numel]
+
+    def outputs(self) -> Sequence[Flat] | StagedPartition:
+        if self.case.staged:
+            return TensorPartition(self.partition)
+        return [flat_of(tensor) for tensor in self.partition]
+
+    def collect(self, step: int) -> StepPlan:
+        """Fill the arena (and torch's gradients) for this step and plan it; schedules move lr and betas."""
+        schedule(self.optimizer, step)
+        self.arena.reset()
+        for index, parameter in enumerate(self.parameters):
+            gradient = gradient_of(self.case, index, step)
+            parameter.grad = gradient
+            if gradient is not None:
+                self.arena.arrive(index, gradient * SCALE)
+        return StepPlan(
+            active=self.arena.active,
+            gradients=self.arena.flats(),
+            outputs=self.outputs(),
+            groups=self.optimizer.param_groups,
+            gradient_scale=1 / SCALE,
+        )
+
+    def step(self, number: int) -> None:
+        """One committed step."""
+        self.handler.begin_step(self.collect(number))
+        self.handler.commit()
+
+    def steps(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.step(number)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything: the partition, the three arrays and the step counts."""
+        arrays = self.read()
+        names = ("master", "exp_avg", "exp_avg_sq")
+        state = {name: torch.cat([arrays[group][k] for group in range(len(arrays))]) for k, name in enumerate(names)}
+        return {
+            **state,
+            "partition": torch.cat(self.partition).clone(),
+            "steps": torch.from_numpy(self.handler.steps),
+        }
+
+    def read(self) -> list[list[torch.Tensor]]:
+        """The state's arrays, by sub-group and array."""
+        arrays = [[torch.full((group.numel,), -1.0) for _ in range(3)] for group in self.layout.sub_groups]
+        self.handler.read([[flat_of(tensor) for tensor in tensors] for tensors in arrays])
+        return arrays
+
+    def close(self, *, remove: bool = True) -> None:
+        self.handler.close(remove=remove)
+        self.arena.close()
+
+
+SCALE = 4.0
+
+
+@contextmanager
+def running(folder: Path, case: Case, *, recover: bool = False) -> Iterator[Run]:
+    run = Run(folder, case, recover=recover)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def layout_of(case: Case) -> PartitionLayout:
+    return build_layout(
+        [
+            ParameterSlice(name=f"p{i}", numel=numel, real_numel=numel - padding, group=group, sub_group=sub_group)
+            for i, (numel, padding, group, sub_group) in enumerate(case.shapes)
+        ],
+        tasklet_bytes=case.tasklet_bytes,
+        num_arrays=3,
+        num_devices=case.num_devices,
+        num_slots=1 if case.durability == "none" else 2,
+    )
+
+
+def first_partition(layout: PartitionLayout, case: Case) -> list[torch.Tensor]:
+    """Each sub-group's parameters before training, padding zero."""
+    generator = np.random.default_rng(1)
+    partition = []
+    for group in layout.sub_groups:
+        tensor = torch.from_numpy(generator.standard_normal(group.numel, np.float32)).to(case.dtype)
+        for where in layout.parameters[group.first : group.last]:
+            begin = where.offset - group.offset
+            tensor[begin + where.real_numel : begin + where.numel] = 0
+        partition.append(tensor)
+    return partition
+
+
+def gradient_of(case: Case, parameter: int, step: int) -> torch.Tensor | None:
+    """None for a third of the parameters, another third at every step."""
+    if (parameter + step) % 3 == 0:
+        return None
+    numel, padding = case.shapes[parameter][:2]
+    values = np.random.default_rng((step, parameter)).standard_normal(numel - padding, np.float32)
+    return torch.from_numpy(values)
+
+
+def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """What schedulers do: another lr at every step, other betas from some step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - 0.07 * (step % 5))
+    first = optimizer.param_groups[0]
+    first["betas"] = (0.85, 0.995) if step >= 2 else first.setdefault("initial_betas", first["betas"])
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(bits(actual[name]), bits(expected[name])), name
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, so that NaNs and signs of zeros compare too."""
+    return tensor.contiguous().view(torch.uint8)

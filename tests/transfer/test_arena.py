@@ -1,0 +1,156 @@
+"""The gradient arena against plain torch accumulation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_smartinfinity.transfer.arena import GradientArena
+from tests.helpers.runif import RunIf
+from tests.transfer.harness import Case, layout_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYOUT = layout_of(Case())
+REAL = [shape[0] - shape[1] for shape in Case().shapes]
+
+
+def gradient(parameter: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + parameter)
+    return torch.randn(REAL[parameter], generator=generator).to(dtype)
+
+
+@settings(deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 99)), max_size=12),
+    arena_dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_first_writes_later_add(arrivals: list[tuple[int, int]], arena_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Whatever a former window left, a window sums what arrives in it, in the arena's dtype."""
+    arena = GradientArena(LAYOUT, dtype=arena_dtype)
+    arena.buffer.fill_(math.nan)
+    expected: dict[int, torch.Tensor] = {}
+    for parameter, seed in arrivals:
+        value = gradient(parameter, seed, dtype)
+        arena.arrive(parameter, value)
+        if parameter in expected:
+            expected[parameter].add_(value)
+        else:
+            expected[parameter] = value.to(arena_dtype)
+    assert arena.active.tolist() == [index in expected for index in range(len(REAL))]
+    for parameter, value in expected.items():
+        stored = arena.gradient(parameter)
+        assert torch.equal(stored[: REAL[parameter]], value)
+        assert not stored[REAL[parameter] :].any()
+    squares = sum(value.double().square().sum().item() for value in expected.values())
+    assert arena.sum_of_squares() == pytest.approx(squares, rel=1e-12)
+    arena.close()
+
+
+def test_surplus_is_padding_and_what_is_missing_is_zero() -> None:
+    """A slice as long as the padded partition is cut; a shorter one is zero-filled, and may grow later."""
+    arena = GradientArena(LAYOUT)
+    padded = torch.full((6_000,), math.inf)
+    padded[:5_997] = 1.0
+    arena.arrive(3, padded)
+    assert arena.sum_of_squares() == 5_997.0
+    assert arena.gradient(3)[5_997:].tolist() == [0.0] * 3
+    arena.reset()
+    arena.arrive(3, torch.ones(10))
+    arena.arrive(3, torch.ones(5_997))
+    assert arena.gradient(3).sum() == 5_997 + 10
+
+
+def test_arrivals_of_any_shape_are_read_flat() -> None:
+    """Strided and several-dimensional slices arrive in memory order of their elements; autograd is not involved."""
+    arena = GradientArena(LAYOUT)
+    values = torch.arange(24_000.0, requires_grad=True)[::2].view(120, 100)
+    arena.arrive(1, values)
+    assert torch.equal(arena.gradient(1), torch.arange(0.0, 24_000.0, 2.0))
+
+
+def test_mark_makes_a_parameter_active_without_gradient() -> None:
+    """Ranks that hold padding only count the parameter too; a gradient that arrived stays, one that follows adds."""
+    arena = GradientArena(LAYOUT)
+    arena.buffer.fill_(7.0)
+    arena.mark(5)
+    arena.mark(2)
+    arena.arrive(2, torch.ones(7))
+    arena.mark(2)
+    assert arena.active.tolist() == [False, False, True, False, False, True, False]
+    assert not arena.gradient(5).any()
+    assert arena.gradient(2).tolist() == [1.0] * 7
+    assert arena.sum_of_squares() == 7.0
+
+
+def test_reset_ends_the_window_without_touching_memory() -> None:
+    """Nothing is active, values stay where they are, and the next arrival writes."""
+    arena = GradientArena(LAYOUT)
+    arena.arrive(1, gradient(1, 1))
+    before = arena.buffer.clone()
+    arena.reset()
+    assert not arena.active.any()
+    assert torch.equal(arena.buffer, before)
+    assert arena.sum_of_squares() == 0.0
+    arena.arrive(1, gradient(1, 2))
+    assert torch.equal(arena.gradient(1), gradient(1, 2))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_gradients_show_in_the_norm(value: float) -> None:
+    """One bad element makes the sum non-finite while its parameter is active, and only then."""
+    arena = GradientArena(LAYOUT)
+    bad = gradient(6, 0)
+    bad[8_000] = value
+    arena.arrive(6, bad)
+    assert not math.isfinite(arena.sum_of_squares())
+    arena.reset()
+    arena.arrive(1, gradient(1, 0))
+    assert math.isfinite(arena.sum_of_squares())
+
+
+def test_large_finite_gradients_stay_finite() -> None:
+    """The sum is taken in double: squares that overflow fp32 do not look like an overflow of the loss scale."""
+    arena = GradientArena(LAYOUT)
+    arena.arrive(1, torch.full((12_000,), 3e38))
+    assert arena.sum_of_squares() == pytest.approx(12_000 * 9e76)
+
+
+def test_views_and_addresses_of_sub_groups() -> None:
+    """flats() and view() speak of the same memory, sub-group by sub-group."""
+    arena = GradientArena(LAYOUT, dtype=torch.bfloat16)
+    for group, flat in zip(LAYOUT.sub_groups, arena.flats(), strict=True):
+        view = arena.view(group.index)
+        assert (flat.address, flat.numel) == (view.data_ptr(), group.numel)
+    assert arena.view(0).data_ptr() % (2 << 20) == 0 or arena.buffer.nbytes < 2 << 20
+
+
+def test_memory_outlives_the_arena() -> None:
+    """A tensor handed out keeps the mapping."""
+    arena = GradientArena(LAYOUT)
+    view = arena.view(1)
+    arena.close()
+    del arena
+    view.fill_(1.0)
+    assert view.sum() == view.numel()
+
+
+@RunIf(cuda_devices=1)
+def test_gradients_on_cuda() -> None:
+    """Arrivals from a device give the same bits as from the host, first, later and mixed."""
+    host, device = GradientArena(LAYOUT), GradientArena(LAYOUT)
+    for dtype in DTYPES:
+        for arena in (host, device):
+            arena.reset()
+        for seed in range(3):
+            for parameter in range(len(REAL)):
+                value = gradient(parameter, seed, dtype)
+                host.arrive(parameter, value)
+                device.arrive(parameter, value.cuda() if (seed + parameter) % 3 else value)
+        assert host.sum_of_squares() == device.sum_of_squares()
+        assert torch.equal(host.buffer, device.buffer)
+    device.close()

@@ -1,0 +1,93 @@
+"""A process killed at any moment of a step leaves a whole generation behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import StorageCorruptError
+from tests.transfer.crash_worker import NUM_STEPS, train
+from tests.transfer.harness import Case, Run, assert_equal, running
+
+LAST_STEP = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded() -> None:
+    """Let the fork server import torch, and what its optimizers import on first use, once and not in every process."""
+    multiprocessing.set_forkserver_preload(["numpy", "torch", "torch._dynamo"])
+
+
+def kill_while_training(folder: Path, case: Case, seed: int) -> None:
+    """Kill a training process up to a few milliseconds after a random step has begun."""
+    generator = random.Random(seed)
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=train, args=(folder, case, seed, sender), daemon=True)
+    process.start()
+    sender.close()
+    last = generator.randrange(LAST_STEP)
+    while receiver.recv() < last:
+        pass
+    time.sleep(generator.uniform(0, 0.02))
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def stored(run: Run) -> dict[str, torch.Tensor]:
+    """The state on storage; the partition died with its process."""
+    return {name: tensor for name, tensor in run.state().items() if name != "partition"}
+
+
+def generations(folder: Path, case: Case, count: int) -> list[dict[str, torch.Tensor]]:
+    with running(folder, case) as run:
+        states = [stored(run)]
+        for number in range(count):
+            run.step(number)
+            states.append(stored(run))
+    return states
+
+
+@pytest.mark.parametrize("case", [Case(num_devices=2), Case(dtype=torch.bfloat16)], ids=["fp32-two-folders", "bf16"])
+def test_killed_in_the_middle_of_a_step(tmp_path: Path, case: Case) -> None:
+    """Recovery finds a committed generation, bit for bit, and training goes on from it as if nothing had happened."""
+    expected = generations(tmp_path / "undisturbed", case, 2 * LAST_STEP + 20)
+    found = set()
+    for seed in range(8):
+        folder = tmp_path / str(seed)
+        kill_while_training(folder, case, seed)
+        with running(folder, case, recover=True) as run:
+            generation = run.handler.generation
+            found.add(generation)
+            assert generation < NUM_STEPS
+            assert_equal(stored(run), expected[generation])
+            restore_partition(run)
+            run.step(generation)
+            assert_equal(stored(run), expected[generation + 1])
+    assert len(found) > 1
+
+
+def restore_partition(run: Run) -> None:
+    for tensor, arrays in zip(run.partition, run.read(), strict=True):
+        tensor.copy_(arrays[0])
+
+
+def test_killed_without_durability(tmp_path: Path) -> None:
+    """With one slot, what is left is a whole generation or is refused: never a mixture."""
+    case = Case(durability="none")
+    expected = generations(tmp_path / "undisturbed", case, 2 * LAST_STEP + 20)
+    for seed in range(4):
+        folder = tmp_path / str(seed)
+        kill_while_training(folder, case, seed)
+        try:
+            with running(folder, case, recover=True) as run:
+                assert_equal(stored(run), expected[run.handler.generation])
+        except StorageCorruptError:
+            continue

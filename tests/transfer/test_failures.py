@@ -1,0 +1,279 @@
+"""Steps that fail or are abandoned: errors, rollback, and what a later step makes of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
+from lightning_smartinfinity.native.testing import inject
+from lightning_smartinfinity.transfer.plan import StepPlan
+from tests.transfer.harness import Case, Run, assert_equal, running
+
+CASES = [
+    Case(),
+    Case(dtype=torch.bfloat16),
+    Case(dtype=torch.float16, num_devices=2),
+    Case(staged=True, num_buffers=2),
+    Case(staged=True, dtype=torch.bfloat16, num_buffers=2),
+]
+IDS = ["fp32", "bf16", "fp16-two-folders", "fp32-staged", "bf16-staged"]
+
+
+def undisturbed(folder: Path, case: Case, num_steps: int) -> dict[str, torch.Tensor]:
+    with running(folder, case) as run:
+        run.steps(range(num_steps))
+        return run.state()
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("waited", [None, slice(0, 1), slice(None)], ids=["at-once", "after-one", "after-all"])
+def test_rollback_restores_every_bit(tmp_path: Path, case: Case, waited: slice | None) -> None:
+    """An abandoned step leaves partition, state and step counts as they were; the step can be done again."""
+    expected = undisturbed(tmp_path / "undisturbed", case, 3)
+    with running(tmp_path / "disturbed", case) as run:
+        run.steps(range(2))
+        before = run.state()
+        run.handler.begin_step(run.collect(4))
+        if waited is not None:
+            run.handler.wait(waited)
+        run.handler.rollback()
+        assert not run.handler.in_flight
+        assert_equal(run.state(), before)
+        run.step(2)
+        assert_equal(run.state(), expected)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize(
+    ("faults", "kind"),
+    [
+        ({"fail_write_at": 2, "errno": errno.ENOSPC}, StorageFullError),
+        ({"fail_write_at": 3, "errno": errno.EIO}, StorageError),
+        ({"fail_read_at": 3, "errno": errno.EIO}, StorageError),
+    ],
+    ids=["full", "write-error", "read-error"],
+)
+def test_failed_step_can_be_done_again(
+    tmp_path: Path, case: Case, faults: dict[str, int], kind: type[StorageError]
+) -> None:
+    """The error names path, offset and remedy; after a rollback the same step ends as if nothing had happened."""
+    expected = undisturbed(tmp_path / "undisturbed", case, 3)
+    with running(tmp_path / "disturbed", case) as run:
+        run.steps(range(2))
+        before, plan = run.state(), run.collect(2)
+        inject(run.device.pipeline, seed=1, **faults)
+        run.handler.begin_step(plan)
+        with pytest.raises(kind, match=r"offset \d+ of /.*state\.bin \(tasklet \d") as caught:
+            run.handler.commit()
+        assert type(caught.value) is kind
+        assert caught.value.remedy
+        with pytest.raises(kind):
+            run.handler.wait()
+        assert run.handler.generation == 2
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+        run.handler.begin_step(plan)
+        run.handler.commit()
+        assert_equal(run.state(), expected)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    number=st.integers(0, 1 << 30),
+    events=st.lists(st.sampled_from(["commit", "abandon", "fail read", "fail write"]), min_size=3, max_size=8),
+    seed=st.integers(0, 1 << 16),
+    position=st.integers(0, 5),
+    staged=st.booleans(),
+)
+def test_any_order_of_failures(
+    tmp_path: Path, number: int, events: list[str], seed: int, position: int, staged: bool
+) -> None:
+    """Whatever fails or is abandoned, and however transfers overtake each other, committed steps alone count."""
+    case = Case(dtype=torch.bfloat16, staged=staged, num_devices=2)
+    folder = tmp_path / f"{number}-{seed}-{len(events)}"
+    expected = undisturbed(folder / "undisturbed", case, len(events))
+    with running(folder / "disturbed", case) as run:
+        for step, event in enumerate(events):
+            before, plan = torch.cat(run.partition), run.collect(step)
+            faults = {"fail read": {"fail_read_at": position}, "fail write": {"fail_write_at": position}}.get(event, {})
+            inject(run.device.pipeline, seed=seed, max_delay_us=300, short_transfer_every=7, **faults)
+            if event != "commit":
+                abandon(run, plan)
+                torch.testing.assert_close(torch.cat(run.partition), before, rtol=0, atol=0)
+            finish(run, plan)
+        with suppress(StorageError):
+            run.state()  # a fault that was still to come
+        assert_equal(run.state(), expected)
+
+
+def abandon(run: Run, plan: StepPlan) -> None:
+    """Begin a step and give it up, whether it failed or not."""
+    run.handler.begin_step(plan)
+    with suppress(StorageError):
+        run.handler.wait(slice(0, 2))
+    roll_back(run)
+
+
+def finish(run: Run, plan: StepPlan) -> None:
+    """Commit a step, at the second try if a fault was still to come."""
+    run.handler.begin_step(plan)
+    try:
+        run.handler.commit()
+    except StorageError:
+        roll_back(run)
+        run.handler.begin_step(plan)
+        run.handler.commit()
+
+
+def roll_back(run: Run) -> None:
+    try:
+        run.handler.rollback()
+    except StorageError:
+        run.handler.rollback()
+
+
+def test_rollback_that_fails_can_be_tried_again(tmp_path: Path) -> None:
+    """A read error during the rollback is reported; the next try restores the partition."""
+    with running(tmp_path, Case()) as run:
+        num_reads = run.handler.traffic().read_calls
+        run.step(1)
+        num_reads = run.handler.traffic().read_calls - num_reads
+        before = run.state()
+        inject(run.device.pipeline, fail_read_at=num_reads + 1)
+        run.handler.begin_step(run.collect(1))
+        with pytest.raises(StorageError, match=r"state\.bin"):
+            run.handler.rollback()
+        assert run.handler.in_flight
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+
+
+def test_one_slot_cannot_roll_back(tmp_path: Path) -> None:
+    """With durability none the error says why and what to use instead."""
+    with running(tmp_path, Case(durability="none")) as run:
+        assert not run.handler.can_roll_back
+        run.handler.begin_step(run.collect(1))
+        with pytest.raises(StorageError, match="durability='none'") as caught:
+            run.handler.rollback()
+        assert "durability='step'" in caught.value.remedy
+
+
+def test_commit_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generation stays, the partition can be rolled back, and the step succeeds once the disk has recovered."""
+    real, calls = os.pwrite, []
+
+    def full_once(descriptor: int, content: bytes, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, content, offset)
+
+    case = Case()
+    expected = undisturbed(tmp_path / "undisturbed", case, 2)
+    with running(tmp_path / "disturbed", case) as run:
+        run.step(0)
+        before, plan = run.state(), run.collect(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full_once)
+            run.handler.begin_step(plan)
+            with pytest.raises(StorageFullError, match=r"commit\.bin"):
+                run.handler.commit()
+            run.handler.rollback()
+            assert_equal(run.state(), before)
+            run.handler.begin_step(plan)
+            run.handler.commit()
+        assert_equal(run.state(), expected)
+
+
+def test_commit_record_in_doubt_ends_training(tmp_path: Path) -> None:
+    """A record that can be neither written nor erased may come back after a crash: no further step may begin."""
+    with running(tmp_path, Case()) as run:
+        before = run.state()
+        run.handler.begin_step(run.collect(1))
+        commit_path = run.folders[0] / "default" / "rank-00000" / "commit.bin"
+        commit_path.unlink()
+        with pytest.raises(StorageError, match=r"commit\.bin"):
+            run.handler.commit()
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+        with pytest.raises(StorageError, match=r"commit\.bin"):
+            run.handler.begin_step(run.collect(2))
+
+
+@pytest.mark.parametrize("offset_in_extent", [100, 20_480 + 9, 40_960 + 4_000, 61_440 + 4_095])
+def test_flipped_bit_is_found(tmp_path: Path, offset_in_extent: int) -> None:
+    """A bit of master, exp_avg, exp_avg_sq or trailer that flipped on the disk is reported with path and remedy."""
+    with running(tmp_path, Case()) as run:
+        run.step(1)
+        extents = run.layout.extents
+        offset = extents.slot_offset(2, int(run.store.slots[2])) + offset_in_extent
+        path = Path(run.store.files[0].path)
+        flip_bit(path, offset)
+        with pytest.raises(StorageCorruptError, match=r"tasklet 2 at offset \d+ of /.*state\.bin is refused") as caught:
+            run.state()
+        assert "checkpoint" in caught.value.remedy
+        run.handler.begin_step(run.collect(3))
+        if offset_in_extent == 100:  # a 32-true step does not read the master: the partition is
+            run.handler.commit()
+            return
+        with pytest.raises(StorageCorruptError, match=r"tasklet 2 at offset \d+ of /.*state\.bin is refused"):
+            run.handler.wait()
+
+
+def test_extents_of_another_job(tmp_path: Path) -> None:
+    """State copied in from another store is refused as foreign."""
+    with running(tmp_path / "mine", Case()) as run, running(tmp_path / "theirs", Case()) as other:
+        Path(run.store.files[0].path).write_bytes(Path(other.store.files[0].path).read_bytes())
+        with pytest.raises(StorageCorruptError, match="another job"):
+            run.state()
+
+
+def test_lost_write(tmp_path: Path) -> None:
+    """An extent of an older generation in the current slot (a write the device forgot) is refused."""
+    with running(tmp_path, Case()) as run:
+        run.steps([1])
+        path, slot = Path(run.store.files[0].path), run.layout.extents.slot_bytes(0)
+        content = bytearray(path.read_bytes())
+        run.steps([2])  # into slot 0
+        current = bytearray(path.read_bytes())
+        current[:slot] = content[:slot]
+        path.write_bytes(current)
+        with pytest.raises(StorageCorruptError, match="generation"):
+            run.state()
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    """A state file that lost its end is a StorageError that names it."""
+    with running(tmp_path, Case()) as run:
+        os.truncate(run.store.files[0].path, 8192)
+        with pytest.raises(StorageError, match=r"state\.bin"):
+            run.state()
+
+
+def test_modification_that_fails_changes_nothing(tmp_path: Path) -> None:
+    """Writes from outside go through the other slot as well."""
+    with running(tmp_path, Case()) as run:
+        run.step(1)
+        before = run.state()
+        inject(run.device.pipeline, fail_write_at=0)
+        with pytest.raises(StorageError, match=r"state\.bin"):
+            run.handler.modify_parameter(1, {"exp_avg": np.ones(12_000, np.float32)})
+        assert_equal(run.state(), before)
+        assert run.handler.generation == 1
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))

@@ -1,0 +1,154 @@
+"""The layout's arithmetic against brute force over elements."""
+
+from __future__ import annotations
+
+import ast
+from itertools import pairwise
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_smartinfinity.store.extents import extent_bytes
+from lightning_smartinfinity.transfer import layout as layout_module
+from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
+
+sizes = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 30_000)), max_size=12)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> PartitionLayout:
+    sub_group, slices = 0, []
+    for index, numel in enumerate(draw(sizes)):
+        sub_group += int(index > 0 and draw(st.booleans()))
+        real = draw(st.integers(0, numel))
+        slices.append(
+            ParameterSlice(name=str(index), numel=numel, real_numel=real, group=index % 2, sub_group=sub_group)
+        )
+    return build_layout(
+        slices,
+        tasklet_bytes=draw(st.integers(64 * 1024, 200 * 1024)),
+        num_arrays=draw(st.integers(1, 4)),
+        num_devices=draw(st.integers(1, 4)),
+        num_slots=draw(st.sampled_from([1, 2])),
+    )
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_parameters_and_sub_groups_lie_behind_one_another(layout: PartitionLayout) -> None:
+    """Offsets are running sums; sub-groups cover exactly their parameters."""
+    offset = 0
+    for parameter in layout.parameters:
+        assert parameter.offset == offset
+        offset += parameter.numel
+    assert offset == layout.numel
+    for group in layout.sub_groups:
+        members = [parameter for parameter in layout.parameters if parameter.sub_group == group.index]
+        assert members == list(layout.parameters[group.first : group.last])
+        assert (group.offset, group.numel) == (members[0].offset, sum(member.numel for member in members))
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_tasklets_cover_the_partition_once(layout: PartitionLayout) -> None:
+    """Every element lies in exactly one tasklet; all but the last hold a multiple of 1024 elements."""
+    end = 0
+    for index, tasklet in enumerate(layout.tasklets):
+        assert (tasklet.index, tasklet.offset) == (index, end)
+        assert tasklet.numel > 0
+        assert tasklet is layout.tasklets[-1] or tasklet.numel % 1024 == 0
+        end += tasklet.numel
+    assert end == layout.numel
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200_000), st.integers(64 * 1024, 1 << 20), st.integers(1, 4), st.integers(1, 5))
+def test_extents_fit_a_buffer_and_never_overlap(numel: int, tasklet_bytes: int, arrays: int, devices: int) -> None:
+    """Extents are at most tasklet_bytes, block-aligned, and disjoint in every slot, within the file."""
+    layout = build_layout(
+        [ParameterSlice(name="p", numel=numel, real_numel=numel, group=0, sub_group=0)],
+        tasklet_bytes=tasklet_bytes,
+        num_arrays=arrays,
+        num_devices=devices,
+        num_slots=2,
+    )
+    ranges: dict[int, list[tuple[int, int]]] = {device: [] for device in range(devices)}
+    for tasklet in layout.tasklets:
+        assert tasklet.extent_bytes <= tasklet_bytes
+        assert tasklet.extent_bytes == arrays * (-(-4 * tasklet.numel // 4096) * 4096) + 4096
+        for slot in (0, 1):
+            offset = layout.extents.slot_offset(tasklet.index, slot)
+            assert offset % 4096 == 0
+            ranges[tasklet.device].append((offset, offset + tasklet.extent_bytes))
+    for device, taken in ranges.items():
+        assert sum(end - begin for begin, end in taken) == layout.extents.file_bytes(device)
+        borders = sorted(taken)
+        assert all(left[1] <= right[0] for left, right in pairwise(borders))
+    counts = [sum(tasklet.device == device for tasklet in layout.tasklets) for device in range(devices)]
+    assert max(counts) - min(counts) <= 1
+
+
+@settings(deadline=None)
+@given(layouts(), st.data())
+def test_tasklets_of_a_range_of_parameters(layout: PartitionLayout, data: st.DataObject) -> None:
+    """Exactly those tasklets that hold an element of the parameters, when the range has any element."""
+    count = len(layout.parameters)
+    first = data.draw(st.integers(0, count))
+    last = data.draw(st.integers(first, count))
+    elements = [
+        element
+        for parameter in layout.parameters[first:last]
+        for element in (parameter.offset, parameter.offset + parameter.numel - 1)
+        if parameter.numel
+    ]
+    found = layout.tasklets_of(slice(first, last))
+    if not elements:
+        assert len(found) == 0
+        return
+    touched = [
+        tasklet.index
+        for tasklet in layout.tasklets
+        if tasklet.offset <= max(elements) and tasklet.offset + tasklet.numel > min(elements)
+    ]
+    assert list(found) == touched
+
+
+@settings(deadline=None)
+@given(layouts(), st.data())
+def test_sub_group_of_an_element(layout: PartitionLayout, data: st.DataObject) -> None:
+    """The sub-group at an offset holds that element."""
+    if layout.numel == 0:
+        return
+    offset = data.draw(st.integers(0, layout.numel - 1))
+    group = layout.sub_group_at(offset)
+    assert group.offset <= offset < group.offset + group.numel
+
+
+def test_small_tensors_share_tasklets() -> None:
+    """Ten thousand small tensors need no more tasklets than one tensor of their size."""
+    slices = [ParameterSlice(name=str(i), numel=10, real_numel=10, group=0, sub_group=0) for i in range(10_000)]
+    layout = build_layout(slices, tasklet_bytes=1 << 20, num_arrays=3, num_devices=1, num_slots=2)
+    assert len(layout.tasklets) == 2
+
+
+def test_extent_holds_arrays_and_one_trailer_block() -> None:
+    """Adam's 1024 elements take three blocks and the trailer's; one element more takes a block more per array."""
+    assert extent_bytes(1024, 3) == 4 * 4096
+    assert extent_bytes(1025, 3) == 7 * 4096
+
+
+def test_layout_is_arithmetic_only() -> None:
+    """The module imports neither os nor torch nor the native core, so that planners can use it anywhere."""
+    tree = ast.parse(Path(layout_module.__file__).read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert modules == {
+        "__future__",
+        "bisect",
+        "collections.abc",
+        "dataclasses",
+        "functools",
+        "itertools",
+        "lightning_smartinfinity.store.extents",
+    }

@@ -1,0 +1,126 @@
+"""Update rules: which optimizers are taken, and what becomes of their hyperparameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.transfer.rules import rule_for
+
+
+class HomemadeAdamW(torch.optim.AdamW):
+    """A subclass that might step differently."""
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(3))]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_supported_optimizers(kind: type[torch.optim.Optimizer]) -> None:
+    """They are told by their exact type and keep torch's names of their state."""
+    rule = rule_for(kind(parameters()))
+    assert rule.name == kind.__name__
+    assert rule.arrays == ("master", "exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize("kind", [HomemadeAdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.Adamax])
+def test_other_optimizers(kind: type[torch.optim.Optimizer]) -> None:
+    """Others are refused by name, with the list of those that are supported."""
+    with pytest.raises(UnsupportedError, match=kind.__name__) as caught:
+        rule_for(kind(parameters(), lr=0.1))
+    assert caught.value.remedy == "Use one of: torch.optim.Adam, torch.optim.AdamW."
+    assert ("a subclass of" in caught.value.problem) == (kind is HomemadeAdamW)
+
+
+def test_amsgrad() -> None:
+    """It needs a fourth array, which is not offered; in any group."""
+    optimizer = torch.optim.AdamW([{"params": parameters()}, {"params": parameters(), "amsgrad": True}])
+    with pytest.raises(UnsupportedError, match="amsgrad=True"):
+        rule_for(optimizer)
+
+
+def test_complex_parameters() -> None:
+    """Parameters that are not real floating point are refused by dtype."""
+    with pytest.raises(UnsupportedError, match="complex64"):
+        rule_for(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))]))
+
+
+def test_choices_of_implementation_are_ignored() -> None:
+    """foreach, fused and capturable give one result in torch; differentiable has no meaning here and warns."""
+    rule = rule_for(torch.optim.AdamW(parameters(), foreach=True))
+    assert rule.snapshot(torch.optim.AdamW(parameters(), fused=True).param_groups[0]) == rule.snapshot(
+        torch.optim.AdamW(parameters(), capturable=True).param_groups[0]
+    )
+    with pytest.warns(UserWarning, match="differentiable=True"):
+        rule_for(torch.optim.AdamW(parameters(), differentiable=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", math.nan),
+        ("lr", -0.1),
+        ("lr", math.inf),
+        ("lr", "fast"),
+        ("lr", torch.zeros(2)),
+        ("eps", -1e-9),
+        ("weight_decay", math.nan),
+        ("betas", (1.0, 0.9)),
+        ("betas", (0.9, -0.1)),
+    ],
+)
+def test_values_out_of_range(name: str, value: Any) -> None:
+    """What torch refuses at construction is refused whenever it turns up in a group."""
+    optimizer = torch.optim.Adam(parameters())
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ConfigError, match=rf"Adam\({name}"):
+        rule_for(optimizer)
+
+
+def test_tensor_hyperparameters() -> None:
+    """Tensors of one element count as numbers."""
+    optimizer = torch.optim.AdamW(
+        parameters(), lr=torch.tensor(0.01, dtype=torch.float64), betas=(torch.tensor(0.5), torch.tensor(0.25))
+    )
+    snapshot = rule_for(optimizer).snapshot(optimizer.param_groups[0])
+    assert (snapshot.lr, snapshot.beta1, snapshot.beta2) == (0.01, 0.5, 0.25)  # type: ignore[attr-defined]
+
+
+def test_decoupled_weight_decay_of_a_group() -> None:
+    """The group's setting decides; older torch, which has none, decides by type."""
+    for kind, decoupled in ((torch.optim.Adam, False), (torch.optim.AdamW, True)):
+        optimizer = kind(parameters())
+        rule, group = rule_for(optimizer), dict(optimizer.param_groups[0])
+        assert rule.snapshot(group).decoupled_weight_decay is decoupled  # type: ignore[attr-defined]
+        group["decoupled_weight_decay"] = not decoupled
+        assert rule.snapshot(group).decoupled_weight_decay is not decoupled  # type: ignore[attr-defined]
+        del group["decoupled_weight_decay"]
+        assert rule.snapshot(group).decoupled_weight_decay is decoupled  # type: ignore[attr-defined]
+
+
+def test_scalars_are_computed_in_double() -> None:
+    """Bias corrections of late steps and small differences from one keep double precision until the last rounding."""
+    optimizer = torch.optim.AdamW(parameters(), lr=1e-3, betas=(0.9, 0.99999), weight_decay=1e-5, maximize=True)
+    rule = rule_for(optimizer)
+    scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=3, gradient_scale=0.5)
+    expected = {
+        "gradient_scale": -0.5,
+        "beta1": 0.9,
+        "one_minus_beta1": 1 - 0.9,
+        "beta2": 0.99999,
+        "one_minus_beta2": 1 - 0.99999,
+        "decay": 1 - 1e-3 * 1e-5,
+        "l2": 0.0,
+        "step_size": 1e-3 / (1 - 0.9**3),
+        "inverse_sqrt_bias_correction2": 1 / math.sqrt(1 - 0.99999**3),
+        "eps": 1e-8,
+    }
+    assert {name: getattr(scalars, name) for name in expected} == {
+        name: float(np.float32(value)) for name, value in expected.items()
+    }

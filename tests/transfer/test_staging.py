@@ -1,0 +1,141 @@
+"""Partitions outside host memory: what passes through the staging buffer, and when it may be used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.native.testing import inject
+from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.transfer.staging import StagingBuffer, TensorPartition
+from lightning_smartinfinity.transfer.tensors import native_dtype
+from tests.helpers.runif import RunIf
+from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
+
+# Several waves, so that each half of the buffer is used again.
+SMALL_RING = Case(staged=True, num_buffers=2, shapes=((60_000, 0, 0, 0), (3, 0, 1, 0), (50_000, 3, 1, 1)))
+
+
+class LatePartition(TensorPartition):
+    """Copies as late as its contract allows: only when it is waited for."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._late: list[Callable[[], None]] = []
+
+    def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        put = super().put
+        self._late.append(lambda: put(sub_group, offset, values))
+
+    def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        get = super().get
+        self._late.append(lambda: get(sub_group, offset, values))
+
+    def synchronize(self) -> None:
+        for copy in self._late:
+            copy()
+        self._late.clear()
+
+
+class LateRun(Run):
+    """A run whose partition is a :class:`LatePartition`."""
+
+    def outputs(self) -> LatePartition:
+        return LatePartition(self.partition)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_staging_is_not_overwritten_before_it_was_copied(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Copies that take until they are waited for give the bits of the direct way, rollback included."""
+    case = SMALL_RING.but(dtype=dtype)
+    with running(tmp_path / "direct", case.but(staged=False)) as run:
+        run.steps(range(3))
+        expected = run.state()
+    run = LateRun(tmp_path / "late", case)
+    run.step(0)
+    before = run.state()
+    run.handler.begin_step(run.collect(3))
+    run.handler.wait(slice(0, 1))
+    run.handler.rollback()
+    assert_equal(run.state(), before)
+    run.steps(range(1, 3))
+    assert_equal(run.state(), expected)
+    run.close()
+
+
+def test_failure_between_waves(tmp_path: Path) -> None:
+    """A wave that fails ends the step; parameters that earlier waves brought are rolled back as well."""
+    with running(tmp_path, SMALL_RING) as run:
+        before, plan = run.state(), run.collect(1)
+        inject(run.device.pipeline, fail_write_at=7)
+        run.handler.begin_step(plan)
+        with pytest.raises(StorageError, match="tasklet"):
+            run.handler.wait()
+        assert not torch.equal(torch.cat(run.partition), before["partition"])
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("nbytes", [0, 90_000, 1 << 30])
+def test_buffer_is_bounded(dtype: torch.dtype, nbytes: int) -> None:
+    """At most the bytes allowed, at most the partition twice, and at least a tasklet in each half."""
+    layout = layout_of(Case())
+    buffer = StagingBuffer(layout, dtype=native_dtype(dtype), nbytes=nbytes)
+    tasklet_bytes = layout.extents.tasklet_numel * dtype.itemsize
+    assert buffer.nbytes == 2 * buffer.tasklets_per_wave * tasklet_bytes
+    assert 1 <= buffer.tasklets_per_wave <= len(layout.tasklets)
+    assert buffer.nbytes <= max(nbytes, 2 * tasklet_bytes)
+    halves = [buffer.half(index).data_ptr() for index in range(3)]
+    assert halves[0] == halves[2] != halves[1]
+    buffer.close()
+    buffer.close()
+
+
+def test_masters_from_staging_are_the_partition(tmp_path: Path) -> None:
+    """fp32 parameters that are staged are not the master: what lies in the partition is overwritten, not read."""
+    with running(tmp_path, SMALL_RING) as run:
+        master = run.state()["master"]
+        for tensor in run.partition:
+            tensor.fill_(torch.nan)
+        run.handler.begin_step(run.collect(1))
+        run.handler.rollback()
+        active = torch.cat([run.slice(i) for i in range(len(run.parameters)) if (i + 1) % 3])
+        assert not active.isnan().any()
+        torch.testing.assert_close(run.state()["master"], master, rtol=0, atol=0)
+
+
+@RunIf(cuda_devices=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_partition_on_cuda(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A partition on a device takes the same bits as one in host memory, through commits and rollbacks."""
+    with running(tmp_path / "host", SMALL_RING.but(dtype=dtype, staged=False)) as run:
+        run.steps(range(3))
+        expected = run.state()
+    with running(tmp_path / "cuda", SMALL_RING.but(dtype=dtype)) as run:
+        partition = [tensor.cuda() for tensor in run.partition]
+
+        def staged(plan: StepPlan) -> StepPlan:
+            return StepPlan(
+                active=plan.active,
+                gradients=plan.gradients,
+                outputs=TensorPartition(partition),
+                groups=plan.groups,
+                gradient_scale=plan.gradient_scale,
+            )
+
+        for number in range(3):
+            before = [tensor.clone() for tensor in partition]
+            run.handler.begin_step(staged(run.collect(4)))
+            run.handler.wait(slice(0, 1))
+            run.handler.rollback()
+            assert all(torch.equal(a, b) for a, b in zip(partition, before, strict=True))
+            run.handler.begin_step(staged(run.collect(number)))
+            run.handler.commit()
+        for tensor, device_tensor in zip(run.partition, partition, strict=True):
+            tensor.copy_(device_tensor)
+        assert_equal(run.state(), expected)

@@ -1,0 +1,253 @@
+"""The handler's calls in and out of order, and state read and written outside of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.native.testing import inject
+from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.transfer.tensors import flat_of
+from tests.transfer.harness import Case, Run, assert_equal, running
+
+OUT_OF_ORDER: list[tuple[str, Callable[[Run], object]]] = [
+    ("commit", lambda run: run.handler.commit()),
+    ("rollback", lambda run: run.handler.rollback()),
+    ("wait", lambda run: run.handler.wait()),
+]
+NOT_IN_A_STEP: list[tuple[str, Callable[[Run], object]]] = [
+    ("begin_step", lambda run: run.handler.begin_step(run.collect(1))),
+    ("read", lambda run: run.read()),
+    ("read_parameter", lambda run: run.handler.read_parameter(0)),
+    ("modify", lambda run: run.handler.modify({})),
+    ("write", lambda run: run.handler.write([], steps=run.handler.steps)),
+    ("initialize", lambda run: run.handler.initialize(run.outputs())),
+]
+
+
+@pytest.mark.parametrize("call", [call for _, call in OUT_OF_ORDER], ids=[name for name, _ in OUT_OF_ORDER])
+def test_calls_that_need_a_step(tmp_path: Path, call: Callable[[Run], object]) -> None:
+    """Outside of a step they are a programming error."""
+    with running(tmp_path, Case()) as run, pytest.raises(AssertionError, match="no step has begun"):
+        call(run)
+
+
+@pytest.mark.parametrize("call", [call for _, call in NOT_IN_A_STEP], ids=[name for name, _ in NOT_IN_A_STEP])
+def test_calls_that_no_step_may_precede(tmp_path: Path, call: Callable[[Run], object]) -> None:
+    """Within a step they are a programming error, and the step goes on."""
+    with running(tmp_path, Case()) as run:
+        run.handler.begin_step(run.collect(1))
+        with pytest.raises(AssertionError, match="a step is in flight"):
+            call(run)
+        run.handler.commit()
+
+
+def test_drain_without_a_step(tmp_path: Path) -> None:
+    """There is nothing to wait for."""
+    with running(tmp_path, Case()) as run:
+        run.handler.drain()
+        run.handler.begin_step(run.collect(1))
+        run.handler.drain()
+        run.handler.drain()
+        run.handler.commit()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_wait_for_some_parameters(tmp_path: Path, staged: bool) -> None:
+    """After wait(range) those parameters are updated although later tasklets are still on their way."""
+    case = Case(dtype=torch.bfloat16, num_buffers=2, staged=staged)
+    with running(tmp_path / "undisturbed", case) as run:
+        run.step(1)
+        expected = [run.slice(index).clone() for index in range(len(case.shapes))]
+    with running(tmp_path / "slow", case) as run:
+        inject(run.device.pipeline, seed=3, max_delay_us=3_000)
+        run.handler.begin_step(run.collect(1))
+        for index in (0, 1, 3, 2, 6):
+            run.handler.wait(slice(index, index + 1))
+            assert torch.equal(run.slice(index), expected[index])
+        run.handler.commit()
+
+
+def test_plan_is_a_snapshot(tmp_path: Path) -> None:
+    """Hyperparameters and activity are those of begin_step, whatever schedulers and the next window do after it."""
+    with running(tmp_path / "plain", Case()) as run:
+        run.step(1)
+        expected = run.state()
+    with running(tmp_path / "moved", Case(num_buffers=2)) as run:
+        run.handler.begin_step(run.collect(1))
+        for group in run.optimizer.param_groups:
+            group["lr"] = 100.0
+        run.arena.reset()
+        run.handler.commit()
+        assert_equal(run.state(), expected)
+
+
+def test_hyperparameters_out_of_range(tmp_path: Path) -> None:
+    """A scheduler's nonsense is refused before anything begins; groups without gradient are not looked at."""
+    with running(tmp_path, Case()) as run:
+        before, plan = run.state(), run.collect(1)
+        run.optimizer.param_groups[0]["lr"] = float("nan")
+        with pytest.raises(ConfigError, match=r"AdamW\(lr=nan\)"):
+            run.handler.begin_step(plan)
+        assert not run.handler.in_flight
+        assert_equal(run.state(), before)
+        run.arena.active[[i for i, shape in enumerate(run.case.shapes) if shape[2] == 0]] = False
+        run.handler.begin_step(plan)
+        run.handler.commit()
+
+
+def test_initial_state(tmp_path: Path) -> None:
+    """Masters are the widened parameters, everything else is zero, and it is generation 0."""
+    for staged in (False, True):
+        with running(tmp_path / str(staged), Case(dtype=torch.bfloat16, staged=staged, num_buffers=2)) as run:
+            state = run.state()
+            assert torch.equal(state["master"], torch.cat(run.partition).float())
+            assert not state["exp_avg"].any() and not state["exp_avg_sq"].any() and not state["steps"].any()
+            assert run.handler.generation == 0
+
+
+def test_initialize_again_starts_over(tmp_path: Path) -> None:
+    """A trained store becomes a fresh one, as the next generation."""
+    with running(tmp_path, Case()) as run:
+        first = run.state()
+        run.steps(range(3))
+        for tensor, values in zip(
+            run.partition, first["partition"].split([t.numel() for t in run.partition]), strict=True
+        ):
+            tensor.copy_(values)
+        run.handler.initialize(run.outputs())
+        assert_equal(run.state(), first)
+        assert run.handler.generation == 4
+
+
+@pytest.mark.parametrize("durability", ["none", "step"])
+def test_state_written_whole_is_read_back(tmp_path: Path, durability: str) -> None:
+    """A checkpoint's arrays and step counts become the state of another store, which goes on from them alike."""
+    with running(tmp_path / "first", Case()) as run:
+        run.steps(range(2))
+        saved, arrays = run.state(), run.read()
+        run.step(2)
+        expected = run.state()
+    with running(tmp_path / "second", Case(tasklet_bytes=100_000, durability=durability)) as run:
+        run.handler.write([[flat_of(tensor) for tensor in tensors] for tensors in arrays], steps=saved["steps"].numpy())
+        for tensor, tensors in zip(run.partition, arrays, strict=True):
+            tensor.copy_(tensors[0])
+        assert run.handler.generation == 1
+        assert_equal(run.state(), saved)
+        run.step(2)
+        assert_equal(run.state(), expected)
+
+
+def test_read_only_what_is_wanted(tmp_path: Path) -> None:
+    """Sub-groups and arrays given as None are left out, and cost no reads of their own."""
+    with running(tmp_path, Case()) as run:
+        run.steps(range(2))
+        everything = run.read()
+        calls = run.handler.traffic().read_calls
+        wanted = torch.zeros(run.layout.sub_groups[2].numel)
+        run.handler.read([[None] * 3, [None] * 3, [None, None, flat_of(wanted)]])
+        assert torch.equal(wanted, everything[2][2])
+        where = run.layout.sub_groups[2]
+        tasklets = run.layout.tasklets_between(where.offset, where.offset + where.numel)
+        assert run.handler.traffic().read_calls - calls == len(tasklets)
+
+
+def test_one_parameter(tmp_path: Path) -> None:
+    """Reading and replacing some arrays of some parameters leaves everything else alone, as one generation."""
+    with running(tmp_path, Case()) as run:
+        run.steps(range(2))
+        before = run.state()
+        assert set(run.handler.read_parameter(3, names=["exp_avg"])) == {"exp_avg"}
+        values = {name: np.arange(5_997, dtype=np.float32) + k for k, name in enumerate(("master", "exp_avg_sq"))}
+        run.handler.modify({3: values, 0: {"exp_avg": np.array([7.0], np.float32)}})
+        assert run.handler.generation == 3
+        read = run.handler.read_parameter(3)
+        assert np.array_equal(read["master"], values["master"])
+        assert np.array_equal(read["exp_avg_sq"], values["exp_avg_sq"])
+        expected = {name: tensor.clone() for name, tensor in before.items()}
+        begin = run.layout.parameters[3].offset
+        for name, array in values.items():
+            expected[name][begin : begin + 5_997] = torch.from_numpy(array)
+        expected["exp_avg"][0] = 7.0
+        assert_equal(run.state(), expected)
+
+
+def test_modified_state_is_stepped_from(tmp_path: Path) -> None:
+    """A step after a modification starts from the replaced arrays, in place of a slot or not."""
+    for durability in ("none", "step"):
+        with running(tmp_path / durability, Case(dtype=torch.bfloat16, durability=durability)) as run:
+            run.step(1)
+            run.handler.modify_parameter(1, {"master": np.zeros(12_000, np.float32)})
+            run.slice(1).zero_()
+            run.step(3)
+            state = run.handler.read_parameter(1)
+            assert np.abs(state["master"]).max() < 0.05
+            torch.testing.assert_close(run.slice(1), torch.from_numpy(state["master"]).bfloat16(), rtol=0, atol=0)
+
+
+def test_kept_store_goes_on_in_another_handler(tmp_path: Path) -> None:
+    """What one handler leaves, another one recovers and continues from, bit for bit."""
+    with running(tmp_path / "whole", Case()) as run:
+        run.steps(range(4))
+        expected = run.state()
+    run = Run(tmp_path / "halves", Case(num_devices=2))
+    run.steps(range(2))
+    partition = [tensor.clone() for tensor in run.partition]
+    run.close(remove=False)
+    with running(tmp_path / "halves", Case(num_devices=2), recover=True) as run:
+        for tensor, values in zip(run.partition, partition, strict=True):
+            tensor.copy_(values)
+        assert run.handler.generation == 2
+        run.steps(range(2, 4))
+        assert_equal(run.state(), expected)
+
+
+def test_close_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """Closing abandons the step, is idempotent, and leaves the last generation or nothing at all."""
+    run = Run(tmp_path, Case())
+    run.handler.begin_step(run.collect(1))
+    run.close(remove=False)
+    run.close(remove=False)
+    store = StateStore.recover([tmp_path / "disk0"])
+    assert store.generation == 0
+    store.close(remove=True)
+    assert list((tmp_path / "disk0").iterdir()) == []
+
+
+def test_counters_outlive_the_device(tmp_path: Path) -> None:
+    """Traffic and memory can still be asked for after close, by a monitor that comes late."""
+    run = Run(tmp_path, Case())
+    run.step(1)
+    traffic, ring = run.handler.traffic(), run.handler.ring_bytes
+    run.close()
+    assert run.handler.traffic().shared_read_bytes == traffic.shared_read_bytes
+    assert run.handler.ring_bytes == ring
+
+
+def test_power_durability_flushes_state_before_the_record(tmp_path: Path) -> None:
+    """The record that names extents is written only after they are on the medium, on every device."""
+    with running(tmp_path, Case(durability="power", num_devices=2)) as run:
+        events: list[str] = []
+        commit_path = Path(run.store.manifest.folders[0]) / "default" / "rank-00000" / "commit.bin"
+        before = commit_path.read_bytes()
+
+        class Watched:
+            def __init__(self, file: native.StateFile) -> None:
+                self.path = file.path
+                self.close = file.close
+                self._sync = file.sync
+
+            def sync(self) -> None:
+                events.append("record too early" if commit_path.read_bytes() != before else "flushed")
+                self._sync()
+
+        run.store.files = tuple(Watched(file) for file in run.store.files)  # type: ignore[misc, assignment]
+        run.step(1)
+        assert events == ["flushed", "flushed"]
+        assert commit_path.read_bytes() != before

@@ -1,0 +1,75 @@
+"""What users write, checked by mypy --strict; nothing here runs.
+
+An ``ignore`` marks what must be refused: mypy reports one that it does not need.
+"""
+
+from pathlib import Path
+
+import lightning as L
+from typing_extensions import assert_type
+
+import lightning_smartinfinity
+from lightning_smartinfinity import (
+    ConfigError,
+    SmartInfinityError,
+    SmartInfinityPrecision,
+    SmartInfinityStrategy,
+    StorageError,
+    StorageFullError,
+    StorageTrafficMonitor,
+    TransferConfig,
+)
+
+
+def by_name() -> L.Trainer:
+    return L.Trainer(strategy="smart_infinity", precision="bf16-mixed")
+
+
+def with_settings(folder: Path) -> L.Trainer:
+    strategy = SmartInfinityStrategy(
+        storage=["/mnt/nvme0", folder],
+        update_device="host",
+        overlap="none",
+        transfer=TransferConfig(tasklet_bytes=1 << 20, num_buffers=8, durability="power", direct_io="on"),
+        zero={"reduce_bucket_size": 1_000_000},
+        initial_scale_power=12,
+    )
+    return L.Trainer(strategy=strategy, callbacks=[StorageTrafficMonitor()])
+
+
+def one_folder(folder: Path) -> SmartInfinityStrategy:
+    return SmartInfinityStrategy(folder)
+
+
+def after_fit(trainer: L.Trainer) -> None:
+    strategy = trainer.strategy
+    assert isinstance(strategy, SmartInfinityStrategy)
+    assert_type(strategy.traffic().shared_read_bytes, int)
+    assert_type(strategy.state_bytes, int)
+    assert_type(strategy.close(), None)
+    assert isinstance(trainer.precision_plugin, SmartInfinityPrecision)
+
+
+def errors(trainer: L.Trainer, module: L.LightningModule) -> str:
+    try:
+        trainer.fit(module)
+    except StorageFullError as error:
+        assert_type(error.remedy, str)
+        return error.problem
+    except StorageError as error:
+        raise RuntimeError(error.remedy) from error
+    except (ConfigError, SmartInfinityError) as error:
+        return str(error)
+    assert_type(lightning_smartinfinity.__version__, str)
+    return ""
+
+
+def refused(folder: Path) -> None:
+    SmartInfinityStrategy(storage=[1])  # type: ignore[list-item]
+    SmartInfinityStrategy(folder, "host")  # type: ignore[call-arg]
+    SmartInfinityStrategy(storages=[folder])  # type: ignore[call-arg]
+    SmartInfinityStrategy(transfer={"num_buffers": 8})  # type: ignore[arg-type]
+    TransferConfig(1 << 20)  # type: ignore[call-arg]
+    TransferConfig(num_buffers="8")  # type: ignore[arg-type]
+    TransferConfig().num_buffers = 8  # type: ignore[misc]
+    lightning_smartinfinity.SmartInfinity  # type: ignore[attr-defined]  # noqa: B018

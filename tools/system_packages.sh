@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Makes sure that the system has what pip cannot bring: a C++20 compiler, and Python's venv module and headers.
+# Installs what is missing where it may (root on a system with apt-get); says what to install where it may not.
+# Usage: tools/system_packages.sh PYTHON
+set -euo pipefail
+
+python=$1
+
+if ! command -v "$python" >/dev/null; then
+    echo "error: there is no '$python'; install Python 3.10 or newer, or name one: make setup PYTHON=/path/to/python3" >&2
+    exit 1
+fi
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "error: '$python' is $("$python" --version 2>&1); name Python 3.10 or newer: make setup PYTHON=/path/to/python3" >&2
+    exit 1
+fi
+
+missing_packages() {
+    if ! command -v "${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
+        echo g++
+    fi
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+    "$python" - <<'EOF' || echo python3-dev
+import pathlib, sys, sysconfig
+sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())
+EOF
+}
+
+missing=$(missing_packages | xargs)
+[ -n "$missing" ] || exit 0
+
+if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+    echo "error: this system lacks: $missing (names of Debian packages)" >&2
+    echo "       Install them, for instance by 'sudo apt-get install $missing', and run make again." >&2
+    exit 1
+fi
+
+echo "Installing system packages: $missing"
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -q
+# shellcheck disable=SC2086 # a list of names
+apt-get install -q -y --no-install-recommends $missing
+
+missing=$(missing_packages | xargs)
+if [ -n "$missing" ]; then
+    echo "error: still missing after apt-get: $missing; is '$python' the system's own Python?" >&2
+    exit 1
+fi
