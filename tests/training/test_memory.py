@@ -13,12 +13,15 @@ from tests.training.memory_worker import NUM_BUFFERS, STEPS, TASKLET_BYTES
 from tests.training.worker import REPOSITORY, fresh_environment
 
 MIB = 1024 * 1024
-DEPTHS = (10, 20)
+DEPTHS = (10, 30)
 RING_BYTES = NUM_BUFFERS * TASKLET_BYTES
 # 16-bit parameter, 16-bit arena, and at the peak 2 B more, of a gradient or of DeepSpeed's copy while it partitions:
 # 6.25 B measured, as allocations are rounded up to huge pages. Optimizer state in memory would add 12.
 MEASURED_BYTES_PER_PARAMETER = 6.25
 BYTES_PER_PARAMETER = MEASURED_BYTES_PER_PARAMETER + 1
+# Allocator arenas, thread stacks and library pages first touched by training: 40 to 90 MB of them were seen, by how
+# threads happened to run. A quarter of the smaller state would not fit in beside them.
+CONSTANT_BYTES = 128 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_peak_grows_with_parameters_only(figures: list[dict[str, Any]]) -> None:
-    """A model twice as deep takes about 6 B more per parameter: none of the 12 B of its optimizer state."""
+    """A deeper model takes about 6 B more per parameter: none of the 12 B of its optimizer state."""
     small, large = figures
     slope = (large["peak"] - small["peak"]) / (large["state_numel"] - small["state_numel"])
     assert 2 + 2 < slope < BYTES_PER_PARAMETER
@@ -65,5 +68,5 @@ def test_training_with_a_state_many_times_the_ring_stays_in_fixed_memory(figures
         assert of_depth["traffic_steps"] == STEPS
         assert state_bytes > 50 * RING_BYTES
         # The 16-bit model itself was there before.
-        assert growth < (BYTES_PER_PARAMETER - 2) * numel + RING_BYTES + 64 * MIB
+        assert growth < (BYTES_PER_PARAMETER - 2) * numel + RING_BYTES + CONSTANT_BYTES
         assert growth < state_bytes, "the state fits into what was allocated: nothing would be shown"
