@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import lightning.pytorch as pl
 import torch
@@ -20,20 +20,13 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.near_storage import NearStorage, check_options
 from lightning_smartinfinity.precision import SmartInfinityPrecision
-from lightning_smartinfinity.settings import check_absent, check_choices, checked_transfer, storage_folders
-from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
-
-if TYPE_CHECKING:
-    from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
-    from lightning_smartinfinity.zero3.rank_state import RankState
 
 __all__ = ["SmartInfinityStrategy"]
 
@@ -55,7 +48,7 @@ class LightningOptions(TypedDict, total=False):
     exclude_frozen_parameters: bool
 
 
-class SmartInfinityStrategy(DeepSpeedStrategy):
+class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     """Trains models whose optimizer state does not fit in memory.
 
     ZeRO-3 holds the parameters; master weights and optimizer state lie only on storage, and every step streams them
@@ -98,16 +91,8 @@ class SmartInfinityStrategy(DeepSpeedStrategy):
         zero: Mapping[str, Any] | None = None,
         **options: Unpack[LightningOptions],
     ) -> None:
-        check_choices(update_device=update_device, state_format=state_format, overlap=overlap)
-        check_absent(compression=compression, activations=activations)
-        _check_options(options)
-        self._storage = storage_folders(storage)
-        self._transfer = checked_transfer(transfer)
-        self._idle_key: tuple[tuple[Path, ...], str] | None = None
-        # The engine of the last fit: validation replaces self.model, but only this one can save.
-        self._training_engine: Any = None
-        # DeepSpeedStrategy.__init__ imports deepspeed, which then settles on an accelerator for good, before the
-        # Trainer has chosen one. Its base is initialised instead, and its attributes are set by hand.
+        check_options(type(self).__name__, options, LightningOptions)
+        # DeepSpeedStrategy's own constructor is skipped: see _take_settings.
         super(DeepSpeedStrategy, self).__init__(
             accelerator=options.get("accelerator"),
             parallel_devices=options.get("parallel_devices"),
@@ -115,8 +100,17 @@ class SmartInfinityStrategy(DeepSpeedStrategy):
             precision_plugin=options.get("precision_plugin"),
             process_group_backend=options.get("process_group_backend"),
         )
-        _set_deepspeed_attributes(self, options)
-        self.config = build_deepspeed_config(zero)
+        self._take_settings(
+            storage,
+            options,
+            update_device=update_device,
+            state_format=state_format,
+            overlap=overlap,
+            compression=compression,
+            activations=activations,
+            transfer=transfer,
+            zero=zero,
+        )
 
     @property
     @override
@@ -157,8 +151,7 @@ class SmartInfinityStrategy(DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
-        prepare_environment(super().root_device.type, local_world_size=self.num_processes)
-        _check_zero_settings(self.config)
+        self._prepare_environment(super().root_device, local_world_size=self.num_processes)
         # DeepSpeedStrategy's own version refuses every accelerator but CUDA.
         super(DeepSpeedStrategy, self).setup_environment()
 
@@ -235,51 +228,7 @@ class SmartInfinityStrategy(DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        if self._idle_key is not None:
-            _IDLE[self._idle_key] = weakref.ref(self)
-
-    def close(self) -> None:
-        """Release the ring and remove the optimizer state from storage, unless ``transfer.keep``.
-
-        After a fit the state stays readable (``save_checkpoint``) until this is called, the next fit on the same
-        storage begins, or the interpreter exits. Calling it again does nothing.
-        """
-        state = self._rank_state
-        if state is not None:
-            state.close()
-
-    def traffic(self) -> Traffic:
-        """Counters of this rank since its storage was opened; all zero before a fit and after :meth:`close`."""
-        state = self._rank_state
-        return Traffic() if state is None else state.traffic()
-
-    @property
-    def state_numel(self) -> int:
-        """Elements of this rank's partition that the optimizer updates; 0 before a fit."""
-        state = self._rank_state
-        return 0 if state is None else state.numel
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state on storage on this rank, all slots; 0 before a fit."""
-        state = self._rank_state
-        return 0 if state is None else state.storage_bytes
-
-    @property
-    def host_bytes(self) -> dict[str, int]:
-        """Host memory that the update holds on this rank, in bytes by purpose; empty before a fit."""
-        state = self._rank_state
-        return {} if state is None else state.host_bytes
-
-    @property
-    def _rank_state(self) -> RankState | None:
-        optimizer = self._near_storage_optimizer
-        return None if optimizer is None else optimizer.rank_state
-
-    @property
-    def _near_storage_optimizer(self) -> SmartInfinityOptimizer | None:
-        # Not self.optimizers: Lightning empties that list when the next fit begins.
-        return None if self._training_engine is None else self._training_engine.optimizer
+        self._become_idle()
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
@@ -298,35 +247,9 @@ class SmartInfinityStrategy(DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: torch.nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
-        from lightning_smartinfinity.zero3.collectives import raising_together
-        from lightning_smartinfinity.zero3.engine import engine_with, release_module
-        from lightning_smartinfinity.zero3.validation import check_model, check_optimizer
-
-        assert self._storage is not None
         assert optimizer is not None
-        with raising_together():
-            check_model(model)
-            check_optimizer(optimizer)
-        self._release_storage()
-        release_module(model)
-        with engine_with(OffloadSettings(storage=self._storage, transfer=self._transfer)):
-            engine, wrapped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        # At interpreter exit, too: nothing is left on storage unless asked for.
-        weakref.finalize(self, engine.optimizer.rank_state.closer())
-        self._training_engine = engine
-        return engine, wrapped
-
-    def _release_storage(self) -> None:
-        """End the storage of an earlier fit, of this strategy or of an idle one on the same folders."""
-        assert self._storage is not None
-        self.close()
-        if self._training_engine is not None:
-            self._training_engine.destroy()
-            self._training_engine = None
-        self._idle_key = (self._storage, self._transfer.job)
-        idle = _IDLE.pop(self._idle_key, lambda: None)()
-        if idle is not None:
-            idle.close()
+        initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
+        return self._build_engine(model, optimizer, initialize)
 
     @override
     def _format_config(self) -> None:
@@ -338,38 +261,6 @@ class SmartInfinityStrategy(DeepSpeedStrategy):
             self.config["data_types"] = {"grad_accum_dtype": "fp32"}
         # To DeepSpeed every step ends a window: see handles_gradient_accumulation.
         self.config["gradient_accumulation_steps"] = 1
-
-
-# Strategies whose fit is over but whose state is still readable, by folders and job: the next fit there ends them.
-_IDLE: dict[tuple[tuple[Path, ...], str], weakref.ref[SmartInfinityStrategy]] = {}
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    unknown = sorted(set(options) - set(LightningOptions.__annotations__))
-    if unknown:
-        raise ConfigError(
-            f"SmartInfinityStrategy has no setting {', '.join(map(repr, unknown))}.",
-            "Settings of ZeRO-3 go into zero={...}, settings of the transfer into transfer=TransferConfig(...).",
-        )
-
-
-def _set_deepspeed_attributes(strategy: DeepSpeedStrategy, options: LightningOptions) -> None:
-    strategy._timeout = options.get("timeout", default_pg_timeout)
-    strategy._config_initialized = False
-    strategy.remote_device = None
-    strategy.load_full_weights = False
-    strategy.exclude_frozen_parameters = options.get("exclude_frozen_parameters", False)
-    strategy.loss_scale = options.get("loss_scale", 0)
-    strategy.initial_scale_power = options.get("initial_scale_power", 16)
-    strategy.loss_scale_window = options.get("loss_scale_window", 1000)
-    strategy.hysteresis = options.get("hysteresis", 2)
-    strategy.min_loss_scale = options.get("min_loss_scale", 1)
-
-
-def _check_zero_settings(config: Any) -> None:
-    from lightning_smartinfinity.zero3.validation import check_zero_section
-
-    check_zero_section(config["zero_optimization"])
 
 
 def _refuse_clipping_by_value(trainer: pl.Trainer) -> None:

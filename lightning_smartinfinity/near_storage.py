@@ -1,0 +1,195 @@
+"""What the strategies of Trainer and Fabric have in common: settings, the training engine and its storage."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.devices.base import Traffic
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.settings import check_absent, check_choices, checked_transfer, storage_folders
+from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+    from lightning_smartinfinity.zero3.rank_state import RankState
+
+__all__ = ["NearStorage", "check_options"]
+
+T = TypeVar("T")
+
+# What DeepSpeedStrategy.__init__ sets from arguments of the same names.
+_LIGHTNING_DEFAULTS: dict[str, Any] = {
+    "exclude_frozen_parameters": False,
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+
+
+class NearStorage:
+    """Mixin that stands before one of Lightning's two ``DeepSpeedStrategy`` classes.
+
+    It calls none of their methods; what it needs of them are the attributes that :meth:`_take_settings` sets.
+    """
+
+    config: Any
+
+    def _take_settings(
+        self,
+        storage: str | Path | Sequence[str | Path] | None,
+        options: Mapping[str, Any],
+        *,
+        update_device: str,
+        state_format: str,
+        overlap: str,
+        compression: object | None,
+        activations: object | None,
+        transfer: TransferConfig | None,
+        zero: Mapping[str, Any] | None,
+    ) -> None:
+        """Check and keep what the user passed, and set what ``DeepSpeedStrategy.__init__`` would have set.
+
+        That constructor imports deepspeed, which then settles on an accelerator for good, before the Trainer has
+        chosen one; so it is skipped.
+        """
+        check_choices(update_device=update_device, state_format=state_format, overlap=overlap)
+        check_absent(compression=compression, activations=activations)
+        self._storage = storage_folders(storage)
+        self._transfer = checked_transfer(transfer)
+        self._idle_key: tuple[tuple[Path, ...], str] | None = None
+        # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
+        self._training_engine: Any = None
+        self._timeout: timedelta | None = options.get("timeout", default_pg_timeout)
+        self._config_initialized = False
+        self.remote_device: str | None = None
+        self.load_full_weights = False
+        for name, default in _LIGHTNING_DEFAULTS.items():
+            setattr(self, name, options.get(name, default))
+        self.config = build_deepspeed_config(zero)
+
+    def close(self) -> None:
+        """Release the ring and remove the optimizer state from storage, unless ``transfer.keep``.
+
+        After training the state stays readable (``save_checkpoint``) until this is called, the next training on the
+        same storage begins, or the interpreter exits. Calling it again does nothing.
+        """
+        state = self._rank_state
+        if state is not None:
+            state.close()
+
+    def traffic(self) -> Traffic:
+        """Counters of this rank since its storage was opened; all zero before training and after :meth:`close`."""
+        state = self._rank_state
+        return Traffic() if state is None else state.traffic()
+
+    @property
+    def state_numel(self) -> int:
+        """Elements of this rank's partition that the optimizer updates; 0 before training."""
+        state = self._rank_state
+        return 0 if state is None else state.numel
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on storage on this rank, all slots; 0 before training."""
+        state = self._rank_state
+        return 0 if state is None else state.storage_bytes
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Host memory that the update holds on this rank, in bytes by purpose; empty before training."""
+        state = self._rank_state
+        return {} if state is None else state.host_bytes
+
+    @property
+    def _rank_state(self) -> RankState | None:
+        optimizer = self._near_storage_optimizer
+        return None if optimizer is None else optimizer.rank_state
+
+    @property
+    def _near_storage_optimizer(self) -> SmartInfinityOptimizer | None:
+        return None if self._training_engine is None else self._training_engine.optimizer
+
+    def _prepare_environment(self, device: torch.device, *, local_world_size: int) -> None:
+        """What must be true before DeepSpeed is first imported, and settings that only it can check."""
+        prepare_environment(device.type, local_world_size=local_world_size)
+        from lightning_smartinfinity.zero3.validation import check_zero_section
+
+        check_zero_section(self.config["zero_optimization"])
+
+    def _build_engine(
+        self, model: torch.nn.Module, optimizer: Optimizer, initialize: Callable[[], tuple[Any, T]]
+    ) -> tuple[Any, T]:
+        """Run Lightning's call of ``deepspeed.initialize`` so that the engine it returns trains near storage.
+
+        Args:
+            model: What is trained.
+            optimizer: torch's, over the model's parameters.
+            initialize: Returns the engine and something else.
+        """
+        from lightning_smartinfinity.zero3.collectives import raising_together
+        from lightning_smartinfinity.zero3.engine import engine_with, release_module
+        from lightning_smartinfinity.zero3.validation import check_model, check_optimizer
+
+        assert self._storage is not None
+        with raising_together():
+            check_model(model)
+            check_optimizer(optimizer)
+        self._release_storage()
+        release_module(model)
+        with engine_with(OffloadSettings(storage=self._storage, transfer=self._transfer)):
+            engine, rest = initialize()
+        # At interpreter exit, too: nothing is left on storage unless asked for.
+        weakref.finalize(self, engine.optimizer.rank_state.closer())
+        self._training_engine = engine
+        return engine, rest
+
+    def _release_storage(self) -> None:
+        """End the storage of an earlier training, of this strategy or of an idle one on the same folders."""
+        assert self._storage is not None
+        self.close()
+        if self._training_engine is not None:
+            self._training_engine.destroy()
+            self._training_engine = None
+        self._idle_key = (self._storage, self._transfer.job)
+        idle = _IDLE.pop(self._idle_key, lambda: None)()
+        if idle is not None:
+            idle.close()
+
+    def _become_idle(self) -> None:
+        """Training is over; the state stays readable until the next one on the same storage."""
+        if self._idle_key is not None:
+            _IDLE[self._idle_key] = weakref.ref(self)
+
+
+# Strategies whose training is over but whose state is still readable, by folders and job: the next one there ends them.
+_IDLE: dict[tuple[tuple[Path, ...], str], weakref.ref[NearStorage]] = {}
+
+
+def check_options(strategy: str, options: Mapping[str, Any], known: type) -> None:
+    """Refuse settings that neither we nor Lightning know.
+
+    Args:
+        strategy: Class name, for the message.
+        options: What the user passed beyond our own settings.
+        known: A TypedDict of what Lightning takes.
+
+    Raises:
+        ConfigError: Naming those that are unknown.
+    """
+    unknown = sorted(set(options) - set(known.__annotations__))
+    if unknown:
+        raise ConfigError(
+            f"{strategy} has no setting {', '.join(map(repr, unknown))}.",
+            "Settings of ZeRO-3 go into zero={...}, settings of the transfer into transfer=TransferConfig(...).",
+        )
