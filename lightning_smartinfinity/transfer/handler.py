@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +16,9 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import Flat, StagedPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.transfer.staging import StagingBuffer
-from lightning_smartinfinity.transfer.state_access import StateAccess
+from lightning_smartinfinity.transfer.state_access import StateAccess, Together
 from lightning_smartinfinity.transfer.step import Step
+from lightning_smartinfinity.transfer.windows import Window
 
 __all__ = ["TransferHandler"]
 
@@ -191,6 +193,41 @@ class TransferHandler:
         """
         self._require_no_step()
         self._access.write(arrays, steps=steps)
+
+    def scan(self, visit: Callable[[Window], object]) -> None:
+        """Hand over the whole committed state, window after window in partition order.
+
+        It takes as much host memory as the ring, or two tasklets where that is more.
+
+        Args:
+            visit: Called with each window, whose arrays hold the state during the call.
+
+        Raises:
+            StorageError: The state could not be read, or is not what was written.
+        """
+        self._require_no_step()
+        self._access.scan(visit)
+
+    def replace(
+        self, fill: Callable[[Window], object], *, steps: NDArray[np.int64], together: Together = nullcontext
+    ) -> None:
+        """Replace the whole state, window after window in partition order, and commit it.
+
+        It takes as much host memory as :meth:`scan`. The partition in memory is the caller's: write the parameters too.
+        If ``fill`` or a write raises, here or under ``together`` elsewhere, the previous generation stays current;
+        only with one slot (``durability="none"``) the state is lost.
+
+        Args:
+            fill: Called with each window, all of whose arrays it fills.
+            steps: int64[num_parameters].
+            together: Entered around all that comes before the commit. With several ranks it must raise on each of them
+                if its body raised on one; so none commits what another could not write.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        self._require_no_step()
+        self._access.replace(fill, steps=steps, together=together)
 
     def read_parameter(self, parameter: int, *, names: Sequence[str] | None = None) -> dict[str, NDArray[np.float32]]:
         """One parameter's committed arrays.

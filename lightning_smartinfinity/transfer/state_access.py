@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +24,13 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import Flat, StagedPartition
 from lightning_smartinfinity.transfer.runs import DirectRun
 from lightning_smartinfinity.transfer.staging import StagingBuffer, waves_of
+from lightning_smartinfinity.transfer.windows import Window, WindowWalk
 from lightning_smartinfinity.transfer.work import array_batch, start_batch
 
-__all__ = ["StateAccess", "commit_next", "places_of"]
+__all__ = ["StateAccess", "Together", "commit_next", "places_of"]
+
+Together = Callable[[], AbstractContextManager[object]]
+"""Makes a context whose end raises if its body raised in another process of the training."""
 
 _FP32_BYTES = 4
 
@@ -101,6 +106,15 @@ class StateAccess:
         self._move(native.Operation.WRITE, pieces, self._next_places(), self._in_sub_groups(arrays))
         commit_next(self._store, tasklets_in(pieces), np.asarray(steps, np.int64))
 
+    def scan(self, visit: Callable[[Window], object]) -> None:
+        self._walk(places_of(self._store)).read(visit)
+
+    def replace(self, fill: Callable[[Window], object], *, steps: NDArray[np.int64], together: Together) -> None:
+        assert len(steps) == len(self._layout.parameters)
+        with together():
+            self._walk(self._next_places()).write(fill)
+        commit_next(self._store, range(self._layout.extents.num_tasklets), np.asarray(steps, np.int64))
+
     def read_parameter(self, parameter: int, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         numel = self._layout.parameters[parameter].real_numel
         values = {name: np.empty(numel, np.float32) for name in names}
@@ -113,6 +127,9 @@ class StateAccess:
         pieces = self._pieces_of(sorted(kept))
         self._move(native.Operation.MODIFY, pieces, self._next_places(), self._in_parameters(kept))
         commit_next(self._store, tasklets_in(pieces), self._store.steps)
+
+    def _walk(self, places: Places) -> WindowWalk:
+        return WindowWalk(self._layout, self._device, places, nbytes=self._device.ring_bytes)
 
     def _next_places(self) -> Places:
         self._store.require_usable()

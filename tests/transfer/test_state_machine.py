@@ -24,6 +24,8 @@ OUT_OF_ORDER: list[tuple[str, Callable[[Run], object]]] = [
 NOT_IN_A_STEP: list[tuple[str, Callable[[Run], object]]] = [
     ("begin_step", lambda run: run.handler.begin_step(run.collect(1))),
     ("read", lambda run: run.read()),
+    ("scan", lambda run: run.handler.scan(print)),
+    ("replace", lambda run: run.handler.replace(print, steps=run.handler.steps)),
     ("read_parameter", lambda run: run.handler.read_parameter(0)),
     ("modify", lambda run: run.handler.modify({})),
     ("write", lambda run: run.handler.write([], steps=run.handler.steps)),
