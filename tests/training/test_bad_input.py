@@ -25,24 +25,14 @@ from lightning_smartinfinity import (
     TransferConfig,
     UnsupportedError,
 )
+from tests.helpers import trainers
 from tests.helpers.models import LitTiny, Recipe
 from tests.training.worker import REPOSITORY, fresh_environment
 
 
 def fit(module: pl.LightningModule, strategy: SmartInfinityStrategy, root: Path, **trainer: Any) -> pl.Trainer:
-    """A short quiet fit on the CPU."""
-    settings: dict[str, Any] = {"max_steps": 1, "devices": 1, "accelerator": "cpu", **trainer}
-    runner = pl.Trainer(
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-        **settings,
-    )
-    runner.fit(module)
-    return runner
+    """One step in fp32."""
+    return trainers.fit(module, root, strategy, **{"precision": "32-true", "max_steps": 1, **trainer})
 
 
 def assert_helpful(error: SmartInfinityError, *values: str) -> None:

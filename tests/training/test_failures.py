@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from lightning_smartinfinity import (
-    SmartInfinityStrategy,
     StorageCorruptError,
     StorageError,
     StorageFullError,
-    TransferConfig,
     UnsupportedError,
 )
 from lightning_smartinfinity.native import testing
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
 from tests.training.worker import REPOSITORY, Run, fresh_environment, train
 
 RECIPE = Recipe(precision="bf16-mixed", max_steps=6)
@@ -38,23 +37,6 @@ class Disturb(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             self.action(trainer.strategy.optimizers[0])
-
-
-def trainer_with(callback: pl.Callback, root: Path, **transfer: Any) -> pl.Trainer:
-    """A quiet trainer of the recipe."""
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision="bf16-mixed",
-        strategy=SmartInfinityStrategy(root / "storage", transfer=TransferConfig(**transfer)),
-        max_steps=RECIPE.max_steps,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-    )
 
 
 def fail_io(**faults: Any) -> Any:
@@ -85,7 +67,7 @@ FAULTS: dict[str, tuple[Any, type[StorageError], str]] = {
 def test_a_failed_step_raises_with_path_and_remedy(name: str, tmp_path: Path) -> None:
     """The error has the class of the fault, names the file, and says what to do."""
     action, expected, named = FAULTS[name]
-    trainer = trainer_with(Disturb(3, action), tmp_path)
+    trainer = quiet_trainer(tmp_path, callbacks=[Disturb(3, action)], max_steps=RECIPE.max_steps)
     with pytest.raises(expected) as caught:
         trainer.fit(LitTiny(RECIPE))
     assert named in str(caught.value)
@@ -95,7 +77,7 @@ def test_a_failed_step_raises_with_path_and_remedy(name: str, tmp_path: Path) ->
 def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(tmp_path: Path) -> None:
     """The parameters are rolled back; a checkpoint saved then resumes as if the step had never been tried."""
     straight, _, a = train(Run(out=str(tmp_path / "straight"), recipe=RECIPE))
-    trainer = trainer_with(Disturb(3, fail_io(fail_write_at=0)), tmp_path)
+    trainer = quiet_trainer(tmp_path, callbacks=[Disturb(3, fail_io(fail_write_at=0))], max_steps=RECIPE.max_steps)
     with pytest.raises(StorageError):
         trainer.fit(LitTiny(RECIPE))
     assert trainer.strategy.optimizers[0].handler.generation == 3
@@ -129,7 +111,12 @@ def test_delayed_transfers_change_nothing(tmp_path: Path) -> None:
     for seed in range(12):
         module = LitTiny(RECIPE)
         delays = Disturb(0, fail_io(seed=seed, max_delay_us=2000, short_transfer_every=3))
-        trainer_with(delays, tmp_path, tasklet_bytes=64 * 1024, num_buffers=2).fit(module)
+        quiet_trainer(
+            tmp_path,
+            callbacks=[delays],
+            max_steps=RECIPE.max_steps,
+            transfer={"tasklet_bytes": 64 * 1024, "num_buffers": 2},
+        ).fit(module)
         assert module.losses == straight.losses
 
 
@@ -148,7 +135,7 @@ def test_debugging_api_reads_state_and_refuses_to_write_it(tmp_path: Path) -> No
             with pytest.raises(UnsupportedError):
                 safe_set_full_fp32_param(param, torch.zeros_like(seen["master"]))
 
-    trainer_with(Look(), tmp_path).fit(LitTiny(RECIPE))
+    quiet_trainer(tmp_path, callbacks=[Look()], max_steps=RECIPE.max_steps).fit(LitTiny(RECIPE))
     assert seen["master"].shape == seen["exp_avg"].shape == (32, 32)
     assert torch.equal(seen["master"].bfloat16().flatten(), seen["param"])
     assert seen["exp_avg"].abs().sum() > 0

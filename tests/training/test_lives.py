@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_smartinfinity import CheckpointError, SmartInfinityStrategy, StorageError, TransferConfig
+from lightning_smartinfinity import CheckpointError, StorageError
 from lightning_smartinfinity.native import testing
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
 from tests.training.worker import Run, train
 
 RECIPE = Recipe(precision="bf16-mixed", max_steps=3)
@@ -31,24 +32,6 @@ class Evaluated(LitTiny):
         return self.recipe.loader()
 
     test_dataloader = val_dataloader
-
-
-def quiet_trainer(root: Path, **settings: Any) -> pl.Trainer:
-    """One process on the CPU, nothing printed, storage below ``root``."""
-    transfer = settings.pop("transfer", {})
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision="bf16-mixed",
-        strategy=SmartInfinityStrategy(root / "storage", transfer=TransferConfig(**transfer)),
-        limit_val_batches=settings.pop("limit_val_batches", 0),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-        **{"max_steps": 3, **settings},
-    )
 
 
 def test_one_trainer_fits_twice(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_smartinfinity import CheckpointError, SmartInfinityStrategy, UnsupportedError
+from lightning_smartinfinity import CheckpointError, UnsupportedError
+from tests.helpers import trainers
 from tests.helpers.models import LitTiny, Recipe
 from tests.training.worker import Run, train
 
@@ -32,22 +33,8 @@ class At(pl.Callback):
 
 
 def fit(root: Path, module: LitTiny, *callbacks: pl.Callback, precision: Any = "bf16-mixed") -> pl.Trainer:
-    """Four quiet steps."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision=precision,
-        strategy=SmartInfinityStrategy(root / "storage"),
-        max_steps=4,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-    )
-    trainer.fit(module)
-    return trainer
+    """Four steps."""
+    return trainers.fit(module, root, max_steps=4, callbacks=list(callbacks), precision=precision)
 
 
 def test_a_torn_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""Trainers that print and write nothing beside what a test asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+
+__all__ = ["fit", "quiet_trainer"]
+
+
+def quiet_trainer(root: Path, strategy: Any = None, **settings: Any) -> pl.Trainer:
+    """One process on the CPU, three steps in bf16, nothing printed or logged.
+
+    Args:
+        root: Checkpoints and logs go there; storage into ``root / "storage"``.
+        strategy: Default: ours.
+        **settings: Of the Trainer; ``transfer`` holds those of our strategy's TransferConfig.
+    """
+    transfer = TransferConfig(**settings.pop("transfer", {}))
+    return pl.Trainer(
+        strategy=strategy if strategy is not None else SmartInfinityStrategy(root / "storage", transfer=transfer),
+        default_root_dir=root,
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "precision": "bf16-mixed",
+            "max_steps": -1 if "max_epochs" in settings else 3,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **settings,
+        },
+    )
+
+
+def fit(module: pl.LightningModule, root: Path, strategy: Any = None, **settings: Any) -> pl.Trainer:
+    """Fit by a :func:`quiet_trainer` and return it."""
+    trainer = quiet_trainer(root, strategy, **settings)
+    trainer.fit(module)
+    return trainer
