@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.settings import check_absent, check_choices, checked_transfer, storage_folders
 from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
     from lightning_smartinfinity.zero3.rank_state import RankState
 
-__all__ = ["NearStorage", "check_options"]
+__all__ = ["NearStorage", "check_options", "indexed_device", "swapped_precision"]
 
 T = TypeVar("T")
 
@@ -166,6 +167,15 @@ class NearStorage:
         if idle is not None:
             idle.close()
 
+    def _name_save(self, client_state: dict[str, Any]) -> None:
+        """Give the files of one save one random name, so that a mixture of two can be told."""
+        from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID
+        from lightning_smartinfinity.zero3.collectives import gather
+
+        optimizer = self._near_storage_optimizer
+        if optimizer is not None:
+            optimizer.save_id = client_state[SAVE_ID] = gather(uuid.uuid4().hex, None)[0]
+
     def _become_idle(self) -> None:
         """Training is over; the state stays readable until the next one on the same storage."""
         if self._idle_key is not None:
@@ -193,3 +203,30 @@ def check_options(strategy: str, options: Mapping[str, Any], known: type) -> Non
             f"{strategy} has no setting {', '.join(map(repr, unknown))}.",
             "Settings of ZeRO-3 go into zero={...}, settings of the transfer into transfer=TransferConfig(...).",
         )
+
+
+def indexed_device(device: torch.device, local_rank: int) -> torch.device:
+    """The device with an integer index, which DeepSpeed needs also of a CPU."""
+    return torch.device("cpu", local_rank) if device.type == "cpu" else device
+
+
+def swapped_precision(plugin: Any, *, stock: type, own: Callable[[Any], Any], entry: str) -> Any:
+    """Our precision plugin for the stock one, which Lightning's connectors build for every ``DeepSpeedStrategy``.
+
+    Args:
+        plugin: What the connector or the user passes; None: not chosen yet.
+        stock: Class that the connector builds.
+        own: Builds ours from the precision's name.
+        entry: ``"Trainer"`` or ``"Fabric"``, for the message.
+
+    Raises:
+        UnsupportedError: It is a plugin that DeepSpeed cannot work with.
+    """
+    if plugin is None:
+        return None
+    if not isinstance(plugin, stock):
+        raise UnsupportedError(
+            f"{type(plugin).__name__} does not work with the smart_infinity strategy.",
+            f"Pass {entry}(precision=...) by name.",
+        )
+    return own(plugin.precision) if type(plugin) is stock else plugin  # type: ignore[attr-defined]

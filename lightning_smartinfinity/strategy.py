@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,7 +24,7 @@ from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.near_storage import NearStorage, check_options
+from lightning_smartinfinity.near_storage import NearStorage, check_options, indexed_device, swapped_precision
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 
 __all__ = ["SmartInfinityStrategy"]
@@ -115,9 +114,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        device = super().root_device
-        # DeepSpeed needs an integer index, also on a CPU.
-        return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
+        return indexed_device(super().root_device, self.local_rank)
 
     @property
     @override
@@ -126,15 +123,9 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Lightning's connector builds DeepSpeedPrecision for every subclass of DeepSpeedStrategy.
-        if type(precision_plugin) is DeepSpeedPrecision:
-            precision_plugin = SmartInfinityPrecision(precision_plugin.precision)  # type: ignore[arg-type]
-        if precision_plugin is not None and not isinstance(precision_plugin, DeepSpeedPrecision):
-            raise UnsupportedError(
-                f"{type(precision_plugin).__name__} does not work with the smart_infinity strategy.",
-                "Pass Trainer(precision=...) by name, or a SmartInfinityPrecision.",
-            )
-        self._precision_plugin = precision_plugin
+        self._precision_plugin = swapped_precision(
+            precision_plugin, stock=DeepSpeedPrecision, own=SmartInfinityPrecision, entry="Trainer"
+        )
 
     @property
     @override
@@ -185,23 +176,17 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, remove_stale_files
+        from lightning_smartinfinity.zero3.checkpoint_folder import remove_stale_files
 
         present = self.model
         self.model = self._training_engine or present
         try:
-            self._name_save(checkpoint, SAVE_ID)
+            self._name_save(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self._training_engine is not None and self.is_global_zero:
                 remove_stale_files(filepath, engine=self.model)
         finally:
             self.model = present
-
-    def _name_save(self, checkpoint: dict[str, Any], key: str) -> None:
-        """Give the files of one save one random name, so that a mixture of two can be told."""
-        optimizer = self._near_storage_optimizer
-        if optimizer is not None:
-            optimizer.save_id = checkpoint[key] = self.broadcast(uuid.uuid4().hex)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
