@@ -3,6 +3,7 @@
 import builtins
 import enum
 from collections.abc import Sequence
+from typing import overload
 
 class DType(enum.Enum):
     """Type of gradients and parameters in memory."""
@@ -347,8 +348,60 @@ class Pipeline:
     def close(self) -> None:
         """Abandon the batch, whose waiters get a failure; wait for what is in flight. Idempotent."""
 
+class FileQueue:
+    """
+    Reads and writes files in the background; large requests run in parts, side by side.
+
+    A direct file wants offset, address and nbytes to be multiples of 4096. Not usable in a forked child.
+
+    Raises:
+        ValueError: A number is out of range.
+        OSError: Threads are not to be had.
+    """
+
+    def __init__(self, *, io_threads: int = 4) -> None: ...
+    def read(self, file: StateFile, *, offset: int, address: int, nbytes: int) -> int:
+        """
+        Start reading; returns a ticket. The memory must stay until wait().
+
+        Raises:
+            ValueError: It cannot be transferred.
+        """
+
+    def write(self, file: StateFile, *, offset: int, address: int, nbytes: int) -> int:
+        """
+        Start writing; returns a ticket. The memory must stay, unchanged, until wait().
+
+        Raises:
+            ValueError: It cannot be transferred.
+        """
+
+    def wait(self, ticket: int) -> Failure | None:
+        """
+        Until the request has ended, all of it or with a failure; each ticket once.
+
+        Raises:
+            ValueError: The ticket is not open.
+        """
+
+    def counters(self) -> Counters: ...
+    def close(self) -> None:
+        """Wait for what is in flight. Idempotent."""
+
+@overload
 def inject(
     pipeline: Pipeline,
+    *,
+    seed: int = 0,
+    max_delay_us: int = 0,
+    fail_read_at: int = -1,
+    fail_write_at: int = -1,
+    short_transfer_every: int = 0,
+    errno: int = 5,
+) -> None: ...
+@overload
+def inject(
+    queue: FileQueue,
     *,
     seed: int = 0,
     max_delay_us: int = 0,

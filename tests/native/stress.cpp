@@ -1,5 +1,6 @@
-// Works many tiny batches through a Pipeline under random sizes, threads, delays, short transfers and failures, and
-// compares every bit with a plain loop. Built with sanitizers by test_sanitizers.py.
+// Works many tiny batches through a Pipeline, and requests of several threads through a FileQueue, under random sizes,
+// threads, delays, short transfers and failures, and compares every bit with a plain loop. Built with sanitizers by
+// test_sanitizers.py.
 //
 //     stress FOLDER FIRST_SEED NUM_SEEDS
 
@@ -18,7 +19,9 @@
 #include <thread>
 #include <vector>
 
+#include "buffer.hpp"
 #include "fault_injection.hpp"
+#include "file_queue.hpp"
 #include "flush_subnormals.hpp"
 #include "pipeline.hpp"
 #include "system_error.hpp"
@@ -300,6 +303,71 @@ class Scenario {
     std::unique_ptr<Pipeline> pipeline_;
 };
 
+// Two threads, each with a half of a file, write blocks and read them back; the last requests are abandoned to close().
+class Requests {
+ public:
+    Requests(const std::string& folder, std::uint64_t seed)
+        : seed_(seed), random_(seed), file_(make_file(folder)), queue_(random_.between(1, 4)) {
+        Faults faults;
+        faults.seed = seed;
+        faults.max_delay_us = static_cast<std::int64_t>(random_.upto(100));
+        faults.short_transfer_every = static_cast<std::int64_t>(random_.upto(3));
+        if (random_.coin()) faults.fail_write_at = static_cast<std::int64_t>(random_.upto(20));
+        queue_.decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+            return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
+        });
+    }
+
+    void run() {
+        std::thread other([this] { work(0); });
+        work(1);
+        other.join();
+        HostBuffer memory(kHalf);
+        (void)queue_.submit(Direction::kRead, file_, 0, memory.data(), kHalf);
+        if (random_.coin()) file_.close();
+        queue_.close();
+    }
+
+ private:
+    // More than the parts that a request is cut into.
+    static constexpr std::size_t kHalf = (std::size_t{4} << 20) + 16 * kBlockBytes;
+
+    StateFile make_file(const std::string& folder) {
+        const std::string path = folder + "/requests-" + std::to_string(::getpid());
+        const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+        require(descriptor >= 0 && ::ftruncate(descriptor, 2 * kHalf) == 0, "the file cannot be made", seed_);
+        ::close(descriptor);
+        StateFile file(path, Access::kBuffered);
+        ::unlink(path.c_str());
+        return file;
+    }
+
+    void work(std::size_t half) {
+        Random random(2 * seed_ + half);
+        HostBuffer written(kHalf), read(kHalf);
+        for (std::size_t round = 0; round < 6; ++round) {
+            const std::size_t bytes = round == 0 ? kHalf : random.between(1, 16) * kBlockBytes;
+            const std::uint64_t offset = half * kHalf;
+            std::memset(written.data(), static_cast<int>(random.upto(255)), bytes);
+            const auto write = [&] {
+                return queue_.wait(queue_.submit(Direction::kWrite, file_, offset, written.data(), bytes));
+            };
+            if (const auto failure = write()) {
+                require(failure->error == EIO, failure->message.c_str(), seed_);
+                require(!write(), "the second attempt failed", seed_);
+            }
+            const auto ticket = queue_.submit(Direction::kRead, file_, offset, read.data(), bytes);
+            require(!queue_.wait(ticket), "a read failed", seed_);
+            require(std::memcmp(read.data(), written.data(), bytes) == 0, "the content differs", seed_);
+        }
+    }
+
+    const std::uint64_t seed_;
+    Random random_;
+    StateFile file_;
+    FileQueue queue_;
+};
+
 }  // namespace
 }  // namespace smart_infinity
 
@@ -310,7 +378,10 @@ int main(int argc, char** argv) {
     }
     const std::uint64_t first = std::strtoull(argv[2], nullptr, 10);
     const std::uint64_t num_seeds = std::strtoull(argv[3], nullptr, 10);
-    for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) smart_infinity::Scenario(argv[1], seed).run();
+    for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) {
+        smart_infinity::Scenario(argv[1], seed).run();
+        smart_infinity::Requests(argv[1], seed).run();
+    }
     std::printf("%llu scenarios\n", static_cast<unsigned long long>(num_seeds));
     return 0;
 }

@@ -18,6 +18,7 @@
 
 #include "crc32c.hpp"
 #include "fault_injection.hpp"
+#include "file_queue.hpp"
 #include "flush_subnormals.hpp"
 #include "instruction_set.hpp"
 #include "pipeline.hpp"
@@ -56,6 +57,15 @@ class PythonPipeline : public Pipeline {
  public:
     using Pipeline::Pipeline;
     ~PythonPipeline() {
+        const nb::gil_scoped_release release;
+        close();
+    }
+};
+
+class PythonFileQueue : public FileQueue {
+ public:
+    using FileQueue::FileQueue;
+    ~PythonFileQueue() {
         const nb::gil_scoped_release release;
         close();
     }
@@ -407,17 +417,55 @@ void bind_pipeline(nb::module_& m) {
              "Abandon the batch, whose waiters get a failure; wait for what is in flight. Idempotent.");
 }
 
-void bind_inject(nb::module_& m) {
+FileQueue::Ticket submit(FileQueue& queue, Direction direction, const StateFile& file, std::uint64_t offset,
+                         Address address, std::size_t nbytes) {
+    const StateFile held = file;  // another thread may close it meanwhile
+    const nb::gil_scoped_release release;
+    return queue.submit(direction, held, offset, reinterpret_cast<std::byte*>(address), nbytes);
+}
+
+void bind_file_queue(nb::module_& m) {
+    nb::class_<PythonFileQueue>(
+        m, "FileQueue",
+        "Reads and writes files in the background; large requests run in parts, side by side.\n\n"
+        "A direct file wants offset, address and nbytes to be multiples of 4096. Not usable in a forked child.\n\n"
+        "Raises:\n    ValueError: A number is out of range.\n    OSError: Threads are not to be had.")
+        .def(
+            "__init__", [](PythonFileQueue* self, std::size_t io_threads) { new (self) PythonFileQueue(io_threads); },
+            nb::kw_only(), "io_threads"_a = 4)
+        .def(
+            "read",
+            [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,
+               std::size_t nbytes) { return submit(self, Direction::kRead, file, offset, address, nbytes); },
+            "file"_a, nb::kw_only(), "offset"_a, "address"_a, "nbytes"_a,
+            "Start reading; returns a ticket. The memory must stay until wait().\n\n"
+            "Raises:\n    ValueError: It cannot be transferred.")
+        .def(
+            "write",
+            [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,
+               std::size_t nbytes) { return submit(self, Direction::kWrite, file, offset, address, nbytes); },
+            "file"_a, nb::kw_only(), "offset"_a, "address"_a, "nbytes"_a,
+            "Start writing; returns a ticket. The memory must stay, unchanged, until wait().\n\n"
+            "Raises:\n    ValueError: It cannot be transferred.")
+        .def("wait", &PythonFileQueue::wait, "ticket"_a, WithoutGil(),
+             "Until the request has ended, all of it or with a failure; each ticket once.\n\n"
+             "Raises:\n    ValueError: The ticket is not open.")
+        .def("counters", &PythonFileQueue::counters)
+        .def("close", &PythonFileQueue::close, WithoutGil(), "Wait for what is in flight. Idempotent.");
+}
+
+template <class Worker>
+void bind_inject(nb::module_& m, const char* name) {
     m.def(
         "inject",
-        [](PythonPipeline& pipeline, std::uint64_t seed, std::int64_t max_delay_us, std::int64_t fail_read_at,
+        [](Worker& worker, std::uint64_t seed, std::int64_t max_delay_us, std::int64_t fail_read_at,
            std::int64_t fail_write_at, std::int64_t short_transfer_every, int error) {
             const Faults faults{seed, max_delay_us, fail_read_at, fail_write_at, short_transfer_every, error};
-            pipeline.decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+            worker.decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
                 return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
             });
         },
-        "pipeline"_a, nb::kw_only(), "seed"_a = 0, "max_delay_us"_a = 0, "fail_read_at"_a = -1, "fail_write_at"_a = -1,
+        nb::arg(name), nb::kw_only(), "seed"_a = 0, "max_delay_us"_a = 0, "fail_read_at"_a = -1, "fail_write_at"_a = -1,
         "short_transfer_every"_a = 0, "errno"_a = EIO, WithoutGil(),
         "Faults for tests, from now on: requests are counted from 0, reads and writes apart.");
 }
@@ -443,5 +491,7 @@ NB_MODULE(_core, m) {
     bind_schedule(m);
     bind_results(m);
     bind_pipeline(m);
-    bind_inject(m);
+    bind_file_queue(m);
+    bind_inject<PythonPipeline>(m, "pipeline");
+    bind_inject<PythonFileQueue>(m, "queue");
 }

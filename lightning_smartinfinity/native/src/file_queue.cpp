@@ -1,0 +1,191 @@
+#include "file_queue.hpp"
+
+#include <algorithm>
+#include <condition_variable>
+#include <stdexcept>
+#include <system_error>
+#include <unordered_map>
+#include <utility>
+
+#include "buffer.hpp"
+#include "stopwatch.hpp"
+#include "thread_pool_engine.hpp"
+#include "transfer.hpp"
+
+namespace smart_infinity {
+namespace {
+
+// A request is cut into parts of so many bytes, which run side by side: one thread alone does not fill a disk.
+constexpr std::size_t kPartBytes = std::size_t{4} << 20;
+
+void require(bool condition, const std::string& problem) {
+    if (!condition) throw std::invalid_argument("FileQueue: " + problem);
+}
+
+Failure failure_of(const Transfer& transfer, Transfer::Progress progress, const std::string& path) {
+    const IoRequest& rest = transfer.rest();
+    const std::string where =
+        std::to_string(rest.bytes) + " bytes at offset " + std::to_string(rest.offset) + " of " + path;
+    if (progress == Transfer::Progress::kEndOfFile) {
+        return Failure{FailureKind::kShort, path, rest.offset, 0, 0, "the file ends before " + where};
+    }
+    const std::string verb = rest.direction == Direction::kRead ? "reading " : "writing ";
+    const std::string reason = std::generic_category().message(transfer.error());
+    return Failure{FailureKind::kIo, path, rest.offset, transfer.error(), 0, verb + where + " failed: " + reason};
+}
+
+}  // namespace
+
+// Completions drive it, as in a TransferLoop: the mutex is never held during I/O.
+class FileQueue::Loop final : private CompletionHandler {
+ public:
+    explicit Loop(std::size_t io_threads) : engine_(std::make_unique<ThreadPoolEngine>(io_threads)) {}
+    ~Loop() { close(); }
+
+    Ticket submit(const IoRequest& whole, const StateFile& file) {
+        const std::lock_guard lock(mutex_);
+        require(!closed_, "it is closed");
+        const Ticket ticket = next_ticket_++;
+        requests_[ticket].parts_left = (whole.bytes + kPartBytes - 1) / kPartBytes;
+        for (std::size_t begin = 0; begin < whole.bytes; begin += kPartBytes) {
+            IoRequest request = whole;
+            request.offset += begin;
+            request.data += begin;
+            request.bytes = std::min(kPartBytes, whole.bytes - begin);
+            request.tag = next_tag_++;
+            parts_.emplace(request.tag, Part{file, Transfer(request, file.access()), ticket});
+            engine_->submit(request, *this);
+        }
+        return ticket;
+    }
+
+    std::optional<Failure> wait(Ticket ticket) {
+        const Stopwatch stopwatch;
+        std::unique_lock lock(mutex_);
+        require(requests_.count(ticket) == 1, "ticket " + std::to_string(ticket) + " is not open");
+        changed_.wait(lock, [&] { return requests_.at(ticket).parts_left == 0; });
+        counters_.wait_seconds += stopwatch.seconds();
+        std::optional<Failure> failure = std::move(requests_.at(ticket).failure);
+        requests_.erase(ticket);
+        return failure;
+    }
+
+    Counters counters() const {
+        const std::lock_guard lock(mutex_);
+        return counters_;
+    }
+
+    void close() {
+        std::unique_lock lock(mutex_);
+        closed_ = true;
+        changed_.wait(lock, [&] { return parts_.empty(); });
+    }
+
+    void decorate_engine(const Decorate& decorate) {
+        const std::lock_guard lock(mutex_);
+        require(!closed_, "it is closed");
+        require(parts_.empty(), "something is in flight");
+        engine_ = decorate(std::move(engine_));
+    }
+
+ private:
+    struct Part {
+        StateFile file;  // keeps its descriptor open
+        Transfer transfer;
+        Ticket ticket;
+    };
+
+    struct Request {
+        std::size_t parts_left = 0;
+        std::optional<Failure> failure;  // the first
+    };
+
+    // On a thread of the engine.
+    void completed(const IoRequest& request, const IoResult& result) override {
+        const std::lock_guard lock(mutex_);
+        Part& part = parts_.at(request.tag);
+        count(request.direction, result);
+        const Transfer::Progress progress = part.transfer.advance(result);
+        if (progress == Transfer::Progress::kAgain) return engine_->submit(part.transfer.rest(), *this);
+        Request& whole = requests_.at(part.ticket);
+        if (progress != Transfer::Progress::kDone && !whole.failure) {
+            whole.failure = failure_of(part.transfer, progress, part.file.path());
+        }
+        --whole.parts_left;
+        parts_.erase(request.tag);
+        changed_.notify_all();
+    }
+
+    void count(Direction direction, const IoResult& result) {
+        const auto bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(result.transferred, 0));
+        const bool read = direction == Direction::kRead;
+        (read ? counters_.read_bytes : counters_.written_bytes) += bytes;
+        (read ? counters_.read_calls : counters_.write_calls) += 1;
+        (read ? counters_.read_seconds : counters_.write_seconds) += result.seconds;
+    }
+
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::unordered_map<Ticket, Request> requests_;  // not waited for yet
+    std::unordered_map<std::size_t, Part> parts_;   // in flight, by tag
+    Ticket next_ticket_ = 0;
+    std::size_t next_tag_ = 0;
+    Counters counters_;
+    bool closed_ = false;
+    std::unique_ptr<IoEngine> engine_;  // last: its destructor waits for threads that use all of the above
+};
+
+FileQueue::FileQueue(std::size_t io_threads) {
+    require(io_threads >= 1 && io_threads <= 1024, "io_threads must be in [1, 1024]");
+    loop_ = std::make_shared<Loop>(io_threads);
+}
+
+FileQueue::~FileQueue() {
+    if (process_.is_current()) {
+        close();
+    } else {
+        (void)new std::shared_ptr<Loop>(std::move(loop_));  // lost on purpose: it cannot be destroyed here
+    }
+}
+
+FileQueue::Ticket FileQueue::submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data,
+                                    std::size_t bytes) {
+    require(bytes > 0, "no bytes");
+    const bool aligned = offset % kBlockBytes == 0 && bytes % kBlockBytes == 0 &&
+                         reinterpret_cast<std::uintptr_t>(data) % kBlockBytes == 0;
+    require(aligned || file.access() == Access::kBuffered, "direct I/O wants whole blocks of 4096 bytes");
+    return loop()->submit(IoRequest{direction, file.descriptor(), offset, data, bytes, 0}, file);
+}
+
+std::optional<Failure> FileQueue::wait(Ticket ticket) { return loop()->wait(ticket); }
+
+Counters FileQueue::counters() const {
+    process_.require_current("FileQueue");
+    const std::lock_guard lock(mutex_);
+    return loop_ ? loop_->counters() : final_counters_;
+}
+
+void FileQueue::close() {
+    if (!process_.is_current()) return;
+    std::shared_ptr<Loop> closing;
+    {
+        const std::lock_guard lock(mutex_);
+        closing = loop_;
+    }
+    if (!closing) return;
+    closing->close();
+    const std::lock_guard lock(mutex_);
+    final_counters_ = closing->counters();
+    loop_.reset();
+}
+
+void FileQueue::decorate_engine(const Decorate& decorate) { loop()->decorate_engine(decorate); }
+
+std::shared_ptr<FileQueue::Loop> FileQueue::loop() const {
+    process_.require_current("FileQueue");
+    const std::lock_guard lock(mutex_);
+    if (!loop_) throw std::invalid_argument("FileQueue: it is closed");
+    return loop_;
+}
+
+}  // namespace smart_infinity

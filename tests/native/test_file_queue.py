@@ -1,0 +1,146 @@
+"""Plain content between memory and files: complete, or refused with path, offset and errno."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.native import Failure, FileQueue, HostBuffer, StateFile
+from lightning_smartinfinity.native.testing import inject
+from tests.native.stored import takes_direct
+
+BLOCK = 4096
+# Three parts and a bit.
+NUM_BYTES = 3 * (4 << 20) + BLOCK
+
+Bytes = NDArray[np.uint8]
+
+
+def buffer(nbytes: int = NUM_BYTES, *, seed: int | None = None) -> tuple[HostBuffer, Bytes]:
+    memory = HostBuffer(nbytes)
+    values = np.frombuffer(memory.memoryview(), np.uint8)
+    if seed is not None:
+        values[:] = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+    return memory, values
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> StateFile:
+    """Two blocks longer than what the tests write."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(NUM_BYTES + 2 * BLOCK))
+    return StateFile(str(path), direct=takes_direct(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "faults", [{}, {"max_delay_us": 300, "short_transfer_every": 2, "seed": 5}], ids=["plain", "short and out of order"]
+)
+def test_what_is_written_is_read(file: StateFile, faults: dict[str, int]) -> None:
+    """Every byte arrives where it belongs and nowhere else, whatever the system makes of each transfer."""
+    queue = FileQueue(io_threads=3)
+    inject(queue, **faults)
+    source, written = buffer(seed=1)
+    assert queue.wait(queue.write(file, offset=BLOCK, address=source.address, nbytes=NUM_BYTES)) is None
+    target, read = buffer()
+    assert queue.wait(queue.read(file, offset=BLOCK, address=target.address, nbytes=NUM_BYTES)) is None
+    np.testing.assert_array_equal(read, written)
+    content = Path(file.path).read_bytes()
+    assert content == bytes(BLOCK) + written.tobytes() + bytes(BLOCK)
+    counters = queue.counters()
+    assert counters.read_bytes >= NUM_BYTES and counters.written_bytes >= NUM_BYTES
+    assert faults or (counters.read_bytes, counters.read_calls) == (NUM_BYTES, 4)
+
+
+def test_many_requests_at_once(file: StateFile) -> None:
+    """Requests complete in any order; each ticket is that of its own request."""
+    queue = FileQueue()
+    inject(queue, max_delay_us=200, seed=3)
+    source, written = buffer(64 * BLOCK, seed=2)
+    tickets = [queue.write(file, offset=i * BLOCK, address=source.address + i * BLOCK, nbytes=BLOCK) for i in range(64)]
+    assert [queue.wait(ticket) for ticket in reversed(tickets)] == [None] * 64
+    assert Path(file.path).read_bytes()[: 64 * BLOCK] == written.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("start", "faults", "number"),
+    [
+        ("read", {"fail_read_at": 2}, errno.EIO),
+        ("write", {"fail_write_at": 1, "errno": errno.ENOSPC}, errno.ENOSPC),
+    ],
+)
+def test_a_failing_transfer(file: StateFile, start: str, faults: dict[str, int], number: int) -> None:
+    """One part fails: the request has failed, naming path, offset and errno; the next request works."""
+    queue, (memory, _) = FileQueue(), buffer()
+    inject(queue, **faults)
+    begin: Callable[..., int] = getattr(queue, start)
+    failure = queue.wait(begin(file, offset=0, address=memory.address, nbytes=NUM_BYTES))
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.errno, failure.path) == ("io", number, file.path)
+    assert f"offset {failure.offset}" in failure.message and file.path in failure.message
+    assert os.strerror(number) in failure.message and "tasklet" not in failure.message
+    assert queue.wait(begin(file, offset=0, address=memory.address, nbytes=BLOCK)) is None
+
+
+def test_reading_past_the_end(file: StateFile) -> None:
+    """A file that ends too early is no success."""
+    queue, (memory, _) = FileQueue(), buffer(2 * BLOCK)
+    size = os.stat(file.path).st_size
+    failure = queue.wait(queue.read(file, offset=size - BLOCK, address=memory.address, nbytes=2 * BLOCK))
+    assert failure is not None and failure.kind == "short" and failure.offset == size
+
+
+def test_what_cannot_be_transferred_is_refused(file: StateFile) -> None:
+    """No bytes, a ticket waited for twice, no threads, a closed queue or file: an error, and nothing in flight."""
+    queue, (memory, _) = FileQueue(), buffer(2 * BLOCK)
+    with pytest.raises(ValueError, match="no bytes"):
+        queue.read(file, offset=0, address=memory.address, nbytes=0)
+    if file.direct:
+        for offset, address, nbytes in ((1, 0, BLOCK), (0, 8, BLOCK), (0, 0, 100)):
+            with pytest.raises(ValueError, match="whole blocks"):
+                queue.write(file, offset=offset, address=memory.address + address, nbytes=nbytes)
+    ticket = queue.read(file, offset=0, address=memory.address, nbytes=BLOCK)
+    queue.wait(ticket)
+    with pytest.raises(ValueError, match="not open"):
+        queue.wait(ticket)
+    with pytest.raises(ValueError, match="io_threads"):
+        FileQueue(io_threads=0)
+    queue.close()
+    queue.close()
+    with pytest.raises(ValueError, match="closed"):
+        queue.read(file, offset=0, address=memory.address, nbytes=BLOCK)
+    assert queue.counters().read_bytes == BLOCK
+    file.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        FileQueue().read(file, offset=0, address=memory.address, nbytes=BLOCK)
+
+
+def test_closing_waits_for_what_is_in_flight(file: StateFile) -> None:
+    """Requests nobody waited for are whole when the queue is closed, even if their file was closed before."""
+    queue, (memory, written) = FileQueue(), buffer(seed=4)
+    inject(queue, max_delay_us=2000, seed=1)
+    queue.write(file, offset=0, address=memory.address, nbytes=NUM_BYTES)
+    file.close()
+    queue.close()
+    assert Path(file.path).read_bytes()[:NUM_BYTES] == written.tobytes()
+
+
+def test_a_forked_child_leaves_it_alone(file: StateFile) -> None:
+    """In a child the queue refuses work and its end does not hang; the parent's goes on."""
+    queue, (memory, _) = FileQueue(), buffer(BLOCK)
+    child = os.fork()
+    if child == 0:
+        try:
+            queue.read(file, offset=0, address=memory.address, nbytes=BLOCK)
+        except RuntimeError:
+            queue.close()
+            del queue
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert queue.wait(queue.read(file, offset=0, address=memory.address, nbytes=BLOCK)) is None
