@@ -12,6 +12,8 @@ PIP_OPTIONS ?=
 # Further options of the demo and of pytest.
 DEMO_OPTIONS ?=
 PYTEST_OPTIONS ?=
+# Processes that the tests are dealt out to, file by file.
+PYTEST_WORKERS ?= 2
 
 # As in an activated environment: the tests start python, ninja and others by name.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -77,7 +79,7 @@ contracts: $(INSTALLED) ## Who may import whom (import-linter)
 	lint-imports --no-logo
 
 unit: $(INSTALLED) ## The tests; skipped ones print why
-	HF_HUB_OFFLINE=1 python -m pytest $(PYTEST_OPTIONS)
+	HF_HUB_OFFLINE=1 python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile $(PYTEST_OPTIONS)
 
 format: $(INSTALLED) ## Rewrite Python and C++ files in the project's style
 	ruff check --fix .

@@ -11,6 +11,10 @@ from tests.helpers.runif import is_allowed
 # Before anything imports a library that would look for files or newer versions on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Several workers share the cores, and two threads that wait for each other on one core wait long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _FORBIDDEN_SKIPS = pytest.StashKey[list[str]]()
 
 
