@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, do_nothing_closure
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
@@ -26,6 +27,8 @@ from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.near_storage import NearStorage, check_options, indexed_device, swapped_precision
 from lightning_smartinfinity.precision import SmartInfinityPrecision
+from lightning_smartinfinity.resume import continue_epoch
+from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 
 __all__ = ["SmartInfinityStrategy"]
 
@@ -110,6 +113,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             transfer=transfer,
             zero=zero,
         )
+        self._random_state: dict[str, Any] | None = None
 
     @property
     @override
@@ -161,7 +165,17 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         _refuse_clipping_by_value(trainer)
         if self._storage is None:
             self._storage = (Path(trainer.default_root_dir).resolve() / "smart_infinity",)
+        self._random_state = None
         super().setup(trainer)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        state, self._random_state = self._random_state, None
+        if state is not None:
+            assert self.lightning_module is not None
+            restore(state, self.root_device)
+            continue_epoch(self.lightning_module.trainer)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -182,6 +196,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self.model = self._training_engine or present
         try:
             self._name_save(checkpoint)
+            checkpoint[RNG_KEY] = capture(self.root_device, world_size=self.world_size)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self._training_engine is not None and self.is_global_zero:
                 remove_stale_files(filepath, engine=self.model)
@@ -201,7 +216,16 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             client_state = super().load_checkpoint(checkpoint_path, weights_only)
         if self._training_engine is not None and self.model is self._training_engine:
             check_same_save(self.model, client_state)
+        self._take_random_state(client_state)
         return client_state
+
+    def _take_random_state(self, client_state: dict[str, Any]) -> None:
+        """Keep the saved random states until training starts, if it is to go on with them."""
+        state = client_state.pop(RNG_KEY, None)
+        assert self.lightning_module is not None
+        if state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            usable = fits(state, world_size=self.world_size, warn=self.is_global_zero)
+            self._random_state = state if usable else None
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:

@@ -1,0 +1,70 @@
+"""A resumed fit draws the random numbers that an uninterrupted one would have drawn.
+
+``Strategy.on_train_start`` is the last that Lightning calls before the first epoch of a fit. From there on a resumed
+fit does what the uninterrupted one did after saving, apart from what :func:`continue_epoch` mends or warns of.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+__all__ = ["continue_epoch"]
+
+_LIGHTNINGS_OWN = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+def continue_epoch(trainer: Any) -> None:
+    """Bring a resumed fit loop to where the saved one was, right after random states have been restored.
+
+    An epoch's iterator draws from torch's generator when it is created, and Lightning has created one already.
+
+    Args:
+        trainer: A Trainer whose fit is about to begin its first epoch.
+    """
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if not fit_loop.restarting:
+        # Saved between two epochs. Unless it thinks that it is resuming, Lightning creates a new iterator, after the
+        # hooks that begin the epoch: as in every epoch.
+        fit_loop._resuming_from_checkpoint = False
+        return
+    lost = []
+    if epoch_loop.batch_progress.is_last_batch:
+        if epoch_loop.restarted_on_train_batch_end and not any(map(_is_stateful, _loaders(fit_loop))):
+            # Saved after the epoch's last batch. Lightning begins the next epoch at once, with the iterator it has.
+            iter(fit_loop._data_fetcher)
+    elif epoch_loop.batch_progress.current.ready > 0 and not _goes_on_within_an_epoch(fit_loop):
+        lost.append("Lightning replays the epoch's batches from the first, since the DataLoader has no state")
+        warnings.filterwarnings("ignore", message=_LIGHTNINGS_OWN)
+    if epoch_loop.restarted_on_train_batch_end and _validation_is_due(trainer):
+        lost.append("Lightning leaves out the validation that followed the saved batch")
+    if lost and trainer.is_global_zero:
+        _warn(" and ".join(lost))
+
+
+def _goes_on_within_an_epoch(fit_loop: Any) -> bool:
+    # Without a length Lightning fetches a batch ahead, which the loader's saved state counts as used.
+    return fit_loop._data_fetcher.length is not None and all(map(_is_stateful, _loaders(fit_loop)))
+
+
+def _validation_is_due(trainer: Any) -> bool:
+    fit_loop = trainer.fit_loop
+    return any(trainer.num_val_batches) and bool(fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher))
+
+
+def _loaders(fit_loop: Any) -> list[Any]:
+    loaders: list[Any] = fit_loop._combined_loader.flattened
+    return loaders
+
+
+def _is_stateful(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _warn(lost: str) -> None:
+    warnings.warn(
+        f"The resumed run is not exactly the one that was saved: {lost}. Weights, optimizer state and schedulers are "
+        "exact; batches, dropout and augmentations are not. Resume from a checkpoint of an epoch's end or of after a "
+        "validation, or use a DataLoader with state_dict and load_state_dict (torchdata's StatefulDataLoader).",
+        stacklevel=3,
+    )
