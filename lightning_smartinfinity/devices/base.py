@@ -70,7 +70,14 @@ class StorageDevice(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Return when nothing of the batch is in flight; then it is over. Raises as :meth:`wait`."""
+        """Return when nothing of the batch is in flight; then it is over. Raises as :meth:`wait`.
+
+        Ctrl-C ends the wait here, and that of :meth:`wait`, with KeyboardInterrupt: the batch goes on.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """End the batch, if there is one, when nothing of it is in flight: what has not begun is not done."""
 
     @abstractmethod
     def counters(self) -> Traffic:

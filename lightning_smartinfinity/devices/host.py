@@ -77,6 +77,9 @@ class HostDevice(StorageDevice):
     def drain(self) -> None:
         _raise_failure(self.pipeline.drain())
 
+    def abandon(self) -> None:
+        self.pipeline.abandon()
+
     def counters(self) -> Traffic:
         counters = self.pipeline.counters()
         return Traffic(

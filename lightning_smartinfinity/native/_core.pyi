@@ -339,10 +339,17 @@ class Pipeline:
         """
 
     def wait(self, first: int = 0, last: int | None = None) -> Failure | None:
-        """Until batch tasklets [first, last) have their parameters and arrays out, or the batch failed."""
+        """
+        Until batch tasklets [first, last) have their parameters and arrays out, or the batch failed.
+
+        A signal handler that raises, as that of Ctrl-C, ends the wait; the batch goes on.
+        """
 
     def drain(self) -> Failure | None:
-        """Until nothing is in flight; the batch is over."""
+        """Until nothing is in flight; the batch is over. A signal handler may end the wait, as in wait()."""
+
+    def abandon(self) -> None:
+        """End the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done."""
 
     def counters(self) -> Counters: ...
     def close(self) -> None:

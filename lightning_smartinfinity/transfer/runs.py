@@ -41,7 +41,7 @@ class Run(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Return when the device is free, with the work done or not. Never raises a StorageError."""
+        """Abandon the work: return when the device is free, with the work done or not. Never raises a StorageError."""
 
 
 class DirectRun(Run):
@@ -72,15 +72,18 @@ class DirectRun(Run):
 
     def drain(self) -> None:
         if self._active:
+            try:
+                self._device.drain()
+            except StorageError:
+                self._active = False
+                raise
+            # Not after an interrupt: the device is still at work.
             self._active = False
-            self._device.drain()
 
     def stop(self) -> None:
-        try:
-            self.drain()
-        except StorageError:
-            # The caller knows of the failure, or abandons the work anyway.
-            return
+        if self._active:
+            self._device.abandon()
+            self._active = False
 
 
 class StagedRun(Run):

@@ -158,8 +158,11 @@ class StateAccess:
 
     def _work(self, batch: native.Batch, tasklets: Sequence[int]) -> None:
         run = DirectRun(self._device, batch, tasklets)
-        run.start()
-        run.drain()
+        try:
+            run.start()
+            run.drain()
+        finally:
+            run.stop()  # after an interrupt the device is still at work
 
     def _in_sub_groups(self, arrays: Sequence[Sequence[Flat | None]]) -> Callable[[Piece], tuple[int, ...]]:
         assert len(arrays) == len(self._layout.sub_groups)

@@ -100,7 +100,7 @@ class Step:
         self._guarded(lambda: commit_next(self._store, self._tasklets, self._store.steps + self._active))
 
     def stop(self) -> None:
-        """Return when nothing is in flight, done or not."""
+        """Abandon what has not begun; return when nothing is in flight."""
         self._run.stop()
 
     def restore(self) -> None:
@@ -113,7 +113,7 @@ class Step:
         try:
             self._run.start()
             self._run.drain()
-        except StorageError:
+        except BaseException:  # an interrupt as well
             self._run.stop()
             raise
 

@@ -84,6 +84,9 @@ class RankState:
             self.handler.rollback()
         except StorageError as second:
             self._lost = f"a failed step could not be undone. {second}"
+        except BaseException:
+            self._lost = "undoing a step was interrupted."
+            raise
 
     @property
     def numel(self) -> int:

@@ -71,6 +71,12 @@ class PythonFileQueue : public FileQueue {
     }
 };
 
+// Lets Ctrl-C end a wait. Python runs signal handlers in the main thread only; elsewhere this does nothing.
+void check_signals() {
+    const nb::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
 const void* pointer_to(Address address) { return reinterpret_cast<const void*>(address); }
 
 void bind_kernels(nb::module_& m) {
@@ -409,9 +415,19 @@ void bind_pipeline(nb::module_& m) {
         .def("submit", &PythonPipeline::submit, "batch"_a, WithoutGil(),
              "Start a batch; returns at once. Memory it names must stay until drain().\n\n"
              "Raises:\n    ValueError: The batch cannot be worked, or another one is active.")
-        .def("wait", &PythonPipeline::wait, "first"_a = 0, "last"_a = nb::none(), WithoutGil(),
-             "Until batch tasklets [first, last) have their parameters and arrays out, or the batch failed.")
-        .def("drain", &PythonPipeline::drain, WithoutGil(), "Until nothing is in flight; the batch is over.")
+        .def(
+            "wait",
+            [](PythonPipeline& self, std::size_t first, std::optional<std::size_t> last) {
+                return self.wait(first, last, check_signals);
+            },
+            "first"_a = 0, "last"_a = nb::none(), WithoutGil(),
+            "Until batch tasklets [first, last) have their parameters and arrays out, or the batch failed.\n\n"
+            "A signal handler that raises, as that of Ctrl-C, ends the wait; the batch goes on.")
+        .def(
+            "drain", [](PythonPipeline& self) { return self.drain(check_signals); }, WithoutGil(),
+            "Until nothing is in flight; the batch is over. A signal handler may end the wait, as in wait().")
+        .def("abandon", &PythonPipeline::abandon, WithoutGil(),
+             "End the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done.")
         .def("counters", &PythonPipeline::counters)
         .def("close", &PythonPipeline::close, WithoutGil(),
              "Abandon the batch, whose waiters get a failure; wait for what is in flight. Idempotent.");

@@ -18,11 +18,14 @@ Pipeline::~Pipeline() {
 
 void Pipeline::submit(Batch batch) { loop()->submit(std::move(batch)); }
 
-std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size_t> last) {
-    return loop()->wait(first, last);
+std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size_t> last,
+                                      const TransferLoop::Poll& poll) {
+    return loop()->wait(first, last, poll);
 }
 
-std::optional<Failure> Pipeline::drain() { return loop()->drain(); }
+std::optional<Failure> Pipeline::drain(const TransferLoop::Poll& poll) { return loop()->drain(poll); }
+
+void Pipeline::abandon() { loop()->abandon(); }
 
 Counters Pipeline::counters() const {
     process_.require_current("Pipeline");

@@ -24,9 +24,12 @@ class Pipeline {
     // Returns at once. Throws std::invalid_argument for a batch that cannot be worked, or while another is active.
     void submit(Batch batch);
     // Until tasklets [first, last) of the batch have their parameters and arrays out, or the batch has failed.
-    std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last);
+    std::optional<Failure> wait(
+        std::size_t first, std::optional<std::size_t> last, const TransferLoop::Poll& poll = [] {});
     // Until nothing is in flight: the batch is over.
-    std::optional<Failure> drain();
+    std::optional<Failure> drain(const TransferLoop::Poll& poll = [] {});
+    // Ends the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done.
+    void abandon();
     Counters counters() const;
     // Abandons the batch, whose waiters get a failure, and gives back threads, ring and descriptors once nothing is in
     // flight. Idempotent.

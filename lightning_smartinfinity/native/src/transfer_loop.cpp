@@ -35,7 +35,7 @@ Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::strin
 }
 
 Failure abandoned() {
-    return Failure{FailureKind::kIo, "", 0, ECANCELED, 0, "the pipeline was closed before the batch was drained"};
+    return Failure{FailureKind::kIo, "", 0, ECANCELED, 0, "the batch was abandoned before it was done"};
 }
 
 }  // namespace
@@ -71,7 +71,7 @@ void TransferLoop::submit(Batch batch) {
     start_ready();
 }
 
-std::optional<Failure> TransferLoop::wait(std::size_t first, std::optional<std::size_t> last) {
+std::optional<Failure> TransferLoop::wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll) {
     const Stopwatch stopwatch;
     std::unique_lock lock(mutex_);
     require_open();
@@ -81,18 +81,18 @@ std::optional<Failure> TransferLoop::wait(std::size_t first, std::optional<std::
     require(first <= end && end <= run->schedule.num_tasklets(), "wait() for tasklets [" + std::to_string(first) +
                                                                      ", " + std::to_string(end) + ") of " +
                                                                      std::to_string(run->schedule.num_tasklets()));
-    changed_.wait(lock, [&] { return run->failure || run->parameters_out(first, end); });
+    await(lock, poll, [&] { return run->failure || run->parameters_out(first, end); });
     counters_.wait_seconds += stopwatch.seconds();
     return run->failure;
 }
 
-std::optional<Failure> TransferLoop::drain() {
+std::optional<Failure> TransferLoop::drain(const Poll& poll) {
     const Stopwatch stopwatch;
     std::unique_lock lock(mutex_);
     require_open();
     const std::shared_ptr<Run> run = run_;
     if (run == nullptr) return std::nullopt;
-    changed_.wait(lock, [&] { return run->schedule.finished(); });
+    await(lock, poll, [&] { return run->schedule.finished(); });
     counters_.wait_seconds += stopwatch.seconds();
     if (run_ == run) run_ = nullptr;
     return run->failure;
@@ -103,16 +103,34 @@ Counters TransferLoop::counters() const {
     return counters_;
 }
 
-void TransferLoop::close() {
+template <typename Condition>
+void TransferLoop::await(std::unique_lock<std::mutex>& lock, const Poll& poll, const Condition& condition) {
+    while (!changed_.wait_for(lock, kPollInterval, condition)) {
+        lock.unlock();
+        poll();
+        lock.lock();
+    }
+}
+
+void TransferLoop::abandon() {
     std::unique_lock lock(mutex_);
-    closed_ = true;
+    abandon(lock);
+}
+
+void TransferLoop::abandon(std::unique_lock<std::mutex>& lock) {
     const std::shared_ptr<Run> run = run_;
     if (run == nullptr) return;
     if (!run->schedule.finished() && !run->failure) run->failure = abandoned();
     run->schedule.stop();
     changed_.notify_all();
     changed_.wait(lock, [&] { return run->schedule.finished(); });
-    run_ = nullptr;
+    if (run_ == run) run_ = nullptr;
+}
+
+void TransferLoop::close() {
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    abandon(lock);
 }
 
 void TransferLoop::decorate_engine(const Decorate& decorate) {

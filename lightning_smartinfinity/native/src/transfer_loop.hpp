@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
@@ -40,14 +41,20 @@ class TransferLoop final : private CompletionHandler {
     explicit TransferLoop(PipelineOptions options);
     ~TransferLoop();
 
+    // What a wait calls every kPollInterval, holding no lock. What it throws ends the wait; the batch goes on.
+    using Poll = std::function<void()>;
+    static constexpr std::chrono::milliseconds kPollInterval{50};
+
     std::size_t ring_bytes() const { return ring_.bytes(); }
     void submit(Batch batch);
-    std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last);
-    std::optional<Failure> drain();
+    std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll);
+    std::optional<Failure> drain(const Poll& poll);
     Counters counters() const;
 
-    // Abandons the batch, whose waiters get a failure, and waits for what is in flight. Later calls throw, except
-    // close(). close().
+    // Ends the batch, whose waiters get a failure, before its time: what is in flight is waited for, nothing is begun.
+    void abandon();
+
+    // As abandon(). Later calls throw, except close() and abandon().
     void close();
 
     // Puts an engine in front of the present one. No batch may be active.
@@ -72,7 +79,11 @@ class TransferLoop final : private CompletionHandler {
     void completed(const IoRequest& request, const IoResult& result) override;
     void compute_item(const ComputeItem& item);
 
+    template <typename Condition>
+    void await(std::unique_lock<std::mutex>& lock, const Poll& poll, const Condition& condition);
+
     // With the mutex held:
+    void abandon(std::unique_lock<std::mutex>& lock);
     void require_open() const;
     void start_ready();
     void start(const Action& action);

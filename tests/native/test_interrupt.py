@@ -1,0 +1,85 @@
+"""Ctrl-C while the core works: noticed in the wait, after which the batch can be gone on with or abandoned."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity.native import Operation, Pipeline
+from lightning_smartinfinity.native.testing import inject
+from tests.native.formula import adam_step
+from tests.native.stored import Run, StoredState
+from tests.native.test_pipeline import adam, assert_same, initial, normals
+
+NUMEL = 40 * 1024
+STEP = adam_step()
+UNTOUCHED = -7.0
+
+
+@contextmanager
+def interrupted() -> Iterator[None]:
+    """Ctrl-C reaches the process a moment after the body has begun, and ends it."""
+    timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        timer.join()
+
+
+def start_slow_update(state: StoredState, *, delay_us: int) -> tuple[Any, Any]:
+    """An update of forty tasklets, one after the other; its gradient and parameters."""
+    gradient, parameter = normals(9, NUMEL), np.full(NUMEL, UNTOUCHED, np.float32)
+    inject(state.pipeline, seed=1, max_delay_us=delay_us)
+    state.start(Operation.UPDATE, [Run(0, NUMEL, 0, gradient, parameter=parameter)], [STEP])
+    return gradient, parameter
+
+
+WAITS: list[Callable[[Pipeline], object]] = [Pipeline.wait, Pipeline.drain]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_an_interrupt_ends_the_wait_and_abandon_the_batch(wait: Callable[[Pipeline], object], tmp_path: Path) -> None:
+    """The wait ends long before the batch would; what had not begun is not done, and the old slot is intact."""
+    arrays = initial(NUMEL)
+    with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
+        state.write(*arrays)
+        _, parameter = start_slow_update(state, delay_us=100_000)
+        with interrupted():
+            wait(state.pipeline)
+        state.pipeline.abandon()
+        assert parameter[-1] == UNTOUCHED
+        seen = parameter.copy()
+        assert state.pipeline.drain() is None, "an abandoned batch is over"
+        inject(state.pipeline)
+        assert_same(state.read(), arrays)
+        np.testing.assert_array_equal(parameter, seen)
+
+
+def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
+    """Whoever waits again gets all of it."""
+    arrays = initial(NUMEL)
+    with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
+        state.write(*arrays)
+        gradient, parameter = start_slow_update(state, delay_us=15_000)
+        with interrupted():
+            state.pipeline.drain()
+        assert state.pipeline.drain() is None
+        np.testing.assert_array_equal(parameter, adam(STEP, gradient, arrays)[0])
+
+
+def test_abandoning_nothing(tmp_path: Path) -> None:
+    """Without a batch there is nothing to abandon."""
+    with StoredState(tmp_path, NUMEL, 1024) as state:
+        state.pipeline.abandon()
+        state.write(*initial(NUMEL))
+        state.pipeline.abandon()
+        assert_same(state.read(), initial(NUMEL))
