@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,11 +17,19 @@ from torch.optim import Optimizer
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
-from lightning_smartinfinity.settings import check_absent, check_choices, checked_transfer, storage_folders
+from lightning_smartinfinity.settings import (
+    check_absent,
+    check_choices,
+    checked_transfer,
+    is_16_bit,
+    nvme_path_of,
+    storage_folders,
+)
 from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+    from lightning_smartinfinity.zero3.param_swapper import ParameterSwapper
     from lightning_smartinfinity.zero3.rank_state import RankState
 
 __all__ = ["NearStorage", "check_options", "indexed_device", "swapped_precision"]
@@ -71,6 +80,9 @@ class NearStorage:
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
         self._training_engine: Any = None
+        # What holds the parameters on storage, if they are there.
+        self._parameters: ParameterSwapper | None = None
+        self._nvme_path = nvme_path_of(zero)
         self._timeout: timedelta | None = options.get("timeout", default_pg_timeout)
         self._config_initialized = False
         self.remote_device: str | None = None
@@ -80,19 +92,30 @@ class NearStorage:
         self.config = build_deepspeed_config(zero)
 
     def close(self) -> None:
-        """Release the ring and remove the optimizer state from storage, unless ``transfer.keep``.
+        """Release the ring and remove the optimizer state from storage, unless ``transfer.keep``, and the parameters.
 
         After training the state stays readable (``save_checkpoint``) until this is called, the next training on the
-        same storage begins, or the interpreter exits. Calling it again does nothing.
+        same storage begins, or the interpreter exits. Parameters on storage (``offload_param``) stay until this is
+        called, or neither their model nor the strategy exists any more. Calling it again does nothing.
         """
+        self._close_state()
+        if self._parameters is not None:
+            self._parameters.close()
+            self._parameters = None
+
+    def _close_state(self) -> None:
         state = self._rank_state
         if state is not None:
             state.close()
 
     def traffic(self) -> Traffic:
-        """Counters of this rank since its storage was opened; all zero before training and after :meth:`close`."""
+        """Counters of this rank since its storage was opened; all zero before training and after :meth:`close`.
+
+        Parameters on storage count too, from the building of the model on.
+        """
         state = self._rank_state
-        return Traffic() if state is None else state.traffic()
+        traffic = Traffic() if state is None else state.traffic()
+        return traffic if self._parameters is None else traffic + self._parameters.traffic()
 
     @property
     def state_numel(self) -> int:
@@ -110,7 +133,13 @@ class NearStorage:
     def host_bytes(self) -> dict[str, int]:
         """Host memory that the update holds on this rank, in bytes by purpose; empty before training."""
         state = self._rank_state
-        return {} if state is None else state.host_bytes
+        held = {} if state is None else state.host_bytes
+        return held if self._parameters is None else {**held, "parameter_buffers": self._parameters.host_bytes}
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters on storage on this rank; 0 unless they are offloaded to ``nvme``."""
+        return 0 if self._parameters is None else self._parameters.storage_bytes
 
     @property
     def _rank_state(self) -> RankState | None:
@@ -140,6 +169,7 @@ class NearStorage:
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
         from lightning_smartinfinity.zero3.engine import engine_with, release_module
+        from lightning_smartinfinity.zero3.storage import require_parameter_space
         from lightning_smartinfinity.zero3.validation import check_model, check_optimizer
 
         assert self._storage is not None
@@ -148,24 +178,53 @@ class NearStorage:
             check_optimizer(optimizer)
         self._release_storage()
         release_module(model)
-        with engine_with(OffloadSettings(storage=self._storage, transfer=self._transfer)):
+        offload = OffloadSettings(storage=self._storage, transfer=self._transfer)
+        with self._parameters_on_storage(), engine_with(offload):
+            if self._parameters is not None:
+                require_parameter_space(
+                    self._parameters.settings, offload, model, optimizer, in_16_bit=is_16_bit(self.config)
+                )
             engine, rest = initialize()
         # At interpreter exit, too: nothing is left on storage unless asked for.
         weakref.finalize(self, engine.optimizer.rank_state.closer())
         self._training_engine = engine
         return engine, rest
 
+    @contextmanager
+    def _parameters_on_storage(self) -> Iterator[None]:
+        """Whatever DeepSpeed partitions in this context goes to our files, if ``offload_param`` says so."""
+        from lightning_smartinfinity.zero3.validation import parameter_settings
+
+        assert self._storage is not None
+        section = self.config["zero_optimization"]
+        settings = parameter_settings(
+            section, storage=self._storage, nvme_path=self._nvme_path, transfer=self._transfer
+        )
+        if settings is None:
+            yield
+            return
+        from lightning_smartinfinity.zero3.param_swapper import swapper_for, swapping_with
+
+        self._parameters = swapper_for(settings)
+        with swapping_with(self._parameters):
+            yield
+
+    def _choose_storage(self, root: str | Path) -> None:
+        """Without a folder from the user: one below the root folder of the run."""
+        if self._storage is None:
+            self._storage = (Path(root).resolve() / "smart_infinity",)
+
     def _release_storage(self) -> None:
         """End the storage of an earlier training, of this strategy or of an idle one on the same folders."""
         assert self._storage is not None
-        self.close()
+        self._close_state()
         if self._training_engine is not None:
             self._training_engine.destroy()
             self._training_engine = None
         self._idle_key = (self._storage, self._transfer.job)
         idle = _IDLE.pop(self._idle_key, lambda: None)()
         if idle is not None:
-            idle.close()
+            idle._close_state()
 
     def _name_save(self, client_state: dict[str, Any]) -> None:
         """Give the files of one save one random name, so that a mixture of two can be told."""

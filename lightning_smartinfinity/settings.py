@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError
 
-__all__ = ["check_absent", "check_choices", "checked_transfer", "storage_folders"]
+__all__ = ["check_absent", "check_choices", "checked_transfer", "is_16_bit", "nvme_path_of", "storage_folders"]
 
 _CHOICES = {
     "update_device": ("auto", "host"),
@@ -61,3 +61,15 @@ def checked_transfer(transfer: TransferConfig | None) -> TransferConfig:
             "Pass transfer=TransferConfig(...).",
         )
     return transfer
+
+
+def nvme_path_of(zero: Mapping[str, Any] | None) -> str | None:
+    """The folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for the parameters, if it does."""
+    offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    path = offload.get("nvme_path") if isinstance(offload, Mapping) else None
+    return None if path is None else str(path)
+
+
+def is_16_bit(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed's configuration says that parameters are bf16 or fp16."""
+    return any(config.get(name, {}).get("enabled", False) for name in ("bf16", "fp16"))

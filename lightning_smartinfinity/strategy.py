@@ -163,8 +163,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         _refuse_clipping_by_value(trainer)
-        if self._storage is None:
-            self._storage = (Path(trainer.default_root_dir).resolve() / "smart_infinity",)
+        self._choose_storage(trainer.default_root_dir)
         self._random_state = None
         super().setup(trainer)
 
@@ -176,6 +175,14 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             assert self.lightning_module is not None
             restore(state, self.root_device)
             continue_epoch(self.lightning_module.trainer)
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        assert self.lightning_module is not None
+        self._choose_storage(self.lightning_module.trainer.default_root_dir)
+        with self._parameters_on_storage(), super().model_sharded_context():
+            yield
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -231,7 +238,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
         from lightning_smartinfinity.zero3.engine import complete_inference_engine
 
-        super()._initialize_deepspeed_inference(model)
+        with self._parameters_on_storage():
+            super()._initialize_deepspeed_inference(model)
         complete_inference_engine(self.model)
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from lightning_smartinfinity import native
 
@@ -42,6 +42,9 @@ class Traffic:
     write_seconds: float = 0.0
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 class StorageDevice(ABC):

@@ -8,7 +8,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.faults import storage_error, storage_errors
+from lightning_smartinfinity.store.faults import failure_error, storage_errors
 
 __all__ = ["HostDevice"]
 
@@ -104,10 +104,6 @@ def _raise_failure(failure: native.Failure | None) -> None:
 
 
 def _error_of(failure: native.Failure) -> StorageError:
-    # The core's message says what it did, with path, offset and tasklet.
-    problem = f"Optimizer state: {failure.message}."
-    if failure.kind == "io":
-        return storage_error(failure.errno, problem=problem)
-    if failure.kind == "short":
-        return StorageError(problem, "The file was truncated: resume from a checkpoint with a new store.")
-    return StorageCorruptError(problem, _CORRUPT_REMEDIES[failure.kind])
+    if failure.kind in ("io", "short"):
+        return failure_error(failure, what="Optimizer state")
+    return StorageCorruptError(f"Optimizer state: {failure.message}.", _CORRUPT_REMEDIES[failure.kind])

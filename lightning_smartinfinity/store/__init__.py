@@ -9,16 +9,27 @@ Typical use::
 
 from lightning_smartinfinity.store.extents import Extent, ExtentMap
 from lightning_smartinfinity.store.manifest import StoreDescription
-from lightning_smartinfinity.store.space import Shortfall, SpaceRequest, measure_space, require_space, shortfalls
+from lightning_smartinfinity.store.parameter_files import ParameterFiles, Place
+from lightning_smartinfinity.store.space import (
+    Shortfall,
+    SpaceRequest,
+    measure_parameter_space,
+    measure_space,
+    require_space,
+    shortfalls,
+)
 from lightning_smartinfinity.store.state_store import StateStore
 
 __all__ = [
     "Extent",
     "ExtentMap",
+    "ParameterFiles",
+    "Place",
     "Shortfall",
     "SpaceRequest",
     "StateStore",
     "StoreDescription",
+    "measure_parameter_space",
     "measure_space",
     "require_space",
     "shortfalls",

@@ -8,10 +8,12 @@ import os
 import warnings
 from pathlib import Path
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.faults import storage_errors
 
-__all__ = ["choose_direct", "refusal"]
+__all__ = ["choose_direct", "open_state_file", "refusal"]
 
 # statfs f_type of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
@@ -45,6 +47,17 @@ def choose_direct(path: Path, choice: str) -> bool:
         stacklevel=2,
     )
     return False
+
+
+def open_state_file(path: Path, direct_io: str) -> native.StateFile:
+    """Open an existing file as :func:`choose_direct` decides.
+
+    Raises:
+        StorageError: It cannot be opened, or not as ``direct_io`` asks for.
+    """
+    direct = choose_direct(path, direct_io)
+    with storage_errors("Opening", path):
+        return native.StateFile(str(path), direct=direct)
 
 
 def refusal(path: Path) -> str | None:

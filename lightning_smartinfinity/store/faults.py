@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageError, StorageFullError
 
-__all__ = ["storage_error", "storage_errors"]
+__all__ = ["failure_error", "storage_error", "storage_errors"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -38,6 +39,19 @@ def storage_error(number: int, *, problem: str) -> StorageError:
     if number in _FULL:
         return StorageFullError(problem, "Free space there, or choose a storage folder on a larger file system.")
     return StorageError(problem, _REMEDIES.get(number, _OTHER_REMEDY))
+
+
+def failure_error(failure: native.Failure, *, what: str) -> StorageError:
+    """The error for a transfer that the native core could not complete (its kind is ``io`` or ``short``).
+
+    Args:
+        failure: From the core, whose message names path and offset.
+        what: Was transferred, as ``"Optimizer state"``.
+    """
+    problem = f"{what}: {failure.message}."
+    if failure.kind == "short":
+        return StorageError(problem, "The file was truncated: resume from a checkpoint with a new store.")
+    return storage_error(failure.errno, problem=problem)
 
 
 @contextmanager

@@ -12,17 +12,31 @@ from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.lock import FolderLock, is_locked
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, read_manifest
 
-__all__ = ["COMMIT_NAME", "STATE_NAME", "RankFolder", "rank_folder_path", "reclaimable_bytes"]
+__all__ = [
+    "COMMIT_NAME",
+    "PARAMETERS_NAME",
+    "STATE_NAME",
+    "RankFolder",
+    "parameter_folder_path",
+    "rank_folder_path",
+    "reclaimable_bytes",
+]
 
 STATE_NAME = "state.bin"
 COMMIT_NAME = "commit.bin"
-_OUR_NAMES = (STATE_NAME, COMMIT_NAME, MANIFEST_NAME)
+PARAMETERS_NAME = "parameters.bin"
+_OUR_NAMES = (STATE_NAME, COMMIT_NAME, MANIFEST_NAME, PARAMETERS_NAME)
 _MAKE_ATTEMPTS = 16
 
 
 def rank_folder_path(storage: Path, *, job: str, rank: int) -> Path:
     """``<storage>/<job>/rank-<n>``."""
     return storage / job / f"rank-{rank:05d}"
+
+
+def parameter_folder_path(storage: Path, *, job: str, rank: int) -> Path:
+    """``<storage>/<job>/parameters-<n>``: parameters are there before the state, and may outlive it."""
+    return storage / job / f"parameters-{rank:05d}"
 
 
 def reclaimable_bytes(path: Path) -> int:

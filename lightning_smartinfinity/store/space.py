@@ -11,10 +11,18 @@ from pathlib import Path
 from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.faults import storage_errors
-from lightning_smartinfinity.store.folders import rank_folder_path, reclaimable_bytes
+from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path, reclaimable_bytes
+from lightning_smartinfinity.store.parameter_files import deal
 from lightning_smartinfinity.store.record import place_bytes
 
-__all__ = ["Shortfall", "SpaceRequest", "measure_space", "require_space", "shortfalls"]
+__all__ = [
+    "Shortfall",
+    "SpaceRequest",
+    "measure_parameter_space",
+    "measure_space",
+    "require_space",
+    "shortfalls",
+]
 
 # Lock, manifest and folders.
 _SMALL_FILES_BYTES = 64 * 1024
@@ -32,6 +40,7 @@ class SpaceRequest:
         needed_bytes: Bytes this rank will allocate there.
         free_bytes: Bytes available to it there.
         reclaimable_bytes: Bytes of a leftover store there that creating a new one deletes.
+        what: What needs them, in words.
     """
 
     host: str
@@ -40,6 +49,7 @@ class SpaceRequest:
     needed_bytes: int
     free_bytes: int
     reclaimable_bytes: int = 0
+    what: str = "optimizer state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +61,14 @@ class Shortfall:
         paths: The storage folders on it, sorted.
         needed_bytes: What all ranks need of it.
         free_bytes: What it has, leftovers to be deleted included.
+        what: What needs them, in words, each once.
     """
 
     host: str
     paths: tuple[str, ...]
     needed_bytes: int
     free_bytes: int
+    what: tuple[str, ...] = ("optimizer state",)
 
 
 def measure_space(
@@ -108,7 +120,7 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
     if not missing:
         return
     problem = " ".join(
-        f"The optimizer state needs {_readable(item.needed_bytes)} in {', '.join(map(repr, item.paths))}"
+        f"{_subject(item.what)} {_readable(item.needed_bytes)} in {', '.join(map(repr, item.paths))}"
         f" on {item.host!r}, where {_readable(item.free_bytes)} are free."
         for item in missing
     )
@@ -119,18 +131,48 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
     )
 
 
+def measure_parameter_space(
+    folders: Sequence[Path], *, job: str, rank: int, sizes: Iterable[int]
+) -> list[SpaceRequest]:
+    """This rank's requests for its parameters, one per storage folder. Creates nothing.
+
+    Args:
+        folders: Storage folders, as for ``ParameterFiles``.
+        job: ``TransferConfig.job``.
+        rank: Of this process.
+        sizes: Bytes of each parameter's partition.
+
+    Raises:
+        StorageError: A folder's file system cannot be asked.
+    """
+    return [
+        _request(
+            Path(folder),
+            needed_bytes=needed,
+            reclaimable=reclaimable_bytes(parameter_folder_path(Path(folder), job=job, rank=rank)),
+            what="parameters",
+        )
+        for folder, needed in zip(folders, deal(sizes, len(folders)), strict=True)
+    ]
+
+
+def _subject(what: Sequence[str]) -> str:
+    return f"The {' and the '.join(what)} {'need' if what != ('optimizer state',) else 'needs'}"
+
+
 def _total(requests: Sequence[SpaceRequest]) -> Shortfall:
     # Every rank saw the same free space at a slightly different moment: the least of them counts.
     free_bytes = min(request.free_bytes for request in requests)
     return Shortfall(
         host=requests[0].host,
         paths=tuple(sorted({request.path for request in requests})),
+        what=tuple(sorted({request.what for request in requests})),
         needed_bytes=sum(request.needed_bytes for request in requests),
         free_bytes=free_bytes + sum(request.reclaimable_bytes for request in requests),
     )
 
 
-def _request(folder: Path, *, needed_bytes: int, reclaimable: int) -> SpaceRequest:
+def _request(folder: Path, *, needed_bytes: int, reclaimable: int, what: str = "optimizer state") -> SpaceRequest:
     with storage_errors("Looking for free space in", folder):
         existing = _nearest_existing(folder.absolute())
         status = os.statvfs(existing)
@@ -141,6 +183,7 @@ def _request(folder: Path, *, needed_bytes: int, reclaimable: int) -> SpaceReque
             needed_bytes=needed_bytes,
             free_bytes=status.f_bavail * status.f_frsize,
             reclaimable_bytes=reclaimable,
+            what=what,
         )
 
 

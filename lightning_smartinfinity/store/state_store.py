@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, StorageError
-from lightning_smartinfinity.store.direct import choose_direct
+from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder, rank_folder_path
@@ -52,7 +52,7 @@ class StateStore:
         self._folders = tuple(folders)
         self._commit_path = folders[0].path / COMMIT_NAME
         self._unusable: StorageError | None = None
-        self.files = tuple(_open_state_file(folder.path / STATE_NAME, direct_io) for folder in folders)
+        self.files = tuple(open_state_file(folder.path / STATE_NAME, direct_io) for folder in folders)
 
     @classmethod
     def create(
@@ -283,9 +283,3 @@ def _fill(folders: Sequence[RankFolder], manifest: Manifest) -> None:
     for device, folder in enumerate(folders):
         write_manifest(folder.expect(MANIFEST_NAME), manifest.for_device(device))
         folder.flush()
-
-
-def _open_state_file(path: Path, direct_io: str) -> native.StateFile:
-    direct = choose_direct(path, direct_io)
-    with storage_errors("Opening", path):
-        return native.StateFile(str(path), direct=direct)

@@ -35,7 +35,8 @@ class Flat:
 class StagedPartition(Protocol):
     """Parameters that are not in host memory: they travel through a small host buffer, wave by wave.
 
-    ``transfer.staging.TensorPartition`` implements it for torch tensors on any device.
+    ``transfer.staging.TensorPartition`` implements it for torch tensors on any device, ``zero3.stored_partition`` for
+    parameters on storage, whose methods may raise a StorageError.
     """
 
     dtype: native.DType

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
@@ -139,7 +140,8 @@ class StagedRun(Run):
         if self._current is not None:
             self._current.stop()
         self._current = None
-        self._partition.synchronize()
+        with suppress(StorageError):  # as in DirectRun: the caller knows, or abandons the work anyway
+            self._partition.synchronize()
 
     def _finish_wave(self) -> None:
         assert self._current is not None

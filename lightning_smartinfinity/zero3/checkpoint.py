@@ -25,6 +25,7 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.tensors import flat_of
 from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.partition import read_range, write_range
 
 __all__ = ["load_state_dict", "refresh_masters", "state_dict"]
 
@@ -90,8 +91,8 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optim
     optimizer.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
     optimizer.overflow = state_dict["overflow"]
     optimizer.handler.write(_flats([list(arrays) for arrays in zip(masters, *moments, strict=True)]), steps=steps)
-    for partition, master in zip(optimizer.fp16_partitioned_groups_flat, masters, strict=True):
-        partition.copy_(master)
+    for sub_group, master in zip(layout.sub_groups, masters, strict=True):
+        write_range(optimizer, layout, sub_group.offset, master)
 
 
 def refresh_masters(optimizer: Any) -> None:
@@ -99,9 +100,8 @@ def refresh_masters(optimizer: Any) -> None:
     layout: PartitionLayout = optimizer.layout
     values: dict[int, dict[str, NDArray[np.float32]]] = {}
     for index, piece in enumerate(layout.parameters):
-        start = piece.offset - layout.sub_groups[piece.sub_group].offset
-        partition = optimizer.fp16_partitioned_groups_flat[piece.sub_group].narrow(0, start, piece.real_numel)
-        values[index] = {"master": partition.to("cpu", torch.float32, copy=True).numpy()}
+        partition = read_range(optimizer, layout, piece.offset, piece.offset + piece.real_numel)
+        values[index] = {"master": partition.to(torch.float32, copy=True).numpy()}
     optimizer.handler.modify(values)
 
 

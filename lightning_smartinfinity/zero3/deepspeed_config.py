@@ -72,11 +72,26 @@ def build_deepspeed_config(zero: Mapping[str, Any] | None) -> dict[str, Any]:
         "overlap_comm": False,
     }
     section.update(user)
+    _complete_nvme(section)
     return {
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": section,
     }
+
+
+def _complete_nvme(section: dict[str, Any]) -> None:
+    """What parameters on storage need beside ``{"device": "nvme"}``, where the user says nothing else."""
+    offload = section.get("offload_param")
+    if not isinstance(offload, dict) or offload.get("device") != "nvme":
+        return
+    # DeepSpeed's default keeps a billion elements in memory.
+    offload.setdefault("max_in_cpu", 0)
+    # DeepSpeed insists on a path for its own files, of which there are none.
+    offload.setdefault("nvme_path", "unused")
+    if "max_reuse_distance" not in section:
+        # DeepSpeed's default keeps every parameter gathered that is used again within a billion elements.
+        section.setdefault("stage3_max_reuse_distance", 0)
 
 
 def _check(user: Mapping[str, Any]) -> None:

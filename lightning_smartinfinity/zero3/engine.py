@@ -14,10 +14,12 @@ import deepspeed.runtime.superoffload.superoffload_stage3
 import deepspeed.runtime.zero.stage3 as stage3
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
 __all__ = ["SmartInfinityEngine", "complete_inference_engine", "engine_with", "release_module"]
@@ -53,6 +55,31 @@ class SmartInfinityEngine(DeepSpeedEngine):
             functools.partial(SmartInfinityOptimizer, offload=self._offload),
         ):
             return super()._configure_zero_optimizer(optimizer)
+
+    # ---- parameters that are not trained lie outside the optimizer's partition
+
+    def _get_param_fragment_func(self, param: Any) -> torch.Tensor:
+        if stored_parameter(param) is None:
+            fragment: torch.Tensor = super()._get_param_fragment_func(param)
+            return fragment
+        return param.nvme_swapper.read_partition(param)  # type: ignore[no-any-return]
+
+    def load_module_state_dict(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the base class, which would copy into partitions that are not in memory."""
+        fragments = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+        stored = [param for param in self.module.parameters() if not param.requires_grad and stored_parameter(param)]
+        if fragments is None or not stored:
+            super().load_module_state_dict(checkpoint, *args, **kwargs)
+            return
+        super().load_module_state_dict({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
+        for param in self.module.parameters():
+            if param.requires_grad:
+                continue
+            values = fragments[self.param_names[param]]
+            if stored_parameter(param) is None:
+                param.ds_tensor.data.copy_(values)
+            else:
+                param.nvme_swapper.write_partition(param, values)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Refused: there is no optimizer state in memory to move."""

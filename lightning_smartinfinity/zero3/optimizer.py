@@ -72,7 +72,7 @@ class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
             num_slots=transfer.num_slots,
         )
         self._index = {param.ds_id: i for i, param in enumerate(_flatten(self.fp16_groups))}
-        zero_padding(layout, self.fp16_partitioned_groups_flat)
+        zero_padding(self, layout)
         self.rank_state.hold_arena(layout, GradientArena(layout, dtype=self.gradient_accumulation_dtype))
         handler = open_storage(
             self._offload,
@@ -80,7 +80,7 @@ class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
             rule,
             dtype=self.dtype,
             groups=self.optimizer.param_groups,
-            masters=outputs_of(self.fp16_partitioned_groups_flat),
+            masters=outputs_of(self),
             group=self.dp_process_group,
         )
         self.rank_state.hold_handler(handler)
@@ -193,7 +193,7 @@ class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
         plan = StepPlan(
             active=self.arena.active.copy(),
             gradients=self.arena.flats(),
-            outputs=outputs_of(self.fp16_partitioned_groups_flat),
+            outputs=outputs_of(self),
             groups=self.optimizer.param_groups,
             gradient_scale=gradient_scale,
         )

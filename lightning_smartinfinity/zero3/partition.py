@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 from lightning_smartinfinity.transfer.plan import Flat, StagedPartition
 from lightning_smartinfinity.transfer.staging import TensorPartition
 from lightning_smartinfinity.transfer.tensors import flat_of
+from lightning_smartinfinity.zero3.param_swapper import stored_parameter
+from lightning_smartinfinity.zero3.stored_partition import StoredPartition, has_stored_parameters
 
-__all__ = ["describe_partition", "outputs_of", "zero_padding"]
+__all__ = ["describe_partition", "outputs_of", "read_range", "staged_partition", "write_range", "zero_padding"]
 
 
 def describe_partition(optimizer: Any) -> list[ParameterSlice]:
@@ -34,25 +36,70 @@ def describe_partition(optimizer: Any) -> list[ParameterSlice]:
     ]
 
 
-def outputs_of(partitions: Sequence[torch.Tensor]) -> Sequence[Flat] | StagedPartition:
-    """Where updated parameters go: straight into host memory, or staged on their way to a device.
+def outputs_of(optimizer: Any) -> Sequence[Flat] | StagedPartition:
+    """Where updated parameters go: straight into host memory, or staged on their way to a device or to storage.
 
     Args:
-        partitions: The flat tensor of each sub-group.
+        optimizer: DeepSpeed's, with its sub-groups made and every parameter partitioned.
     """
-    if all(partition.device.type == "cpu" for partition in partitions):
+    partitions = optimizer.fp16_partitioned_groups_flat
+    if all(partition is not None and partition.device.type == "cpu" for partition in partitions):
         return [flat_of(partition) for partition in partitions]
-    return TensorPartition(partitions)
+    return staged_partition(optimizer)
 
 
-def zero_padding(layout: PartitionLayout, partitions: Sequence[torch.Tensor]) -> None:
+def staged_partition(optimizer: Any) -> StagedPartition:
+    """The 16-bit (or fp32) partition, wherever it lies."""
+    if has_stored_parameters(optimizer):
+        return StoredPartition(optimizer)
+    return TensorPartition(optimizer.fp16_partitioned_groups_flat)
+
+
+def read_range(optimizer: Any, layout: PartitionLayout, begin: int, end: int) -> torch.Tensor:
+    """Elements ``[begin, end)`` of the flat partition, in host memory and the parameters' dtype."""
+    partition, values = staged_partition(optimizer), torch.empty(end - begin, dtype=optimizer.dtype)
+    for sub_group, offset, where in _in_sub_groups(layout, begin, end):
+        partition.get(sub_group, offset, values[where])
+    partition.synchronize()
+    return values
+
+
+def write_range(optimizer: Any, layout: PartitionLayout, begin: int, values: torch.Tensor) -> None:
+    """Replace elements of the flat partition from ``begin`` on, rounding masters to the parameters' dtype.
+
+    Raises:
+        StorageError: Parameters lie on storage, and writing them failed.
+    """
+    partition, rounded = staged_partition(optimizer), values.to(optimizer.dtype)
+    for sub_group, offset, where in _in_sub_groups(layout, begin, begin + len(values)):
+        partition.put(sub_group, offset, rounded[where])
+    partition.synchronize()
+
+
+def zero_padding(optimizer: Any, layout: PartitionLayout) -> None:
     """Zero the padding of the partition, which DeepSpeed leaves uninitialised.
 
     Padding is updated like everything else; starting from zero it stays zero, and two runs store the same bytes.
     """
-    for piece in layout.parameters:
-        start = piece.offset - layout.sub_groups[piece.sub_group].offset
-        partitions[piece.sub_group].narrow(0, start + piece.real_numel, piece.numel - piece.real_numel).zero_()
+    for piece, param in zip(layout.parameters, _flatten(optimizer.fp16_groups), strict=True):
+        flat = optimizer.fp16_partitioned_groups_flat[piece.sub_group]
+        if flat is not None:
+            start = piece.offset - layout.sub_groups[piece.sub_group].offset
+            flat.narrow(0, start + piece.real_numel, piece.numel - piece.real_numel).zero_()
+        elif stored_parameter(param) is None:
+            param.ds_tensor.detach()[piece.real_numel :].zero_()
+
+
+def _in_sub_groups(layout: PartitionLayout, begin: int, end: int) -> Iterator[tuple[int, int, slice]]:
+    """The sub-groups of a range, with the offset in each and the part of the range that lies there."""
+    for sub_group in layout.sub_groups:
+        first, last = max(begin, sub_group.offset), min(end, sub_group.offset + sub_group.numel)
+        if first < last:
+            yield sub_group.index, first - sub_group.offset, slice(first - begin, last - begin)
+
+
+def _flatten(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    return [param for group in groups for param in group]
 
 
 def _real_numel(param: Any, rank: int) -> int:

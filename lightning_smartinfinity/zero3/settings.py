@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_smartinfinity.config import TransferConfig
 
-__all__ = ["OffloadSettings"]
+__all__ = ["OffloadSettings", "ParameterSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,3 +21,24 @@ class OffloadSettings:
 
     storage: tuple[Path, ...]
     transfer: TransferConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSettings:
+    """Where parameters lie and what host memory they may take.
+
+    Args:
+        folders: Storage folders.
+        job: ``TransferConfig.job``.
+        direct_io: ``TransferConfig.direct_io``.
+        buffer_count: Buffers for partitions in use or read ahead.
+        buffer_numel: Elements of each; None: the largest partition.
+        persistence_numel: DeepSpeed keeps parameters of so many elements gathered; they are not stored.
+    """
+
+    folders: tuple[Path, ...]
+    job: str
+    direct_io: str
+    buffer_count: int
+    buffer_numel: int | None
+    persistence_numel: int

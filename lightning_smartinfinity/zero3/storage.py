@@ -12,15 +12,22 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
-from lightning_smartinfinity.store import SpaceRequest, StateStore, StoreDescription, measure_space, require_space
+from lightning_smartinfinity.store import (
+    SpaceRequest,
+    StateStore,
+    StoreDescription,
+    measure_parameter_space,
+    measure_space,
+    require_space,
+)
 from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.plan import Flat, StagedPartition
-from lightning_smartinfinity.transfer.rules import UpdateRule
+from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together
-from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
 
-__all__ = ["open_storage"]
+__all__ = ["open_storage", "require_parameter_space"]
 
 
 def open_storage(
@@ -70,6 +77,49 @@ def open_storage(
         raise_together(error, group)
         opened.pop_all()
     return handler
+
+
+def require_parameter_space(
+    parameters: ParameterSettings,
+    offload: OffloadSettings,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    in_16_bit: bool,
+) -> None:
+    """Before a model's parameters go to storage: check that they and the optimizer state will fit, on every rank.
+
+    Args:
+        parameters: Where parameters will lie.
+        offload: Where optimizer state will.
+        model: Those of its parameters that ZeRO-3 partitioned before are where they belong.
+        optimizer: torch's.
+        in_16_bit: Parameters will be bf16 or fp16.
+
+    Raises:
+        StorageFullError: On every rank.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = [param for param in model.parameters() if not hasattr(param, "ds_id")]
+    sizes = [-(-p.numel() // world_size) * (2 if in_16_bit else p.element_size()) for p in whole]
+    if not sizes:
+        return
+    trained = [param for param in model.parameters() if param.requires_grad]
+    numels = [-(-int(getattr(p, "ds_numel", p.numel())) // world_size) for p in trained]
+    transfer = offload.transfer
+    extents = build_layout(
+        [ParameterSlice(name="", numel=n, real_numel=n, group=0, sub_group=0) for n in numels],
+        tasklet_bytes=transfer.tasklet_bytes,
+        num_arrays=len(rule_for(optimizer).arrays),
+        num_devices=len(offload.storage),
+        num_slots=transfer.num_slots,
+    ).extents
+    requests: list[SpaceRequest] = []
+    with raising_together():
+        requests = measure_space(
+            offload.storage, job=transfer.job, rank=rank, extents=extents, num_parameters=len(numels)
+        ) + measure_parameter_space(parameters.folders, job=parameters.job, rank=rank, sizes=sizes)
+    require_space(request for of_rank in gather(requests, None) for request in of_rank)
 
 
 def _create_store(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.zero3.settings import ParameterSettings
 
-__all__ = ["check_model", "check_optimizer", "check_zero_section"]
+__all__ = ["check_model", "check_optimizer", "check_zero_section", "parameter_settings"]
 
 _DENSE_EXPERTS = "Build the experts from ordinary torch modules: ZeRO-3 partitions those over all ranks."
 
@@ -20,7 +23,6 @@ def check_zero_section(section: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: A key is unknown or a value is out of range.
-        UnsupportedError: Parameters are to be offloaded to NVMe.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
@@ -33,11 +35,38 @@ def check_zero_section(section: Mapping[str, Any]) -> None:
             f"SmartInfinityStrategy(zero=...) was refused by DeepSpeed: {problems}.",
             "Use the keys of DeepSpeed's zero_optimization section.",
         ) from error
-    if zero.offload_param is not None and zero.offload_param.device == "nvme":
-        raise UnsupportedError(
-            "zero={'offload_param': {'device': 'nvme'}} needs DeepSpeed's async_io, which this strategy never builds.",
-            "Use {'device': 'cpu'}, or leave the parameters on the training device.",
+    if zero.offload_param is not None and zero.offload_param.buffer_count < 1:
+        raise ConfigError(
+            f"zero={{'offload_param': {{'buffer_count': {zero.offload_param.buffer_count}}}}} is out of range.",
+            "Pass an int of at least 1.",
         )
+
+
+def parameter_settings(
+    section: Mapping[str, Any], *, storage: tuple[Path, ...], nvme_path: str | None, transfer: TransferConfig
+) -> ParameterSettings | None:
+    """How parameters lie on storage, or None if they do not.
+
+    Args:
+        section: ``zero_optimization``, checked.
+        storage: The strategy's storage folders.
+        nvme_path: A folder of the user's choice instead.
+        transfer: Job and direct I/O.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = DeepSpeedZeroConfig(**section)
+    offload = zero.offload_param
+    if offload is None or offload.device != "nvme":
+        return None
+    return ParameterSettings(
+        folders=storage if nvme_path is None else (Path(nvme_path).expanduser().resolve(),),
+        job=transfer.job,
+        direct_io=transfer.direct_io,
+        buffer_count=offload.buffer_count,
+        buffer_numel=offload.buffer_size if "buffer_size" in offload.model_fields_set else None,
+        persistence_numel=int(zero.param_persistence_threshold),
+    )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

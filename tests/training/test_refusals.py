@@ -47,14 +47,12 @@ def test_refused_features_may_be_switched_off_explicitly(zero: dict[str, Any]) -
     SmartInfinityStrategy(zero=zero)
 
 
-def test_parameters_on_nvme_are_refused(tmp_path: Path) -> None:
-    """offload_param to NVMe needs an op that is never built; nothing is written."""
-    strategy = SmartInfinityStrategy(
-        tmp_path / "s", zero={"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}}
-    )
-    with pytest.raises(UnsupportedError) as caught:
+def test_no_buffers_for_parameters_on_storage(tmp_path: Path) -> None:
+    """Parameters on storage need a buffer to be read into; nothing is written."""
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero={"offload_param": {"device": "nvme", "buffer_count": 0}})
+    with pytest.raises(ConfigError) as caught:
         fit(LitTiny(Recipe()), strategy, tmp_path)
-    assert_helpful(caught.value, "nvme", "'cpu'")
+    assert_helpful(caught.value, "buffer_count", "at least 1")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,246 @@
+"""Parameters on storage: whole ones to and from block-aligned host memory, parts of them through small buffers."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.base import Traffic
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.store import ParameterFiles, Place
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.faults import failure_error, storage_errors
+from lightning_smartinfinity.store.parameter_files import whole_blocks
+
+__all__ = ["ParameterStore", "PartTransfers", "StoredParameter"]
+
+_IO_THREADS_PER_FILE = 4
+_PART_BYTES = 1 << 20
+_NUM_PARTS = 4
+
+
+class StoredParameter:
+    """One parameter's partition on storage. Its place is free again when nothing refers to this object any more.
+
+    Args:
+        nbytes: Of the partition.
+        place: Where it lies.
+    """
+
+    def __init__(self, nbytes: int, place: Place) -> None:
+        self.nbytes = nbytes
+        self.place = place
+
+
+class ParameterStore:
+    """This rank's parameters on storage, from construction to :meth:`close`.
+
+    Args:
+        folders: Storage folders.
+        job: ``TransferConfig.job``.
+        rank: Of this process.
+        direct_io: ``TransferConfig.direct_io``.
+
+    Raises:
+        StorageError: A folder cannot be used or is locked.
+    """
+
+    def __init__(self, folders: Sequence[Path], *, job: str, rank: int, direct_io: str) -> None:
+        self._files = ParameterFiles(folders, job=job, rank=rank, direct_io=direct_io)
+        try:
+            with storage_errors("Starting threads for", folders[0]):
+                self.queue = native.FileQueue(io_threads=_IO_THREADS_PER_FILE * len(folders))
+        except BaseException:
+            self._files.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        """Of the first file."""
+        return self._files.files[0].path
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of all parameters on storage."""
+        return self._files.taken_bytes
+
+    def add(self, nbytes: int) -> StoredParameter:
+        """Reserve room for a partition.
+
+        Raises:
+            StorageFullError: There is none.
+        """
+        stored = StoredParameter(nbytes, self._files.allocate(nbytes))
+        weakref.finalize(stored, self._files.free, stored.place).atexit = False
+        return stored
+
+    def read(self, stored: StoredParameter, memory: torch.Tensor, *, offset: int = 0) -> int:
+        """Start reading whole blocks from byte ``offset`` on; for :meth:`finish`.
+
+        Args:
+            stored: What to read.
+            memory: uint8, block-aligned, whole blocks; it must stay until then.
+            offset: Whole blocks.
+        """
+        file = self._files.files[stored.place.file]
+        where = stored.place.offset + offset
+        return self.queue.read(file, offset=where, address=memory.data_ptr(), nbytes=memory.numel())
+
+    def write(self, stored: StoredParameter, memory: torch.Tensor, *, offset: int = 0) -> int:
+        """Start writing, as :meth:`read`."""
+        file = self._files.files[stored.place.file]
+        where = stored.place.offset + offset
+        return self.queue.write(file, offset=where, address=memory.data_ptr(), nbytes=memory.numel())
+
+    def finish(self, ticket: int) -> None:
+        """Return when a transfer is complete.
+
+        Raises:
+            StorageError: It failed.
+        """
+        failure = self.queue.wait(ticket)
+        if failure is not None:
+            raise failure_error(failure, what="Parameters")
+
+    def traffic(self) -> Traffic:
+        """Cumulative counters."""
+        counters = self.queue.counters()
+        return Traffic(
+            shared_read_bytes=counters.read_bytes,
+            shared_write_bytes=counters.written_bytes,
+            read_calls=counters.read_calls,
+            write_calls=counters.write_calls,
+            read_seconds=counters.read_seconds,
+            write_seconds=counters.write_seconds,
+            wait_seconds=counters.wait_seconds,
+        )
+
+    def close(self) -> None:
+        """Wait for what is in flight and remove the files; idempotent."""
+        self.queue.close()
+        self._files.close()
+
+
+class PartTransfers:
+    """Any bytes of parameters to and from any host memory, through a few buffers of a fixed size.
+
+    Storage is written in whole blocks. The last block of a part that ends inside it is held back: mostly the next part
+    begins there. Otherwise, and at :meth:`synchronize`, the rest of the block is read first.
+
+    Args:
+        store: Where parameters lie.
+    """
+
+    def __init__(self, store: ParameterStore) -> None:
+        self._store = store
+        memory = native.HostBuffer(_NUM_PARTS * _PART_BYTES + BLOCK_BYTES)
+        whole = torch.frombuffer(memory.memoryview(), dtype=torch.uint8)
+        self._buffers = deque(whole[i * _PART_BYTES : (i + 1) * _PART_BYTES] for i in range(_NUM_PARTS))
+        self._in_flight: deque[tuple[int, Callable[[], object]]] = deque()
+        self._has_written = False
+        self._block = whole[_NUM_PARTS * _PART_BYTES :]
+        # The block held back: of what, where it begins, and which of its bytes are in memory.
+        self._held: tuple[StoredParameter, int, int, int] | None = None
+        self.nbytes = memory.nbytes
+
+    def put(self, stored: StoredParameter, begin: int, values: torch.Tensor) -> None:
+        """Start writing ``values`` (uint8, which may change on return) at byte ``begin``.
+
+        Raises:
+            StorageError: This or an earlier transfer failed.
+        """
+        self._has_written = True
+        while values.numel():
+            inside = begin % BLOCK_BYTES
+            numel = values.numel()
+            if inside or numel < BLOCK_BYTES:
+                count = min(BLOCK_BYTES - inside, numel)
+                self._hold(stored, begin - inside, inside, values[:count])
+            else:
+                count = min(numel // BLOCK_BYTES * BLOCK_BYTES, _PART_BYTES)
+                buffer = self._next_buffer()
+                buffer[:count].copy_(values[:count])
+                self._start(self._store.write(stored, buffer[:count], offset=begin))
+            begin, values = begin + count, values[count:]
+
+    def get(self, stored: StoredParameter, begin: int, values: torch.Tensor) -> None:
+        """Start reading from byte ``begin`` into ``values`` (uint8), which is filled after :meth:`synchronize`.
+
+        Raises:
+            StorageError: This or an earlier transfer failed.
+        """
+        if self._has_written:
+            self.synchronize()
+        while values.numel():
+            inside = begin % BLOCK_BYTES
+            count = min(values.numel(), _PART_BYTES - inside)
+            buffer = self._next_buffer()
+            ticket = self._store.read(stored, buffer[: whole_blocks(inside + count)], offset=begin - inside)
+            self._start(ticket, partial(values[:count].copy_, buffer[inside : inside + count]))
+            begin, values = begin + count, values[count:]
+
+    def synchronize(self) -> None:
+        """Return when everything started has completed.
+
+        Raises:
+            StorageError: Something failed; nothing of it is in flight any more.
+        """
+        self._has_written = False
+        try:
+            self._write_held()
+            while self._in_flight:
+                self._finish_first()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _start(self, ticket: int, then: Callable[[], object] = lambda: None) -> None:
+        self._in_flight.append((ticket, then))
+
+    def _next_buffer(self) -> torch.Tensor:
+        if len(self._in_flight) == _NUM_PARTS:
+            self._finish_first()
+        self._buffers.rotate(-1)
+        return self._buffers[-1]
+
+    def _finish_first(self) -> None:
+        ticket, then = self._in_flight.popleft()
+        self._store.finish(ticket)
+        then()
+
+    def _hold(self, stored: StoredParameter, block: int, inside: int, values: torch.Tensor) -> None:
+        if self._held is None or self._held[:2] != (stored, block) or self._held[3] != inside:
+            self._write_held()
+            self._held = (stored, block, inside, inside)
+        end = inside + values.numel()
+        self._block[inside:end].copy_(values)
+        self._held = (stored, block, self._held[2], end)
+        if end == BLOCK_BYTES or block + end == stored.nbytes:
+            self._write_held()
+
+    def _write_held(self) -> None:
+        if self._held is None:
+            return
+        stored, block, first, end = self._held
+        self._held = None
+        buffer = self._next_buffer()[:BLOCK_BYTES]
+        if first > 0 or (end < BLOCK_BYTES and block + end < stored.nbytes):
+            # Its neighbours may be on their way to storage.
+            while self._in_flight:
+                self._finish_first()
+            self._store.finish(self._store.read(stored, buffer, offset=block))
+        buffer[first:end].copy_(self._block[first:end])
+        self._start(self._store.write(stored, buffer, offset=block))
+
+    def _abandon(self) -> None:
+        self._held = None
+        while self._in_flight:
+            with suppress(StorageError):
+                self._store.finish(self._in_flight.popleft()[0])

@@ -1,0 +1,344 @@
+"""What DeepSpeed calls a parameter swapper: partitions that lie on storage while nobody computes with them.
+
+DeepSpeed's own (``AsyncPartitionedParameterSwapper``) compiles an op when it is built, loses short writes and keeps its
+files for ever. The public names here are DeepSpeed's; tests/zero3/test_contract_swapper.py lists all that it calls.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from lightning_smartinfinity.devices.base import Traffic
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.transfer.host_memory import HostMemory
+from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers, StoredParameter
+from lightning_smartinfinity.zero3.collectives import failing_together, raising_together
+from lightning_smartinfinity.zero3.settings import ParameterSettings
+
+__all__ = ["ParameterSwapper", "stored_parameter", "swapper_for", "swapping_with"]
+
+# A partition that does not fill a block in any precision stays in memory.
+_LEAST_NUMEL = BLOCK_BYTES // 2
+_STORED = "smart_infinity_stored"
+
+
+def stored_parameter(param: Any) -> StoredParameter | None:
+    """Where this rank's partition of a parameter lies on storage; None if it stays in memory."""
+    stored: StoredParameter | None = getattr(param, _STORED, None)
+    return stored
+
+
+@dataclass
+class _Held:
+    """A partition in host memory: there, or (with a ticket) on its way."""
+
+    param: Any
+    memory: torch.Tensor
+    ticket: int | None = None
+
+
+class ParameterSwapper:
+    """This rank's parameters on storage and the host memory that they are read into.
+
+    Parameters refer to it, and it lives, with its files, for as long as one of them or a strategy does, until
+    :meth:`close` or the interpreter's exit.
+
+    All ranks make the same calls in the same order. What fails on one of them raises on all.
+
+    Args:
+        settings: Folders and buffers.
+    """
+
+    def __init__(self, settings: ParameterSettings) -> None:
+        self.settings = settings
+        self._memory = HostMemory()
+        self._store: ParameterStore | None = None
+        self._parts: PartTransfers | None = None
+        self._held: dict[int, _Held] = {}
+        self._largest_bytes = 0
+        self._itemsize = 0
+        self.closed = False
+
+    # ---- in our own words
+
+    @property
+    def store(self) -> ParameterStore:
+        """The open store.
+
+        Raises:
+            StorageError: It was closed, or cannot be opened; on every rank.
+        """
+        if self.closed:
+            raise StorageError(
+                "The parameters of this model were removed from storage when its strategy was closed.",
+                "Close the strategy when the model is no longer needed, or build and load the model anew.",
+            )
+        if self._store is None:
+            with raising_together():
+                self._store = self._open()
+        assert self._store is not None
+        return self._store
+
+    @property
+    def parts(self) -> PartTransfers:
+        """Access to parts of parameters. Whoever uses it first calls :meth:`release_prefetched`."""
+        store = self.store
+        if self._parts is None:
+            self._parts = PartTransfers(store)
+        return self._parts
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of parameters on storage."""
+        return 0 if self._store is None or self.closed else self._store.storage_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all buffers."""
+        return self._memory.nbytes + (self._parts.nbytes if self._parts is not None else 0)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most bytes of partitions in host memory at a time."""
+        numel = self.settings.buffer_numel
+        return self.settings.buffer_count * (self._largest_bytes if numel is None else numel * self._itemsize)
+
+    def traffic(self) -> Traffic:
+        """Cumulative counters."""
+        return Traffic() if self._store is None else self._store.traffic()
+
+    def release_prefetched(self) -> None:
+        """Forget what was read ahead and not used: the parameters on storage are about to change."""
+        waiting = [h.param for h in self._held.values() if h.param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        self.remove_partition_and_release_buffers(waiting)
+
+    def read_partition(self, param: Any) -> torch.Tensor:
+        """A copy of this rank's partition in host memory."""
+        stored = stored_parameter(param)
+        assert stored is not None
+        values = torch.empty(stored.nbytes, dtype=torch.uint8)
+        with self._together():
+            self.parts.get(stored, 0, values)
+            self.parts.synchronize()
+        return values.view(param.dtype)
+
+    def write_partition(self, param: Any, values: torch.Tensor) -> None:
+        """Replace this rank's partition, given in the parameter's dtype and host memory."""
+        stored = stored_parameter(param)
+        assert stored is not None and values.dtype == param.dtype
+        self.release_prefetched()
+        with self._together():
+            self.parts.put(stored, 0, values.contiguous().view(torch.uint8))
+            self.parts.synchronize()
+
+    def close(self) -> None:
+        """Remove the parameters from storage; idempotent. Whoever uses them afterwards gets an error."""
+        self.closed = True
+        if self._store is not None:
+            self._store.close()
+        self._held.clear()
+        self._memory.limit = 0
+        self._memory.trim()
+
+    # ---- in DeepSpeed's: building a model
+
+    def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+        """Whether a partition of so many elements is to lie on storage: not if DeepSpeed keeps the parameter anyway."""
+        count = int(param.ds_tensor.ds_numel if numel is None else numel)
+        # The parameter may have world_size - 1 elements less than all of its partitions.
+        fewest = (count - 1) * dist.get_world_size() + 1
+        return count >= _LEAST_NUMEL and fewest > self.settings.persistence_numel
+
+    def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
+        """Memory for a new partition, which DeepSpeed fills."""
+        nbytes = numel * param.dtype.itemsize
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        self._itemsize = max(self._itemsize, param.dtype.itemsize)
+        self._make_room(nbytes)
+        held = self._held[param.ds_id] = _Held(param, self._memory.take(nbytes))
+        partition = _partition_in(held, nbytes)
+        if numel * dist.get_world_size() != param.ds_numel:
+            partition.zero_()  # DeepSpeed leaves padding as it is
+        return partition
+
+    def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
+        """Nothing: updated parameters pass through the handler's staging buffer."""
+
+    def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
+        """Read a partition that stays in memory from now on."""
+        stored = stored_parameter(param)
+        assert stored is not None
+        dest_buffer.copy_(self.read_partition(param))
+        delattr(param, _STORED)
+
+    # ---- writing
+
+    def swap_out_and_release(
+        self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
+    ) -> None:
+        """Write partitions and release their memory."""
+        try:
+            with self._together():
+                tickets = [self._start_write(param) for param in params]
+                self._finish(tickets)
+        finally:
+            self.remove_partition_and_release_buffers(params)
+
+    # ---- reading
+
+    def available_swap_in_buffers(self) -> int:
+        """How many partitions may be read ahead, alike on all ranks."""
+        free = self.limit_bytes - self._held_bytes()
+        return max(0, free // self._largest_bytes) if self._largest_bytes else 0
+
+    def swap_in(
+        self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """Read partitions, or start to."""
+        assert swap_in_buffers is None, "nobody reads into other buffers"
+        if async_op:
+            self._start_reads(params)
+            return
+        with self._together():
+            self._make_room(sum(_nbytes(param) for param in params))
+            self._start_reads(params)
+            self._finish_reads()
+
+    def synchronize_reads(self) -> None:
+        """Return when everything being read is there."""
+        with self._together():
+            self._finish_reads()
+
+    def remove_partition_and_release_buffers(self, params: Iterable[Any]) -> None:
+        """Release the memory of partitions, which then are on storage only."""
+        for param in params:
+            if param.ds_status is ZeroParamStatus.INFLIGHT:
+                # It stays gathered, DeepSpeed says; but it may be written. Its memory goes when it is partitioned.
+                continue
+            held = self._held.pop(param.ds_id, None)
+            if held is not None and held.ticket is not None:
+                with suppress(StorageError):
+                    self.store.finish(held.ticket)
+            # No elements, so that using it by mistake raises.
+            param.ds_tensor.data = torch.empty(0, dtype=param.dtype)
+            param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+    # ---- how
+
+    def _open(self) -> ParameterStore:
+        settings = self.settings
+        store = ParameterStore(settings.folders, job=settings.job, rank=dist.get_rank(), direct_io=settings.direct_io)
+        # A forked child runs exit handlers too; the files are its parent's.
+        weakref.finalize(self, _close_in, os.getpid(), store)
+        return store
+
+    def _together(self) -> Any:
+        return failing_together(None, torch.device(get_accelerator().current_device_name()))
+
+    def _held_bytes(self) -> int:
+        return sum(held.memory.numel() for held in self._held.values())
+
+    def _make_room(self, nbytes: int) -> None:
+        if self._held_bytes() + nbytes > self.limit_bytes:
+            self.release_prefetched()
+        if self._held_bytes() + nbytes > self.limit_bytes:
+            raise ConfigError(
+                f"zero={{'offload_param': {{'buffer_count': {self.settings.buffer_count}, 'buffer_size': "
+                f"{self.settings.buffer_numel}}}}}: {self.limit_bytes} bytes of buffers are too few to hold {nbytes} "
+                f"bytes beside the {self._held_bytes()} bytes of parameters in use.",
+                "Raise buffer_count or buffer_size, or lower stage3_max_reuse_distance.",
+            )
+        self._memory.limit = self.limit_bytes
+
+    def _start_write(self, param: Any) -> int:
+        held = self._held[param.ds_id]
+        stored = stored_parameter(param)
+        if stored is None:
+            stored = self.store.add(_nbytes(param))
+            setattr(param, _STORED, stored)
+        return self.store.write(stored, held.memory)
+
+    def _finish(self, tickets: Iterable[int]) -> None:
+        first: SmartInfinityError | None = None
+        for ticket in tickets:
+            try:
+                self.store.finish(ticket)
+            except SmartInfinityError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _start_reads(self, params: Iterable[Any]) -> None:
+        for param in params:
+            stored = stored_parameter(param)
+            assert stored is not None and param.ds_id not in self._held, param.ds_summary()
+            held = _Held(param, self._memory.take(stored.nbytes))
+            held.ticket = self.store.read(stored, held.memory)
+            self._held[param.ds_id] = held
+            param.ds_tensor.status = PartitionedParamStatus.INFLIGHT
+
+    def _finish_reads(self) -> None:
+        reading = [held for held in self._held.values() if held.ticket is not None]
+        try:
+            tickets = [held.ticket for held in reading if held.ticket is not None]
+            for held in reading:
+                held.ticket = None
+            self._finish(tickets)
+        except SmartInfinityError:
+            self.remove_partition_and_release_buffers([held.param for held in reading])
+            raise
+        for held in reading:
+            held.param.ds_tensor.data = _partition_in(held, _nbytes(held.param))
+            held.param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+
+
+def _nbytes(param: Any) -> int:
+    return int(param.ds_tensor.ds_numel) * int(param.dtype.itemsize)
+
+
+def _partition_in(held: _Held, nbytes: int) -> torch.Tensor:
+    return held.memory[:nbytes].view(held.param.dtype)
+
+
+def _close_in(process: int, store: ParameterStore) -> None:
+    if os.getpid() == process:
+        store.close()
+
+
+# One for each set of folders and job: a model outlives the strategy that it was built with.
+_SWAPPERS: weakref.WeakValueDictionary[tuple[tuple[Path, ...], str], ParameterSwapper] = weakref.WeakValueDictionary()
+
+
+def swapper_for(settings: ParameterSettings) -> ParameterSwapper:
+    """The process's swapper for these folders and this job, made if there is none."""
+    key = (settings.folders, settings.job)
+    swapper = _SWAPPERS.get(key)
+    if swapper is None or swapper.closed:
+        swapper = _SWAPPERS[key] = ParameterSwapper(settings)
+    swapper.settings = settings
+    return swapper
+
+
+@contextmanager
+def swapping_with(swapper: ParameterSwapper) -> Iterator[None]:
+    """Let every ``deepspeed.zero.Init`` that begins in this context take ``swapper``."""
+    original = partition_parameters.AsyncPartitionedParameterSwapper
+    partition_parameters.AsyncPartitionedParameterSwapper = lambda ds_config, model_dtype: swapper
+    try:
+        yield
+    finally:
+        partition_parameters.AsyncPartitionedParameterSwapper = original
