@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StorageLockedError,
         UnsupportedError,
     )
+    from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
     from lightning_smartinfinity.precision import SmartInfinityPrecision
     from lightning_smartinfinity.strategy import SmartInfinityStrategy
 
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "SmartInfinityError",
+    "SmartInfinityFabricStrategy",
     "SmartInfinityPrecision",
     "SmartInfinityStrategy",
     "StorageCorruptError",
@@ -49,6 +51,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "SmartInfinityError": "errors",
+    "SmartInfinityFabricStrategy": "fabric",
     "SmartInfinityPrecision": "precision",
     "SmartInfinityStrategy": "strategy",
     "StorageCorruptError": "errors",

@@ -1,4 +1,6 @@
-"""Makes the strategy's name known to Lightning: ``Trainer(strategy="smart_infinity")`` without another import.
+"""Makes the strategies' name known to Lightning: ``Trainer(strategy="smart_infinity")`` without another import.
+
+``Fabric(strategy="smart_infinity")`` works alike, from a registry of its own.
 
 Lightning loads no strategies from entry points, but ``import torch`` calls every entry point of the group
 ``torch.backends``, and torch is imported before Lightning defines its registry. So :func:`install` puts a finder on
@@ -13,13 +15,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+    from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
     from lightning_smartinfinity.strategy import SmartInfinityStrategy
 
 __all__ = ["install"]
@@ -41,13 +44,20 @@ def install() -> None:
 
 
 def _register_with_trainer(module: ModuleType) -> None:
+    _add(getattr(module, "StrategyRegistry", None), _create_trainer_strategy)
+
+
+def _register_with_fabric(module: ModuleType) -> None:
+    _add(getattr(module, "STRATEGY_REGISTRY", None), _create_fabric_strategy)
+
+
+def _add(registry: Any, factory: Callable[..., object]) -> None:
     # The registry is missing while another thread is still executing the module: the finder's hook comes after that.
-    registry = getattr(module, "StrategyRegistry", None)
     if registry is None:
         return
     present = registry[STRATEGY_NAME]["strategy"] if STRATEGY_NAME in registry else None
     if present is None or _is_ours(present):  # a name that the user registered stays theirs
-        registry.register(STRATEGY_NAME, _create_trainer_strategy, description=_DESCRIPTION, override=True)
+        registry.register(STRATEGY_NAME, factory, description=_DESCRIPTION, override=True)
 
 
 def _create_trainer_strategy(**settings: object) -> SmartInfinityStrategy:
@@ -58,8 +68,19 @@ def _create_trainer_strategy(**settings: object) -> SmartInfinityStrategy:
     return factory(**settings)
 
 
-# Lightning's module that defines a registry -> what to do with it. Fabric has a registry of its own.
-_REGISTRARS: dict[str, Callable[[ModuleType], None]] = {"lightning.pytorch.strategies": _register_with_trainer}
+def _create_fabric_strategy(**settings: object) -> SmartInfinityFabricStrategy:
+    """As :func:`_create_trainer_strategy`."""
+    import lightning_smartinfinity
+
+    factory: Callable[..., SmartInfinityFabricStrategy] = lightning_smartinfinity.SmartInfinityFabricStrategy
+    return factory(**settings)
+
+
+# Lightning's modules that define a registry -> what to do with them.
+_REGISTRARS: dict[str, Callable[[ModuleType], None]] = {
+    "lightning.pytorch.strategies": _register_with_trainer,
+    "lightning.fabric.strategies": _register_with_fabric,
+}
 
 
 class _RegistrationFinder(importlib.abc.MetaPathFinder):

@@ -54,6 +54,7 @@ class NearStorage:
     """
 
     config: Any
+    exclude_frozen_parameters: bool
 
     def _take_settings(
         self,
@@ -234,6 +235,43 @@ class NearStorage:
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
             optimizer.save_id = client_state[SAVE_ID] = gather(uuid.uuid4().hex, None)[0]
+
+    def _save_engine(self, path: str | Path, client_state: dict[str, Any]) -> None:
+        """Save the trained model, its optimizer state and what else is to lie in the same files."""
+        from lightning_smartinfinity.zero3.checkpoint_folder import remove_stale_files
+
+        engine = self._training_engine
+        self._name_save(client_state)
+        engine.save_checkpoint(
+            str(path),
+            client_state=client_state,
+            tag="checkpoint",
+            exclude_frozen_parameters=self.exclude_frozen_parameters,
+        )
+        if engine.global_rank == 0:
+            remove_stale_files(path, engine=engine)
+
+    def _load_engine(self, path: str | Path, engine: Any, *, with_optimizer: bool, strict: bool) -> dict[str, Any]:
+        """Load into an engine; what the user had saved beside it is returned."""
+        from lightning_smartinfinity.zero3.checkpoint_folder import (
+            check_checkpoint,
+            check_same_save,
+            reading_checkpoint,
+        )
+        from lightning_smartinfinity.zero3.client_state import of_user
+
+        check_checkpoint(path, engine=engine)
+        with reading_checkpoint(path):
+            _, client_state = engine.load_checkpoint(
+                str(path),
+                tag="checkpoint",
+                load_optimizer_states=with_optimizer,
+                load_lr_scheduler_states=False,
+                load_module_strict=strict,
+            )
+        if with_optimizer:
+            check_same_save(engine, client_state)
+        return of_user(client_state)
 
     def _become_idle(self) -> None:
         """Training is over; the state stays readable until the next one on the same storage."""

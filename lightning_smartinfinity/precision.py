@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeedPrecision
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from torch.nn import Module
 from torch.optim import LBFGS
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 
-__all__ = ["SmartInfinityPrecision"]
+__all__ = ["SmartInfinityFabricPrecision", "SmartInfinityPrecision"]
 
 _PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 
@@ -35,22 +36,12 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
     """
 
     def __init__(self, precision: _PrecisionName) -> None:
-        if precision not in get_args(_PrecisionName):
-            raise ConfigError(
-                f"SmartInfinityPrecision(precision={precision!r}) is not available.",
-                f"Use one of: {', '.join(map(repr, get_args(_PrecisionName)))}.",
-            )
+        _check_name(type(self).__name__, precision)
         super().__init__(precision)
 
     @override
     def convert_module(self, module: Module) -> Module:
-        # Casting a complex tensor to a real dtype drops its imaginary part without a word.
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if tensor.is_complex():
-                raise UnsupportedError(
-                    f"{type(module).__name__} has a complex tensor {name!r}, lost by precision={self.precision!r}.",
-                    "Store its real and imaginary parts (torch.view_as_real).",
-                )
+        _refuse_complex(module, self.precision)
         return super().convert_module(module)
 
     @override
@@ -63,3 +54,41 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
                 "Use torch.optim.AdamW or torch.optim.Adam.",
             )
         return super().optimizer_step(optimizer, model, closure, **kwargs)
+
+
+class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
+    """:class:`SmartInfinityPrecision` for Fabric, where ``Fabric(precision=...)`` chooses it by name.
+
+    Args:
+        precision: As there.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+
+    def __init__(self, precision: _PrecisionName) -> None:
+        _check_name(type(self).__name__, precision)
+        super().__init__(precision)
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        _refuse_complex(module, self.precision)
+        return super().convert_module(module)
+
+
+def _check_name(plugin: str, precision: str) -> None:
+    if precision not in get_args(_PrecisionName):
+        raise ConfigError(
+            f"{plugin}(precision={precision!r}) is not available.",
+            f"Use one of: {', '.join(map(repr, get_args(_PrecisionName)))}.",
+        )
+
+
+def _refuse_complex(module: Module, precision: str) -> None:
+    # Casting a complex tensor to a real dtype drops its imaginary part without a word.
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_complex():
+            raise UnsupportedError(
+                f"{type(module).__name__} has a complex tensor {name!r}, lost by precision={precision!r}.",
+                "Store its real and imaginary parts (torch.view_as_real).",
+            )

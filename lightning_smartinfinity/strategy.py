@@ -236,11 +236,10 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
-        from lightning_smartinfinity.zero3.engine import complete_inference_engine
+        from lightning_smartinfinity.zero3.engine import evaluation_engine
 
-        with self._parameters_on_storage():
+        with self._parameters_on_storage(), evaluation_engine():
             super()._initialize_deepspeed_inference(model)
-        complete_inference_engine(self.model)
 
     @override
     def teardown(self) -> None:

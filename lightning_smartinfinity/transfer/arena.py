@@ -68,6 +68,18 @@ class GradientArena:
             self.gradient(parameter).zero_()
             self.active[parameter] = True
 
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients of this window."""
+        self.synchronize()
+        for index in np.flatnonzero(self.active):
+            self.gradient(int(index)).mul_(factor)
+
+    def clamp(self, limit: float) -> None:
+        """Clamp the gradients of this window to ``[-limit, limit]``."""
+        self.synchronize()
+        for index in np.flatnonzero(self.active):
+            self.gradient(int(index)).clamp_(-limit, limit)
+
     def reset(self) -> None:
         """End the window: no parameter is active. Memory is left as it is."""
         self.synchronize()

@@ -110,7 +110,7 @@ def _check_precision(files: list[Path], engine: Any) -> None:
     saved, wanted = files[0].name.startswith("bf16_"), bool(engine.bfloat16_enabled())
     if saved != wanted:
         raise CheckpointError(
-            f"{files[0].parent} was saved {'in' if saved else 'without'} bf16, this Trainer runs "
+            f"{files[0].parent} was saved {'in' if saved else 'without'} bf16, this run is "
             f"{'in' if wanted else 'without'} it.",
             "Use the precision that it was saved with.",
         )

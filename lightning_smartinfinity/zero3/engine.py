@@ -1,4 +1,4 @@
-"""A DeepSpeed engine whose stage-3 optimizer keeps its state on storage."""
+"""DeepSpeed engines: one whose stage-3 optimizer keeps its state on storage, and one without optimizer."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
-__all__ = ["SmartInfinityEngine", "complete_inference_engine", "engine_with", "release_module"]
+__all__ = [
+    "EvaluationEngine",
+    "SmartInfinityEngine",
+    "engine_with",
+    "evaluation_engine",
+    "is_engine",
+    "refuse_trained",
+    "release_module",
+]
 
 
-class SmartInfinityEngine(DeepSpeedEngine):
-    """``DeepSpeedEngine`` that builds a :class:`SmartInfinityOptimizer`.
-
-    Args:
-        offload: Where optimizer state lives and how it moves.
-        **kwargs: As ``deepspeed.initialize`` passes them to ``DeepSpeedEngine``.
-    """
-
-    def __init__(self, *, offload: OffloadSettings, **kwargs: Any) -> None:
-        self._offload = offload
-        super().__init__(**kwargs)
+class _PortableEngine(DeepSpeedEngine):
+    """``DeepSpeedEngine`` that computes in fp16 wherever torch does."""
 
     def _do_sanity_check(self) -> None:
         # DeepSpeed wants oneDNN's fp16 kernels of a CPU; torch has kernels of its own, slower but everywhere.
@@ -46,6 +45,33 @@ class SmartInfinityEngine(DeepSpeedEngine):
                     "Use precision='bf16-mixed' or '32-true'.",
                 )
             super()._do_sanity_check()
+
+
+class EvaluationEngine(_PortableEngine):
+    """Engine without optimizer.
+
+    Args:
+        **kwargs: As ``deepspeed.initialize`` passes them to ``DeepSpeedEngine``.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # The engine's own load_checkpoint calls this method, which stock leaves out where there is no optimizer. The
+        # masters of a checkpoint have been loaded into the module by then; there is nothing to restore.
+        self.optimizer._restore_from_bit16_weights = lambda: None
+
+
+class SmartInfinityEngine(_PortableEngine):
+    """Engine that builds a :class:`SmartInfinityOptimizer`.
+
+    Args:
+        offload: Where optimizer state lives and how it moves.
+        **kwargs: As ``deepspeed.initialize`` passes them to ``DeepSpeedEngine``.
+    """
+
+    def __init__(self, *, offload: OffloadSettings, **kwargs: Any) -> None:
+        self._offload = offload
+        super().__init__(**kwargs)
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
         # The base imports the optimizer class at call time, which is how it picks its own stage-3 subclasses.
@@ -100,6 +126,25 @@ def _computes_fp16() -> bool:
     return True
 
 
+def is_engine(value: object) -> bool:
+    """Whether it is a module that DeepSpeed took over."""
+    return isinstance(value, DeepSpeedEngine)
+
+
+def refuse_trained(module: torch.nn.Module) -> None:
+    """Refuse a module whose parameters an engine is training.
+
+    Raises:
+        UnsupportedError: It has such parameters.
+    """
+    for owner in {getattr(param, "_z3_optimizer", None) for param in module.parameters()}:
+        if isinstance(owner, SmartInfinityOptimizer) and owner.rank_state.is_open:
+            raise UnsupportedError(
+                f"{type(module).__name__} is being trained; it cannot be set up once more without its optimizer.",
+                "Use the model that fabric.setup returned with the optimizer, after model.eval().",
+            )
+
+
 def release_module(module: torch.nn.Module) -> None:
     """Remove the hooks that the engine of another strategy left on a module."""
     for owner in {getattr(param, "_z3_optimizer", None) for param in module.parameters()}:
@@ -108,13 +153,11 @@ def release_module(module: torch.nn.Module) -> None:
             owner.destroy()
 
 
-def complete_inference_engine(engine: DeepSpeedEngine) -> None:
-    """Give an engine without optimizer the method that its own ``load_checkpoint`` calls, and that stock leaves out.
-
-    The masters of a checkpoint have been loaded into the module by then; there is nothing to restore.
-    """
-    if not hasattr(engine.optimizer, "_restore_from_bit16_weights"):
-        engine.optimizer._restore_from_bit16_weights = lambda: None
+@contextmanager
+def evaluation_engine() -> Iterator[None]:
+    """Let ``deepspeed.initialize`` build an :class:`EvaluationEngine` within this context."""
+    with _replaced(deepspeed, "DeepSpeedEngine", EvaluationEngine):
+        yield
 
 
 @contextmanager

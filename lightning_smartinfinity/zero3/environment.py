@@ -13,7 +13,7 @@ __all__ = ["forbid_jit_builds", "prepare_environment", "return_freed_memory"]
 
 
 def prepare_environment(device_type: str, *, local_world_size: int) -> None:
-    """Make DeepSpeed use the Trainer's accelerator and compile nothing.
+    """Make DeepSpeed use the run's accelerator and compile nothing.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
@@ -25,7 +25,7 @@ def prepare_environment(device_type: str, *, local_world_size: int) -> None:
     if device_type not in ("cpu", "cuda"):
         raise UnsupportedError(
             f"The smart_infinity strategy does not run on {device_type!r} devices.",
-            "Use Trainer(accelerator='cuda') or Trainer(accelerator='cpu').",
+            "Use accelerator='cuda' or accelerator='cpu'.",
         )
     if device_type == "cpu" and "deepspeed" not in sys.modules:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -42,7 +42,7 @@ def _require_accelerator(device_type: str) -> None:
     chosen = get_accelerator().device_name()
     if chosen != device_type:
         raise UnsupportedError(
-            f"DeepSpeed was imported for accelerator {chosen!r} before the Trainer chose {device_type!r}.",
+            f"DeepSpeed was imported for accelerator {chosen!r} before the run chose {device_type!r}.",
             f"Set the environment variable DS_ACCELERATOR={device_type} before the program starts.",
         )
 

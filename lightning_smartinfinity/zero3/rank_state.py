@@ -37,6 +37,11 @@ class RankState:
         self._handler = handler
 
     @property
+    def is_open(self) -> bool:
+        """Whether there is state on storage that belongs to this rank's training."""
+        return self._handler is not None
+
+    @property
     def layout(self) -> PartitionLayout:
         """This rank's partition."""
         assert self._layout is not None, "the layout is made before anything asks for it"
@@ -50,10 +55,12 @@ class RankState:
             StorageError: The storage was closed, or a step failed that could not be undone.
         """
         if self._handler is None:
-            raise StorageError("The optimizer state of this fit has been closed.", "Start a new fit.")
+            raise StorageError(
+                "The optimizer state of this training has been closed.", "Start a new fit, or set the model up again."
+            )
         if self._lost is not None:
             raise StorageError(
-                f"The optimizer state of this fit is lost: {self._lost}",
+                f"The optimizer state of this training is lost: {self._lost}",
                 "Resume from a checkpoint; use TransferConfig(durability='step') on a sound disk.",
             )
         return self._handler
@@ -66,7 +73,9 @@ class RankState:
             StorageError: The storage was closed.
         """
         if self._arena is None:
-            raise StorageError("The gradient arena of this fit has been closed.", "Start a new fit.")
+            raise StorageError(
+                "The gradient arena of this training has been closed.", "Start a new fit, or set the model up again."
+            )
         return self._arena
 
     def abandon_step(self, error: BaseException) -> None:

@@ -51,14 +51,23 @@ class Outcome:
     output: str
 
 
-def launch(*runs: Run, timeout: float = 600, env: dict[str, str] | None = None) -> list[Outcome]:
-    """Train runs of equally many devices one after the other in fresh processes; what rank 0 left behind of each."""
+def launch(
+    *runs: Any, timeout: float = 600, env: dict[str, str] | None = None, worker: str = "tests.training.worker"
+) -> list[Outcome]:
+    """Train runs of equally many devices one after the other in fresh processes; what rank 0 left behind of each.
+
+    Args:
+        *runs: Of the dataclass that the worker parses.
+        timeout: Seconds.
+        env: Further environment variables.
+        worker: Module to run.
+    """
     assert len({run.devices for run in runs}) == 1
     config = Path(runs[0].out) / "runs.json"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps([dataclasses.asdict(run) for run in runs]))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.worker", str(config)],
+        [sys.executable, "-m", worker, str(config)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

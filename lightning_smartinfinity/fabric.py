@@ -1,0 +1,331 @@
+"""``Fabric(strategy="smart_infinity")``: the loop is the user's, the optimizer state lies only on storage."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.seed import reset_seed
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import Unpack, override
+
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
+from lightning_smartinfinity.near_storage import NearStorage, check_options, indexed_device, swapped_precision
+from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
+
+__all__ = ["SmartInfinityFabricStrategy"]
+
+
+class FabricOptions(TypedDict, total=False):
+    """Settings that Lightning's own Fabric strategies take, passed on unchanged."""
+
+    accelerator: Accelerator | None
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    precision: Precision | None
+    process_group_backend: str | None
+    timeout: timedelta | None
+    loss_scale: float
+    initial_scale_power: int
+    loss_scale_window: int
+    hysteresis: int
+    min_loss_scale: int
+    exclude_frozen_parameters: bool
+
+
+class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
+    """:class:`~lightning_smartinfinity.SmartInfinityStrategy` for Lightning Fabric.
+
+    One model with one optimizer trains at a time; further models may be set up without optimizer. Gradients of every
+    ``fabric.backward`` since the last step add up, in fp32 whatever the precision.
+
+    Args:
+        storage: A folder, or one per storage device. Default: ``smart_infinity`` below the current folder.
+        update_device: Where the update runs: ``"host"`` (CPU), or ``"auto"``.
+        state_format: How optimizer state lies on storage: ``"fp32"``.
+        overlap: What the update may run beside: ``"none"``, or ``"auto"``.
+        compression: Not available in this version.
+        activations: Not available in this version.
+        transfer: Ring size, durability and direct I/O.
+        zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
+        **options: What Fabric's ``DeepSpeedStrategy`` takes by the same name (:class:`FabricOptions`).
+
+    Raises:
+        ConfigError: A setting is unknown, contradictory or out of range.
+        UnsupportedError: A setting asks for what the strategy refuses.
+
+    Example::
+
+        fabric = Fabric(strategy="smart_infinity", precision="bf16-mixed")
+        fabric = Fabric(strategy=SmartInfinityFabricStrategy(storage=["/mnt/nvme0", "/mnt/nvme1"]))
+    """
+
+    def __init__(
+        self,
+        storage: str | Path | Sequence[str | Path] | None = None,
+        *,
+        update_device: str = "auto",
+        state_format: str = "fp32",
+        overlap: str = "auto",
+        compression: object | None = None,
+        activations: object | None = None,
+        transfer: TransferConfig | None = None,
+        zero: Mapping[str, Any] | None = None,
+        **options: Unpack[FabricOptions],
+    ) -> None:
+        check_options(type(self).__name__, options, FabricOptions)
+        # DeepSpeedStrategy's own constructor is skipped: see _take_settings.
+        super(DeepSpeedStrategy, self).__init__(
+            accelerator=options.get("accelerator"),
+            parallel_devices=options.get("parallel_devices"),
+            cluster_environment=options.get("cluster_environment"),
+            precision=options.get("precision"),
+            process_group_backend=options.get("process_group_backend"),
+        )
+        self._take_settings(
+            storage,
+            options,
+            update_device=update_device,
+            state_format=state_format,
+            overlap=overlap,
+            compression=compression,
+            activations=activations,
+            transfer=transfer,
+            zero=zero,
+        )
+        self._backward_sync_control = _AlwaysSync()
+        self._deepspeed_engine = None
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return indexed_device(super().root_device, self.local_rank)
+
+    @property
+    @override
+    def precision(self) -> Precision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self._precision = swapped_precision(
+            precision, stock=DeepSpeedPrecision, own=SmartInfinityFabricPrecision, entry="Fabric"
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        self._prepare_environment(super().root_device, local_world_size=self.num_processes)
+        # DeepSpeedStrategy's own version refuses every accelerator but CUDA.
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    @override
+    def _setup_distributed(self) -> None:
+        if self.root_device.type == "cuda":
+            super()._setup_distributed()
+            return
+        # DeepSpeedStrategy's own version first validates GPU indices, which a CPU has none of.
+        reset_seed()
+        self._set_world_ranks()
+        self._init_deepspeed_distributed()
+        if not self._config_initialized:
+            self._format_config()
+            self._config_initialized = True
+
+    @override
+    def _format_config(self) -> None:
+        super()._format_config()
+        # How many micro-batches a step will have, and whether it will be clipped, is known to the user's loop only.
+        self.config["gradient_accumulation_steps"] = 1
+        self.config["gradient_clipping"] = 0.0
+        self.config["data_types"] = {"grad_accum_dtype": "fp32"}
+
+    @contextmanager
+    @override
+    def module_sharded_context(self) -> Iterator[None]:
+        self._choose_storage(Path.cwd())
+        with self._parameters_on_storage(), super().module_sharded_context():
+            yield
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[Any, list[Optimizer], Any]:
+        if len(optimizers) != 1:
+            raise UnsupportedError(
+                f"fabric.setup was given {len(optimizers)} optimizers.",
+                "The smart_infinity strategy trains with one optimizer; use parameter groups.",
+            )
+        self._refuse_second_training()
+        # An earlier Fabric of this process may be garbage with its storage still open: Fabric refers to itself.
+        gc.collect()
+        self._choose_storage(Path.cwd())
+        return super().setup_module_and_optimizers(module, optimizers, scheduler)
+
+    @override
+    def _initialize_engine(
+        self, model: Module, optimizer: Optimizer | None = None, scheduler: Any = None
+    ) -> tuple[Any, Optimizer, Any]:
+        from lightning_smartinfinity.zero3.engine import evaluation_engine, refuse_trained
+        from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
+
+        # The scheduler stays the user's: DeepSpeed's engine would step it, too.
+        initialize = super()._initialize_engine
+        if optimizer is None:
+            refuse_trained(model)
+            self._choose_storage(Path.cwd())
+            with self._parameters_on_storage(), evaluation_engine():
+                return initialize(model)
+        engine, _ = self._build_engine(model, optimizer, lambda: initialize(model, optimizer)[:2])
+        return engine, EngineOptimizer(engine), scheduler
+
+    @override
+    def backward(self, tensor: torch.Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        if module is not self._training_engine:
+            raise UnsupportedError(
+                "fabric.backward was called for a model that was set up without an optimizer.",
+                "Pass the model that is trained: fabric.backward(loss, model=model).",
+            )
+        if args or set(kwargs) - {"retain_graph"} or tensor.numel() != 1:
+            raise UnsupportedError(
+                f"fabric.backward({type(tensor).__name__} of shape {tuple(tensor.shape)}, "
+                f"{', '.join([*map(repr, args), *kwargs])}) does not work with the smart_infinity strategy.",
+                "Pass a loss of one element, and nothing but retain_graph beside it.",
+            )
+        super().backward(tensor, module, **kwargs)
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Any,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        from lightning_smartinfinity.zero3.clipping import clip_norm, norm_as_torch
+
+        if float(norm_type) != 2.0:
+            raise UnsupportedError(
+                f"fabric.clip_gradients(norm_type={norm_type!r}) does not work with the smart_infinity strategy.",
+                "Use norm_type=2.0, or clip by value.",
+            )
+        norm = clip_norm(self._near_storage_optimizer, float(max_norm))
+        return norm_as_torch(norm, error_if_nonfinite=error_if_nonfinite)
+
+    @override
+    def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float | int) -> None:
+        from lightning_smartinfinity.zero3.clipping import clip_values
+
+        clip_values(self._near_storage_optimizer, float(clip_val))
+
+    @override
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Module | Optimizer | Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        from lightning_smartinfinity.zero3.client_state import refuse_reserved
+
+        _refuse_options(storage_options=storage_options, filter=filter)
+        engine, rest = self._split(state)
+        if engine is not self._training_engine:
+            raise UnsupportedError(
+                "fabric.save was given a model that was set up without an optimizer.",
+                "Save the model that is trained; the weights of others are in the checkpoint that they came from.",
+            )
+        refuse_reserved(rest)
+        self._save_engine(self.broadcast(path), self._convert_stateful_objects_in_state(rest, filter={}))
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Module | Optimizer | dict[str, Module | Optimizer | Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        if not isinstance(state, dict):
+            raise UnsupportedError(
+                f"fabric.load({str(path)!r}, {type(state).__name__}) names no model to load into.",
+                "Pass a dictionary: fabric.load(path, {'model': model, 'optimizer': optimizer}).",
+            )
+        engine, rest = self._split(state)
+        with_optimizer = len(rest) + 1 < len(state)
+        loaded = self._load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
+        _move_into(rest, loaded, path=path, strict=strict)
+        state.update(rest)
+        return loaded
+
+    def _split(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The engine in a state, and what is neither it nor its optimizer."""
+        from lightning_smartinfinity.zero3.engine import is_engine
+        from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
+
+        engines = [value for value in state.values() if is_engine(value)]
+        optimizers = [value for value in state.values() if isinstance(value, EngineOptimizer)]
+        if len(engines) != 1:
+            raise UnsupportedError(
+                f"The state has {len(engines)} models that fabric.setup returned, its keys are {list(state)}.",
+                "Save and load one such model at a time: {'model': model, 'optimizer': optimizer, ...}.",
+            )
+        (engine,) = engines
+        if any(optimizer.engine is not engine for optimizer in optimizers):
+            raise UnsupportedError(
+                "The state holds a model and the optimizer of another one.",
+                "Pass both as the same fabric.setup returned them.",
+            )
+        set_up = [engine, *optimizers]
+        return engine, {key: value for key, value in state.items() if not any(value is one for one in set_up)}
+
+    def _refuse_second_training(self) -> None:
+        if self._rank_state is not None and self._rank_state.is_open:
+            raise UnsupportedError(
+                "fabric.setup was called with an optimizer while another model is being trained.",
+                "One model with one optimizer trains at a time: call fabric.strategy.close() to end the first one's "
+                "training, or set up models that only evaluate by fabric.setup_module(model).",
+            )
+
+
+class _AlwaysSync(_BackwardSyncControl):
+    """ZeRO-3 reduces the gradients of every micro-batch: no rank has room for whole ones."""
+
+    @override
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _refuse_options(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"fabric.save({name}=...) does not work with the smart_infinity strategy: DeepSpeed writes the files.",
+                f"Remove {name}.",
+            )
+
+
+def _move_into(state: dict[str, Any], loaded: dict[str, Any], *, path: str | Path, strict: bool) -> None:
+    """Move what was loaded into a state of the same keys; what remains in ``loaded`` was not asked for."""
+    missing = sorted(set(state) - set(loaded))
+    if strict and missing:
+        raise CheckpointError(
+            f"The checkpoint {path} has no {', '.join(map(repr, missing))}.", "Pass strict=False, or leave the key out."
+        )
+    for key in set(state) & set(loaded):
+        if hasattr(state[key], "load_state_dict"):
+            state[key].load_state_dict(loaded.pop(key))
+        else:
+            state[key] = loaded.pop(key)

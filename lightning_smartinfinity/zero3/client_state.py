@@ -1,0 +1,57 @@
+"""What a user saves beside the model: it shares a file, and names, with what DeepSpeed saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID
+
+__all__ = ["RESERVED_KEYS", "of_user", "refuse_reserved"]
+
+RESERVED_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info",
+        SAVE_ID,
+    }
+)
+"""Keys of the file that are not the user's."""
+
+
+def refuse_reserved(state: Mapping[str, Any]) -> None:
+    """Refuse entries that would take the place of DeepSpeed's.
+
+    Raises:
+        UnsupportedError: Naming them.
+    """
+    reserved = sorted(RESERVED_KEYS & set(state))
+    if reserved:
+        raise UnsupportedError(
+            f"The state's keys {', '.join(map(repr, reserved))} are names that DeepSpeed's checkpoints use themselves.",
+            "Choose other names.",
+        )
+
+
+def of_user(client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what an engine returns when it loads: what a user had saved."""
+    return {key: value for key, value in client_state.items() if key not in RESERVED_KEYS}

@@ -1,0 +1,46 @@
+"""Clipping of the gradients that have arrived, where they lie: as torch does in place, after backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from lightning_smartinfinity.zero3.collectives import sum_over_ranks
+
+__all__ = ["clip_norm", "clip_values", "norm_as_torch"]
+
+_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+
+def clip_norm(optimizer: Any, limit: float) -> float:
+    """Scale the gradients of this window so that their 2-norm over all ranks is at most ``limit``.
+
+    Collective. Gradients that are not finite are left alone: the step skips them.
+
+    Returns:
+        The norm before, of unscaled gradients.
+    """
+    device = torch.device(get_accelerator().current_device_name())
+    total = sum_over_ranks(optimizer.arena.sum_of_squares(), optimizer.dp_process_group, device)
+    norm = math.sqrt(total) / float(optimizer.loss_scale) if total >= 0 else math.nan
+    factor = limit / (norm + _EPS)
+    if math.isfinite(norm) and factor < 1.0:
+        optimizer.arena.scale(factor)
+    return norm
+
+
+def clip_values(optimizer: Any, limit: float) -> None:
+    """Clamp every element of the gradients of this window to ``[-limit, limit]``.
+
+    Gradients that are not finite are left alone: the step skips them.
+    """
+    if math.isfinite(optimizer.arena.sum_of_squares()):
+        optimizer.arena.clamp(limit * float(optimizer.loss_scale))
+
+
+def norm_as_torch(norm: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+    """The norm as ``torch.nn.utils.clip_grad_norm_`` returns it, or its error."""
+    return torch.nn.utils.get_total_norm([torch.tensor([norm])], error_if_nonfinite=error_if_nonfinite)

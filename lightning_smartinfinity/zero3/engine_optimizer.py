@@ -1,0 +1,75 @@
+"""A training engine's optimizer, as torch knows optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_smartinfinity.errors import UnsupportedError
+
+__all__ = ["EngineOptimizer"]
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """What Fabric hands to its user in the place of the optimizer that was set up.
+
+    DeepSpeed's own is no ``torch.optim.Optimizer``, which torch's schedulers insist on, and Fabric derives its wrapper
+    from the class of what it wraps: DeepSpeed's methods would then set on the wrapper what belongs to the optimizer.
+
+    Args:
+        engine: The training engine; its groups are those of the optimizer that the user built, changed in place.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        original = engine.optimizer.optimizer
+        super().__init__(original.param_groups, original.defaults)
+        self.engine = engine
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        return bool(self.engine.optimizer.overflow)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which ``backward`` scales the loss; 1 unless in fp16."""
+        return float(self.engine.optimizer.loss_scale)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters from the gradients of every backward since the last step or ``zero_grad``."""
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure) does not work with the smart_infinity strategy.",
+                "Run forward and backward first, then call optimizer.step().",
+            )
+        self.engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self.engine.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> NoReturn:
+        """Refused: the state lies on storage, and no rank has all of it."""
+        raise UnsupportedError(
+            "optimizer.state_dict() does not work with the smart_infinity strategy: the state is on storage.",
+            "Save it by fabric.save(path, {'model': model, 'optimizer': optimizer}).",
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+        """Refused, as :meth:`state_dict`."""
+        raise UnsupportedError(
+            "optimizer.load_state_dict() does not work with the smart_infinity strategy: the state is on storage.",
+            "Load it by fabric.load(path, {'model': model, 'optimizer': optimizer}).",
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is set up: the layout of the state on storage is fixed."""
+        if not hasattr(self, "engine"):  # torch's constructor adds the groups that are there
+            super().add_param_group(param_group)
+            return
+        raise UnsupportedError(
+            "add_param_group does not work in mid-training with the smart_infinity strategy.",
+            "Give the optimizer every parameter group before fabric.setup.",
+        )
