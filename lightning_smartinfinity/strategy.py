@@ -197,16 +197,12 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        from lightning_smartinfinity.zero3.checkpoint_folder import remove_stale_files
-
         present = self.model
         self.model = self._training_engine or present
         try:
             self._name_save(checkpoint)
             checkpoint[RNG_KEY] = capture(self.root_device, world_size=self.world_size)
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            if self._training_engine is not None and self.is_global_zero:
-                remove_stale_files(filepath, engine=self.model)
         finally:
             self.model = present
 

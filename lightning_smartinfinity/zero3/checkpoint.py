@@ -1,4 +1,4 @@
-"""Optimizer state in DeepSpeed's own ZeRO-3 checkpoint format.
+"""Optimizer state in DeepSpeed's own ZeRO-3 checkpoint format, written and read window by window.
 
 ``zero_to_fp32`` and the like read ``fp32_flat_groups`` and ``optimizer_state_dict``. What they have no word for (step
 counts per parameter, names) lies beside them under ``smart_infinity``.
@@ -6,7 +6,9 @@ counts per parameter, names) lies beside them under ``smart_infinity``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,21 +25,28 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.tensors import flat_of
+from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.zero3.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import read_range, write_range
+from lightning_smartinfinity.zero3.stock_checkpoint import describe_stock
+from lightning_smartinfinity.zero3.tensor_file import TensorFile, TensorStream, room_for
 
-__all__ = ["load_state_dict", "refresh_masters", "state_dict"]
+__all__ = ["FILE", "is_described", "load_state_dict", "refresh_masters", "state_dict", "write_arrays"]
+
+FILE = "smart_infinity_file"
+"""Key of the path that a state was read from."""
 
 _KEY = "smart_infinity"
 _VERSION = 1
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
-    """This rank's optimizer state: masters and moments in host memory, one tensor per sub-group."""
+    """This rank's optimizer state in words: masters and moments are tensors without memory, one per sub-group.
+
+    :func:`write_arrays` fills them in where they were saved.
+    """
     layout: PartitionLayout = optimizer.layout
-    arrays = _allocate(layout, len(_state_names(optimizer)) + 1)
-    optimizer.handler.read(_flats(arrays))
     steps = optimizer.handler.steps
     return {
         ZERO_STAGE: ZeroStageEnum.weights,
@@ -49,13 +58,13 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
             "state": {
                 sub_group.index: {
                     "step": torch.tensor(float(steps[sub_group.first : sub_group.last].max(initial=0))),
-                    **dict(zip(_state_names(optimizer), arrays[sub_group.index][1:], strict=True)),
+                    **{name: room_for(sub_group.numel) for name in optimizer.rule.arrays[1:]},
                 }
                 for sub_group in layout.sub_groups
             },
             "param_groups": _groups_with_sub_groups(optimizer),
         },
-        FP32_FLAT_GROUPS: [tensors[0] for tensors in arrays],
+        FP32_FLAT_GROUPS: [room_for(sub_group.numel) for sub_group in layout.sub_groups],
         _KEY: {
             "version": _VERSION,
             "optimizer": optimizer.rule.name,
@@ -67,32 +76,84 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
     }
 
 
+def is_described(state: Any) -> bool:
+    """Whether this came from :func:`state_dict`."""
+    return isinstance(state, Mapping) and _KEY in state
+
+
+def write_arrays(optimizer: Any, file: TensorFile) -> None:
+    """Write masters and moments into a file that :func:`state_dict` was saved to."""
+    streams = _streams(optimizer, file)
+
+    def write(window: Window) -> None:
+        for stream, values in zip(streams, window.arrays, strict=True):
+            stream.write(values)
+
+    optimizer.handler.scan(write)
+
+
 def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
     """Write a checkpoint's masters, and its moments and step counts if asked for, to storage and to the partition.
 
+    Args:
+        optimizer: Ours.
+        state_dict: As read by ``SmartInfinityCheckpointEngine``; its masters and moments are not touched.
+        load_optimizer_states: False: moments and step counts start from zero.
+
     Raises:
-        CheckpointError: The checkpoint belongs to another model, optimizer or number of processes.
+        CheckpointError: The checkpoint belongs to another model, optimizer or number of processes, or is damaged.
     """
-    layout: PartitionLayout = optimizer.layout
-    with raising_together(optimizer.dp_process_group):
-        extra = _checked(optimizer, state_dict)
-    optimizer.save_id = extra["save_id"]
-    masters = _regrouped(layout, state_dict[FP32_FLAT_GROUPS])
+    path, group = state_dict[FILE], optimizer.dp_process_group
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        with raising_together(group), reading_checkpoint(path):
+            yield
+
+    with ExitStack() as opened:
+        with together():
+            extra = _checked(optimizer, state_dict)
+            file = TensorFile(Path(path))
+            opened.callback(file.close)
+            streams = _streams(optimizer, file)
+            if not load_optimizer_states:
+                streams = streams[:1]
+        steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
+        optimizer.handler.replace(_Filler(optimizer, streams), steps=steps, together=together)
     if load_optimizer_states:
-        saved = state_dict[OPTIMIZER_STATE_DICT]
-        states = [saved["state"][index] for index in range(len(state_dict[FP32_FLAT_GROUPS]))]
-        moments = [_regrouped(layout, [state[name] for state in states]) for name in _state_names(optimizer)]
-        steps = np.asarray(extra["steps"], dtype=np.int64)
-        _restore_groups(optimizer, saved["param_groups"])
-    else:
-        moments = [[torch.zeros_like(master) for master in masters] for _ in _state_names(optimizer)]
-        steps = np.zeros(len(layout.parameters), dtype=np.int64)
+        _restore_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
+    optimizer.save_id = extra["save_id"]
     optimizer.loss_scaler = state_dict[LOSS_SCALER]
     optimizer.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
     optimizer.overflow = state_dict["overflow"]
-    optimizer.handler.write(_flats([list(arrays) for arrays in zip(masters, *moments, strict=True)]), steps=steps)
-    for sub_group, master in zip(layout.sub_groups, masters, strict=True):
-        write_range(optimizer, layout, sub_group.offset, master)
+
+
+class _Filler:
+    """Fills windows from a checkpoint, and the partition in memory with the masters.
+
+    Args:
+        optimizer: Ours.
+        streams: Of the first arrays; the others become zero.
+    """
+
+    def __init__(self, optimizer: Any, streams: Sequence[TensorStream]) -> None:
+        self._layout: PartitionLayout = optimizer.layout
+        self._optimizer = optimizer
+        self._streams = streams
+        # What pads a stock checkpoint was never initialised.
+        self._padding = [(p.offset + p.real_numel, p.offset + p.numel) for p in self._layout.parameters]
+
+    def __call__(self, window: Window) -> None:
+        for stream, values in zip(self._streams, window.arrays, strict=False):
+            stream.read(values)
+        for values in window.arrays[len(self._streams) :]:
+            values.fill(0)
+        for begin, end in self._padding:
+            if begin < window.end and window.begin < end:
+                for values in window.arrays:
+                    values[max(0, begin - window.begin) : end - window.begin] = 0
+        # Not by sub-group: parameters may lie elsewhere than in the partition that DeepSpeed keeps.
+        write_range(self._optimizer, self._layout, window.begin, torch.from_numpy(window.arrays[0]))
 
 
 def refresh_masters(optimizer: Any) -> None:
@@ -105,20 +166,15 @@ def refresh_masters(optimizer: Any) -> None:
     optimizer.handler.modify(values)
 
 
-def _state_names(optimizer: Any) -> tuple[str, ...]:
-    names: tuple[str, ...] = optimizer.rule.arrays[1:]
-    return names
-
-
-def _allocate(layout: PartitionLayout, num_arrays: int) -> list[list[torch.Tensor]]:
+def _streams(optimizer: Any, file: TensorFile) -> list[TensorStream]:
+    """One for each of the rule's arrays; sub-groups may be cut differently in the file, the order is the same."""
+    state = file.state[OPTIMIZER_STATE_DICT]
+    masters = state[FP32_FLAT_GROUPS]
+    moments = [state[OPTIMIZER_STATE_DICT]["state"][index] for index in range(len(masters))]
     return [
-        [torch.empty(sub_group.numel, dtype=torch.float32) for _ in range(num_arrays)]
-        for sub_group in layout.sub_groups
+        file.stream(masters),
+        *(file.stream([of_group[name] for of_group in moments]) for name in optimizer.rule.arrays[1:]),
     ]
-
-
-def _flats(arrays: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
-    return [[flat_of(tensor) for tensor in tensors] for tensors in arrays]
 
 
 def _groups_with_sub_groups(optimizer: Any) -> list[dict[str, Any]]:
@@ -136,10 +192,7 @@ def _restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
 def _checked(optimizer: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     extra = state_dict.get(_KEY)
     if extra is None:
-        raise CheckpointError(
-            "The checkpoint was not saved by the smart_infinity strategy.",
-            "Load its weights with load_from_checkpoint, or train from the start.",
-        )
+        return describe_stock(optimizer, state_dict)
     if extra["version"] != _VERSION:
         raise CheckpointError(
             f"The checkpoint has format version {extra['version']}; this version reads {_VERSION}.",
@@ -177,12 +230,3 @@ def _first_difference(saved: list[tuple[Any, ...]], expected: list[tuple[Any, ..
         if a != b:
             return f"parameter {index} is {a[0]!r} with {a[1]} elements there and {b[0]!r} with {b[1]} here"
     return f"{len(saved)} parameters there and {len(expected)} here"
-
-
-def _regrouped(layout: PartitionLayout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Saved tensors in this run's sub-groups: their cut depends on sub_group_size, the order of elements does not."""
-    numels = [sub_group.numel for sub_group in layout.sub_groups]
-    if [tensor.numel() for tensor in tensors] == numels:
-        return [tensor.to(torch.float32).contiguous() for tensor in tensors]
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).to(torch.float32)
-    return list(torch.split(flat, numels))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,10 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.folder_swap import restore_interrupted
+from lightning_smartinfinity.zero3.tensor_file import check_records
 
-__all__ = ["SAVE_ID", "check_checkpoint", "check_same_save", "reading_checkpoint", "remove_stale_files"]
+__all__ = ["SAVE_ID", "check_checkpoint", "check_same_save", "reading_checkpoint"]
 
 SAVE_ID = "smart_infinity_save"
 """Key of the save's name in what Lightning saves beside the optimizer's state."""
@@ -45,14 +46,13 @@ def check_checkpoint(path: str | Path, *, engine: Any) -> None:
         # Weights alone are read from all files, whatever the number of processes.
         if getattr(engine.optimizer, "handler", None) is not None:
             _check_world_size(folder, files)
-        for file in folder.glob("*.pt"):
-            _check_whole(file)
+        _check_own_share(folder)
 
 
 def check_same_save(engine: Any, client_state: Mapping[str, Any]) -> None:
     """After loading: check that every file that any rank read was written by one and the same save.
 
-    A kill in the middle of overwriting a checkpoint leaves files of two.
+    Files copied from one folder to another by hand can be of two.
 
     Raises:
         CheckpointError: They differ, on every rank.
@@ -60,21 +60,9 @@ def check_same_save(engine: Any, client_state: Mapping[str, Any]) -> None:
     saves = {client_state.get(SAVE_ID), engine.optimizer.save_id}
     if len({save for of_rank in gather(saves, None) for save in of_rank}) > 1:
         raise CheckpointError(
-            "The checkpoint's files come from different saves: overwriting it was interrupted.",
-            "Use another checkpoint.",
+            "The checkpoint's files come from different saves.",
+            "Copy checkpoints as whole folders, or use another one.",
         )
-
-
-def remove_stale_files(path: str | Path, *, engine: Any) -> None:
-    """After saving to a path that held a checkpoint of more processes or another precision: remove its other files."""
-    folder = _tagged_folder(Path(path))
-    prefix = "bf16_" if engine.bfloat16_enabled() else ""
-    world_size = dist.get_world_size()
-    kept = {f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world_size)}
-    kept |= {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(world_size)}
-    for file in folder.glob("*zero_pp_rank_*_states.pt"):
-        if file.name not in kept:
-            file.unlink()
 
 
 @contextmanager
@@ -101,6 +89,7 @@ def _tagged_folder(path: Path) -> Path:
         )
     latest = path / "latest"
     tag = latest.read_text().strip() if latest.is_file() else "checkpoint"
+    restore_interrupted(path, tag)
     if not (path / tag).is_dir():
         raise CheckpointError(f"{path} has no folder {tag!r}: it is not a ZeRO-3 checkpoint.", "Check the path.")
     return path / tag
@@ -125,10 +114,7 @@ def _check_world_size(folder: Path, files: list[Path]) -> None:
         )
 
 
-def _check_whole(file: Path) -> None:
-    # A file that was cut short has lost its directory, which lies at the end.
-    try:
-        with zipfile.ZipFile(file):
-            pass
-    except (OSError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{file} is damaged: {error}.", "Use another checkpoint.") from error
+def _check_own_share(folder: Path) -> None:
+    # Every file by one rank. Optimizer states are verified when they are read: here, only what describes them.
+    for file in sorted(folder.glob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
+        check_records(file, tensors=not file.match(_OPTIMIZER_FILES))

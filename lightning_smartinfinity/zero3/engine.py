@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -18,6 +19,8 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.checkpoint_engine import SmartInfinityCheckpointEngine
+from lightning_smartinfinity.zero3.folder_swap import replacing
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -106,6 +109,34 @@ class SmartInfinityEngine(_PortableEngine):
                 param.ds_tensor.data.copy_(values)
             else:
                 param.nvme_swapper.write_partition(param, values)
+
+    # ---- checkpoints
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        self.checkpoint_engine = SmartInfinityCheckpointEngine(self._config, optimizer=self.optimizer)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] = {},  # noqa: B006  (the base class's signature)
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As the base class; what ``save_dir`` held under this tag stays whole until the new save is.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank.
+        """
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        with replacing(save_dir, tag, local_rank=self.local_rank) as staging:
+            saved: bool = super().save_checkpoint(
+                str(staging), tag, client_state, save_latest, exclude_frozen_parameters
+            )
+        return saved
+
+    # ---- refused
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Refused: there is no optimizer state in memory to move."""

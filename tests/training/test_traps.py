@@ -38,7 +38,7 @@ def fit(root: Path, module: LitTiny, *callbacks: pl.Callback, precision: Any = "
 
 
 def test_a_torn_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Optimizer states of one save beside model states of another, as a kill while overwriting leaves them."""
+    """Optimizer states of one save beside model states of another, as copying by hand may leave them."""
     train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_at=(1, 2)))
     first, second = tmp_path / "a" / "step-1.ckpt", tmp_path / "a" / "step-2.ckpt"
     (states,) = first.rglob("*optim_states.pt")

@@ -1,0 +1,76 @@
+"""How DeepSpeed's engine writes and reads the files of a checkpoint: the optimizer's state in windows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3 import checkpoint
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.tensor_file import saved_with_room
+
+__all__ = ["SmartInfinityCheckpointEngine"]
+
+
+class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
+    """Writes and reads what ``TorchCheckpointEngine`` does, the optimizer's state in bounded memory.
+
+    Args:
+        config_params: As DeepSpeed passes them.
+        optimizer: Whose state is saved; None for an engine that only evaluates.
+    """
+
+    def __init__(self, config_params: Any, *, optimizer: Any) -> None:
+        super().__init__(config_params)
+        self._optimizer = optimizer
+
+    def save(self, state_dict: Mapping[str, Any], path: str) -> None:
+        """Write one file to the device. Collective: if it fails on one rank, it raises on every rank."""
+        with raising_together(), _writing(path):
+            if checkpoint.is_described(state_dict.get(OPTIMIZER_STATE_DICT)):
+                self._save_optimizer(state_dict, Path(path))
+            else:
+                torch.save(state_dict, path)
+                _flush(path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one file; its tensors come from the page cache when they are used, those of the optimizer in windows."""
+        state = torch.load(path, map_location=map_location, mmap=True, weights_only=False)
+        optimizer_state = state.get(OPTIMIZER_STATE_DICT)
+        if optimizer_state is not None:
+            optimizer_state[checkpoint.FILE] = path
+        return state
+
+    def _save_optimizer(self, state_dict: Mapping[str, Any], path: Path) -> None:
+        with closing(saved_with_room(state_dict, path)) as file:
+            checkpoint.write_arrays(self._optimizer, file)
+            file.flush()
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"The checkpoint file {path} could not be written: {error}.",
+            "Free space there or save to another file system. What the path held before is still whole.",
+        ) from error
+
+
+def _flush(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,286 @@
+"""Files of ``torch.save`` whose large tensors pass through in pieces, in bounded memory and page cache.
+
+``torch.save`` writes a zip archive with one stored (uncompressed) record per storage. Its ``skip_data`` mode leaves the
+records' bytes out; they are written here afterwards, together with the CRC-32 that the archive keeps of each record.
+The result is an ordinary file of ``torch.save``, and reading verifies the CRC-32 of whatever it passes over.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_smartinfinity.errors import CheckpointError
+
+__all__ = ["TensorFile", "TensorStream", "check_records", "room_for", "saved_with_room"]
+
+_CACHED_BYTES = 32 * 1024 * 1024
+_READ_BYTES = 1024 * 1024
+_RECORD_FOLDER = "/data/"
+_DIRECTORY_ENTRY = struct.Struct("<28xHHH12x")  # lengths of name, extra field and comment, which follow it
+_ENTRY_MAGIC = b"PK\x01\x02"
+_CRC_IN_ENTRY = 16
+_DESCRIPTOR_MAGIC = b"PK\x07\x08"
+_DESCRIBED = 0x08
+
+
+def room_for(numel: int) -> torch.Tensor:
+    """An fp32 tensor without memory: :func:`saved_with_room` leaves room for it."""
+    with FakeTensorMode():
+        return torch.empty(numel, dtype=torch.float32)
+
+
+class TensorStream:
+    """Some tensors of a file, one behind the other, as a run of fp32 that is written or read from first to last.
+
+    Args:
+        file: Holds them.
+        records: Of the tensors.
+    """
+
+    def __init__(self, file: TensorFile, records: Sequence[_Record]) -> None:
+        self._file = file
+        self._records = [record for record in records if record.nbytes]
+        self._index = self._done = self._checksum = 0
+
+    def write(self, values: NDArray[np.float32]) -> None:
+        """The next values; the last of a tensor also write its checksum."""
+        for record, part in self._parts(values.data.cast("B")):
+            self._file.write_at(record.offset + self._done, part)
+            self._advance(part)
+            if self._done == record.nbytes:
+                self._file.write_checksum(record, self._checksum)
+                self._next()
+
+    def read(self, values: NDArray[np.float32]) -> None:
+        """Fill with the next values.
+
+        Raises:
+            CheckpointError: The file has been damaged; seen with the last values of a tensor.
+        """
+        for record, part in self._parts(values.data.cast("B")):
+            self._file.read_at(record.offset + self._done, part)
+            self._advance(part)
+            if self._done == record.nbytes:
+                self._file.check(record, self._checksum)
+                self._next()
+
+    def _parts(self, content: memoryview) -> Iterator[tuple[_Record, memoryview]]:
+        while content.nbytes:
+            record = self._records[self._index]
+            part = content[: record.nbytes - self._done]
+            yield record, part
+            content = content[part.nbytes :]
+
+    def _advance(self, part: memoryview) -> None:
+        self._checksum = zlib.crc32(part, self._checksum)
+        self._done += part.nbytes
+
+    def _next(self) -> None:
+        self._index, self._done, self._checksum = self._index + 1, 0, 0
+
+
+class TensorFile:
+    """An open file of ``torch.save``.
+
+    Args:
+        path: Of the file.
+        writable: Whether its tensors may be written.
+
+    Attributes:
+        state: What was saved, with tensors that have no memory.
+    """
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        self._path = path
+        self._writable = writable
+        with FakeTensorMode():
+            self.state: Any = torch.load(path, weights_only=False)
+        with zipfile.ZipFile(path) as archive:
+            self._infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+            self._directory_offset = archive.start_dir
+        self._header_offsets = [info.header_offset for info in self._infos]
+        self._descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        self._cached_bytes = 0
+        self._entry_offsets = self._entries() if writable else {}
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def stream(self, tensors: Sequence[torch.Tensor]) -> TensorStream:
+        """Pass through some contiguous fp32 tensors of :attr:`state`, one behind the other."""
+        return TensorStream(self, [self._record(tensor) for tensor in tensors])
+
+    def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the whole storage behind one tensor of :attr:`state`, which may be larger than the tensor."""
+        storage = torch.empty(0, dtype=torch.uint8).set_(values.detach().cpu().untyped_storage())
+        record = self._record(tensor)._replace(offset=_offset_of(tensor), nbytes=storage.numel())
+        if record.nbytes:
+            content = storage.numpy().data
+            self.write_at(record.offset, content)
+            self.write_checksum(record, zlib.crc32(content))
+
+    def unnamed(self, tensors: Iterable[torch.Tensor]) -> set[str]:
+        """Records that hold none of these tensors of :attr:`state`."""
+        named = {self._record(tensor).info.filename for tensor in tensors}
+        return {info.filename for info in self._infos if _RECORD_FOLDER in info.filename} - named
+
+    def write_at(self, offset: int, content: memoryview) -> None:
+        """Write all of it."""
+        while content.nbytes:
+            done = os.pwrite(self._descriptor, content, offset)
+            self._note(done)
+            offset, content = offset + done, content[done:]
+
+    def read_at(self, offset: int, content: memoryview) -> None:
+        """Fill all of it.
+
+        Raises:
+            CheckpointError: The file ends before.
+        """
+        while content.nbytes:
+            done = os.preadv(self._descriptor, [content], offset)
+            if done == 0:
+                raise CheckpointError(f"{self._path} is damaged: it was cut short.", "Use another checkpoint.")
+            self._note(done)
+            offset, content = offset + done, content[done:]
+
+    def write_checksum(self, record: _Record, checksum: int) -> None:
+        """Note a record's CRC-32 where zip keeps it: behind the record and in the directory at the file's end."""
+        field = checksum.to_bytes(4, "little")
+        end = record.offset + record.nbytes
+        if record.info.flag_bits & _DESCRIBED and os.pread(self._descriptor, 4, end) == _DESCRIPTOR_MAGIC:
+            self.write_at(end + len(_DESCRIPTOR_MAGIC), memoryview(field))
+        self.write_at(self._entry_offsets[record.info.filename] + _CRC_IN_ENTRY, memoryview(field))
+
+    def check(self, record: _Record, checksum: int) -> None:
+        """Compare with the CRC-32 that the archive keeps; a tensor that shares its storage has none of its own.
+
+        Raises:
+            CheckpointError: They differ.
+        """
+        if record.nbytes == record.info.file_size and checksum != record.info.CRC:
+            raise CheckpointError(
+                f"{self._path} is damaged: the checksum of {record.info.filename} is wrong.", "Use another checkpoint."
+            )
+
+    def flush(self) -> None:
+        """Return when all that was written is on the device and out of the page cache."""
+        if self._writable:
+            os.fdatasync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._cached_bytes = 0
+
+    def _note(self, nbytes: int) -> None:
+        # The page cache is memory, too: a state that did not fit there would push everything else out.
+        self._cached_bytes += nbytes
+        if self._cached_bytes >= _CACHED_BYTES:
+            self.flush()
+
+    def _record(self, tensor: torch.Tensor) -> _Record:
+        begin = _offset_of(tensor)
+        info = self._infos[bisect_left(self._header_offsets, begin) - 1]
+        size = tensor.element_size()
+        return _Record(info, begin + int(tensor.storage_offset()) * size, tensor.numel() * size)
+
+    def _entries(self) -> dict[str, int]:
+        """Offset of each record's entry in the directory."""
+        end = os.fstat(self._descriptor).st_size
+        directory = os.pread(self._descriptor, end - self._directory_offset, self._directory_offset)
+        entries, at = {}, 0
+        while directory[at : at + 4] == _ENTRY_MAGIC:
+            sizes = _DIRECTORY_ENTRY.unpack_from(directory, at)
+            name_at = at + _DIRECTORY_ENTRY.size
+            entries[directory[name_at : name_at + sizes[0]].decode()] = self._directory_offset + at
+            at = name_at + sum(sizes)
+        return entries
+
+
+class _Record(NamedTuple):
+    """Where a tensor's bytes lie."""
+
+    info: zipfile.ZipInfo
+    offset: int
+    nbytes: int
+
+
+def saved_with_room(state: Any, path: Path) -> TensorFile:
+    """Save as ``torch.save`` does, but for tensors made by :func:`room_for`, which are still to be written.
+
+    Raises:
+        CheckpointError: A tensor lies somewhere in ``state`` where it is not found.
+    """
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(state, path)
+    file = TensorFile(path, writable=True)
+    try:
+        saved = list(_tensors_in(file.state))
+        for given, tensor in zip(_tensors_in(state), saved, strict=True):
+            if not isinstance(given, FakeTensor):
+                file.put(tensor, given)
+        if file.unnamed(saved):
+            raise CheckpointError(
+                f"{path} was to hold tensors inside of objects that are neither dictionaries nor lists.",
+                "Keep only numbers, tensors and lists of them in the optimizer's parameter groups.",
+            )
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def check_records(path: Path, *, tensors: bool) -> None:
+    """Compare a file of ``torch.save`` with the CRC-32s that it keeps.
+
+    Args:
+        path: Of the file.
+        tensors: Also read the tensors; without, only what describes them.
+
+    Raises:
+        CheckpointError: They differ, or the file is no such file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if tensors or _RECORD_FOLDER not in info.filename:
+                    _read_through(archive, info)
+    except (OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.", "Use another checkpoint.") from error
+
+
+def _read_through(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+    with archive.open(info) as record:
+        while record.read(_READ_BYTES):
+            pass
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors_in(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors_in(value)
+
+
+def _offset_of(tensor: torch.Tensor) -> int:
+    """Where the file holds the tensor's storage: torch notes it when it loads tensors without memory."""
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None, "only tensors of TensorFile.state have a place in a file"
+    return offset

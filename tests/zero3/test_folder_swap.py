@@ -1,0 +1,157 @@
+"""Saves that are killed at any moment leave the old folder or the new one, whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3 import folder_swap
+from lightning_smartinfinity.zero3.folder_swap import exchange, replacing, restore_interrupted
+
+TAG = "checkpoint"
+SYSTEM_CALLS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agreements between ranks are tested with real ranks elsewhere."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(folder_swap, "raising_together", nullcontext)
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that exchanges folders by one call, and one that does not."""
+    if request.param == "two renames":
+        monkeypatch.setattr(folder_swap, "exchange", lambda first, second: False)
+
+
+def save(path: Path, content: str) -> None:
+    """As DeepSpeed does: a subfolder with files, and files beside it."""
+    with replacing(path, TAG, local_rank=0) as staging:
+        (staging / TAG).mkdir(exist_ok=True)
+        for name in ("model.pt", "optim.pt"):
+            (staging / TAG / name).write_text(content)
+        (staging / "latest").write_text(TAG)
+
+
+def saved(path: Path) -> set[str]:
+    """What the files under the tag say."""
+    restore_interrupted(path, TAG)
+    return {(path / TAG / name).read_text() for name in ("model.pt", "optim.pt")}
+
+
+@pytest.mark.usefixtures("_file_system")
+def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None:
+    """Files of the old save go, also those that the new one has no counterpart of; what the user put there stays."""
+    path = tmp_path / "deep" / "a.ckpt"
+    save(path, "old")
+    (path / TAG / "rank-7.pt").write_text("old")
+    (path / "notes.txt").write_text("mine")
+    save(path, "new")
+    assert saved(path) == {"new"}
+    assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest", "notes.txt"]
+    assert sorted(entry.name for entry in (path / TAG).iterdir()) == ["model.pt", "optim.pt"]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["a.ckpt"]
+
+
+@pytest.mark.usefixtures("_file_system")
+def test_a_kill_at_any_system_call_leaves_one_save_whole(tmp_path: Path) -> None:
+    """The first save leaves itself or nothing, the second itself or the first; the third removes what was left."""
+    for first in (True, False):
+        outcomes = set()
+        for number in range(100):
+            path = tmp_path / f"{first}-{number}" / "a.ckpt"
+            if not first:
+                save(path, "old")
+            survived = killed_at(number, lambda path=path: save(path, "new"))
+            outcomes.add(frozenset(saved(path)) if path.exists() else None)
+            save(path, "third")
+            assert saved(path) == {"third"}
+            assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
+            assert sorted(entry.name for entry in path.iterdir()) == [TAG, "latest"]
+            if survived:
+                break
+        assert survived
+        assert outcomes == {None if first else frozenset({"old"}), frozenset({"new"})}
+
+
+def killed_at(number: int, action: Callable[[], object]) -> bool:
+    """Run it in a fork that is killed before its system call of this number; whether it came to its end."""
+    child = os.fork()
+    if child == 0:
+        calls = iter(range(10_000))
+        for name in SYSTEM_CALLS:
+            setattr(os, name, dying(getattr(os, name), calls, number))
+        action()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL
+    return status == 0
+
+
+def dying(call: Callable[..., Any], calls: Iterator[int], number: int) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_save_that_raises_changes_nothing(first: bool, tmp_path: Path) -> None:
+    """The error goes through; the folder is as before and nothing lies beside it."""
+    path = tmp_path / "a.ckpt"
+    if not first:
+        save(path, "old")
+
+    @contextmanager
+    def failing() -> Iterator[None]:
+        with replacing(path, TAG, local_rank=0) as staging:
+            (staging / TAG).mkdir()
+            yield
+
+    with pytest.raises(ZeroDivisionError), failing():
+        _ = 1 // 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ([] if first else ["a.ckpt"])
+    assert first or (saved(path) == {"old"} and not (path / ".saving").exists())
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    """A checkpoint is a folder; a file is not replaced by one."""
+    (tmp_path / "a.ckpt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"a\.ckpt is a file"):
+        save(tmp_path / "a.ckpt", "new")
+    assert (tmp_path / "a.ckpt").read_text() == "mine"
+
+
+def test_a_link_is_saved_through(tmp_path: Path) -> None:
+    """Lightning's last.ckpt may be a link to another checkpoint's folder."""
+    save(tmp_path / "a.ckpt", "old")
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "a.ckpt")
+    save(tmp_path / "last.ckpt", "new")
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert saved(tmp_path / "a.ckpt") == {"new"}
+
+
+def test_folders_are_exchanged_by_one_call(tmp_path: Path) -> None:
+    """On the file systems of tests: afterwards each name has the other's content."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if not exchange(tmp_path / "a", tmp_path / "b"):
+        shutil.rmtree(tmp_path / "a")
+        return
+    assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
+    with pytest.raises(FileNotFoundError):
+        exchange(tmp_path / "a", tmp_path / "gone")

@@ -1,0 +1,128 @@
+"""Files of torch.save whose large tensors are written and read in pieces."""
+
+from __future__ import annotations
+
+import random
+import zipfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.tensor_file import TensorFile, check_records, room_for, saved_with_room
+
+NUMELS = (1_000, 0, 7, 20_000)
+
+
+def content() -> list[np.ndarray]:
+    return [np.random.default_rng(k).standard_normal(sum(NUMELS), np.float32) for k in range(2)]
+
+
+def described() -> dict[str, Any]:
+    """Two arrays in runs, amid everything that a state has beside them."""
+    return {
+        "step": torch.tensor(3.0),
+        "first": [room_for(numel) for numel in NUMELS],
+        "groups": [{"lr": torch.arange(6.0)[2:4], "betas": (0.9, torch.tensor(0.5, dtype=torch.float64))}],
+        "second": {index: room_for(numel) for index, numel in enumerate(NUMELS)},
+        "none": torch.empty(0),
+        "word": "word",
+    }
+
+
+def tensors_of(state: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return state["first"], list(state["second"].values())
+
+
+def pieces(values: np.ndarray, size: int) -> list[np.ndarray]:
+    return [values[begin : begin + size] for begin in range(0, len(values), size)]
+
+
+def write(path: Path, *, size: int = 777) -> None:
+    with closing(saved_with_room(described(), path)) as file:
+        for tensors, values in zip(tensors_of(file.state), content(), strict=True):
+            stream = file.stream(tensors)
+            for piece in pieces(values, size):
+                stream.write(piece)
+        file.flush()
+
+
+def read(path: Path, *, size: int = 311) -> list[np.ndarray]:
+    with closing(TensorFile(path)) as file:
+        found = []
+        for tensors in tensors_of(file.state):
+            values = np.full(sum(NUMELS), np.nan, np.float32)
+            stream = file.stream(tensors)
+            for piece in pieces(values, size):
+                stream.read(piece)
+            found.append(values)
+    return found
+
+
+@pytest.mark.parametrize("size", [13, 777, 10_000, 1 << 20])
+def test_torch_reads_what_was_written_in_pieces(size: int, tmp_path: Path) -> None:
+    """The file is one of torch.save: tensors, views and everything else are there, and zip's checksums are right."""
+    write(tmp_path / "file.pt", size=size)
+    for mmap in (False, True):
+        state = torch.load(tmp_path / "file.pt", weights_only=True, mmap=mmap)
+        for tensors, values in zip(tensors_of(state), content(), strict=True):
+            assert [tensor.numel() for tensor in tensors] == list(NUMELS)
+            assert torch.cat(tensors).numpy().tobytes() == values.tobytes()
+        assert state["step"] == 3
+        assert state["groups"][0]["lr"].tolist() == [2, 3]
+        assert state["groups"][0]["betas"][1] == 0.5
+        assert (state["word"], state["none"].numel()) == ("word", 0)
+    assert zipfile.ZipFile(tmp_path / "file.pt").testzip() is None
+
+
+def test_files_of_torch_are_read_in_pieces(tmp_path: Path) -> None:
+    """Saved by torch itself, with tensors that are slices of one storage as well."""
+    first, second = content()
+    whole = torch.from_numpy(second)
+    state = {
+        "first": list(torch.from_numpy(first).split(NUMELS)),
+        "second": {index: part.clone() for index, part in enumerate(whole.split(NUMELS))},
+    }
+    torch.save(state, tmp_path / "file.pt")
+    for found, values in zip(read(tmp_path / "file.pt"), (first, second), strict=True):
+        assert found.tobytes() == values.tobytes()
+
+
+def test_a_flipped_bit_is_found_wherever_it_matters(tmp_path: Path) -> None:
+    """Of 300 single bits, each is either reported with the file's name or changes nothing that is read."""
+    path = tmp_path / "file.pt"
+    write(path)
+    good, generator, found = path.read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        offset = generator.randrange(len(good))
+        path.write_bytes(good[:offset] + bytes([good[offset] ^ (1 << generator.randrange(8))]) + good[offset + 1 :])
+        try:
+            check_records(path, tensors=False)
+            arrays = read(path)
+        except CheckpointError as error:
+            assert str(path) in str(error)
+            found += 1
+            continue
+        for actual, values in zip(arrays, content(), strict=True):
+            assert actual.tobytes() == values.tobytes(), offset
+    assert found > 250
+
+
+def test_a_file_that_was_cut_short_is_reported(tmp_path: Path) -> None:
+    """Its directory is gone; the message names the file."""
+    path = tmp_path / "file.pt"
+    write(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"file\.pt is damaged"):
+        check_records(path, tensors=True)
+
+
+def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
+    """Tensors are looked for in dictionaries and lists; one inside another object must not become zeros."""
+    state = {**described(), "object": torch.nn.Linear(2, 2)}
+    with pytest.raises(CheckpointError, match="inside of objects"):
+        saved_with_room(state, tmp_path / "file.pt")
