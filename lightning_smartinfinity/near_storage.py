@@ -170,6 +170,7 @@ class NearStorage:
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
         from lightning_smartinfinity.zero3.engine import engine_with, release_module
+        from lightning_smartinfinity.zero3.partition import make_contiguous
         from lightning_smartinfinity.zero3.storage import require_parameter_space
         from lightning_smartinfinity.zero3.validation import check_model, check_optimizer
 
@@ -179,6 +180,7 @@ class NearStorage:
             check_optimizer(optimizer)
         self._release_storage()
         release_module(model)
+        make_contiguous(model)
         offload = OffloadSettings(storage=self._storage, transfer=self._transfer)
         with self._parameters_on_storage(), engine_with(offload):
             if self._parameters is not None:

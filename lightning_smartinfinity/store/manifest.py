@@ -130,7 +130,8 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "folders": list(manifest.folders),
         "device": manifest.device,
         "layout": asdict(manifest.extents),
-        **asdict(manifest.description),
+        # asdict would copy the description of every parameter, field by field.
+        **vars(manifest.description),
     }
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.transfer.batches import spans_of
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import Flat
 from lightning_smartinfinity.transfer.tensors import HostTensor, PendingCopies, native_dtype
@@ -27,7 +31,7 @@ class GradientArena:
         dtype: Accumulation dtype: float32, bfloat16 or float16.
 
     Attributes:
-        active: bool[num_parameters]: parameters that arrived or were marked in this window. Live: copy it to keep it.
+        active: bool[num_parameters]: parameters that arrived in this window. Live: copy it to keep it.
         buffer: The flat tensor, ``layout.numel`` elements of ``dtype``.
     """
 
@@ -48,8 +52,9 @@ class GradientArena:
         Args:
             parameter: Parameter index.
             gradient: 1-D, on any device, any floating dtype, ``real_numel`` elements; surplus elements are padding and
-                ignored, missing ones are zeros. Copies from CUDA run on the current stream and may still be in flight
-                on return (see :meth:`synchronize`): the tensor lives on that stream, or the caller keeps it.
+                ignored, missing ones are zeros: an empty one makes the parameter active and nothing else. Copies from
+                CUDA run on the current stream and may still be in flight on return (see :meth:`synchronize`): the
+                tensor lives on that stream, or the caller keeps it.
         """
         numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
         gradient = gradient.detach().reshape(-1)[:numel]
@@ -62,11 +67,31 @@ class GradientArena:
         self._pending.note(gradient.device)
         self.active[parameter] = True
 
-    def mark(self, parameter: int) -> None:
-        """The parameter has a gradient in this window although nothing of it arrives here: zeros, unless it arrived."""
-        if not self.active[parameter]:
-            self.gradient(parameter).zero_()
-            self.active[parameter] = True
+    @torch.no_grad()
+    def arrive_all(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """:meth:`arrive` for each of several parameters; those in host memory in one call.
+
+        Args:
+            parameters: Parameter indices, each once.
+            gradients: One for each.
+        """
+        first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        slices, is_active = self._slices, self.active.tolist()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            where = self._layout.parameters[parameter]
+            if gradient.is_cpu and gradient.shape == (where.real_numel,) == (where.numel,):
+                targets, sources = later if is_active[parameter] else first
+                targets.append(slices[parameter])
+                sources.append(gradient)
+            else:
+                self.arrive(parameter, gradient)
+        if first[0]:
+            torch._foreach_copy_(*first)
+        if later[0]:
+            self.synchronize()
+            torch._foreach_add_(*later)
+        self.active[list(parameters)] = True
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of this window."""
@@ -90,17 +115,16 @@ class GradientArena:
         self._pending.wait()
 
     def sum_of_squares(self) -> float:
-        """Sum of the squares of the active gradients, in double and in parameter order.
+        """Sum of the squares of the active gradients, in double and in a fixed order.
 
         Not finite if and only if an element of an active gradient is not finite.
         """
         self.synchronize()
         dtype, size = native_dtype(self.buffer.dtype), self.buffer.element_size()
-        total = 0.0
-        for index in np.flatnonzero(self.active):
-            parameter = self._layout.parameters[index]
-            address = self.buffer.data_ptr() + parameter.offset * size
-            total += native.sum_of_squares(address, parameter.real_numel, dtype)
+        base, total = self.buffer.data_ptr(), 0.0
+        for begin, end, is_active in spans_of(self._layout, self.active.astype(np.int64)):
+            if is_active:  # its padding is zero
+                total += native.sum_of_squares(base + begin * size, end - begin, dtype)
         return total
 
     def view(self, sub_group: int) -> torch.Tensor:
@@ -130,6 +154,11 @@ class GradientArena:
         self._memory.close()
         if self._bounce is not None:
             self._bounce.close()
+
+    @cached_property
+    def _slices(self) -> tuple[torch.Tensor, ...]:
+        """The gradient slice of every parameter."""
+        return torch.split(self.buffer, self._layout.columns.numels.tolist())
 
     def _add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
         if gradient.device.type == "cpu":

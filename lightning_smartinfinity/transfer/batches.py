@@ -119,19 +119,23 @@ class Places(NamedTuple):
         )
 
 
-def spans_of(layout: PartitionLayout, keys: Sequence[int]) -> list[Span]:
+def spans_of(layout: PartitionLayout, keys: Sequence[int] | NDArray[np.int64]) -> list[Span]:
     """Cover the partition with spans: neighbouring parameters of one sub-group and key become one.
 
     Args:
         layout: The partition.
         keys: One for each parameter.
     """
-    spans = []
-    held = ((parameter, key) for parameter, key in zip(layout.parameters, keys, strict=True) if parameter.numel)
-    for (_, key), run in groupby(held, key=lambda pair: (pair[0].sub_group, pair[1])):
-        members = [parameter for parameter, _ in run]
-        spans.append(Span(members[0].offset, members[-1].offset + members[-1].numel, key))
-    return spans
+    columns = layout.columns
+    assert len(keys) == len(layout.parameters)
+    (held,) = np.nonzero(columns.numels)
+    if not len(held):
+        return []
+    key, sub_group = np.asarray(keys, np.int64)[held], columns.sub_groups[held]
+    (changes,) = np.nonzero((np.diff(key) != 0) | (np.diff(sub_group) != 0))
+    firsts, lasts = held[[0, *(changes + 1)]], held[[*changes, len(held) - 1]]
+    begins, ends = columns.offsets[firsts], columns.offsets[lasts] + columns.numels[lasts]
+    return list(map(Span, begins.tolist(), ends.tolist(), key[[0, *(changes + 1)]].tolist()))
 
 
 def whole_sub_groups(layout: PartitionLayout, wanted: Iterable[int]) -> list[Span]:

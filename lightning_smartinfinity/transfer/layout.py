@@ -7,10 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_smartinfinity.store.extents import BLOCK_BYTES, TASKLET_GRANULE, ExtentMap
 
-__all__ = ["ParameterSlice", "PartitionLayout", "SubGroupSlice", "TaskletSlice", "build_layout"]
+__all__ = ["ParameterColumns", "ParameterSlice", "PartitionLayout", "SubGroupSlice", "TaskletSlice", "build_layout"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +76,22 @@ class TaskletSlice:
     extent_bytes: int
 
 
+class ParameterColumns(NamedTuple):
+    """Fields of all :class:`ParameterSlice` s, one element for each.
+
+    Args:
+        offsets: int64, first element in the flat partition.
+        numels: int64, with padding.
+        groups: Index of the optimizer's parameter group.
+        sub_groups: Index of the sub-group.
+    """
+
+    offsets: NDArray[np.int64]
+    numels: NDArray[np.int64]
+    groups: NDArray[np.intp]
+    sub_groups: NDArray[np.intp]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartitionLayout:
     """Where parameters, sub-groups and tasklets lie in the flat partition. Built by :func:`build_layout`.
@@ -103,6 +123,16 @@ class PartitionLayout:
                 extent_bytes=extent.nbytes,
             )
             for index, extent in enumerate(self.extents.extents)
+        )
+
+    @cached_property
+    def columns(self) -> ParameterColumns:
+        """The parameters as arrays: what every step looks at, in models of many thousand of them, too."""
+        return ParameterColumns(
+            offsets=np.array([parameter.offset for parameter in self.parameters], np.int64),
+            numels=np.array([parameter.numel for parameter in self.parameters], np.int64),
+            groups=np.array([parameter.group for parameter in self.parameters], np.intp),
+            sub_groups=np.array([parameter.sub_group for parameter in self.parameters], np.intp),
         )
 
     def tasklets_of(self, parameters: slice) -> range:

@@ -20,11 +20,11 @@ class Updates:
     """Which scalars each parameter is updated with in one step.
 
     Args:
-        keys: For each parameter, an index into ``steps``, or -1: not updated.
+        keys: int64[num_parameters]: an index into ``steps``, or -1: not updated.
         steps: The distinct scalars.
     """
 
-    def __init__(self, keys: list[int], steps: list[native.AdamStep]) -> None:
+    def __init__(self, keys: NDArray[np.int64], steps: list[native.AdamStep]) -> None:
         self.keys = keys
         self.steps = steps
 
@@ -51,14 +51,21 @@ def choose_updates(
     Raises:
         ConfigError: A hyperparameter is out of range.
     """
-    in_use = {layout.parameters[index].group for index in np.flatnonzero(active)}
-    snapshots = {group: rule.snapshot(groups[group]) for group in in_use}
-    numbers: dict[tuple[Any, int], int] = {}
-    keys = [
-        numbers.setdefault((snapshots[parameter.group], step + 1), len(numbers)) if is_active else -1
-        for parameter, is_active, step in zip(layout.parameters, active.tolist(), steps.tolist(), strict=True)
+    group_of = layout.columns.groups
+    used = np.unique(group_of[active]).tolist()
+    snapshots = {group: rule.snapshot(groups[group]) for group in used}
+    distinct = list(dict.fromkeys(snapshots.values()))
+    setting_of_group = np.zeros(len(groups), np.int64)
+    setting_of_group[used] = [distinct.index(snapshots[group]) for group in used]
+    # One number for each pair of settings and step.
+    stride = int(steps.max(initial=0)) + 2
+    pairs, numbers = np.unique((setting_of_group[group_of] * stride + steps + 1)[active], return_inverse=True)
+    keys = np.full(len(layout.parameters), -1, np.int64)
+    keys[active] = numbers
+    scalars = [
+        rule.scalars(distinct[setting], step=step, gradient_scale=gradient_scale)
+        for setting, step in (divmod(pair, stride) for pair in pairs.tolist())
     ]
-    scalars = [rule.scalars(snapshot, step=step, gradient_scale=gradient_scale) for snapshot, step in numbers]
     return Updates(keys, scalars)
 
 

@@ -85,6 +85,24 @@ class SmartInfinityEngine(_PortableEngine):
         ):
             return super()._configure_zero_optimizer(optimizer)
 
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unknown: Any
+    ) -> torch.Tensor:
+        """As the base class; a retained graph keeps its parameters gathered.
+
+        Raises:
+            UnsupportedError: Another argument of ``Tensor.backward``, such as ``create_graph``, was passed.
+        """
+        if unknown:
+            raise UnsupportedError(
+                f"backward({', '.join(sorted(unknown))}=...) does not work with the smart_infinity strategy: gradients "
+                "of parameters leave for the gradient arena at once.",
+                "Compute gradients of gradients by torch.autograd.grad(..., create_graph=True) within the loss.",
+            )
+        self.optimizer.retained.backward_begins(retain_graph=retain_graph)
+        scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        return scaled
+
     # ---- parameters that are not trained lie outside the optimizer's partition
 
     def _get_param_fragment_func(self, param: Any) -> torch.Tensor:

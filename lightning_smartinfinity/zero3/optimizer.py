@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
@@ -25,6 +24,7 @@ from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3 import checkpoint
 from lightning_smartinfinity.zero3.collectives import raise_together, sum_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory
+from lightning_smartinfinity.zero3.gradient_path import GradientPath
 from lightning_smartinfinity.zero3.partition import describe_partition, outputs_of, zero_padding
 from lightning_smartinfinity.zero3.rank_state import RankState
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -32,8 +32,11 @@ from lightning_smartinfinity.zero3.storage import open_storage
 
 __all__ = ["SmartInfinityOptimizer"]
 
+# The state of an empty parameter, which DeepSpeed leaves out of the partition.
+_NOTHING = torch.empty(0)
 
-class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
+
+class SmartInfinityOptimizer(GradientPath):
     """ZeRO-3 optimizer that holds no optimizer state: it streams tasklets through a transfer handler.
 
     Args:
@@ -44,15 +47,15 @@ class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def __init__(self, *args: Any, offload: OffloadSettings, **kwargs: Any) -> None:
         self._offload = offload
-        self.rank_state = RankState(keep=offload.transfer.keep)
         self._warned_of_skip = False
         # Names the checkpoint last saved or loaded; the files of one save carry the same.
         self.save_id: str | None = None
         self._left_out: list[Any] = []
+        rank_state = RankState(keep=offload.transfer.keep)
         try:
-            super().__init__(*args, **kwargs)
+            super().__init__(*args, rank_state=rank_state, **kwargs)
         except BaseException:
-            self.rank_state.close()
+            rank_state.close()
             raise
         return_freed_memory()
 
@@ -99,38 +102,6 @@ class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
                 self.reduce_bucket_size, dtype=dtype, device=get_accelerator().current_device_name()
             )
 
-    # ---- gradients: called by the base class whenever a bucket has been reduced
-
-    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
-        """Take the reduced gradient slices into the arena and release the full gradients.
-
-        Whether a slice is the window's first is decided here by arrival: DeepSpeed's micro_step_id is wrong under
-        reentrant checkpointing.
-        """
-        for param, grad_partition in zip(params_to_release, grad_partitions, strict=True):
-            index = self._index[param.ds_id]
-            if self.layout.parameters[index].real_numel > 0:
-                self.arena.arrive(index, grad_partition)
-            else:
-                self.arena.mark(index)
-            if param.grad is not None and not get_accelerator().is_synchronized_device():
-                param.grad.record_stream(get_accelerator().current_stream())
-            param.grad = None
-
-    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """As the base class, but sparse gradients raise."""
-        if param.grad is not None and param.grad.layout is not torch.strided:
-            raise UnsupportedError(
-                f"Parameter {self.param_names[param]!r} received a sparse gradient, which ZeRO-3 cannot partition.",
-                "Build the module with sparse=False.",
-            )
-        super().reduce_ready_partitions_and_remove_grads(param)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop this window's gradients, those in the arena too."""
-        super().zero_grad(set_to_none)
-        self.arena.reset()
-
     # ---- the step
 
     @torch.no_grad()
@@ -150,6 +121,7 @@ class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._refuse_thawed()
         self._pre_step()
         self._partition_all_parameters()
+        self.retained.forget()
         # The scale that backward ran with: the loss scaler may raise it for the next window below.
         loss_scale = float(self.loss_scale)
         norm = self._scaled_gradient_norm()
@@ -236,6 +208,8 @@ class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
     # ---- DeepSpeed's debugging API (safe_get_full_*, safe_set_full_*)
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        if param.ds_numel == 0:
+            return _NOTHING, 0
         index = self._index[param.ds_id]
         return self.arena.gradient(index), self.layout.parameters[index].sub_group
 
@@ -248,6 +222,8 @@ class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
                 "safe_set_full_* and safe_set_local_* cannot write optimizer state that lies on storage.",
                 "Change the model before fit, or load a checkpoint.",
             )
+        if param.ds_numel == 0:
+            return _NOTHING, 0
         index = self._index[param.ds_id]
         name = optim_state_key or "master"
         values = self.handler.read_parameter(index, names=[name])[name]
@@ -285,11 +261,6 @@ class SmartInfinityOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def handler(self) -> TransferHandler:
         """As :attr:`RankState.handler`."""
         return self.rank_state.handler
-
-    @property
-    def arena(self) -> GradientArena:
-        """As :attr:`RankState.arena`."""
-        return self.rank_state.arena
 
     @property
     def layout(self) -> PartitionLayout:

@@ -14,7 +14,15 @@ from lightning_smartinfinity.transfer.tensors import flat_of
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.stored_partition import StoredPartition, has_stored_parameters
 
-__all__ = ["describe_partition", "outputs_of", "read_range", "staged_partition", "write_range", "zero_padding"]
+__all__ = [
+    "describe_partition",
+    "make_contiguous",
+    "outputs_of",
+    "read_range",
+    "staged_partition",
+    "write_range",
+    "zero_padding",
+]
 
 
 def describe_partition(optimizer: Any) -> list[ParameterSlice]:
@@ -34,6 +42,16 @@ def describe_partition(optimizer: Any) -> list[ParameterSlice]:
         for sub_group, params in enumerate(optimizer.fp16_groups)
         for param in params
     ]
+
+
+def make_contiguous(model: torch.nn.Module) -> None:
+    """Lay out in order what is transposed, strided or expanded: DeepSpeed sends parameters around as plain bytes.
+
+    A partition is contiguous in any case, and so is every parameter gathered from it.
+    """
+    for param in model.parameters():
+        if not hasattr(param, "ds_id"):
+            param.data = param.data.contiguous()
 
 
 def outputs_of(optimizer: Any) -> Sequence[Flat] | StagedPartition:

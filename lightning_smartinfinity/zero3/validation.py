@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def check_model(model: torch.nn.Module) -> None:
 
     Raises:
         UnsupportedError: A module produces sparse gradients, a module or parameter belongs to DeepSpeed's mixture of
-            experts, a parameter has no dimension, or there is nothing to train.
+            experts, a parameter has no dimension, two share memory, or there is nothing to train.
     """
     for name, module in model.named_modules():
         if type(module).__module__.startswith("deepspeed.moe."):
@@ -110,7 +111,23 @@ def check_model(model: torch.nn.Module) -> None:
                 f"Parameter {name!r} has no dimension; DeepSpeed cannot send such a parameter to all ranks.",
                 "Give it one element instead, as torch.nn.Parameter(torch.ones(1)).",
             )
+    _check_memory(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedError(
             f"{type(model).__name__} has no parameter with requires_grad=True.", "Unfreeze what is to be trained."
         )
+
+
+def _check_memory(model: torch.nn.Module) -> None:
+    """Refuse distinct parameters in the same memory: ZeRO-3 gives each a place of its own, and unties them."""
+    placed = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
+        for name, parameter in model.named_parameters()
+        if not hasattr(parameter, "ds_id") and parameter.device.type == "cpu" and parameter.is_contiguous()
+    )
+    for (_, end, name), (begin, _, other) in pairwise(place for place in placed if place[0] < place[1]):
+        if begin < end:
+            raise UnsupportedError(
+                f"Parameters {name!r} and {other!r} lie in the same memory, which ZeRO-3 would silently undo.",
+                f"Tie them by assigning one Parameter to both places, not its data ({other} = {name}).",
+            )

@@ -73,18 +73,43 @@ def test_arrivals_of_any_shape_are_read_flat() -> None:
     assert torch.equal(arena.gradient(1), torch.arange(0.0, 24_000.0, 2.0))
 
 
-def test_mark_makes_a_parameter_active_without_gradient() -> None:
+def test_an_empty_arrival_makes_a_parameter_active() -> None:
     """Ranks that hold padding only count the parameter too; a gradient that arrived stays, one that follows adds."""
     arena = GradientArena(LAYOUT)
     arena.buffer.fill_(7.0)
-    arena.mark(5)
-    arena.mark(2)
+    arena.arrive(5, torch.empty(0))
+    arena.arrive(2, torch.empty(0))
     arena.arrive(2, torch.ones(7))
-    arena.mark(2)
+    arena.arrive(2, torch.empty(0))
     assert arena.active.tolist() == [False, False, True, False, False, True, False]
     assert not arena.gradient(5).any()
     assert arena.gradient(2).tolist() == [1.0] * 7
     assert arena.sum_of_squares() == 7.0
+
+
+@settings(deadline=None)
+@given(
+    windows=st.lists(st.lists(st.integers(0, 6), unique=True, max_size=7), max_size=4),
+    lengths=st.lists(st.sampled_from(["exact", "padded", "empty"]), min_size=7, max_size=7),
+)
+def test_arriving_together_is_arriving_one_by_one(windows: list[list[int]], lengths: list[str]) -> None:
+    """Several parameters at once, first and later ones mixed, short and padded ones too, give the same bits."""
+    together, alone = GradientArena(LAYOUT), GradientArena(LAYOUT)
+    for arena in (together, alone):
+        arena.buffer.fill_(math.nan)
+    for seed, parameters in enumerate(windows):
+        arriving = []
+        for parameter in parameters:
+            value = gradient(parameter, seed)
+            shown = {"exact": value, "padded": torch.cat([value, torch.ones(2)]), "empty": value[:0]}
+            arriving.append(shown[lengths[parameter]])
+        together.arrive_all(parameters, arriving)
+        for parameter, value in zip(parameters, arriving, strict=True):
+            alone.arrive(parameter, value)
+    assert together.active.tolist() == alone.active.tolist()
+    assert together.sum_of_squares() == alone.sum_of_squares()
+    for parameter in alone.active.nonzero()[0].tolist():
+        assert torch.equal(together.gradient(parameter), alone.gradient(parameter))
 
 
 def test_reset_ends_the_window_without_touching_memory() -> None:

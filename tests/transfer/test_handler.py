@@ -148,7 +148,7 @@ def test_partitions_of_nothing(tmp_path: Path, shapes: tuple[tuple[int, int, int
     with running(tmp_path, Case(shapes=shapes)) as run:
         plan = run.collect(0)
         for index in range(len(shapes)):
-            run.arena.mark(index)
+            run.arena.arrive(index, torch.empty(0))
         run.handler.begin_step(plan)
         run.handler.wait(slice(0, 1))
         run.handler.commit()

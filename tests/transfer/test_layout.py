@@ -150,5 +150,8 @@ def test_layout_is_arithmetic_only() -> None:
         "dataclasses",
         "functools",
         "itertools",
+        "typing",
+        "numpy",
+        "numpy.typing",
         "lightning_smartinfinity.store.extents",
     }

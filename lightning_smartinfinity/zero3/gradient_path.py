@@ -1,0 +1,111 @@
+"""The way of a gradient from ZeRO-3's hooks into the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.zero3.rank_state import RankState
+from lightning_smartinfinity.zero3.retained_graphs import RetainedGraphs
+
+__all__ = ["GradientPath"]
+
+
+class GradientPath(DeepSpeedZeroOptimizer_Stage3):
+    """ZeRO-3's optimizer whose reduced gradients go into a :class:`GradientArena`.
+
+    Args:
+        rank_state: What the rank holds open.
+        *args: As ``DeepSpeedEngine`` passes them.
+        **kwargs: As ``DeepSpeedEngine`` passes them.
+
+    Attributes:
+        retained: Which parameters stay gathered because autograd will use a graph again.
+    """
+
+    def __init__(self, *args: Any, rank_state: RankState, **kwargs: Any) -> None:
+        self.rank_state = rank_state
+        # Parameter index by ds_id: the subclass fills it when it knows the layout.
+        self._index: dict[int, int] = {}
+        # ds_id of the parameters whose gradient waits in a bucket.
+        self._waiting: set[int] = set()
+        super().__init__(*args, **kwargs)
+        self.retained = RetainedGraphs(self.parameter_offload)
+        self._order_after_bucket_copies()
+
+    @property
+    def arena(self) -> GradientArena:
+        """Where gradients go."""
+        return self.rank_state.arena
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
+        """As the base class, but a parameter may arrive again while it waits, and sparse gradients raise.
+
+        Under reentrant checkpointing a shared weight arrives once per segment. As its ``grad`` is a view of the bucket,
+        autograd has added the later arrivals to the first one already.
+        """
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"Parameter {self.param_names[param]!r} received a sparse gradient, which ZeRO-3 cannot partition.",
+                "Build the module with sparse=False.",
+            )
+        if param.ds_id in self._waiting:
+            if not get_accelerator().resolves_data_dependency():
+                self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
+            return
+        super().reduce_ready_partitions_and_remove_grads(param)
+        if param.grad is not None:
+            self._waiting.add(param.ds_id)
+
+    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
+        """Take the reduced gradient slices into the arena and release the full gradients.
+
+        Whether a slice is the window's first is decided here by arrival: DeepSpeed's micro_step_id is wrong under
+        reentrant checkpointing.
+        """
+        self.arena.arrive_all([self._index[param.ds_id] for param in params_to_release], grad_partitions)
+        records = not get_accelerator().is_synchronized_device()
+        for param in params_to_release:
+            if records and param.grad is not None:
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+        self._waiting.difference_update(param.ds_id for param in params_to_release)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop this window's gradients, those in the arena too."""
+        super().zero_grad(set_to_none)
+        self.arena.reset()
+        # What a backward that was broken off left waiting.
+        for bucket in self.ipg_buckets.values():
+            bucket.params.clear()
+            bucket.elements = 0
+        self._waiting.clear()
+
+    def backward_epilogue(self) -> None:
+        """As the base class, and release what a retained graph kept gathered once no graph is retained."""
+        self.retained.backward_ended()
+        super().backward_epilogue()
+
+    def _order_after_bucket_copies(self) -> None:
+        # With overlap_comm gradients are copied into the bucket on a stream of their own. What autograd adds to such a
+        # gradient later, on its own stream, must come after that copy.
+        accelerator = get_accelerator()
+        if accelerator.resolves_data_dependency() or self.reduce_and_partition_stream == accelerator.default_stream():
+            return
+
+        def ordered(param: Any) -> Any:
+            def wait(gradient: torch.Tensor) -> None:
+                if param.ds_id in self._waiting:
+                    accelerator.current_stream().wait_stream(self.reduce_and_partition_stream)
+
+            return wait
+
+        for group in self.fp16_groups:
+            for param in group:
+                self._grad_acc_hooks.append(param.register_hook(ordered(param)))

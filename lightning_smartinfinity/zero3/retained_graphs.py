@@ -1,0 +1,64 @@
+"""Graphs that autograd will go through again: ``retain_graph`` and ``create_graph``.
+
+ZeRO-3 gathers a module's parameters when backward enters the module, and releases them when it leaves, once. A second
+pass through the same graph, or one through the graph that the first pass made, would find them empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["RetainedGraphs"]
+
+
+class RetainedGraphs:
+    """Keeps parameters gathered from the first backward that retains its graph to the end of the one that does not.
+
+    Args:
+        offload: DeepSpeed's ``DeepSpeedZeRoOffload``, whose module hooks gather and release.
+    """
+
+    def __init__(self, offload: Any) -> None:
+        self._offload = offload
+        self._any = False
+        self._last = True
+        offload.pre_sub_module_backward_function = self._noticing(offload.pre_sub_module_backward_function)
+        for name in ("post_sub_module_backward_function", "post_sub_module_forward_function"):
+            setattr(offload, name, self._unless_retained(getattr(offload, name)))
+
+    def backward_begins(self, *, retain_graph: bool) -> None:
+        """The engine's backward begins."""
+        self._any = self._any or retain_graph
+        self._last = not retain_graph
+
+    def backward_ended(self) -> None:
+        """The engine's backward is over: release what was kept, unless its graph, too, will be used again."""
+        if self._any and self._last:
+            self._any = False
+            self._offload.partition_all_parameters()
+
+    def forget(self) -> None:
+        """The step has released everything."""
+        self._any = False
+
+    def _noticing(self, gather: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noticing(sub_module: Any) -> None:
+            self._any = self._any or _graph_is_retained()
+            gather(sub_module)
+
+        return noticing
+
+    def _unless_retained(self, release: Callable[[Any], None]) -> Callable[[Any], None]:
+        def releasing(sub_module: Any) -> None:
+            if not self._any:
+                release(sub_module)
+
+        return releasing
+
+
+def _graph_is_retained() -> bool:
+    """Whether the backward pass that runs now keeps its graph; autograd says so only from within."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

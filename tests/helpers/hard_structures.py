@@ -1,0 +1,416 @@
+"""Hard modules by what is hard about them: how they use modules, shapes and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.hard_models import WIDTH, HardModule
+
+
+def mean_square(*outputs: torch.Tensor) -> torch.Tensor:
+    """A loss in fp32 whatever the outputs are in."""
+    return sum(((output.float() - 0.5) ** 2).mean() for output in outputs)  # type: ignore[return-value]
+
+
+class Stack(HardModule):
+    """A layer in front and one behind; subclasses put their own between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return mean_square(self.back(self.middle(self.front(x), when)))
+
+
+# ---- modules used several times
+
+
+class Reused(Stack):
+    """One layer, several times in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+class Nested(Stack):
+    """One layer inside two parents and by itself, and its weight used by a function, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Sequential(nn.Sequential(layer, nn.Tanh()), nn.Linear(WIDTH, WIDTH))
+        self.second = nn.ModuleDict({"deep": nn.Sequential(nn.Tanh(), layer)})
+        self.layer = layer
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        x = self.second["deep"](self.first(x))
+        return torch.tanh(functional.linear(self.layer(x), self.layer.weight))
+
+
+class TiedThrice(HardModule):
+    """One weight as embedding, as head and as a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WIDTH, WIDTH)
+        self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mix.weight = self.head.weight = self.tokens.weight
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        hidden = torch.tanh(self.mix(self.tokens(x.argmax(-1))))
+        return functional.cross_entropy(self.head(hidden).float(), x.argmin(-1))
+
+
+# ---- checkpoints
+
+
+class Checkpointed(Stack):
+    """Segments under activation checkpointing that share a weight, used outside of them, too.
+
+    Args:
+        use_reentrant: Which of torch's two implementations.
+        context_fn: Selective checkpointing.
+        outside: Whether the shared layer is used without a checkpoint as well.
+    """
+
+    def __init__(
+        self, *, use_reentrant: bool, context_fn: Callable[[], Any] | None = None, outside: bool = True
+    ) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.outside = outside
+        self.options: dict[str, Any] = {"use_reentrant": use_reentrant}
+        if context_fn is not None:
+            self.options["context_fn"] = context_fn
+
+    def segment(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(torch.tanh(self.own[index](torch.tanh(self.shared(x)))))
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        for index in range(len(self.own)):
+            x = checkpoint(self.segment, index, x, **self.options)
+        return self.shared(x) if self.outside else x
+
+
+# ---- parameters that not every step uses
+
+
+class SometimesUsed(HardModule):
+    """``even`` and ``odd`` take turns, ``late`` starts late, ``never`` is never used, ``once`` by one micro-batch."""
+
+    def __init__(self, *, micro_batches: int = 1) -> None:
+        super().__init__()
+        self.micro_batches = micro_batches
+        for name in ("front", "even", "odd", "late", "never", "once", "back"):
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        step, micro = divmod(when, self.micro_batches)
+        x = self.front(x)
+        x = x + (self.odd if step % 2 else self.even)(x)
+        if step >= 2:
+            x = x + self.late(x)
+        if micro == self.micro_batches - 1 and step == 1:
+            x = x + self.once(x)
+        return mean_square(self.back(x))
+
+
+# ---- shapes and kinds of tensors
+
+
+class Shapes(HardModule):
+    """Tensors of odd sizes, empty ones, and others that were no plain contiguous memory when they were registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.three, self.prime = (nn.Parameter(torch.randn(n)) for n in (1, 3, 131))
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.empty_matrix = nn.Parameter(torch.zeros(0, 5))
+        self.transposed = nn.Parameter(torch.randn(WIDTH, 5).t())
+        self.strided = nn.Parameter(torch.randn(WIDTH, 10)[:, ::2])
+        self.channels_last = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
+        self.view = nn.Parameter(torch.randn(100)[50:58])
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        x = (x * self.view) @ self.transposed.t() + x @ self.strided
+        x = x * self.one + functional.pad(self.three, (0, 2)) + self.prime.view(1, -1)[:, :5] * self.prime.mean()
+        empty = self.empty.sum() + self.empty_matrix.sum()
+        return mean_square(torch.tanh(x), x.mean() * self.channels_last, x.new_zeros(1) + empty)
+
+
+class Layers(HardModule):
+    """torch's own awkward layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WIDTH, WIDTH, padding_idx=2)
+        # No biases before what takes the mean away, nor for keys: their gradient is nothing but rounding noise.
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, bias=False)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
+        self.weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(2 * WIDTH, WIDTH))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.conv, self.batch_norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, bias=False), nn.BatchNorm1d(WIDTH)
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        # A fixed order of eight tokens for every sample, among them the padding.
+        tokens = x.argsort(-1)
+        hidden = self.tokens(tokens)
+        hidden = hidden + self.attention(hidden, hidden, hidden)[0]
+        hidden = self.spectral(self.weight_norm(self.lstm(hidden)[0]))
+        hidden = self.batch_norm(self.conv(hidden.transpose(1, 2)))
+        return mean_square(hidden)
+
+
+class Bias(nn.Module):
+    """Takes no argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self) -> torch.Tensor:
+        return self.bias
+
+
+class Factors(nn.Module):
+    """Takes a keyword only, and returns nothing but a Python float besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([torch.randn(WIDTH) for _ in range(2)])
+        self.named = nn.ParameterDict({"shift": torch.randn(WIDTH)})
+
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        for factor in self.factors:
+            x = x * factor
+        return x + self.named["shift"]
+
+
+class Containers(HardModule):
+    """Parameters in containers, in modules without arguments, and on the LightningModule itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.bias, self.factors = Bias(), Factors()
+        self.layers = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
+        self.offsets = nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(3)])
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        x = (x - self.mean) @ self.scale + self.bias()
+        x = self.factors(x=torch.tanh(x))
+        for layer in self.layers.values():
+            x = torch.tanh(layer(x))
+        return mean_square(x + sum(self.offsets))
+
+
+@dataclass
+class Output:
+    """What a Hugging Face model returns is of this kind."""
+
+    hidden: torch.Tensor
+    extra: dict[str, Any]
+
+
+class Returns(nn.Module):
+    """Two layers behind a nest of outputs.
+
+    Args:
+        kind: Of the nest.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, second = self.first(x), torch.tanh(self.second(x))
+        if self.kind == "dict":
+            return {"a": first, "b": {"c": [second, None, 3]}}
+        if self.kind == "tuple":
+            return first, (second, [None, "text"])
+        if self.kind == "dataclass":
+            return Output(first, {"second": second})
+        return [first, second]
+
+
+class Outputs(Stack):
+    """Modules that return nests of every kind."""
+
+    def __init__(self, kinds: tuple[str, ...] = ("dict", "tuple", "dataclass", "list")) -> None:
+        super().__init__()
+        self.nests = nn.ModuleDict({kind: Returns(kind) for kind in kinds})
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        for kind, nest in self.nests.items():
+            returned = nest(x)
+            if kind == "dict":
+                x = returned["a"] * returned["b"]["c"][0]
+            elif kind == "tuple":
+                x = returned[0] * returned[1][0]
+            elif kind == "dataclass":
+                x = returned.hidden * returned.extra["second"]
+            else:
+                x = returned[0] * returned[1]
+        return x
+
+
+# ---- frozen parts
+
+
+class Adapted(Stack):
+    """A frozen base with small trainable factors beside it, as in LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Teacher(Stack):
+    """A frozen copy, used without gradient in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.teacher.requires_grad_(False)
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        with torch.no_grad():
+            # The student, too, once without and once with gradient.
+            target = torch.tanh(self.teacher(x)) + self.student(x)
+        return self.student(x) - target
+
+
+# ---- unusual backward passes
+
+
+class TwoForwards(Stack):
+    """Two forwards of everything, one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return super().loss(x, when) + 0.3 * super().loss(x.flip(0) * 0.5, when)
+
+
+class Penalty(Stack):
+    """The gradient's norm with respect to the input is part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        loss = super().loss(x, when)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.float().pow(2).sum()
+
+
+class Balanced(Stack):
+    """Two losses, weighed by the slopes that they give the last layer, as in VQGAN: the graph is used three times."""
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return torch.tanh(x)
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        output = self.back(torch.tanh(self.front(x)))
+        first, second = mean_square(output), output.float().abs().mean()
+        (one,) = torch.autograd.grad(first, self.back.weight, retain_graph=True)
+        (two,) = torch.autograd.grad(second, self.back.weight, retain_graph=True)
+        return first + (one.float().norm() / (two.float().norm() + 1e-3)).detach() * second
+
+
+class InputSlope(Stack):
+    """The input is moved along its gradient and passes again, as in adversarial training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        clean = super().loss(x, when)
+        (slope,) = torch.autograd.grad(clean, x, retain_graph=True)
+        return clean + super().loss((x + 0.1 * slope.sign()).detach(), when)
+
+
+class Meta(Stack):
+    """The loss after one step of gradient descent on the middle layer, differentiated through that step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        inner = super().loss(x, when)
+        slopes = torch.autograd.grad(inner, (self.layer.weight, self.layer.bias), create_graph=True)
+        hidden = self.front(x * 0.5)
+        hidden = torch.tanh(self.layer(hidden) - 0.1 * functional.linear(hidden, *slopes))
+        return inner + mean_square(self.back(hidden))
+
+
+class Tiny(HardModule):
+    """Very many tensors of very few elements."""
+
+    def __init__(self, num_parameters: int = 10_000) -> None:
+        super().__init__()
+        self.pieces = nn.ParameterList([torch.randn(1 + i % 7) for i in range(num_parameters)])
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        flat = torch.cat(list(self.pieces))
+        return mean_square(flat * x.mean(), torch.sin(flat))
+
+    def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
+        params = [p for _, p in named]
+        groups = [{"params": params[i::3], "lr": 1e-2 / (i + 1), "weight_decay": 0.1 * i} for i in range(3)]
+        return torch.optim.AdamW(groups, eps=1e-4)
+
+
+class Large(HardModule):
+    """One tensor of many tasklets behind a few small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(7_001, WIDTH))
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return mean_square(torch.tanh((x * self.small) @ self.large.t()))

@@ -1,0 +1,127 @@
+"""Trainings of hard modules by smart_infinity, held against plain torch.
+
+``python -m tests.training.model_runs CASES.json`` runs named cases of :mod:`tests.training.model_cases` in processes of
+their own; rank 0 writes what :class:`Trained` holds of each into its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+from tests.helpers.hard_models import Case, HardModule, Trained, train_plainly
+from tests.helpers.trainers import quiet_trainer
+from tests.training.worker import REPOSITORY, fresh_environment
+
+# Every parameter is gathered and released around its modules, however small: DeepSpeed would keep these all in memory.
+NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
+
+
+class Collect(pl.Callback):
+    """Collects masters and numbers of updates by parameter name when training ends."""
+
+    def __init__(self) -> None:
+        self.masters: dict[str, torch.Tensor] = {}
+        self.steps: dict[str, int] = {}
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizer: Any = trainer.strategy.optimizers[0]
+        counts = dict(zip((piece.name for piece in optimizer.layout.parameters), optimizer.handler.steps, strict=True))
+        for name, param in pl_module.named_parameters():
+            if param.requires_grad:
+                self.masters[name] = optimizer.get_full_hp_param(param).cpu().clone()
+                self.steps[name] = int(counts.get(name, 0))
+
+
+def trainer_for(case: Case, root: Path, *callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
+    """A quiet Trainer with the case's settings."""
+    options = {"loss_scale": 2.0**10} if case.precision.startswith("16") else {}
+    strategy = SmartInfinityStrategy(
+        root / "storage", transfer=TransferConfig(**case.transfer), zero={**NOTHING_PERSISTS, **case.zero}, **options
+    )
+    defaults: dict[str, Any] = {
+        "precision": case.precision,
+        "max_steps": case.steps,
+        "accumulate_grad_batches": case.accumulate,
+        "gradient_clip_val": case.clip,
+    }
+    return quiet_trainer(root, strategy, callbacks=list(callbacks), **{**defaults, **settings})
+
+
+def train_near_storage(
+    case: Case, root: Path, *, module: HardModule | None = None, ckpt_path: str | None = None, **settings: Any
+) -> Trained:
+    """The case by smart_infinity.
+
+    Args:
+        case: What to train.
+        root: Folder for everything.
+        module: Instead of the case's own.
+        ckpt_path: Resume from there.
+        **settings: Of the Trainer, instead of the case's.
+    """
+    module = module if module is not None else case.module()
+    collect = Collect()
+    trainer = trainer_for(case, root, collect, **settings)
+    trainer.fit(module, ckpt_path=ckpt_path)
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    return Trained(module.seen, collect.masters, collect.steps)
+
+
+def assert_trains_like_torch(case: Case, trained: Trained, *, world_size: int = 1) -> None:
+    """Losses, masters and numbers of updates are plain torch's."""
+    expected = train_plainly(case, world_size=world_size)
+    torch.testing.assert_close(
+        torch.tensor(trained.losses), torch.tensor(expected.losses), atol=case.masters / 4, rtol=case.masters / 4
+    )
+    assert trained.masters.keys() == expected.masters.keys()
+    for name, master in expected.masters.items():
+        torch.testing.assert_close(trained.masters[name], master, atol=case.masters, rtol=0, msg=name)
+    # torch counts updates of parameters without elements, too.
+    held = {name for name, master in expected.masters.items() if master.numel()}
+    assert {name: trained.steps[name] for name in held} == {name: expected.steps[name] for name in held}
+    assert all(math.isfinite(loss) for loss in trained.losses) and len(set(trained.losses)) > 1
+
+
+def launch_cases(names: Sequence[str], root: Path, *, devices: int = 2) -> dict[str, Trained]:
+    """Train named cases one after the other in fresh processes."""
+    config = root / "cases.json"
+    config.write_text(json.dumps({"names": list(names), "root": str(root), "devices": devices}))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.model_runs", str(config)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=fresh_environment(),
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return {
+        name: Trained(**torch.load(root / f"case-{number}" / "trained.pt", weights_only=True))
+        for number, name in enumerate(names)
+    }
+
+
+def main() -> None:
+    from tests.training.model_cases import CASES
+
+    config = json.loads(Path(sys.argv[1]).read_text())
+    for number, name in enumerate(config["names"]):
+        folder = Path(config["root"]) / f"case-{number}"
+        module = CASES[name].module()
+        trained = train_near_storage(CASES[name], folder, module=module, devices=config["devices"])
+        if module.global_rank == 0:
+            torch.save(vars(trained), folder / "trained.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Activation checkpointing with weights shared between the segments trains like plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.model_cases import CHECKPOINTS
+from tests.training.model_runs import assert_trains_like_torch, train_near_storage
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_shared_weights_under_checkpoints_train_like_torch(name: str, tmp_path: Path) -> None:
+    """A shared weight's gradient arrives once per segment, before or after its bucket has left: all of it counts, once.
+
+    Stock DeepSpeed keeps the last arrival only, or fails on an assertion if two fall into one bucket.
+    """
+    assert_trains_like_torch(CHECKPOINTS[name], train_near_storage(CHECKPOINTS[name], tmp_path))

@@ -1,0 +1,56 @@
+"""Modules whose structure is hard for ZeRO-3's hooks train like plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_smartinfinity import UnsupportedError
+from tests.helpers.hard_models import WIDTH, Case
+from tests.helpers.hard_structures import Reused
+from tests.training.model_cases import STRUCTURES
+from tests.training.model_runs import assert_trains_like_torch, train_near_storage
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_hard_structures_train_like_torch(name: str, tmp_path: Path) -> None:
+    """Modules used several times, tied, nested, frozen in part, or of tensors of awkward sizes."""
+    assert_trains_like_torch(STRUCTURES[name], train_near_storage(STRUCTURES[name], tmp_path))
+
+
+class Expanded(Reused):
+    """A parameter that was one element, expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.bias = nn.Parameter(torch.full((1,), 0.5).expand(WIDTH))
+
+
+class Copied(Reused):
+    """The same, with memory of its own from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.bias = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+
+def test_an_expanded_parameter_gets_elements_of_its_own(tmp_path: Path) -> None:
+    """Torch's optimizers refuse to update such a parameter in place; here it trains as its copy would."""
+    assert_trains_like_torch(Case(Copied), train_near_storage(Case(Expanded), tmp_path))
+
+
+class TiedByData(Reused):
+    """Two parameters over one memory, which a plain optimizer would update twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back.weight.data = self.front.weight.data
+
+
+def test_parameters_over_the_same_memory_are_refused(tmp_path: Path) -> None:
+    """ZeRO-3 would untie them without a word; the message names both and says how to tie them."""
+    with pytest.raises(UnsupportedError, match=r"'back.weight' and 'front.weight' lie in the same memory"):
+        train_near_storage(Case(TiedByData), tmp_path)
