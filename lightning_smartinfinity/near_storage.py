@@ -240,8 +240,6 @@ class NearStorage:
 
     def _save_engine(self, path: str | Path, client_state: dict[str, Any]) -> None:
         """Save the trained model, its optimizer state and what else is to lie in the same files."""
-        from lightning_smartinfinity.zero3.checkpoint_folder import remove_stale_files
-
         engine = self._training_engine
         self._name_save(client_state)
         engine.save_checkpoint(
@@ -250,8 +248,6 @@ class NearStorage:
             tag="checkpoint",
             exclude_frozen_parameters=self.exclude_frozen_parameters,
         )
-        if engine.global_rank == 0:
-            remove_stale_files(path, engine=engine)
 
     def _load_engine(self, path: str | Path, engine: Any, *, with_optimizer: bool, strict: bool) -> dict[str, Any]:
         """Load into an engine; what the user had saved beside it is returned."""
