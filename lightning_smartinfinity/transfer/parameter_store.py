@@ -144,7 +144,8 @@ class PartTransfers:
         whole = torch.frombuffer(memory.memoryview(), dtype=torch.uint8)
         self._buffers = deque(whole[i * _PART_BYTES : (i + 1) * _PART_BYTES] for i in range(_NUM_PARTS))
         self._in_flight: deque[tuple[int, Callable[[], object]]] = deque()
-        self._has_written = False
+        # Where the parts end that were written since the last synchronize().
+        self._ends: dict[StoredParameter, int] = {}
         self._block = whole[_NUM_PARTS * _PART_BYTES :]
         # The block held back: of what, where it begins, and which of its bytes are in memory.
         self._held: tuple[StoredParameter, int, int, int] | None = None
@@ -156,7 +157,9 @@ class PartTransfers:
         Raises:
             StorageError: This or an earlier transfer failed.
         """
-        self._has_written = True
+        if begin < self._ends.get(stored, 0):
+            self.synchronize()  # writes in flight may overtake each other
+        self._ends[stored] = begin + values.numel()
         while values.numel():
             inside = begin % BLOCK_BYTES
             numel = values.numel()
@@ -176,7 +179,7 @@ class PartTransfers:
         Raises:
             StorageError: This or an earlier transfer failed.
         """
-        if self._has_written:
+        if self._ends:
             self.synchronize()
         while values.numel():
             inside = begin % BLOCK_BYTES
@@ -192,7 +195,7 @@ class PartTransfers:
         Raises:
             StorageError: Something failed; nothing of it is in flight any more.
         """
-        self._has_written = False
+        self._ends.clear()
         try:
             self._write_held()
             while self._in_flight:

@@ -7,6 +7,7 @@ files for ever. The public names here are DeepSpeed's; tests/zero3/test_contract
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.transfer.host_memory import HostMemory
 from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers, StoredParameter
@@ -71,6 +72,7 @@ class ParameterSwapper:
         self._held: dict[int, _Held] = {}
         self._largest_bytes = 0
         self._itemsize = 0
+        self._warned = False
         self.closed = False
 
     # ---- in our own words
@@ -113,7 +115,7 @@ class ParameterSwapper:
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes of partitions in host memory at a time."""
+        """Most bytes of partitions in host memory at a time, unless more are in use at once."""
         numel = self.settings.buffer_numel
         return self.settings.buffer_count * (self._largest_bytes if numel is None else numel * self._itemsize)
 
@@ -255,12 +257,15 @@ class ParameterSwapper:
     def _make_room(self, nbytes: int) -> None:
         if self._held_bytes() + nbytes > self.limit_bytes:
             self.release_prefetched()
-        if self._held_bytes() + nbytes > self.limit_bytes:
-            raise ConfigError(
-                f"zero={{'offload_param': {{'buffer_count': {self.settings.buffer_count}, 'buffer_size': "
-                f"{self.settings.buffer_numel}}}}}: {self.limit_bytes} bytes of buffers are too few to hold {nbytes} "
-                f"bytes beside the {self._held_bytes()} bytes of parameters in use.",
-                "Raise buffer_count or buffer_size, or lower stage3_max_reuse_distance.",
+        needed = self._held_bytes() + nbytes
+        if needed > self.limit_bytes and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{needed} bytes of parameters are in use at once; zero={{'offload_param': {{'buffer_count': "
+                f"{self.settings.buffer_count}, 'buffer_size': {self.settings.buffer_numel}}}}} "
+                f"has {self.limit_bytes}. "
+                "Host memory beyond that is taken: lower stage3_max_reuse_distance, or gather fewer at a time.",
+                stacklevel=2,
             )
         self._memory.limit = self.limit_bytes
 

@@ -1,0 +1,226 @@
+"""Parameters offloaded to host memory or to storage: the same bits as without, and memory that does not grow."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageFullError
+from lightning_smartinfinity.native import testing
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
+from tests.training.test_lives import Evaluated
+from tests.training.worker import Recorder, Run, train
+
+ENOSPC = 28
+# Everything of at least a block goes to storage.
+NVME: dict[str, Any] = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
+SMALL_RING = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
+FULL = Recipe(groups=True, accumulate=2, skip_side_at=(1,), frozen=True, odd=True, max_steps=3)
+
+
+def run_of(root: Path, recipe: Recipe, zero: dict[str, Any] | None, **settings: Any) -> Run:
+    return Run(out=str(root), recipe=recipe, options={"zero": zero} if zero else {}, **settings)
+
+
+def result(run: Run) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, validation losses and masters; nothing is left on storage."""
+    module, trainer, recorder = train(run)
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    assert not list((Path(run.out) / "storage").rglob("*.bin"))
+    return module.losses, module.validated, recorder.masters
+
+
+def assert_same(ours: tuple[Any, Any, dict[str, torch.Tensor]], theirs: tuple[Any, Any, Any]) -> None:
+    assert ours[:2] == theirs[:2]
+    assert ours[2].keys() == theirs[2].keys()
+    for name, master in theirs[2].items():
+        assert torch.equal(ours[2][name], master), name
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a recipe gives with its parameters in memory, each trained once."""
+    known: dict[str, tuple[list[float], list[float], dict[str, torch.Tensor]]] = {}
+
+    def trained(recipe: Recipe) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+        if repr(recipe) not in known:
+            known[repr(recipe)] = result(run_of(tmp_path_factory.mktemp("plain"), recipe, None))
+        return known[repr(recipe)]
+
+    return trained
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"offload_param": {"device": "cpu", "pin_memory": True}},
+        {**NVME, "sub_group_size": 3000},
+        # The first sub-groups stay in memory.
+        {**NVME, "sub_group_size": 3000, "offload_param": {"device": "nvme", "max_in_cpu": 9000}},
+    ],
+    ids=["cpu", "nvme", "partly nvme"],
+)
+def test_every_precision_trains_to_the_same_bits(
+    precision: str, zero: dict[str, Any], plain: Any, tmp_path: Path
+) -> None:
+    """Accumulation, parameter groups, unused and frozen parameters; a ring of two small buffers."""
+    recipe = dataclasses.replace(FULL, precision=precision)
+    assert_same(result(run_of(tmp_path, recipe, zero, transfer=SMALL_RING)), plain(recipe))
+
+
+@pytest.mark.parametrize(
+    ("zero", "settings"),
+    [
+        ({"stage3_prefetch_bucket_size": 0}, {}),
+        ({"stage3_max_reuse_distance": 10**9, "offload_param": {"device": "nvme", "buffer_count": 100}}, {}),
+        ({"stage3_param_persistence_threshold": 2100}, {}),
+        ({"overlap_comm": True, "offload_param": {"device": "nvme", "pin_memory": False}}, {}),
+        ({}, {"transfer": {"durability": "none", "direct_io": "off", "num_buffers": 3}}),
+    ],
+    ids=["no prefetch", "parameters stay gathered", "some persistent", "overlap_comm", "one slot"],
+)
+def test_settings_change_nothing(zero: dict[str, Any], settings: Any, plain: Any, tmp_path: Path) -> None:
+    """However DeepSpeed gathers, keeps and reads ahead, the bits are the same."""
+    recipe = Recipe(precision="bf16-mixed", epoch_batches=2, max_steps=3, validate=True)
+    assert_same(result(run_of(tmp_path, recipe, {**NVME, **zero}, **settings)), plain(recipe))
+
+
+def test_the_default_threshold_keeps_small_parameters_in_memory(plain: Any, tmp_path: Path) -> None:
+    """Without further settings only what DeepSpeed does not keep gathered is on storage; the bits are the same."""
+    recipe = Recipe(precision="bf16-mixed", width=192, depth=1, tied=False, max_steps=2)
+    module, trainer, recorder = train(run_of(tmp_path, recipe, {"offload_param": {"device": "nvme"}}))
+    large = [p.ds_numel for p in module.parameters() if p.ds_numel > 100_000]
+    assert trainer.strategy.parameter_bytes == 2 * sum(large) > 0  # type: ignore[attr-defined]
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    assert_same((module.losses, module.validated, recorder.masters), plain(recipe))
+
+
+@pytest.mark.parametrize(("saved_with", "resumed_with"), [(NVME, NVME), (NVME, None), (None, NVME)])
+def test_resuming(saved_with: Any, resumed_with: Any, plain: Any, tmp_path: Path) -> None:
+    """A checkpoint goes on exactly, whether parameters were, or are, on storage."""
+    recipe = Recipe(precision="bf16-mixed", frozen=True, max_steps=2)
+    first = dataclasses.replace(recipe, max_steps=1)
+    result(run_of(tmp_path / "first", first, saved_with, save_at=(1,)))
+    checkpoint = str(tmp_path / "first" / "step-1.ckpt")
+    losses, _, masters = result(run_of(tmp_path / "second", recipe, resumed_with, resume=checkpoint))
+    whole = plain(recipe)
+    assert_same((losses, [], masters), (whole[0][1:], [], whole[2]))
+
+
+class Configured(LitTiny):
+    """Builds its model in configure_model, and notes how much of it is on storage then."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.model = None  # type: ignore[assignment]
+        self.stored_bytes = -1
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = self.recipe.build_model()
+            self.stored_bytes = self.trainer.strategy.parameter_bytes
+
+
+def test_a_model_built_in_configure_model_goes_to_storage_as_it_is_built(plain: Any, tmp_path: Path) -> None:
+    """Parameters are on storage before the optimizer exists, in the default folder too; the bits are the same."""
+    recipe = Recipe(precision="bf16-mixed", tied=False, max_steps=2)
+    module, recorder = Configured(recipe), Recorder(run_of(tmp_path, recipe, None))
+    trainer = quiet_trainer(tmp_path, SmartInfinityStrategy(zero=NVME), callbacks=[recorder], max_steps=2)
+    trainer.fit(module)
+    stored = sum(-(-2 * p.ds_numel // 4096) * 4096 for p in module.parameters() if p.ds_numel >= 2048)
+    assert module.stored_bytes == trainer.strategy.parameter_bytes == stored
+    assert list((tmp_path / "smart_infinity").rglob("parameters-00000/parameters.bin"))
+    trainer.strategy.close()
+    assert_same((module.losses, [], recorder.masters), plain(recipe))
+
+
+def test_the_life_of_a_model_on_storage(tmp_path: Path) -> None:
+    """Fits, validation, tests and a checkpoint, by the same and by a new strategy; after close() it is gone."""
+    recipe = Recipe(precision="bf16-mixed", max_steps=2)
+    module, other = Evaluated(recipe), Evaluated(recipe)
+    expected, found = [], []
+    for target, zero, results in ((module, NVME, found), (other, None, expected)):
+        root = tmp_path / str(zero is None)
+        first = quiet_trainer(root, SmartInfinityStrategy(root / "s", zero=zero), max_steps=2, limit_val_batches=2)
+        results += first.validate(target, verbose=False)
+        first.fit(target)
+        results += first.validate(target, verbose=False)
+        first.save_checkpoint(root / "saved.ckpt")
+        second = quiet_trainer(root, SmartInfinityStrategy(root / "s", zero=zero), max_steps=2, limit_test_batches=2)
+        second.fit(target)
+        results += second.test(target, verbose=False)
+        fresh = quiet_trainer(root, SmartInfinityStrategy(root / "t", zero=zero), limit_val_batches=2)
+        results += fresh.validate(Evaluated(recipe), ckpt_path=str(root / "saved.ckpt"), verbose=False)
+        fresh.strategy.close()
+        second.strategy.close()
+    assert found == expected
+    assert module.losses == other.losses
+    assert not list(tmp_path.rglob("*.bin"))
+    with pytest.raises(StorageError, match="removed from storage when its strategy was closed"):
+        quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "s", zero=NVME)).test(module, verbose=False)
+
+
+def test_buffers_do_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Host memory that the strategy accounts for is the same for a model of twice as many layers, but for gradients."""
+    held = []
+    for depth in (2, 5):
+        recipe = Recipe(precision="bf16-mixed", depth=depth, max_steps=2)
+        _, trainer, _ = train(run_of(tmp_path / str(depth), recipe, NVME, transfer=SMALL_RING))
+        strategy: Any = trainer.strategy
+        assert not any(flat is not None for flat in trainer.optimizers[0].fp16_partitioned_groups_flat)
+        held.append({**strategy.host_bytes, "gradient_arena": strategy.parameter_bytes})
+        strategy.close()
+    assert held[1].pop("gradient_arena") > 2 * held[0].pop("gradient_arena")
+    assert held[0] == held[1]
+
+
+def test_too_few_buffers_say_so(plain: Any, tmp_path: Path) -> None:
+    """Parameters that are needed at once are held, with one warning, though the settings have less room."""
+    recipe = Recipe(precision="bf16-mixed", max_steps=2)
+    zero = {**NVME, "offload_param": {"device": "nvme", "buffer_count": 1, "buffer_size": 2048}}
+    with pytest.warns(UserWarning, match=r"'buffer_count': 1, 'buffer_size': 2048.*has 4096\.") as seen:
+        assert_same(result(run_of(tmp_path, recipe, zero)), plain(recipe))
+    assert sum("buffer_count" in str(warning.message) for warning in seen) == 1
+
+
+class Faulty(pl.Callback):
+    """Makes transfers of parameters fail from a step on."""
+
+    def __init__(self, **faults: int) -> None:
+        self.faults = faults
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2:
+            testing.inject(trainer.strategy._parameters.store.queue, **self.faults)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("faults", "error"),
+    [
+        ({"fail_read_at": 3}, StorageError),
+        ({"fail_write_at": 1}, StorageError),
+        ({"fail_write_at": 0, "errno": ENOSPC}, StorageFullError),
+    ],
+    ids=["a read", "a write", "a full disk"],
+)
+def test_a_transfer_that_fails(faults: dict[str, int], error: type[StorageError], tmp_path: Path) -> None:
+    """The fit raises, naming the file; the parameters are those of the last committed step, and can be saved."""
+    module = LitTiny(Recipe(precision="bf16-mixed", max_steps=4))
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero=NVME)
+    trainer = quiet_trainer(tmp_path, strategy, callbacks=[Faulty(**faults)], max_steps=4)
+    with pytest.raises(error, match=r"Parameters: (reading|writing) .*parameters\.bin"):
+        trainer.fit(module)
+    optimizer = trainer.strategy.optimizers[0]
+    assert optimizer.handler.generation == 2
+    for param in optimizer.module.parameters():
+        values = param.nvme_swapper.read_partition(param) if param.ds_tensor.numel() == 0 else param.ds_tensor
+        assert torch.equal(values.view(param.ds_shape), optimizer.get_full_hp_param(param).to(torch.bfloat16))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    strategy.close()

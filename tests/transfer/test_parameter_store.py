@@ -1,0 +1,141 @@
+"""Parameters between storage and host memory: every byte in its place, in memory of a fixed size."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import StorageError, StorageFullError
+from lightning_smartinfinity.native.testing import inject
+from lightning_smartinfinity.transfer.host_memory import HostMemory
+from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers
+
+BLOCK = 4096
+# Two of the small buffers and a piece of a block.
+LARGE = (2 << 20) + 5000
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ParameterStore]:
+    store = ParameterStore([tmp_path / "a", tmp_path / "b"], job="default", rank=0, direct_io="auto")
+    yield store
+    store.close()
+
+
+def noise(numel: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_in_any_order(store: ParameterStore, seed: int) -> None:
+    """Random writes and reads of random parts of several parameters equal those of plain tensors."""
+    choose, parts = random.Random(seed), PartTransfers(store)
+    inject(store.queue, seed=seed, max_delay_us=50, short_transfer_every=choose.choice([0, 3]))
+    plain = [noise(numel, seed) for numel in (LARGE, 3 * BLOCK, 2 * BLOCK + 10, 7)]
+    stored = [store.add(tensor.numel()) for tensor in plain]
+    for parameter, tensor in zip(stored, plain, strict=True):
+        parts.put(parameter, 0, tensor)
+    read: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number in range(60):
+        index = choose.randrange(len(plain))
+        whole = plain[index]
+        begin = choose.choice([0, choose.randrange(whole.numel()), choose.randrange(whole.numel()) // BLOCK * BLOCK])
+        end = choose.choice([whole.numel(), choose.randint(begin, min(whole.numel(), begin + 9000))])
+        if choose.random() < 0.6:
+            whole[begin:end] = noise(end - begin, number)
+            source = whole[begin:end].clone()
+            parts.put(stored[index], begin, source)
+            source.zero_()  # it has been taken
+        else:
+            values = torch.empty(end - begin, dtype=torch.uint8)
+            parts.get(stored[index], begin, values)
+            read.append((values, whole[begin:end].clone()))
+        if choose.random() < 0.2:
+            parts.synchronize()
+            assert all(torch.equal(values, expected) for values, expected in read)
+    parts.synchronize()
+    for parameter, tensor in zip(stored, plain, strict=True):
+        values = torch.empty(tensor.numel(), dtype=torch.uint8)
+        parts.get(parameter, 0, values)
+        parts.synchronize()
+        assert torch.equal(values, tensor)
+
+
+def test_consecutive_parts_read_nothing(store: ParameterStore) -> None:
+    """A parameter written from end to end in odd pieces takes no read, and each block is written once."""
+    parts, parameter, values = PartTransfers(store), store.add(LARGE), noise(LARGE, 0)
+    for begin in range(0, LARGE, 77_777):
+        parts.put(parameter, begin, values[begin : begin + 77_777])
+    parts.synchronize()
+    traffic = store.traffic()
+    assert traffic.shared_read_bytes == 0
+    assert traffic.shared_write_bytes == -(-LARGE // BLOCK) * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("faults", "error"),
+    [({"fail_write_at": 1}, StorageError), ({"fail_write_at": 0, "errno": errno.ENOSPC}, StorageFullError)],
+)
+def test_a_write_that_fails(store: ParameterStore, faults: dict[str, int], error: type[StorageError]) -> None:
+    """It raises, naming the file; nothing stays in flight, and the same write works afterwards."""
+    parts, parameter, values = PartTransfers(store), store.add(LARGE), noise(LARGE, 0)
+    inject(store.queue, **faults)
+    parts.put(parameter, 0, values)
+    with pytest.raises(error, match=r"Parameters: writing .*parameters\.bin"):
+        parts.synchronize()
+    parts.synchronize()
+    parts.put(parameter, 0, values)
+    parts.synchronize()
+    found = torch.empty(LARGE, dtype=torch.uint8)
+    parts.get(parameter, 0, found)
+    parts.synchronize()
+    assert torch.equal(found, values)
+
+
+def test_a_read_that_fails(store: ParameterStore) -> None:
+    """It raises when it is waited for."""
+    parts, parameter = PartTransfers(store), store.add(BLOCK)
+    inject(store.queue, fail_read_at=0)
+    parts.get(parameter, 0, torch.empty(BLOCK, dtype=torch.uint8))
+    with pytest.raises(StorageError, match=r"Parameters: reading .*parameters\.bin"):
+        parts.synchronize()
+
+
+def test_a_parameter_nobody_refers_to_gives_its_place_back(store: ParameterStore) -> None:
+    """The next one of its size lies there."""
+    parameter = store.add(3 * BLOCK)
+    place = parameter.place
+    del parameter
+    assert store.storage_bytes == 0
+    assert store.add(3 * BLOCK).place == place
+
+
+def test_memory_in_use_is_never_handed_out_again() -> None:
+    """A view that outlives its tensor keeps the buffer; with the last of them it returns, and is used again."""
+    memory = HostMemory()
+    memory.limit = 4 * BLOCK
+    first = memory.take(BLOCK - 1)
+    assert first.numel() == BLOCK and first.data_ptr() % BLOCK == 0
+    address, view = first.data_ptr(), first.view(torch.bfloat16)[5:9]
+    del first
+    gc.collect()
+    assert memory.take(BLOCK).data_ptr() != address
+    del view
+    assert memory.take(BLOCK).data_ptr() == address
+
+
+def test_idle_memory_stays_within_the_limit() -> None:
+    """Buffers of sizes that are no longer asked for make room for those that are."""
+    memory = HostMemory()
+    memory.limit = 10 * BLOCK
+    for blocks in (1, 2, 3, 4, 5, 6):
+        memory.take(blocks * BLOCK)
+        assert memory.nbytes <= memory.limit
+    held = [memory.take(6 * BLOCK), memory.take(4 * BLOCK)]
+    assert memory.nbytes == sum(tensor.numel() for tensor in held)
