@@ -213,7 +213,14 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             check_same_save,
             reading_checkpoint,
         )
+        from lightning_smartinfinity.zero3.universal import load_universal
+        from lightning_smartinfinity.zero3.universal_folder import is_universal
 
+        assert self.lightning_module is not None
+        if is_universal(checkpoint_path):
+            client_state = load_universal(self.model, checkpoint_path, strict=self.lightning_module.strict_loading)
+            self._take_random_state(client_state)
+            return client_state
         check_checkpoint(checkpoint_path, engine=self.model)
         with reading_checkpoint(checkpoint_path):
             client_state = super().load_checkpoint(checkpoint_path, weights_only)

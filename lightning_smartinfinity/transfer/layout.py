@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -155,9 +155,24 @@ class PartitionLayout:
         numel = self.extents.tasklet_numel
         return range(begin // numel, -(-end // numel))
 
+    def parameters_between(self, begin: int, end: int) -> Sequence[ParameterSlice]:
+        """The slices that hold elements ``[begin, end)`` of the flat partition, in partition order."""
+        if begin >= end:
+            return ()
+        first = bisect_right(self._parameter_ends, begin)
+        return self.parameters[first : bisect_left(self._parameter_offsets, end)]
+
     def sub_group_at(self, offset: int) -> SubGroupSlice:
         """The sub-group that holds element ``offset`` of the flat partition."""
         return self.sub_groups[bisect_right(self._sub_group_offsets, offset) - 1]
+
+    @cached_property
+    def _parameter_offsets(self) -> list[int]:
+        return [parameter.offset for parameter in self.parameters]
+
+    @cached_property
+    def _parameter_ends(self) -> list[int]:
+        return [parameter.offset + parameter.numel for parameter in self.parameters]
 
     @cached_property
     def _sub_group_offsets(self) -> list[int]:

@@ -110,8 +110,14 @@ def _check_world_size(folder: Path, files: list[Path]) -> None:
     if len(files) != world_size:
         raise CheckpointError(
             f"{folder} was saved by {len(files)} processes, this run has {world_size}.",
-            f"Run on {len(files)} processes.",
+            f"Run on {len(files)} processes, or convert it by `{_conversion_command(folder)}` and pass the folder that "
+            "this writes.",
         )
+
+
+def _conversion_command(folder: Path) -> str:
+    converted = folder.parent.with_name(folder.parent.name + ".universal")
+    return f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder {converted}"
 
 
 def _check_own_share(folder: Path) -> None:

@@ -1,0 +1,256 @@
+"""Resuming from a universal checkpoint: on any number of processes, whatever the partition was cut into before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
+
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
+from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, reading_checkpoint
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.partition import write_range
+from lightning_smartinfinity.zero3.universal_folder import MASTER_FILE, UniversalFolder
+
+__all__ = ["load_universal"]
+
+# What DeepSpeed's own load_checkpoint keeps from its caller; the fragments are large.
+_NOT_CLIENT_STATE = {
+    "module",
+    "optimizer",
+    "lr_scheduler",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+    FROZEN_PARAM_FRAGMENTS,
+}
+
+
+def load_universal(engine: Any, path: str | Path, *, strict: bool) -> dict[str, Any]:
+    """Load a universal checkpoint into an engine: all of it for training, the weights for anything else.
+
+    Collective: if one rank finds a fault, every rank raises, before anything has been changed.
+
+    Args:
+        engine: A DeepSpeed engine of ZeRO-3.
+        path: The folder that ``ds_to_universal`` wrote.
+        strict: Whether buffers, and outside of training parameters, have to match exactly.
+
+    Returns:
+        What Lightning saved beside it.
+
+    Raises:
+        CheckpointError: The checkpoint belongs to another model, optimizer or precision, or is damaged.
+    """
+    folder = UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
+    if getattr(engine.optimizer, "handler", None) is None:
+        _load_weights(engine, folder, strict=strict)
+    else:
+        _load_training(engine, folder, strict=strict)
+    states = folder.model_states
+    return {key: value for key, value in states.items() if key not in _NOT_CLIENT_STATE}
+
+
+def _load_training(engine: Any, folder: UniversalFolder, *, strict: bool) -> None:
+    optimizer = engine.optimizer
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        with raising_together(optimizer.dp_process_group), reading_checkpoint(folder.path):
+            yield
+
+    with together():
+        _check_model(engine, folder)
+        _check_optimizer(optimizer, folder)
+        saved_steps = folder.steps
+        steps = np.array([saved_steps[piece.name] for piece in optimizer.layout.parameters], dtype=np.int64)
+        _check_files(optimizer, folder)
+        frozen = _frozen_slices(engine, folder)
+    optimizer.checkpoint_event_prologue()
+    optimizer.handler.replace(_filler(optimizer, folder), steps=steps, together=together)
+    checkpoint = {"module": folder.model_states["module"], FROZEN_PARAM_FRAGMENTS: frozen}
+    engine.load_module_state_dict(checkpoint=checkpoint, strict=strict)
+    optimizer.checkpoint_event_epilogue()
+    _restore_optimizer(optimizer, folder)
+    _restore_counters(engine, folder.model_states)
+
+
+def _load_weights(engine: Any, folder: UniversalFolder, *, strict: bool) -> None:
+    with raising_together(), reading_checkpoint(folder.path):
+        states = folder.model_states
+        weights = {name: states["module"][name] for name in states["buffer_names"]}
+        for name, shape in folder.shapes.items():
+            weights[name] = folder.tensor(name, MASTER_FILE, numel=shape.numel()).view(shape)
+        for name, shape in (folder.frozen_shapes() or {}).items():
+            weights[name] = folder.frozen(name, 0, shape.numel()).view(shape)
+        weights |= {alias: weights[name] for alias, name in folder.shared.items() if name in weights}
+        if strict:
+            _check_names(_whole_shapes(engine.module), weights, folder)
+    engine.load_module_state_dict(checkpoint={"module": weights}, strict=strict, fetch_z3_params=True)
+
+
+def _whole_shapes(module: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: getattr(t, "ds_shape", t.shape) for name, t in module.state_dict(keep_vars=True).items()}
+
+
+# ---- filling this rank's partition
+
+
+def _filler(optimizer: Any, folder: UniversalFolder) -> Callable[[Window], None]:
+    layout: PartitionLayout = optimizer.layout
+    rank = dist.get_rank(optimizer.dp_process_group)
+    shapes = folder.shapes
+    files = (MASTER_FILE, *optimizer.rule.arrays[1:])
+    opened: dict[tuple[str, str], torch.Tensor] = {}
+
+    def array_of(piece: ParameterSlice, file: str) -> torch.Tensor:
+        key = (piece.name, file)
+        if key not in opened:
+            # Windows come in partition order: only the last parameter of one is asked for again.
+            for other in [other for other in opened if other[0] != piece.name]:
+                del opened[other]
+            opened[key] = folder.tensor(*key, numel=shapes[piece.name].numel())
+        return opened[key]
+
+    def fill(window: Window) -> None:
+        for array in window.arrays:
+            array.fill(0)
+        for piece, begin, end in _pieces_in(layout, window):
+            target = slice(begin - window.begin, end - window.begin)
+            first = rank * piece.numel + begin - piece.offset
+            for file, array in zip(files, window.arrays, strict=True):
+                array[target] = array_of(piece, file)[first : first + end - begin].numpy()
+        write_range(optimizer, layout, window.begin, torch.from_numpy(window.arrays[0]))
+
+    return fill
+
+
+def _pieces_in(layout: PartitionLayout, window: Window) -> list[tuple[ParameterSlice, int, int]]:
+    """The parameters of a window, each with the elements ``[begin, end)`` of it that are there; no padding."""
+    pieces = [
+        (piece, max(window.begin, piece.offset), min(window.end, piece.offset + piece.real_numel))
+        for piece in layout.parameters_between(window.begin, window.end)
+    ]
+    return [(piece, begin, end) for piece, begin, end in pieces if begin < end]
+
+
+def _frozen_slices(engine: Any, folder: UniversalFolder) -> dict[str, torch.Tensor] | None:
+    """This rank's slice of every frozen parameter, padded as ZeRO-3 pads it."""
+    saved = folder.frozen_shapes()
+    if saved is None:
+        return None
+    rank, slices = dist.get_rank(), {}
+    for param in engine.module.parameters():
+        name = engine.param_names[param]
+        if name in saved:
+            numel = param.partition_numel()
+            begin, end = (min(edge * numel, param.ds_numel) for edge in (rank, rank + 1))
+            values = folder.frozen(name, begin, end)
+            slices[name] = torch.nn.functional.pad(values, (0, numel - len(values)))
+    return slices
+
+
+def _restore_optimizer(optimizer: Any, folder: UniversalFolder) -> None:
+    states = folder.optimizer_states
+    for group, saved in zip(optimizer.optimizer.param_groups, folder.param_groups, strict=True):
+        # Stock DeepSpeed's own optimizers have settings that torch's lack.
+        group.update({key: value for key, value in saved.items() if key in group and key != "params"})
+    optimizer.loss_scaler = states[LOSS_SCALER]
+    optimizer.dynamic_loss_scale = states["dynamic_loss_scale"]
+    optimizer.overflow = states["overflow"]
+
+
+def _restore_counters(engine: Any, states: Mapping[str, Any]) -> None:
+    engine.global_steps = states["global_steps"]
+    engine.global_samples = states.get("global_samples", engine.global_steps * engine.train_batch_size())
+    engine.skipped_steps = states["skipped_steps"]
+
+
+# ---- whether it fits
+
+
+def _check_model(engine: Any, folder: UniversalFolder) -> None:
+    present = {name: shape for of_group in engine._get_zero_param_shapes() for name, shape in of_group.items()}
+    _check_names(present, folder.shapes, folder)
+    saved = folder.frozen_shapes()
+    if saved is not None:
+        _check_names(engine._get_zero_frozen_param_attributes(engine._get_param_shape_func), saved, folder)
+
+
+def _check_names(present: Mapping[str, Any], saved: Mapping[str, Any], folder: UniversalFolder) -> None:
+    difference = next(
+        (
+            f"{name!r} is {_shape(saved, name)} there and {_shape(present, name)} here"
+            for name in sorted(present.keys() | saved.keys())
+            if _shape(saved, name) != _shape(present, name)
+        ),
+        None,
+    )
+    if difference is not None:
+        raise CheckpointError(
+            f"The parameters of {folder.path} differ from the model's: {difference}.",
+            "Build the model as it was when the checkpoint was saved, with the same parameters frozen.",
+        )
+
+
+def _shape(shapes: Mapping[str, Any], name: str) -> str:
+    if name not in shapes:
+        return "missing"
+    return f"of shape {tuple(getattr(shapes[name], 'shape', shapes[name]))}"
+
+
+def _check_optimizer(optimizer: Any, folder: UniversalFolder) -> None:
+    extra, dtype = folder.extra, _saved_dtype(folder)
+    if extra is not None and extra["optimizer"] != optimizer.rule.name:
+        raise CheckpointError(
+            f"{folder.path} was saved with {extra['optimizer']}, the model is configured with {optimizer.rule.name}.",
+            "Return the same optimizer from configure_optimizers.",
+        )
+    if dtype != str(optimizer.dtype):
+        raise CheckpointError(
+            f"The parameters of {folder.path} are {dtype}, this run's are {optimizer.dtype}.",
+            "Use the precision that it was saved with.",
+        )
+    if extra is not None and folder.model_states.get(SAVE_ID) != extra["save_id"]:
+        raise CheckpointError(
+            f"The files of {folder.path} come from different saves.", "Convert one checkpoint into a new folder."
+        )
+    groups = [{optimizer.param_names[param] for param in group} for group in _params_of_groups(optimizer)]
+    if [set(group["params"]) for group in folder.param_groups] != groups:
+        raise CheckpointError(
+            f"The optimizer of {folder.path} has other parameter groups than this one.",
+            "Return the same parameter groups from configure_optimizers.",
+        )
+
+
+def _saved_dtype(folder: UniversalFolder) -> str:
+    if folder.extra is not None:
+        return str(folder.extra["dtype"])
+    config = folder.model_states["ds_config"]
+    enabled = [section for section in ("fp16", "bf16") if config.get(section, {}).get("enabled")]
+    return {"fp16": "torch.float16", "bf16": "torch.bfloat16"}[enabled[0]] if enabled else "torch.float32"
+
+
+def _params_of_groups(optimizer: Any) -> list[list[Any]]:
+    groups: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
+    for sub_group, params in enumerate(optimizer.fp16_groups):
+        groups[optimizer.sub_group_to_group_id[sub_group]] += params
+    return groups
+
+
+def _check_files(optimizer: Any, folder: UniversalFolder) -> None:
+    shapes = folder.shapes
+    for piece in optimizer.layout.parameters:
+        for file in (MASTER_FILE, *optimizer.rule.arrays[1:]):
+            folder.tensor(piece.name, file, numel=shapes[piece.name].numel())

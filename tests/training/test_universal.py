@@ -1,0 +1,240 @@
+"""Universal checkpoints, made by DeepSpeed's own ``ds_to_universal``, resume on any number of processes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from lightning_smartinfinity import CheckpointError
+from lightning_smartinfinity.zero3 import prepare_environment
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
+from tests.training.worker import Run, fresh_environment, launch, train
+
+RECIPE = Recipe(
+    precision="16-mixed",
+    groups=True,
+    frozen=True,
+    odd=True,
+    scheduler="step",
+    clip=0.5,
+    skip_side_at=(1, 2, 4),
+    max_steps=6,
+)
+OPTIONS = {"initial_scale_power": 22, "hysteresis": 1}
+
+
+def convert(checkpoint: str | Path) -> Path:
+    """Run the converter in this process, without processes of its own."""
+    folder = Path(checkpoint).with_suffix(".universal")
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(Path(checkpoint) / "checkpoint"),
+            output_folder=str(folder),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
+    )
+    return folder
+
+
+def convert_as_told(checkpoint: Path, out: Path) -> Path:
+    """Resume on one process, and run the command that the error names."""
+    with pytest.raises(CheckpointError, match="processes, this run has 1") as caught:
+        train(Run(out=str(out), recipe=RECIPE, options=OPTIONS, resume=str(checkpoint)))
+    told = re.search(r"`python (.*)`", caught.value.remedy)
+    assert told is not None
+    command = shlex.split(told.group(1))
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=fresh_environment())
+    assert done.returncode == 0, done.stderr
+    return Path(command[-1])
+
+
+def tensors(universal: Path) -> dict[str, torch.Tensor]:
+    """Every whole tensor of a universal checkpoint, by parameter and array."""
+    files = sorted((universal / "zero").glob("*/*.pt"))
+    return {f"{file.parent.name}/{file.stem}": torch.load(file, weights_only=True) for file in files}
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    first, second = tensors(a), tensors(b)
+    assert first.keys() == second.keys()
+    for name, values in first.items():
+        assert torch.equal(values, second[name]), name
+
+
+def test_state_survives_other_numbers_of_processes_to_the_bit(tmp_path: Path) -> None:
+    """One process, then three, two, and one again, each with another cut and ring: as if never stopped.
+
+    The run has groups, a scheduler, a parameter unused for some steps, a frozen one, ones smaller than the number of
+    ranks, and a loss scale that skips the first steps.
+    """
+    straight_run = Run(out=str(tmp_path / "1"), recipe=RECIPE, options=OPTIONS, save_at=(3,))
+    straight, _, straight_recorder = train(straight_run)
+    assert straight_recorder.skipped, "no step overflowed"
+    universal = [convert(tmp_path / "1" / "step-3.ckpt")]
+    for devices, sub_group_size in ((3, 3000), (2, 10**9)):
+        saved = tmp_path / f"from-{devices}.ckpt"
+        passing = Run(
+            out=str(tmp_path / str(devices)),
+            recipe=dataclasses.replace(RECIPE, max_steps=3),
+            devices=devices,
+            resume=str(universal[-1]),
+            save_after_fit=str(saved),
+            transfer={"tasklet_bytes": 64 * 1024, "num_buffers": 3},
+            options={**OPTIONS, "zero": {"sub_group_size": sub_group_size}},
+        )
+        (outcome,) = launch(passing)
+        assert outcome.output.count("random states are not restored") == 1
+        universal.append(convert_as_told(saved, tmp_path / f"refused-{devices}"))
+        assert_same_tensors(universal[0], universal[-1])
+    back, _, back_recorder = train(
+        dataclasses.replace(straight_run, out=str(tmp_path / "back"), save_at=(), resume=str(universal[-1]))
+    )
+    assert back.losses == straight.losses[3:]
+    for key in ("steps", "loss_scale", "lr"):
+        assert back_recorder.extra[key] == straight_recorder.extra[key], key
+    for name, master in straight_recorder.masters.items():
+        assert torch.equal(back_recorder.masters[name], master), name
+
+
+TINY = Recipe(groups=True, frozen=True, max_steps=2)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A universal checkpoint of one process."""
+    folder = tmp_path_factory.mktemp("tiny")
+    train(Run(out=str(folder), recipe=TINY, save_after_fit=str(folder / "tiny.ckpt")))
+    return convert(folder / "tiny.ckpt")
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def shorten(file: Path) -> None:
+    torch.save(torch.load(file)[:-1].clone(), file)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a moment is missing": (lambda u: (u / "zero/model.norm.bias/exp_avg.pt").unlink(), r"norm\.bias/exp_avg\.pt"),
+    "a moment is cut short": (lambda u: cut_short(u / "zero/model.norm.bias/exp_avg_sq.pt"), "is damaged"),
+    "a master has too few elements": (lambda u: shorten(u / "zero/model.norm.bias/fp32.pt"), "does not hold 32 elem"),
+    "it was not converted to the end": (lambda u: (u / "zero/optimizer_state.pt").unlink(), r"optimizer_state\.pt"),
+    "it has no model states": (lambda u: (u / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink(), "model_states"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(name: str, tiny: Path, tmp_path: Path) -> None:
+    """The message names the file; masters and parameters are the model's own."""
+    damage, named = DAMAGES[name]
+    folder = shutil.copytree(tiny, tmp_path / "copy")
+    damage(folder)
+    trainer = quiet_trainer(tmp_path, precision="32-true", max_steps=4)
+    module = LitTiny(TINY)
+    with pytest.raises(CheckpointError, match=named) as caught:
+        trainer.fit(module, ckpt_path=folder)
+    assert caught.value.remedy
+    optimizer = trainer.strategy.model.optimizer
+    assert optimizer.handler.generation == 0
+    expected = dict(TINY.build_model().named_parameters())
+    for param_name, param in module.model.named_parameters():
+        if param.requires_grad:
+            assert torch.equal(optimizer.get_full_hp_param(param), expected[param_name].detach()), param_name
+            assert torch.equal(param.ds_tensor, expected[param_name].detach().flatten()), param_name
+
+
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "another optimizer": ({"optimizer": "Adam"}, "saved with AdamW, the model is configured with Adam"),
+    "other parameter groups": ({"groups": False}, "other parameter groups"),
+    "a parameter more": ({"depth": 3}, "blocks.2.down.bias' is missing there"),
+    "a parameter less": ({"depth": 1}, "blocks.1.down.bias' is of shape .* there and missing here"),
+    "another shape": ({"width": 16}, "is of shape .* there and of shape .* here"),
+    "a frozen parameter": ({"frozen": False}, "positions.weight' is missing there"),
+    "another precision": ({"precision": "bf16-true"}, "torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_universal_checkpoints_that_do_not_fit_are_refused(name: str, tiny: Path, tmp_path: Path) -> None:
+    """The message names the first difference."""
+    changes, named = MISFITS[name]
+    with pytest.raises(CheckpointError, match=named) as caught:
+        train(Run(out=str(tmp_path), recipe=dataclasses.replace(TINY, max_steps=4, **changes), resume=str(tiny)))
+    assert caught.value.remedy
+
+
+def test_validation_of_a_universal_checkpoint_uses_its_weights(tiny: Path, tmp_path: Path) -> None:
+    """In a fresh Trainer, tied and frozen weights too: the metric of the ordinary checkpoint."""
+    recipe = dataclasses.replace(TINY, validate=True)
+    metrics = [
+        quiet_trainer(tmp_path / name, precision="32-true").validate(LitTiny(recipe), ckpt_path=path, verbose=False)
+        for name, path in (("a", tiny), ("b", tiny.with_suffix(".ckpt")))
+    ]
+    assert metrics[0] == metrics[1]
+    fresh = quiet_trainer(tmp_path / "c", precision="32-true").validate(LitTiny(recipe), verbose=False)
+    assert metrics[0] != fresh
+
+
+class StockOnCpu(DeepSpeedStrategy):
+    """Lightning's strategy as it is, but for what keeps it from starting on a CPU."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", self.local_rank)
+
+    def setup_environment(self) -> None:
+        prepare_environment("cpu", local_world_size=1)
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+
+def test_stock_checkpoint_resumes_through_a_universal_one(tmp_path: Path) -> None:
+    """Masters, moments and step counts are stock's; losses go on where stock's left off."""
+    recipe = Recipe(precision="bf16-mixed", scheduler="step", frozen=True, max_steps=5)
+    stock = StockOnCpu(stage=3, sub_group_size=4000, reduce_bucket_size=4000, zero_allow_untested_optimizer=True)
+    stock.config["gradient_clipping"] = 0.0
+    straight = LitTiny(recipe)
+    saving = SaveAtStep(3, tmp_path / "stock.ckpt")
+    quiet_trainer(tmp_path, stock, max_steps=recipe.max_steps, callbacks=[saving]).fit(straight)
+    universal = convert(tmp_path / "stock.ckpt")
+    stop = dataclasses.replace(recipe, max_steps=3)
+    train(Run(out=str(tmp_path / "a"), recipe=stop, resume=str(universal), save_after_fit=str(tmp_path / "ours.ckpt")))
+    assert_same_tensors(universal, convert(tmp_path / "ours.ckpt"))
+    module, trainer, recorder = train(Run(out=str(tmp_path / "b"), recipe=recipe, resume=str(universal)))
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(straight.losses[3:]), atol=2e-3, rtol=0)
+    assert set(recorder.extra["steps"]) == {5}
+    assert trainer.global_step == 5
+
+
+class SaveAtStep(pl.Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
