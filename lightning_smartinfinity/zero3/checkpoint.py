@@ -32,12 +32,14 @@ from lightning_smartinfinity.zero3.partition import read_range, write_range
 from lightning_smartinfinity.zero3.stock_checkpoint import describe_stock
 from lightning_smartinfinity.zero3.tensor_file import TensorFile, TensorStream, room_for
 
-__all__ = ["FILE", "is_described", "load_state_dict", "refresh_masters", "state_dict", "write_arrays"]
+__all__ = ["EXTRA_KEY", "FILE", "is_described", "load_state_dict", "refresh_masters", "state_dict", "write_arrays"]
 
 FILE = "smart_infinity_file"
 """Key of the path that a state was read from."""
 
-_KEY = "smart_infinity"
+EXTRA_KEY = "smart_infinity"
+"""Key of what DeepSpeed's own format has no word for."""
+
 _VERSION = 1
 
 
@@ -65,7 +67,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
             "param_groups": _groups_with_sub_groups(optimizer),
         },
         FP32_FLAT_GROUPS: [room_for(sub_group.numel) for sub_group in layout.sub_groups],
-        _KEY: {
+        EXTRA_KEY: {
             "version": _VERSION,
             "optimizer": optimizer.rule.name,
             "dtype": str(optimizer.dtype),
@@ -78,7 +80,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
 
 def is_described(state: Any) -> bool:
     """Whether this came from :func:`state_dict`."""
-    return isinstance(state, Mapping) and _KEY in state
+    return isinstance(state, Mapping) and EXTRA_KEY in state
 
 
 def write_arrays(optimizer: Any, file: TensorFile) -> None:
@@ -190,7 +192,7 @@ def _restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _checked(optimizer: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    extra = state_dict.get(_KEY)
+    extra = state_dict.get(EXTRA_KEY)
     if extra is None:
         return describe_stock(optimizer, state_dict)
     if extra["version"] != _VERSION:

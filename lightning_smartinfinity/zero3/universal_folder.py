@@ -26,7 +26,7 @@ from deepspeed.checkpoint.constants import (
 )
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoint import _KEY as EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoint import EXTRA_KEY
 from lightning_smartinfinity.zero3.collectives import gather
 
 __all__ = ["MASTER_FILE", "UniversalFolder", "is_universal"]
