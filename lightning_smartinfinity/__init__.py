@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.errors import (
         CheckpointError,
         ConfigError,
+        CudaError,
         SmartInfinityError,
         StorageCorruptError,
         StorageError,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "CudaError",
     "SmartInfinityError",
     "SmartInfinityFabricStrategy",
     "SmartInfinityPrecision",
@@ -50,6 +52,7 @@ __all__ = [
 _HOMES = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
+    "CudaError": "errors",
     "SmartInfinityError": "errors",
     "SmartInfinityFabricStrategy": "fabric",
     "SmartInfinityPrecision": "precision",

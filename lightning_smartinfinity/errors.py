@@ -9,6 +9,7 @@
     │   ├── StorageFullError                   too little free space, or the disk ran full
     │   ├── StorageLockedError                 another job owns the folder
     │   └── StorageCorruptError                a checksum, a foreign extent, a newer format
+    ├── CudaError              (RuntimeError)  the CUDA driver refused a call, or a copy failed
     └── CheckpointError        (RuntimeError)  a checkpoint does not fit this model or is damaged
 
 Every message says what failed, with the value at fault, and what to do about it.
@@ -19,6 +20,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "CudaError",
     "SmartInfinityError",
     "StorageCorruptError",
     "StorageError",
@@ -68,6 +70,12 @@ class StorageLockedError(StorageError):
 
 class StorageCorruptError(StorageError):
     """A checksum mismatch, a foreign extent or a newer format."""
+
+
+class CudaError(SmartInfinityError, RuntimeError):
+    """The CUDA driver refused a call, or a copy from or to a device failed."""
+
+    REMEDY = "Check the device with nvidia-smi and the kernel log; if its memory was lost, resume from a checkpoint."
 
 
 class CheckpointError(SmartInfinityError, RuntimeError):

@@ -57,7 +57,7 @@ class StorageDevice(ABC):
     @property
     @abstractmethod
     def ring_bytes(self) -> int:
-        """Memory of the open device's buffers."""
+        """Host memory of the open device's buffers, and of what parameters on a CUDA device travel through."""
 
     @abstractmethod
     def submit(self, batch: native.Batch) -> None:
@@ -69,6 +69,7 @@ class StorageDevice(ABC):
 
         Raises:
             StorageError: The batch failed. :meth:`drain` must still be called.
+            CudaError: The same, copying parameters from or to a CUDA device.
         """
 
     @abstractmethod

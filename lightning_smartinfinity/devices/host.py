@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
-from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
+from lightning_smartinfinity.errors import ConfigError, CudaError, SmartInfinityError, StorageCorruptError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.faults import failure_error, storage_errors
 
@@ -45,6 +45,7 @@ class HostDevice(StorageDevice):
         self._io_threads = io_threads
         self._compute_threads = compute_threads
         self._pipeline: native.Pipeline | None = None
+        self._path = ""
 
     @property
     def pipeline(self) -> native.Pipeline:
@@ -59,6 +60,7 @@ class HostDevice(StorageDevice):
     def open(self, *, files: Sequence[native.StateFile], identity: native.Identity, buffer_bytes: int) -> None:
         assert self._pipeline is None, "the device is open"
         with storage_errors("Allocating buffers for", files[0].path):
+            self._path = files[0].path
             self._pipeline = native.Pipeline(
                 files=list(files),
                 identity=identity,
@@ -69,7 +71,9 @@ class HostDevice(StorageDevice):
             )
 
     def submit(self, batch: native.Batch) -> None:
-        self.pipeline.submit(batch)
+        # The first batch with parameters on a CUDA device makes the slots that they travel through.
+        with storage_errors("Allocating buffers for", self._path):
+            self.pipeline.submit(batch)
 
     def wait(self, first: int = 0, last: int | None = None) -> None:
         _raise_failure(self.pipeline.wait(first, last))
@@ -103,7 +107,10 @@ def _raise_failure(failure: native.Failure | None) -> None:
         raise _error_of(failure)
 
 
-def _error_of(failure: native.Failure) -> StorageError:
+def _error_of(failure: native.Failure) -> SmartInfinityError:
     if failure.kind in ("io", "short"):
         return failure_error(failure, what="Optimizer state")
-    return StorageCorruptError(f"Optimizer state: {failure.message}.", _CORRUPT_REMEDIES[failure.kind])
+    problem = f"Optimizer state: {failure.message}."
+    if failure.kind == "cuda":
+        return CudaError(problem, CudaError.REMEDY)
+    return StorageCorruptError(problem, _CORRUPT_REMEDIES[failure.kind])

@@ -40,6 +40,65 @@ def crc32c(address: int, nbytes: int, value: int = 0) -> int:
 def sum_of_squares(address: int, numel: int, dtype: DType) -> float:
     """In double precision and a fixed order: the same bits on every instruction set. Finite iff every element is."""
 
+class CudaDevice:
+    """
+    A CUDA device through its primary context and the driver's library, opened at run time.
+
+    Copies run in a stream's order; their memory stays until they have completed. Streams are
+    handles as torch's `cuda_stream`, 0 is the default stream. Not usable in a forked child.
+
+    Raises:
+        CudaError: No driver, no such device, or any call that fails.
+    """
+
+    def __init__(self, index: int) -> None: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def registration_failure(self) -> str:
+        """Why host memory could not be registered; empty if it always could."""
+
+    def copy_to_host(self, *, host: int, device: int, nbytes: int, stream: int) -> None:
+        """Start a copy."""
+
+    def copy_to_device(self, *, device: int, host: int, nbytes: int, stream: int) -> None:
+        """Start a copy."""
+
+class CudaEvent:
+    """
+    A point in a stream's order; recorded again, it is another one.
+
+    Raises:
+        CudaError: A call failed, or the work before the point did.
+    """
+
+    def __init__(self, device: CudaDevice) -> None: ...
+    def record(self, stream: int) -> None:
+        """Make it the point that the stream has reached with what it was given so far."""
+
+    def synchronize(self) -> None:
+        """Until the work before the point is done."""
+
+    def hold(self, stream: int) -> None:
+        """Let what the stream is given from now on run after the point."""
+
+class CudaStream:
+    """
+    A stream of our own, without implicit order with any other.
+
+    Raises:
+        CudaError: A call failed.
+    """
+
+    def __init__(self, device: CudaDevice) -> None: ...
+    @property
+    def handle(self) -> int: ...
+    def follow(self, other: int) -> None:
+        """Let what is given to this stream from now on run after what is in the other one now."""
+
+    def lead(self, other: int) -> None:
+        """Let what is given to the other stream from now on run after what is in this one now."""
+
 class HostBuffer:
     """
     Zero-filled, page-aligned memory (2 MiB-aligned from that size on), absent from forked children.
@@ -54,6 +113,16 @@ class HostBuffer:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def register(self, device: CudaDevice) -> bool:
+        """
+        Let copies from and to the device be asynchronous, until unregister() or the end of the memory.
+
+        Returns whether it worked; if not, the device's registration_failure says why.
+        """
+
+    def unregister(self) -> None:
+        """Idempotent."""
+
     def memoryview(self) -> builtins.memoryview:
         """Writable bytes; they keep the buffer alive."""
 
@@ -235,9 +304,20 @@ class Tasklet:
     def master_in_parameter(self) -> bool: ...
 
 class Batch:
-    """Tasklets to work in order. Validated by Pipeline.submit()."""
+    """
+    Tasklets to work in order. Validated by Pipeline.submit().
 
-    def __init__(self, operation: Operation, tasklets: Sequence[Tasklet], steps: Sequence[AdamStep] = []) -> None: ...
+    With a stream, parameters lie in its device's memory; they travel through it and
+    through one slot of host memory for each ring buffer.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        tasklets: Sequence[Tasklet],
+        steps: Sequence[AdamStep] = [],
+        stream: CudaStream | None = None,
+    ) -> None: ...
     @property
     def operation(self) -> Operation: ...
     @property
@@ -248,9 +328,21 @@ class Batch:
 class TransferSchedule:
     """The order of a batch as a pure state machine: no I/O, no clock, no threads."""
 
-    def __init__(self, num_tasklets: int, num_buffers: int, *, reads: bool, writes: bool) -> None: ...
+    def __init__(
+        self,
+        num_tasklets: int,
+        num_buffers: int,
+        *,
+        reads: bool,
+        writes: bool,
+        fetches: bool = False,
+        delivers: bool = False,
+    ) -> None: ...
     def next(self) -> list[tuple[str, int, int]]:
-        """Actions to start now, in this order: ("read" | "compute" | "write", tasklet, buffer)."""
+        """
+        Actions to start now, in this order: (name, tasklet, buffer); names are "read", "fetch" (parameters
+        from a device), "compute", "write" and "deliver" (parameters to a device).
+        """
 
     def done(self, action: str, tasklet: int) -> None:
         """
@@ -260,8 +352,11 @@ class TransferSchedule:
             ValueError: It is not in flight.
         """
 
-    def fail(self, tasklet: int) -> None:
-        """Its action in flight has ended without success: nothing new starts, others still report done."""
+    def fail(self, action: str, tasklet: int) -> None:
+        """
+        A started action has ended without success: nothing new starts but deliveries, which compute has
+        begun; others still report done.
+        """
 
     def parameters_out(self, tasklet: int) -> bool:
         """Whether it has been computed."""
@@ -290,7 +385,7 @@ class Counters:
     def wait_seconds(self) -> float: ...
 
 class Failure:
-    """Why a batch stopped: kind is io, short, checksum, foreign, generation or format; errno may be 0."""
+    """Why a batch stopped: kind is io, short, checksum, foreign, generation, format or cuda; errno may be 0."""
 
     @property
     def kind(self) -> str: ...
@@ -418,3 +513,6 @@ def inject(
     errno: int = 5,
 ) -> None:
     """Faults for tests, from now on: requests are counted from 0, reads and writes apart."""
+
+def use_cuda_library(path: str | None) -> None:
+    """Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. What exists keeps its own."""

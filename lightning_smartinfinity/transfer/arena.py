@@ -11,36 +11,37 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.batches import spans_of
+from lightning_smartinfinity.transfer.cuda import CudaLink, GradientCopies
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import Flat
-from lightning_smartinfinity.transfer.tensors import HostTensor, PendingCopies, native_dtype
+from lightning_smartinfinity.transfer.tensors import HostTensor, native_dtype
 
 __all__ = ["GradientArena"]
-
-_BOUNCE_NUMEL = 1 << 20
 
 
 class GradientArena:
     """This rank's gradients of one accumulation window, in host memory.
 
-    The memory is one huge-paged mapping that forked children do not inherit; with CUDA it is registered for
+    The memory is one huge-paged mapping that forked children do not inherit; with a link it is registered for
     asynchronous copies (best effort).
 
     Args:
         layout: The partition.
         dtype: Accumulation dtype: float32, bfloat16 or float16.
+        link: To the CUDA device that gradients come from; gradients in other memory arrive too, by copies that block.
 
     Attributes:
         active: bool[num_parameters]: parameters that arrived in this window. Live: copy it to keep it.
         buffer: The flat tensor, ``layout.numel`` elements of ``dtype``.
     """
 
-    def __init__(self, layout: PartitionLayout, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, layout: PartitionLayout, *, dtype: torch.dtype = torch.float32, link: CudaLink | None = None
+    ) -> None:
         self.active: NDArray[np.bool_] = np.zeros(len(layout.parameters), np.bool_)
         self._layout = layout
-        self._memory = HostTensor(layout.numel, dtype)
-        self._bounce: HostTensor | None = None
-        self._pending = PendingCopies()
+        self._copies = GradientCopies(link) if link is not None else None
+        self._memory = link.host_tensor(layout.numel, dtype) if link is not None else HostTensor(layout.numel, dtype)
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -53,8 +54,7 @@ class GradientArena:
             parameter: Parameter index.
             gradient: 1-D, on any device, any floating dtype, ``real_numel`` elements; surplus elements are padding and
                 ignored, missing ones are zeros: an empty one makes the parameter active and nothing else. Copies from
-                CUDA run on the current stream and may still be in flight on return (see :meth:`synchronize`): the
-                tensor lives on that stream, or the caller keeps it.
+                CUDA run on torch's current stream and may still be in flight on return (see :meth:`synchronize`).
         """
         numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
         gradient = gradient.detach().reshape(-1)[:numel]
@@ -63,8 +63,7 @@ class GradientArena:
             self._add(target[:numel], gradient)
             return
         target[numel:].zero_()
-        target[:numel].copy_(gradient, non_blocking=True)
-        self._pending.note(gradient.device)
+        self._write(target[:numel], gradient)
         self.active[parameter] = True
 
     @torch.no_grad()
@@ -112,7 +111,8 @@ class GradientArena:
 
     def synchronize(self) -> None:
         """Wait for copies from CUDA. The methods that read the memory, or hand out its address, call it."""
-        self._pending.wait()
+        if self._copies is not None:
+            self._copies.wait()
 
     def sum_of_squares(self) -> float:
         """Sum of the squares of the active gradients, in double and in a fixed order.
@@ -150,28 +150,25 @@ class GradientArena:
 
     def close(self) -> None:
         """Unregister and release the memory; idempotent. Tensors handed out keep it until they are gone."""
-        self.synchronize()
-        self._memory.close()
-        if self._bounce is not None:
-            self._bounce.close()
+        try:
+            self.synchronize()
+        finally:
+            self._memory.close()
 
     @cached_property
     def _slices(self) -> tuple[torch.Tensor, ...]:
         """The gradient slice of every parameter."""
         return torch.split(self.buffer, self._layout.columns.numels.tolist())
 
+    def _write(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._copies is not None and self._copies.takes(gradient):
+            self._copies.write(target, gradient)
+        else:
+            target.copy_(gradient)
+
     def _add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        if gradient.device.type == "cpu":
+        if self._copies is not None and self._copies.takes(gradient):
+            self._copies.add(target, gradient)
+        else:
             self.synchronize()
-            target.add_(gradient)
-            return
-        # The host adds, so the gradient comes over in pieces of a fixed size first.
-        if self._bounce is None:
-            self._bounce = HostTensor(_BOUNCE_NUMEL, target.dtype)
-        for begin in range(0, gradient.numel(), _BOUNCE_NUMEL):
-            piece = gradient[begin : begin + _BOUNCE_NUMEL]
-            bounce = self._bounce.tensor[: piece.numel()]
-            bounce.copy_(piece, non_blocking=True)
-            self._pending.note(gradient.device)
-            self.synchronize()
-            target[begin : begin + piece.numel()].add_(bounce)
+            target.add_(gradient.cpu())

@@ -51,11 +51,15 @@ class Piece(NamedTuple):
 
 
 class Memory(Protocol):
-    """Where elements of the flat partition lie in host memory."""
+    """Where elements of the flat partition lie."""
 
     @property
     def dtype(self) -> native.DType:
         """Of the elements."""
+
+    @property
+    def stream(self) -> native.CudaStream | None:
+        """What parameters travel on, if they lie in a CUDA device's memory; None: they lie in host memory."""
 
     def address(self, piece: Piece) -> int:
         """Of the piece's first element."""
@@ -67,13 +71,17 @@ class FlatMemory:
     Args:
         layout: The partition.
         flats: One for each sub-group, all of one dtype.
+        stream: As :class:`Memory`'s.
     """
 
-    def __init__(self, layout: PartitionLayout, flats: Sequence[Flat]) -> None:
+    def __init__(
+        self, layout: PartitionLayout, flats: Sequence[Flat], *, stream: native.CudaStream | None = None
+    ) -> None:
         dtypes = {flat.dtype for flat in flats}
         assert len(flats) == len(layout.sub_groups) and len(dtypes) <= 1, "one flat per sub-group, of one dtype"
         for flat, sub_group in zip(flats, layout.sub_groups, strict=True):
             assert flat.numel == sub_group.numel, (flat, sub_group)
+        self.stream = stream
         self.dtype = dtypes.pop() if dtypes else native.DType.FLOAT32
         # Address that element 0 of the partition would have if its memory reached there.
         size = DTYPE_BYTES[self.dtype]

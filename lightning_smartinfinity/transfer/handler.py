@@ -13,7 +13,7 @@ from lightning_smartinfinity.devices.base import StorageDevice, Traffic
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.plan import Flat, StagedPartition, StepPlan
+from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.transfer.staging import StagingBuffer
 from lightning_smartinfinity.transfer.state_access import StateAccess, Together
@@ -74,7 +74,7 @@ class TransferHandler:
 
     @property
     def ring_bytes(self) -> int:
-        """Host memory of the device's ring and, once it is in use, of the staging buffer."""
+        """Host memory of the device's ring and, once they are in use, of its slots or of the staging buffer."""
         return self._device.ring_bytes + (self._staging.nbytes if self._staging is not None else 0)
 
     def open(self) -> None:
@@ -86,13 +86,13 @@ class TransferHandler:
         largest = max((extent.nbytes for extent in self._layout.extents.extents), default=0)
         self._device.open(files=self._store.files, identity=self._store.identity, buffer_bytes=largest)
 
-    def initialize(self, masters: Sequence[Flat] | StagedPartition) -> None:
+    def initialize(self, masters: Sequence[Flat] | CudaPartition | StagedPartition) -> None:
         """Write the first state and commit it: masters widened from the partition, moments and steps zero.
 
         A fresh store becomes generation 0. An initialized store is overwritten as the next generation.
 
         Args:
-            masters: Each sub-group's parameters, of any dtype.
+            masters: Each sub-group's parameters, of any dtype; as ``StepPlan.outputs``.
 
         Raises:
             StorageError: It could not be written; an earlier generation stays current.
@@ -100,6 +100,8 @@ class TransferHandler:
         self._require_no_step()
         if isinstance(masters, Sequence):
             self._access.initialize(masters)
+        elif isinstance(masters, CudaPartition):
+            self._access.initialize_from_cuda(masters)
         else:
             self._access.initialize_staged(masters, self._staging_for(masters))
 
@@ -112,7 +114,8 @@ class TransferHandler:
         """
         self._require_no_step()
         self._store.require_usable()
-        staging = None if isinstance(plan.outputs, Sequence) else self._staging_for(plan.outputs)
+        outputs = plan.outputs
+        staging = None if isinstance(outputs, (Sequence, CudaPartition)) else self._staging_for(outputs)
         self._step = Step(self._layout, self._store, self._device, rule=self._rule, plan=plan, staging=staging)
         self._step.start()
 
@@ -278,8 +281,6 @@ class TransferHandler:
             self._step.stop()
             self._step = None
         self._device.close()
-        if self._staging is not None:
-            self._staging.close()
         self._store.close(remove=remove)
 
     def _require_step(self) -> Step:

@@ -14,7 +14,7 @@ from lightning_smartinfinity import native
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Flat", "StagedPartition", "StepPlan"]
+__all__ = ["CudaPartition", "Flat", "StagedPartition", "StepPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,44 @@ class Flat:
     dtype: native.DType
 
 
-class StagedPartition(Protocol):
-    """Parameters that are not in host memory: they travel through a small host buffer, wave by wave.
+class Link(Protocol):
+    """What a step asks about a CUDA device's user; ``transfer.cuda.CudaLink`` answers for torch."""
 
-    ``transfer.staging.TensorPartition`` implements it for torch tensors on any device, ``zero3.stored_partition`` for
-    parameters on storage, whose methods may raise a StorageError.
+    def current_stream(self) -> int:
+        """Handle of the stream that the user gives its work to now."""
+
+    def warn_of_unregistered(self) -> None:
+        """Warn, once, if host memory could not be registered."""
+
+
+@dataclass(frozen=True)
+class CudaPartition:
+    """Parameters in the memory of a CUDA device: the native core copies each tasklet's as soon as it is computed.
+
+    Args:
+        flats: Of each sub-group, in device memory, in sub-group order.
+        stream: What they travel on.
+        link: To the user of the device.
+    """
+
+    flats: Sequence[Flat]
+    stream: native.CudaStream
+    link: Link
+
+    def take(self) -> None:
+        """Let copies from now on run after what the user's stream was given so far."""
+        self.stream.follow(self.link.current_stream())
+
+    def give(self) -> None:
+        """Let what the user's stream is given from now on run after the copies started so far."""
+        self.stream.lead(self.link.current_stream())
+
+
+class StagedPartition(Protocol):
+    """Parameters that only their owner can reach: they travel through a small host buffer, wave by wave.
+
+    ``transfer.staging.TensorPartition`` implements it for torch tensors on any device, by copies that block,
+    ``zero3.stored_partition`` for parameters on storage, whose methods may raise a StorageError.
     """
 
     dtype: native.DType
@@ -58,14 +91,15 @@ class StepPlan:
     Args:
         active: bool[num_parameters]: which parameters have a gradient; the others are left as they are, as in torch.
         gradients: Host memory of each sub-group's gradients, in sub-group order (``GradientArena.flats()``).
-        outputs: Host memory of each sub-group's parameters, or a :class:`StagedPartition`. fp32 parameters in host
-            memory are the master weights: what lies there when the step begins is what is updated.
+        outputs: Host memory of each sub-group's parameters, a :class:`CudaPartition` or a :class:`StagedPartition`.
+            fp32 parameters in host or CUDA memory are the master weights: what lies there when the step begins is what
+            is updated.
         groups: The optimizer's ``param_groups``, read once when the step begins.
         gradient_scale: Factor on every gradient before the update: one over the combined loss and clipping scale.
     """
 
     active: NDArray[np.bool_]
     gradients: Sequence[Flat]
-    outputs: Sequence[Flat] | StagedPartition
+    outputs: Sequence[Flat] | CudaPartition | StagedPartition
     groups: Sequence[Mapping[str, Any]]
     gradient_scale: float = 1.0

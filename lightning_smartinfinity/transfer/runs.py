@@ -1,4 +1,4 @@
-"""One batch of work on a device, straight into host memory or in waves through the staging buffer."""
+"""One batch of work on a device, straight into memory or in waves through the staging buffer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import suppress
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
-from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.batches import Memory, Piece
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.plan import StagedPartition
+from lightning_smartinfinity.transfer.plan import CudaPartition, StagedPartition
 from lightning_smartinfinity.transfer.staging import StagingBuffer, waves_of
 
 __all__ = ["BatchMaker", "DirectRun", "Run", "StagedRun"]
@@ -34,6 +34,7 @@ class Run(ABC):
 
         Raises:
             StorageError: The work failed; only :meth:`stop` may follow.
+            CudaError: The same, on a CUDA device.
         """
 
     @abstractmethod
@@ -42,7 +43,7 @@ class Run(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Abandon the work: return when the device is free, with the work done or not. Never raises a StorageError."""
+        """Abandon the work: return when the device is free, with the work done or not. Never raises these errors."""
 
 
 class DirectRun(Run):
@@ -52,30 +53,45 @@ class DirectRun(Run):
         device: Open and free.
         batch: The work.
         tasklets: Its tasklets in order, as numbered by the layout.
+        partition: Where its parameters are, if in a CUDA device's memory.
     """
 
-    def __init__(self, device: StorageDevice, batch: native.Batch, tasklets: Sequence[int]) -> None:
+    def __init__(
+        self,
+        device: StorageDevice,
+        batch: native.Batch,
+        tasklets: Sequence[int],
+        *,
+        partition: CudaPartition | None = None,
+    ) -> None:
         self._device = device
         self._batch = batch
         self._tasklets = tasklets
+        self._partition = partition
         self._active = False
 
     def start(self) -> None:
         if self._tasklets:
             # First, so that an interrupt in submit() leaves nothing undrained.
             self._active = True
+            if self._partition is not None:
+                self._partition.take()
             self._device.submit(self._batch)
+            if self._partition is not None:
+                self._partition.link.warn_of_unregistered()
 
     def wait(self, tasklets: range) -> None:
         first, last = bisect_left(self._tasklets, tasklets.start), bisect_left(self._tasklets, tasklets.stop)
         if self._active and first < last:
             self._device.wait(first, last)
+            if self._partition is not None:
+                self._partition.give()
 
     def drain(self) -> None:
         if self._active:
             try:
                 self._device.drain()
-            except StorageError:
+            except SmartInfinityError:
                 self._active = False
                 raise
             # Not after an interrupt: the device is still at work.
@@ -140,7 +156,7 @@ class StagedRun(Run):
         if self._current is not None:
             self._current.stop()
         self._current = None
-        with suppress(StorageError):  # as in DirectRun: the caller knows, or abandons the work anyway
+        with suppress(SmartInfinityError):  # as in DirectRun: the caller knows, or abandons the work anyway
             self._partition.synchronize()
 
     def _finish_wave(self) -> None:

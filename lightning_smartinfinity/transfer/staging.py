@@ -10,7 +10,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.batches import DTYPE_BYTES, Piece, pieces_within
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import StagedPartition
-from lightning_smartinfinity.transfer.tensors import HostTensor, PendingCopies, native_dtype
+from lightning_smartinfinity.transfer.tensors import HostTensor, native_dtype
 
 __all__ = ["StagingBuffer", "TensorPartition", "Wave", "waves_of"]
 
@@ -25,7 +25,7 @@ _NUM_HALVES = 2
 class TensorPartition:
     """A :class:`~lightning_smartinfinity.transfer.plan.StagedPartition` over one flat tensor per sub-group.
 
-    Copies run on the current stream of the tensors' device.
+    Copies block: for memory that nothing faster can reach.
 
     Args:
         tensors: Flat, contiguous, one dtype, in sub-group order; on any device. At least one.
@@ -35,18 +35,15 @@ class TensorPartition:
         assert len({tensor.dtype for tensor in tensors}) == 1, "one dtype"
         self.dtype = native_dtype(tensors[0].dtype)
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._pending = PendingCopies()
 
     def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
-        self._range(sub_group, offset, values).copy_(values, non_blocking=True)
-        self._pending.note(self._tensors[sub_group].device)
+        self._range(sub_group, offset, values).copy_(values)
 
     def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
-        values.copy_(self._range(sub_group, offset, values), non_blocking=True)
-        self._pending.note(self._tensors[sub_group].device)
+        values.copy_(self._range(sub_group, offset, values))
 
     def synchronize(self) -> None:
-        self._pending.wait()
+        """Nothing is in flight."""
 
     def _range(self, sub_group: int, offset: int, values: torch.Tensor) -> torch.Tensor:
         return self._tensors[sub_group][offset : offset + values.numel()]
@@ -79,10 +76,6 @@ class StagingBuffer:
         begin = index % _NUM_HALVES * self._half_numel
         return self._memory.tensor[begin : begin + self._half_numel]
 
-    def close(self) -> None:
-        """Unregister; idempotent."""
-        self._memory.close()
-
 
 def waves_of(layout: PartitionLayout, tasklets: Sequence[int], staging: StagingBuffer) -> list[Wave]:
     """Deal tasklets, in order, to waves in alternating halves of the buffer."""
@@ -107,6 +100,7 @@ class Wave:
     def __init__(self, layout: PartitionLayout, tasklets: Sequence[int], half: torch.Tensor) -> None:
         self.tasklets = tasklets
         self.dtype = native_dtype(half.dtype)
+        self.stream = None
         self._layout = layout
         self._half = half
         self._rows = {tasklet: row for row, tasklet in enumerate(tasklets)}

@@ -21,7 +21,7 @@ from lightning_smartinfinity.transfer.batches import (
     whole_sub_groups,
 )
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.plan import Flat, StagedPartition
+from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
 from lightning_smartinfinity.transfer.runs import DirectRun
 from lightning_smartinfinity.transfer.staging import StagingBuffer, waves_of
 from lightning_smartinfinity.transfer.windows import Window, WindowWalk
@@ -80,10 +80,16 @@ class StateAccess:
         self._names = tuple(names)
 
     def initialize(self, masters: Sequence[Flat]) -> None:
+        self._start(FlatMemory(self._layout, masters))
+
+    def initialize_from_cuda(self, masters: CudaPartition) -> None:
+        self._start(FlatMemory(self._layout, masters.flats, stream=masters.stream), masters)
+
+    def _start(self, memory: FlatMemory, partition: CudaPartition | None = None) -> None:
         pieces = self._all_pieces()
         tasklets = tasklets_in(pieces)
-        memory = FlatMemory(self._layout, masters)
-        self._work(start_batch(self._layout, pieces, tasklets, self._next_places(), masters=memory), tasklets)
+        batch = start_batch(self._layout, pieces, tasklets, self._next_places(), masters=memory)
+        self._work(batch, tasklets, partition)
         commit_next(self._store, tasklets, np.zeros_like(self._store.steps))
 
     def initialize_staged(self, masters: StagedPartition, staging: StagingBuffer) -> None:
@@ -156,8 +162,8 @@ class StateAccess:
         batch = array_batch(operation, self._layout, pieces, tasklets, places, addresses=addresses)
         self._work(batch, tasklets)
 
-    def _work(self, batch: native.Batch, tasklets: Sequence[int]) -> None:
-        run = DirectRun(self._device, batch, tasklets)
+    def _work(self, batch: native.Batch, tasklets: Sequence[int], partition: CudaPartition | None = None) -> None:
+        run = DirectRun(self._device, batch, tasklets, partition=partition)
         try:
             run.start()
             run.drain()

@@ -8,11 +8,11 @@ import numpy as np
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
-from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.batches import FlatMemory, Memory, cut, spans_of, tasklets_in
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.transfer.plan import CudaPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.transfer.runs import BatchMaker, DirectRun, Run, StagedRun
 from lightning_smartinfinity.transfer.staging import StagingBuffer
@@ -64,7 +64,7 @@ class Step:
         self._pieces = cut(layout, spans_of(layout, self._updates.keys))
         self._tasklets = tasklets_in(piece for piece in self._pieces if piece.key >= 0)
         self._run = self._make_run(self._updating(FlatMemory(layout, plan.gradients)))
-        self._failure: StorageError | None = None
+        self._failure: SmartInfinityError | None = None
 
     @property
     def numel(self) -> int:
@@ -77,7 +77,7 @@ class Step:
         return bool(self._tasklets) and self._layout.extents.num_slots == 1
 
     @property
-    def failure(self) -> StorageError | None:
+    def failure(self) -> SmartInfinityError | None:
         """What went wrong so far."""
         return self._failure
 
@@ -86,7 +86,9 @@ class Step:
         self._guarded(self._run.start)
 
     def wait(self, parameters: slice) -> None:
-        """Return when these parameters are in the partition. Raises StorageError, again and again, once it failed."""
+        """Return when these parameters are in the partition. Raises StorageError or CudaError, again and again,
+        once it failed.
+        """
         wanted = self._layout.tasklets_of(parameters)
         self._guarded(lambda: self._run.wait(wanted))
 
@@ -108,6 +110,7 @@ class Step:
 
         Raises:
             StorageError: They could not be read; it may be tried again.
+            CudaError: They could not be copied; the same.
         """
         self._run = self._make_run(self._restoring())
         try:
@@ -122,7 +125,7 @@ class Step:
             raise self._failure
         try:
             action()
-        except StorageError as error:
+        except SmartInfinityError as error:
             self._failure = error
             raise
 
@@ -138,7 +141,7 @@ class Step:
                 updates=self._updates,
                 gradients=gradients,
                 outputs=outputs,
-                # fp32 parameters in host memory are the masters; a staging buffer only passes them on.
+                # fp32 parameters in memory are the masters; a staging buffer only passes them on.
                 master_in_parameter=isinstance(outputs, FlatMemory) and outputs.dtype == native.DType.FLOAT32,
             )
 
@@ -153,6 +156,10 @@ class Step:
         return make_batch
 
     def _make_run(self, make_batch: BatchMaker) -> Run:
+        if isinstance(self._outputs, CudaPartition):
+            outputs = FlatMemory(self._layout, self._outputs.flats, stream=self._outputs.stream)
+            batch = make_batch(self._tasklets, outputs)
+            return DirectRun(self._device, batch, self._tasklets, partition=self._outputs)
         if isinstance(self._outputs, Sequence):
             outputs = FlatMemory(self._layout, self._outputs)
             return DirectRun(self._device, make_batch(self._tasklets, outputs), self._tasklets)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.plan import Flat
 
-__all__ = ["HostTensor", "PendingCopies", "flat_of", "native_dtype"]
+__all__ = ["HostTensor", "flat_of", "native_dtype"]
 
 _DTYPES = {
     torch.float32: native.DType.FLOAT32,
@@ -32,62 +28,25 @@ def flat_of(tensor: torch.Tensor) -> Flat:
 
 
 class HostTensor:
-    """A 1-D tensor over a huge-paged mapping that forked children do not inherit, registered with CUDA if there is one.
-
-    Registering is best effort: without it copies still work, only not asynchronously.
+    """A 1-D tensor over a huge-paged mapping that forked children do not inherit.
 
     Args:
         numel: Number of elements.
         dtype: Of the elements.
+        device: Register the memory with it, so that copies are asynchronous. Best effort: without it they still work.
 
     Attributes:
         tensor: The tensor, zero-filled. It keeps the mapping alive.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, *, device: native.CudaDevice | None = None) -> None:
         self._buffer = native.HostBuffer(max(1, numel * dtype.itemsize))
         self.tensor = torch.frombuffer(self._buffer.memoryview(), dtype=torch.uint8)[: numel * dtype.itemsize].view(
             dtype
         )
-        # Registered memory must be given back even when nobody calls close().
-        self._unregister: Callable[[], object] = _nothing
-        if torch.cuda.is_available() and _register(self._buffer):
-            self._unregister = weakref.finalize(self, _unregister, self._buffer)
+        if device is not None:
+            self._buffer.register(device)
 
     def close(self) -> None:
-        """Unregister; idempotent."""
-        self._unregister()
-
-
-class PendingCopies:
-    """Asynchronous copies between CUDA and host memory that have not been waited for."""
-
-    def __init__(self) -> None:
-        self._streams: set[torch.cuda.Stream] = set()
-
-    def note(self, device: torch.device) -> None:
-        """A copy was started on the current stream of ``device``."""
-        if device.type == "cuda":
-            self._streams.add(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        """Return when they have completed."""
-        for stream in self._streams:
-            stream.synchronize()
-        self._streams.clear()
-
-
-def _register(buffer: native.HostBuffer) -> bool:
-    return int(_cuda_runtime().cudaHostRegister(buffer.address, buffer.nbytes, 0)) == 0
-
-
-def _unregister(buffer: native.HostBuffer) -> None:
-    _cuda_runtime().cudaHostUnregister(buffer.address)
-
-
-def _nothing() -> None:
-    """Memory that was not registered."""
-
-
-def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        """Unregister; idempotent. It also happens with the end of the memory."""
+        self._buffer.unregister()

@@ -99,7 +99,7 @@ def update_batch(
     worked = [
         places.tasklet(layout, index, segments, master_in_parameter=master_in_parameter) for index, segments in listed
     ]
-    return native.Batch(native.Operation.UPDATE, worked, updates.steps)
+    return native.Batch(native.Operation.UPDATE, worked, updates.steps, outputs.stream)
 
 
 def restore_batch(
@@ -110,7 +110,7 @@ def restore_batch(
     def segment(offset: int, piece: Piece) -> native.Segment:
         return _parameter_segment(offset, piece, outputs if piece.key >= 0 else None)
 
-    return _batch(native.Operation.READ, layout, pieces, tasklets, places, segment)
+    return _batch(native.Operation.READ, layout, pieces, tasklets, places, segment, stream=outputs.stream)
 
 
 def start_batch(
@@ -121,7 +121,7 @@ def start_batch(
     def segment(offset: int, piece: Piece) -> native.Segment:
         return _parameter_segment(offset, piece, masters)
 
-    return _batch(native.Operation.WRITE, layout, pieces, tasklets, places, segment)
+    return _batch(native.Operation.WRITE, layout, pieces, tasklets, places, segment, stream=masters.stream)
 
 
 def array_batch(
@@ -164,6 +164,9 @@ def _batch(
     tasklets: Sequence[int],
     places: Places,
     segment: Callable[[int, Piece], native.Segment],
+    *,
+    stream: native.CudaStream | None = None,
 ) -> native.Batch:
     listed = segments_of(layout, pieces, tasklets, segment=segment)
-    return native.Batch(operation, [places.tasklet(layout, index, segments) for index, segments in listed])
+    worked = [places.tasklet(layout, index, segments) for index, segments in listed]
+    return native.Batch(operation, worked, stream=stream)

@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.plan import StepPlan
@@ -76,7 +77,8 @@ class SmartInfinityOptimizer(GradientPath):
         )
         self._index = {param.ds_id: i for i, param in enumerate(_flatten(self.fp16_groups))}
         zero_padding(self, layout)
-        self.rank_state.hold_arena(layout, GradientArena(layout, dtype=self.gradient_accumulation_dtype))
+        link = link_to(torch.device(get_accelerator().current_device_name()))
+        self.rank_state.hold_arena(layout, GradientArena(layout, dtype=self.gradient_accumulation_dtype, link=link))
         handler = open_storage(
             self._offload,
             layout,

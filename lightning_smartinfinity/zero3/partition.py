@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
-from lightning_smartinfinity.transfer.plan import Flat, StagedPartition
+from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
 from lightning_smartinfinity.transfer.staging import TensorPartition
 from lightning_smartinfinity.transfer.tensors import flat_of
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
@@ -54,8 +55,8 @@ def make_contiguous(model: torch.nn.Module) -> None:
             param.data = param.data.contiguous()
 
 
-def outputs_of(optimizer: Any) -> Sequence[Flat] | StagedPartition:
-    """Where updated parameters go: straight into host memory, or staged on their way to a device or to storage.
+def outputs_of(optimizer: Any) -> Sequence[Flat] | CudaPartition | StagedPartition:
+    """Where updated parameters go: into host memory, to a CUDA device, or staged on their way to storage or elsewhere.
 
     Args:
         optimizer: DeepSpeed's, with its sub-groups made and every parameter partitioned.
@@ -63,7 +64,8 @@ def outputs_of(optimizer: Any) -> Sequence[Flat] | StagedPartition:
     partitions = optimizer.fp16_partitioned_groups_flat
     if all(partition is not None and partition.device.type == "cpu" for partition in partitions):
         return [flat_of(partition) for partition in partitions]
-    return staged_partition(optimizer)
+    link = None if has_stored_parameters(optimizer) else link_to(partitions[0].device)
+    return link.partition(partitions) if link is not None else staged_partition(optimizer)
 
 
 def staged_partition(optimizer: Any) -> StagedPartition:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout
@@ -91,7 +91,7 @@ class RankState:
             return
         try:
             self.handler.rollback()
-        except StorageError as second:
+        except SmartInfinityError as second:
             self._lost = f"a failed step could not be undone. {second}"
         except BaseException:
             self._lost = "undoing a step was interrupted."

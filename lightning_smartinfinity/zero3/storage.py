@@ -22,7 +22,7 @@ from lightning_smartinfinity.store import (
 )
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.plan import Flat, StagedPartition
+from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
@@ -37,7 +37,7 @@ def open_storage(
     *,
     dtype: torch.dtype,
     groups: Sequence[Mapping[str, Any]],
-    masters: Sequence[Flat] | StagedPartition,
+    masters: Sequence[Flat] | CudaPartition | StagedPartition,
     group: Any,
 ) -> TransferHandler:
     """Create the store, open the device and write the first generation.

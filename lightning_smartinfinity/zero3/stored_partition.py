@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_smartinfinity.transfer.tensors import PendingCopies, native_dtype
+from lightning_smartinfinity.transfer.tensors import native_dtype
 from lightning_smartinfinity.zero3.param_swapper import ParameterSwapper, stored_parameter
 
 __all__ = ["StoredPartition", "has_stored_parameters"]
@@ -38,7 +38,6 @@ class StoredPartition:
         swapper: ParameterSwapper = self._params[first][0].nvme_swapper
         swapper.release_prefetched()
         self._parts = swapper.parts
-        self._pending = PendingCopies()
 
     def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
         for param, begin, part in self._split(sub_group, offset, values):
@@ -46,7 +45,7 @@ class StoredPartition:
             if stored is not None:
                 self._parts.put(stored, begin * values.itemsize, part.view(torch.uint8))
             else:
-                self._copy(self._resident(sub_group, param, begin, part.numel()), part)
+                self._resident(sub_group, param, begin, part.numel()).copy_(part)
 
     def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
         for param, begin, part in self._split(sub_group, offset, values):
@@ -54,16 +53,10 @@ class StoredPartition:
             if stored is not None:
                 self._parts.get(stored, begin * values.itemsize, part.view(torch.uint8))
             else:
-                self._copy(part, self._resident(sub_group, param, begin, part.numel()))
+                part.copy_(self._resident(sub_group, param, begin, part.numel()))
 
     def synchronize(self) -> None:
-        self._pending.wait()
         self._parts.synchronize()
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-        self._pending.note(target.device)
-        self._pending.note(source.device)
 
     def _resident(self, sub_group: int, param: Any, begin: int, numel: int) -> torch.Tensor:
         flat = self._flats[sub_group] if param is None else param.ds_tensor

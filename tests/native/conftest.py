@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_smartinfinity.native import InstructionSet, select_instruction_set, supported_instruction_sets
+from tests.native.cuda_fixture import fake_cuda
+
+__all__ = ["fake_cuda"]
 
 
 @pytest.fixture(autouse=True)

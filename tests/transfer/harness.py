@@ -17,7 +17,7 @@ from lightning_smartinfinity.store import StateStore, StoreDescription
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.plan import Flat, StagedPartition, StepPlan
+from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.transfer.staging import TensorPartition
 from lightning_smartinfinity.transfer.tensors import flat_of
@@ -73,7 +73,7 @@ class Run:
                 for group, options in enumerate(case.options)
             ]
         )
-        self.arena = GradientArena(self.layout, dtype=case.gradient_dtype)
+        self.arena = self.make_arena()
         self.folders = [folder / f"disk{index}" for index in range(case.num_devices)]
         self.device = HostDevice(num_buffers=case.num_buffers, compute_threads=case.compute_threads)
         rule = rule_for(self.optimizer)
@@ -103,7 +103,14 @@ class Run:
         begin = where.offset - self.layout.sub_groups[where.sub_group].offset
         return self.partition[where.sub_group][begin : begin + where.real_numel]
 
-    def outputs(self) -> Sequence[Flat] | StagedPartition:
+    def make_arena(self) -> GradientArena:
+        return GradientArena(self.layout, dtype=self.case.gradient_dtype)
+
+    def send(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Let a gradient arrive."""
+        self.arena.arrive(parameter, gradient)
+
+    def outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:
         if self.case.staged:
             return TensorPartition(self.partition)
         return [flat_of(tensor) for tensor in self.partition]
@@ -116,7 +123,7 @@ class Run:
             gradient = gradient_of(self.case, index, step)
             parameter.grad = gradient
             if gradient is not None:
-                self.arena.arrive(index, gradient * SCALE)
+                self.send(index, gradient * SCALE)
         return StepPlan(
             active=self.arena.active,
             gradients=self.arena.flats(),

@@ -92,8 +92,6 @@ def test_buffer_is_bounded(dtype: torch.dtype, nbytes: int) -> None:
     assert buffer.nbytes <= max(nbytes, 2 * tasklet_bytes)
     halves = [buffer.half(index).data_ptr() for index in range(3)]
     assert halves[0] == halves[2] != halves[1]
-    buffer.close()
-    buffer.close()
 
 
 def test_masters_from_staging_are_the_partition(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ class Checker {
             if (batch_.operation == Operation::kUpdate) check_update(segment);
             end = segment.offset + segment.numel;
         }
+        if (batch_.stream) check_parameter_dtypes();
     }
 
  private:
@@ -85,6 +86,16 @@ class Checker {
         if (segment.parameter % item_bytes(segment.parameter_dtype) != 0) refuse("a parameter address is misaligned");
         for (const Address address : segment.arrays) {
             if (address % sizeof(float) != 0) refuse("an array address is misaligned");
+        }
+    }
+
+    // In a slot, parameters lie at their offsets: those of two sizes would overlap.
+    void check_parameter_dtypes() const {
+        const Segment* first = nullptr;
+        for (const Segment& segment : tasklet_.segments) {
+            if (segment.parameter == 0) continue;
+            if (first == nullptr) first = &segment;
+            if (segment.parameter_dtype != first->parameter_dtype) refuse("parameters on a device are of one dtype");
         }
     }
 

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "dtype.hpp"
@@ -10,13 +11,15 @@
 
 namespace smart_infinity {
 
+class CudaStream;
+
 constexpr std::size_t kMaxArrays = 8;
 
 enum class Operation { kUpdate, kRead, kWrite, kModify };
 
 constexpr std::int64_t kNoStep = -1;
 
-using Address = std::uint64_t;  // of host memory; 0: none
+using Address = std::uint64_t;  // 0: none. Of host memory, but for parameters of a batch with a stream
 
 // Elements [offset, offset + numel) of a tasklet. Addresses are those of the first element.
 struct Segment {
@@ -50,6 +53,8 @@ struct Batch {
     Operation operation = Operation::kUpdate;
     std::vector<Tasklet> tasklets;
     std::vector<AdamStep> steps;
+    // Parameters are in the memory of its device and travel through it; none: they are in host memory.
+    std::shared_ptr<const CudaStream> stream;
 };
 
 constexpr bool reads(Operation operation) { return operation != Operation::kWrite; }

@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "crc32c.hpp"
+#include "cuda_device.hpp"
 #include "fault_injection.hpp"
 #include "file_queue.hpp"
 #include "flush_subnormals.hpp"
@@ -41,6 +43,17 @@ void raise_os_error(const std::exception_ptr& pointer, void*) {
         PyErr_SetObject(PyExc_OSError, arguments.ptr());
     } catch (const std::system_error& error) {  // a thread that could not be started
         PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+    }
+}
+
+// Becomes the package's error, which says what to do about it.
+void raise_cuda_error(const std::exception_ptr& pointer, void*) {
+    try {
+        std::rethrow_exception(pointer);
+    } catch (const CudaError& error) {
+        const nb::object type = nb::module_::import_("lightning_smartinfinity.errors").attr("CudaError");
+        const nb::object remedy = type.attr("REMEDY");
+        PyErr_SetObject(type.ptr(), nb::make_tuple(error.what(), remedy).ptr());
     }
 }
 
@@ -123,6 +136,10 @@ void bind_host_buffer(nb::module_& m) {
         .def(nb::init<std::size_t>(), "nbytes"_a)
         .def_prop_ro("address", [](const HostBuffer& self) { return reinterpret_cast<Address>(self.data()); })
         .def_prop_ro("nbytes", &HostBuffer::bytes)
+        .def("register", &HostBuffer::try_register, "device"_a, WithoutGil(),
+             "Let copies from and to the device be asynchronous, until unregister() or the end of the memory.\n\n"
+             "Returns whether it worked; if not, the device's registration_failure says why.")
+        .def("unregister", &HostBuffer::unregister, WithoutGil(), "Idempotent.")
         .def(
             "memoryview",
             [](nb::handle self) {
@@ -131,6 +148,61 @@ void bind_host_buffer(nb::module_& m) {
                 return nb::steal(view);
             },
             nb::sig("def memoryview(self) -> builtins.memoryview"), "Writable bytes; they keep the buffer alive.");
+}
+
+CudaStreamHandle stream_of(Address handle) { return reinterpret_cast<CudaStreamHandle>(handle); }
+
+void bind_cuda_device(nb::module_& m) {
+    nb::class_<CudaDevice>(
+        m, "CudaDevice",
+        "A CUDA device through its primary context and the driver's library, opened at run time.\n\n"
+        "Copies run in a stream's order; their memory stays until they have completed. Streams are\n"
+        "handles as torch's `cuda_stream`, 0 is the default stream. Not usable in a forked child.\n\n"
+        "Raises:\n    CudaError: No driver, no such device, or any call that fails.")
+        .def(nb::init<int>(), "index"_a)
+        .def_prop_ro("index", &CudaDevice::index)
+        .def_prop_ro("registration_failure", &CudaDevice::registration_failure,
+                     "Why host memory could not be registered; empty if it always could.")
+        .def(
+            "copy_to_host",
+            [](const CudaDevice& self, Address host, Address device, std::size_t nbytes, Address stream) {
+                self.copy_to_host(reinterpret_cast<void*>(host), device, nbytes, stream_of(stream));
+            },
+            nb::kw_only(), "host"_a, "device"_a, "nbytes"_a, "stream"_a, WithoutGil(), "Start a copy.")
+        .def(
+            "copy_to_device",
+            [](const CudaDevice& self, Address device, Address host, std::size_t nbytes, Address stream) {
+                self.copy_to_device(device, pointer_to(host), nbytes, stream_of(stream));
+            },
+            nb::kw_only(), "device"_a, "host"_a, "nbytes"_a, "stream"_a, WithoutGil(), "Start a copy.");
+}
+
+void bind_cuda_event(nb::module_& m) {
+    nb::class_<CudaEvent>(m, "CudaEvent",
+                          "A point in a stream's order; recorded again, it is another one.\n\n"
+                          "Raises:\n    CudaError: A call failed, or the work before the point did.")
+        .def(nb::init<std::shared_ptr<const CudaDevice>>(), "device"_a)
+        .def(
+            "record", [](const CudaEvent& self, Address stream) { self.record(stream_of(stream)); }, "stream"_a,
+            WithoutGil(), "Make it the point that the stream has reached with what it was given so far.")
+        .def("synchronize", &CudaEvent::synchronize, WithoutGil(), "Until the work before the point is done.")
+        .def(
+            "hold", [](const CudaEvent& self, Address stream) { self.hold(stream_of(stream)); }, "stream"_a,
+            WithoutGil(), "Let what the stream is given from now on run after the point.");
+}
+
+void bind_cuda_stream(nb::module_& m) {
+    nb::class_<CudaStream>(m, "CudaStream",
+                           "A stream of our own, without implicit order with any other.\n\n"
+                           "Raises:\n    CudaError: A call failed.")
+        .def(nb::init<std::shared_ptr<const CudaDevice>>(), "device"_a)
+        .def_prop_ro("handle", [](const CudaStream& self) { return reinterpret_cast<Address>(self.handle()); })
+        .def(
+            "follow", [](const CudaStream& self, Address other) { self.follow(stream_of(other)); }, "other"_a,
+            WithoutGil(), "Let what is given to this stream from now on run after what is in the other one now.")
+        .def(
+            "lead", [](const CudaStream& self, Address other) { self.lead(stream_of(other)); }, "other"_a, WithoutGil(),
+            "Let what is given to the other stream from now on run after what is in this one now.");
 }
 
 void bind_state_file(nb::module_& m) {
@@ -307,13 +379,17 @@ void bind_tasklet(nb::module_& m) {
 }
 
 void bind_batch(nb::module_& m) {
-    nb::class_<Batch>(m, "Batch", "Tasklets to work in order. Validated by Pipeline.submit().")
+    nb::class_<Batch>(m, "Batch",
+                      "Tasklets to work in order. Validated by Pipeline.submit().\n\n"
+                      "With a stream, parameters lie in its device's memory; they travel through it and\n"
+                      "through one slot of host memory for each ring buffer.")
         .def(
             "__init__",
-            [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<AdamStep> steps) {
-                new (self) Batch{operation, std::move(tasklets), std::move(steps)};
+            [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<AdamStep> steps,
+               std::shared_ptr<const CudaStream> stream) {
+                new (self) Batch{operation, std::move(tasklets), std::move(steps), std::move(stream)};
             },
-            "operation"_a, "tasklets"_a, "steps"_a = std::vector<AdamStep>())
+            "operation"_a, "tasklets"_a, "steps"_a = std::vector<AdamStep>(), "stream"_a = nb::none())
         .def_ro("operation", &Batch::operation)
         .def_ro("tasklets", &Batch::tasklets)
         .def_ro("steps", &Batch::steps);
@@ -323,16 +399,20 @@ const char* name_of(Work work) {
     switch (work) {
         case Work::kRead:
             return "read";
+        case Work::kFetch:
+            return "fetch";
         case Work::kCompute:
             return "compute";
         case Work::kWrite:
+            return "write";
+        case Work::kDeliver:
             break;
     }
-    return "write";
+    return "deliver";
 }
 
 Work work_named(const std::string& name) {
-    for (const Work work : {Work::kRead, Work::kCompute, Work::kWrite}) {
+    for (const Work work : {Work::kRead, Work::kFetch, Work::kCompute, Work::kWrite, Work::kDeliver}) {
         if (name == name_of(work)) return work;
     }
     throw std::invalid_argument("TransferSchedule: unknown action " + name);
@@ -344,10 +424,12 @@ void bind_schedule(nb::module_& m) {
                                  "The order of a batch as a pure state machine: no I/O, no clock, no threads.")
         .def(
             "__init__",
-            [](TransferSchedule* self, std::size_t num_tasklets, std::size_t num_buffers, bool reads, bool writes) {
-                new (self) TransferSchedule(num_tasklets, num_buffers, {reads, writes});
+            [](TransferSchedule* self, std::size_t num_tasklets, std::size_t num_buffers, bool reads, bool writes,
+               bool fetches, bool delivers) {
+                new (self) TransferSchedule(num_tasklets, num_buffers, {reads, writes, fetches, delivers});
             },
-            "num_tasklets"_a, "num_buffers"_a, nb::kw_only(), "reads"_a, "writes"_a)
+            "num_tasklets"_a, "num_buffers"_a, nb::kw_only(), "reads"_a, "writes"_a, "fetches"_a = false,
+            "delivers"_a = false)
         .def(
             "next",
             [](TransferSchedule& self) {
@@ -357,15 +439,22 @@ void bind_schedule(nb::module_& m) {
                 }
                 return actions;
             },
-            "Actions to start now, in this order: (\"read\" | \"compute\" | \"write\", tasklet, buffer).")
+            "Actions to start now, in this order: (name, tasklet, buffer); names are \"read\", \"fetch\" (parameters\n"
+            "from a device), \"compute\", \"write\" and \"deliver\" (parameters to a device).")
         .def(
             "done",
             [](TransferSchedule& self, const std::string& action, std::size_t tasklet) {
                 self.done(work_named(action), tasklet);
             },
             "action"_a, "tasklet"_a, "A started action has ended.\n\nRaises:\n    ValueError: It is not in flight.")
-        .def("fail", &TransferSchedule::fail, "tasklet"_a,
-             "Its action in flight has ended without success: nothing new starts, others still report done.")
+        .def(
+            "fail",
+            [](TransferSchedule& self, const std::string& action, std::size_t tasklet) {
+                self.fail(work_named(action), tasklet);
+            },
+            "action"_a, "tasklet"_a,
+            "A started action has ended without success: nothing new starts but deliveries, which compute has\n"
+            "begun; others still report done.")
         .def("parameters_out", &TransferSchedule::parameters_out, "tasklet"_a, "Whether it has been computed.")
         .def_prop_ro("finished", &TransferSchedule::finished);
 }
@@ -382,7 +471,7 @@ void bind_results(nb::module_& m) {
         .def_ro("wait_seconds", &Counters::wait_seconds);
     nb::class_<Failure>(
         m, "Failure",
-        "Why a batch stopped: kind is io, short, checksum, foreign, generation or format; errno may be 0.")
+        "Why a batch stopped: kind is io, short, checksum, foreign, generation, format or cuda; errno may be 0.")
         .def_prop_ro("kind", [](const Failure& self) { return std::string(smart_infinity::name_of(self.kind)); })
         .def_ro("path", &Failure::path)
         .def_ro("offset", &Failure::offset)
@@ -486,6 +575,11 @@ void bind_inject(nb::module_& m, const char* name) {
         "Faults for tests, from now on: requests are counted from 0, reads and writes apart.");
 }
 
+void bind_use_cuda_library(nb::module_& m) {
+    m.def("use_cuda_library", &use_cuda_library, "path"_a.none(),
+          "Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. What exists keeps its own.");
+}
+
 }  // namespace
 }  // namespace smart_infinity
 
@@ -495,7 +589,11 @@ NB_MODULE(_core, m) {
     // At interpreter exit a traceback or a module may still hold objects: no news for a user.
     nb::set_leak_warnings(false);
     nb::register_exception_translator(raise_os_error);
+    nb::register_exception_translator(raise_cuda_error);
     bind_kernels(m);
+    bind_cuda_device(m);
+    bind_cuda_event(m);
+    bind_cuda_stream(m);
     bind_host_buffer(m);
     bind_state_file(m);
     bind_identity(m);
@@ -510,4 +608,5 @@ NB_MODULE(_core, m) {
     bind_file_queue(m);
     bind_inject<PythonPipeline>(m, "pipeline");
     bind_inject<PythonFileQueue>(m, "queue");
+    bind_use_cuda_library(m);
 }

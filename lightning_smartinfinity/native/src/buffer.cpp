@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 
+#include "cuda_device.hpp"
 #include "system_error.hpp"
 
 namespace smart_infinity {
@@ -47,8 +49,21 @@ HostBuffer::HostBuffer(std::size_t bytes) : data_(nullptr), bytes_(bytes) {
 }
 
 HostBuffer::~HostBuffer() {
+    unregister();
     // A forked child never had this mapping; the address may hold something else there.
     if (process_.is_current()) unmap(data_, data_ + align_up(bytes_, kBlockBytes));
+}
+
+bool HostBuffer::try_register(std::shared_ptr<const CudaDevice> device) {
+    if (registered_with_) throw std::invalid_argument("HostBuffer: it is registered already");
+    if (!device->register_host(data_, align_up(bytes_, kBlockBytes))) return false;
+    registered_with_ = std::move(device);
+    return true;
+}
+
+void HostBuffer::unregister() {
+    if (registered_with_ && process_.is_current()) registered_with_->unregister_host(data_);
+    registered_with_.reset();
 }
 
 }  // namespace smart_infinity

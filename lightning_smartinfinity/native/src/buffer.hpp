@@ -1,10 +1,13 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 #include "process.hpp"
 
 namespace smart_infinity {
+
+class CudaDevice;
 
 constexpr std::size_t kBlockBytes = 4096;  // what O_DIRECT wants addresses, offsets and lengths to be multiples of
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
@@ -25,9 +28,16 @@ class HostBuffer {
     std::byte* data() const { return data_; }
     std::size_t bytes() const { return bytes_; }
 
+    // Registers the memory with a device, so that copies are asynchronous; once. Best effort: without it copies still
+    // work. Returns whether it worked; the device remembers why not.
+    bool try_register(std::shared_ptr<const CudaDevice> device);
+    // Idempotent, and done before the memory is unmapped.
+    void unregister();
+
  private:
     std::byte* data_;
     std::size_t bytes_;
+    std::shared_ptr<const CudaDevice> registered_with_;
     Process process_;
 };
 

@@ -24,13 +24,17 @@ struct Part {
     std::size_t first;   // in the segment
     std::size_t offset;  // in the tasklet
     std::size_t numel;
+    std::byte* slot;  // null: parameters lie at the segment's address
 
     template <class Type>
     Type* at(Address address, DType dtype = DType::kFloat32) const {
         return address == 0 ? nullptr : reinterpret_cast<Type*>(address + first * item_bytes(dtype));
     }
     float* array(std::size_t index) const { return at<float>(segment.arrays[index]); }
-    void* parameter() const { return at<void>(segment.parameter, segment.parameter_dtype); }
+    void* parameter() const {
+        if (slot == nullptr || segment.parameter == 0) return at<void>(segment.parameter, segment.parameter_dtype);
+        return slot + offset * item_bytes(segment.parameter_dtype);
+    }
     const void* gradient() const { return at<const void>(segment.gradient, segment.gradient_dtype); }
 };
 
@@ -40,8 +44,8 @@ std::size_t index_of(DType dtype) { return static_cast<std::size_t>(dtype); }
 
 class TaskletWork {
  public:
-    TaskletWork(const Batch& batch, const Tasklet& tasklet, std::byte* buffer)
-        : batch_(batch), tasklet_(tasklet), extent_(buffer, tasklet), kernels_(kernels()) {}
+    TaskletWork(const Batch& batch, const Tasklet& tasklet, std::byte* buffer, std::byte* slot)
+        : batch_(batch), tasklet_(tasklet), extent_(buffer, tasklet), slot_(slot), kernels_(kernels()) {}
 
     std::optional<Refusal> run(const Identity& identity) {
         if (reads(batch_.operation)) {
@@ -71,7 +75,7 @@ class TaskletWork {
         const std::size_t first = std::max<std::size_t>(segment.offset, begin);
         const std::size_t last = std::min<std::size_t>(segment.offset + segment.numel, end);
         if (first >= last) return;
-        const Part part{segment, first - segment.offset, first, last - first};
+        const Part part{segment, first - segment.offset, first, last - first, slot_};
         switch (batch_.operation) {
             case Operation::kUpdate:
                 return update(part);
@@ -132,16 +136,17 @@ class TaskletWork {
     const Batch& batch_;
     const Tasklet& tasklet_;
     Extent extent_;
+    std::byte* slot_;
     const Kernels& kernels_;
     Checksums checksums_{};
 };
 
 }  // namespace
 
-std::optional<Refusal> compute(const Batch& batch, const Tasklet& tasklet, const Identity& identity,
-                               std::byte* buffer) {
+std::optional<Refusal> compute(const Batch& batch, const Tasklet& tasklet, const Identity& identity, std::byte* buffer,
+                               std::byte* slot) {
     const FlushSubnormals flush;
-    return TaskletWork(batch, tasklet, buffer).run(identity);
+    return TaskletWork(batch, tasklet, buffer, slot).run(identity);
 }
 
 }  // namespace smart_infinity

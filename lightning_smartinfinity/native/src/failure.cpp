@@ -15,9 +15,11 @@ const char* name_of(FailureKind kind) {
         case FailureKind::kGeneration:
             return "generation";
         case FailureKind::kFormat:
+            return "format";
+        case FailureKind::kCuda:
             break;
     }
-    return "format";
+    return "cuda";
 }
 
 }  // namespace smart_infinity

@@ -12,11 +12,12 @@ enum class FailureKind {
     kForeign,     // an extent of another job, rank or tasklet
     kGeneration,  // an extent of another step
     kFormat,      // no extent, one of another format, or one of another shape
+    kCuda,        // a copy from or to a CUDA device failed
 };
 
 const char* name_of(FailureKind kind);
 
-// Why a batch stopped. `error` is an errno, or zero.
+// Why a batch stopped. `error` is an errno (kCuda: the driver's number), or zero.
 struct Failure {
     FailureKind kind;
     std::string path;

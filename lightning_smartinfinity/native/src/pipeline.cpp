@@ -5,8 +5,7 @@
 
 namespace smart_infinity {
 
-Pipeline::Pipeline(PipelineOptions options)
-    : loop_(std::make_shared<TransferLoop>(std::move(options))), ring_bytes_(loop_->ring_bytes()) {}
+Pipeline::Pipeline(PipelineOptions options) : loop_(std::make_shared<TransferLoop>(std::move(options))) {}
 
 Pipeline::~Pipeline() {
     if (process_.is_current()) {
@@ -33,6 +32,12 @@ Counters Pipeline::counters() const {
     return loop_ ? loop_->counters() : final_counters_;
 }
 
+std::size_t Pipeline::ring_bytes() const {
+    process_.require_current("Pipeline");
+    const std::lock_guard lock(mutex_);
+    return loop_ ? loop_->ring_bytes() : final_ring_bytes_;
+}
+
 void Pipeline::close() {
     if (!process_.is_current()) return;
     std::shared_ptr<TransferLoop> closing;
@@ -44,6 +49,7 @@ void Pipeline::close() {
     closing->close();
     const std::lock_guard lock(mutex_);
     final_counters_ = closing->counters();
+    final_ring_bytes_ = closing->ring_bytes();
     loop_.reset();
 }
 

@@ -19,7 +19,8 @@ class Pipeline {
     Pipeline(const Pipeline&) = delete;
     Pipeline& operator=(const Pipeline&) = delete;
 
-    std::size_t ring_bytes() const { return ring_bytes_; }
+    // Of the buffers, and of the slots for parameters on a device from the first batch that has some.
+    std::size_t ring_bytes() const;
 
     // Returns at once. Throws std::invalid_argument for a batch that cannot be worked, or while another is active.
     void submit(Batch batch);
@@ -40,10 +41,10 @@ class Pipeline {
     std::shared_ptr<TransferLoop> loop() const;  // throws std::invalid_argument when closed
 
     Process process_;
-    mutable std::mutex mutex_;            // of loop_ and final_counters_
+    mutable std::mutex mutex_;            // of what follows
     std::shared_ptr<TransferLoop> loop_;  // none when closed
     Counters final_counters_;
-    std::size_t ring_bytes_;
+    std::size_t final_ring_bytes_ = 0;
 };
 
 }  // namespace smart_infinity

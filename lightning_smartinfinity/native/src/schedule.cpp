@@ -6,42 +6,78 @@
 
 namespace smart_infinity {
 
+// By an action in flight, or by copies whose delivery is still to be waited for.
+bool TransferSchedule::Buffer::is_held() const {
+    return stage == Stage::kReading || stage == Stage::kFetching || stage == Stage::kComputing ||
+           write == Leg::kInFlight || deliver != Leg::kDone;
+}
+
+bool TransferSchedule::Buffer::works(Work work) const {
+    switch (work) {
+        case Work::kRead:
+            return stage == Stage::kReading;
+        case Work::kFetch:
+            return stage == Stage::kFetching;
+        case Work::kCompute:
+            return stage == Stage::kComputing;
+        case Work::kWrite:
+            return write == Leg::kInFlight;
+        case Work::kDeliver:
+            break;
+    }
+    return deliver == Leg::kInFlight;
+}
+
 TransferSchedule::TransferSchedule(std::size_t num_tasklets, std::size_t num_buffers, Stages stages)
     : stages_(stages), buffers_(num_buffers), parameters_out_(num_tasklets, false) {
     if (num_buffers == 0) throw std::invalid_argument("TransferSchedule: num_buffers must be at least 1");
 }
 
 std::optional<Action> TransferSchedule::next() {
+    if (Buffer* const buffer = lowest([](const Buffer& b) { return b.deliver == Leg::kWaiting; })) {
+        return start(*buffer, Work::kDeliver);
+    }
     if (stopped_) return std::nullopt;
-    if (Buffer* const buffer = lowest_at(Stage::kComputed)) return start(*buffer, Work::kWrite);
-    if (Buffer* const buffer = lowest_at(Stage::kLoaded)) return start(*buffer, Work::kCompute);
+    const auto at = [this](Stage stage) { return lowest([stage](const Buffer& b) { return b.stage == stage; }); };
+    if (Buffer* const buffer = lowest([](const Buffer& b) { return b.write == Leg::kWaiting; })) {
+        return start(*buffer, Work::kWrite);
+    }
+    if (Buffer* const buffer = at(Stage::kLoaded)) return start(*buffer, Work::kCompute);
+    if (Buffer* const buffer = at(Stage::kRead)) return start(*buffer, Work::kFetch);
     if (next_tasklet_ == num_tasklets()) return std::nullopt;
     const auto free = std::find_if(buffers_.begin(), buffers_.end(),
                                    [](const Buffer& buffer) { return buffer.stage == Stage::kFree; });
     if (free == buffers_.end()) return std::nullopt;
     free->tasklet = next_tasklet_++;
-    return start(*free, stages_.reads ? Work::kRead : Work::kCompute);
+    return start(*free, first_work());
 }
 
 void TransferSchedule::done(Work work, std::size_t tasklet) {
     Buffer* const buffer = holder_of(tasklet);
-    if (buffer == nullptr || buffer->stage != stage_during(work)) {
+    if (buffer == nullptr || !buffer->works(work)) {
         throw std::invalid_argument("TransferSchedule: no such action of tasklet " + std::to_string(tasklet) +
                                     " is in flight");
     }
-    advance(*buffer);
+    advance(*buffer, work);
 }
 
-void TransferSchedule::fail(std::size_t tasklet) {
+void TransferSchedule::fail(Work work, std::size_t tasklet) {
     stop();
     Buffer* const buffer = holder_of(tasklet);
-    if (buffer != nullptr && in_flight(buffer->stage)) buffer->stage = Stage::kFree;
+    if (buffer == nullptr || !buffer->works(work)) return;
+    // Nothing follows, whatever has ended; the other leg, if in flight, still has to.
+    if (work == Work::kWrite) {
+        buffer->write = Leg::kDone;
+    } else if (work == Work::kDeliver) {
+        buffer->deliver = Leg::kDone;
+    } else {
+        buffer->stage = Stage::kFree;
+    }
 }
 
 bool TransferSchedule::finished() const {
     if (stopped_) {
-        return std::none_of(buffers_.begin(), buffers_.end(),
-                            [](const Buffer& buffer) { return in_flight(buffer.stage); });
+        return std::none_of(buffers_.begin(), buffers_.end(), [](const Buffer& buffer) { return buffer.is_held(); });
     }
     return next_tasklet_ == num_tasklets() && std::all_of(buffers_.begin(), buffers_.end(), [](const Buffer& buffer) {
                return buffer.stage == Stage::kFree;
@@ -49,10 +85,11 @@ bool TransferSchedule::finished() const {
 }
 
 // A handful of buffers: scanning them is cheaper than keeping queues, and keeps the tasklets in order.
-TransferSchedule::Buffer* TransferSchedule::lowest_at(Stage stage) {
+template <class Predicate>
+TransferSchedule::Buffer* TransferSchedule::lowest(const Predicate& predicate) {
     Buffer* lowest = nullptr;
     for (Buffer& buffer : buffers_) {
-        if (buffer.stage == stage && (lowest == nullptr || buffer.tasklet < lowest->tasklet)) lowest = &buffer;
+        if (predicate(buffer) && (lowest == nullptr || buffer.tasklet < lowest->tasklet)) lowest = &buffer;
     }
     return lowest;
 }
@@ -64,39 +101,52 @@ TransferSchedule::Buffer* TransferSchedule::holder_of(std::size_t tasklet) {
     return holder == buffers_.end() ? nullptr : &*holder;
 }
 
+Work TransferSchedule::first_work() const {
+    if (stages_.reads) return Work::kRead;
+    return stages_.fetches ? Work::kFetch : Work::kCompute;
+}
+
 Action TransferSchedule::start(Buffer& buffer, Work work) {
-    buffer.stage = stage_during(work);
+    switch (work) {
+        case Work::kRead:
+            buffer.stage = Stage::kReading;
+            break;
+        case Work::kFetch:
+            buffer.stage = Stage::kFetching;
+            break;
+        case Work::kCompute:
+            buffer.stage = Stage::kComputing;
+            break;
+        case Work::kWrite:
+            buffer.write = Leg::kInFlight;
+            break;
+        case Work::kDeliver:
+            buffer.deliver = Leg::kInFlight;
+    }
     return Action{work, buffer.tasklet, static_cast<std::size_t>(&buffer - buffers_.data())};
 }
 
-TransferSchedule::Stage TransferSchedule::stage_during(Work work) {
+void TransferSchedule::advance(Buffer& buffer, Work work) {
     switch (work) {
         case Work::kRead:
-            return Stage::kReading;
-        case Work::kCompute:
-            return Stage::kComputing;
-        case Work::kWrite:
-            break;
-    }
-    return Stage::kWriting;
-}
-
-bool TransferSchedule::in_flight(Stage stage) {
-    return stage == Stage::kReading || stage == Stage::kComputing || stage == Stage::kWriting;
-}
-
-void TransferSchedule::advance(Buffer& buffer) {
-    switch (buffer.stage) {
-        case Stage::kReading:
+            buffer.stage = after_read();
+            return;
+        case Work::kFetch:
             buffer.stage = Stage::kLoaded;
-            break;
-        case Stage::kComputing:
+            return;
+        case Work::kCompute:
             parameters_out_[buffer.tasklet] = true;
-            buffer.stage = stages_.writes ? Stage::kComputed : Stage::kFree;
+            buffer.stage = Stage::kComputed;
+            buffer.write = stages_.writes ? Leg::kWaiting : Leg::kDone;
+            buffer.deliver = stages_.delivers ? Leg::kWaiting : Leg::kDone;
             break;
-        default:
-            buffer.stage = Stage::kFree;
+        case Work::kWrite:
+            buffer.write = Leg::kDone;
+            break;
+        case Work::kDeliver:
+            buffer.deliver = Leg::kDone;
     }
+    if (buffer.write == Leg::kDone && buffer.deliver == Leg::kDone) buffer.stage = Stage::kFree;
 }
 
 }  // namespace smart_infinity

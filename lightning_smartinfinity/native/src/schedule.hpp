@@ -6,7 +6,7 @@
 
 namespace smart_infinity {
 
-enum class Work { kRead, kCompute, kWrite };
+enum class Work { kRead, kFetch, kCompute, kWrite, kDeliver };
 
 struct Action {
     Work work;
@@ -14,16 +14,19 @@ struct Action {
     std::size_t buffer;
 };
 
-// The order of a batch as a pure state machine: no I/O, no clock, no threads, no lock. Each tasklet is read, computed
-// and written, in one of `num_buffers` buffers that it holds from its first action to its last.
+// The order of a batch as a pure state machine: no I/O, no clock, no threads, no lock. Each tasklet is read, has its
+// parameters fetched from a device, is computed, and then is written and has its parameters delivered to the device,
+// both at a time, in one of `num_buffers` buffers that it holds from its first action to the last to end.
 //
-// At any time the actions that can start are preferred in this order: writes, because only they free a buffer; compute,
-// because somebody waits for parameters; reads. Among equals, the lowest tasklet.
+// At any time the actions that can start are preferred in this order: deliveries and writes, because only they free a
+// buffer; compute, because somebody waits for parameters; fetches; reads. Among equals, the lowest tasklet.
 class TransferSchedule {
  public:
     struct Stages {
         bool reads;
         bool writes;
+        bool fetches = false;
+        bool delivers = false;
     };
 
     // Throws std::invalid_argument without a buffer.
@@ -35,10 +38,11 @@ class TransferSchedule {
     // A started action has ended. Throws std::invalid_argument if it had not started.
     void done(Work work, std::size_t tasklet);
 
-    // The tasklet's action in flight, if any, has ended without success: nothing new starts from now on.
-    void fail(std::size_t tasklet);
+    // The tasklet's action, if in flight, has ended without success: nothing new starts, as after stop().
+    void fail(Work work, std::size_t tasklet);
 
-    // Nothing new starts from now on; actions in flight still report done.
+    // Nothing new starts from now on but deliveries, whose copies are on their way since the tasklet was computed;
+    // actions in flight still report done.
     void stop() { stopped_ = true; }
 
     // All is done, or stopped with nothing in flight.
@@ -47,19 +51,27 @@ class TransferSchedule {
     std::size_t num_tasklets() const { return parameters_out_.size(); }
 
  private:
-    enum class Stage { kFree, kReading, kLoaded, kComputing, kComputed, kWriting };
+    // A buffer's way. What leaves a computed buffer does so on two legs at a time.
+    enum class Stage { kFree, kReading, kRead, kFetching, kLoaded, kComputing, kComputed };
+    enum class Leg { kDone, kWaiting, kInFlight };
 
     struct Buffer {
         Stage stage = Stage::kFree;
         std::size_t tasklet = 0;
+        Leg write = Leg::kDone;
+        Leg deliver = Leg::kDone;
+
+        bool is_held() const;
+        bool works(Work work) const;
     };
 
-    Buffer* lowest_at(Stage stage);
+    template <class Predicate>
+    Buffer* lowest(const Predicate& predicate);
     Buffer* holder_of(std::size_t tasklet);
     Action start(Buffer& buffer, Work work);
-    static Stage stage_during(Work work);
-    static bool in_flight(Stage stage);
-    void advance(Buffer& buffer);
+    void advance(Buffer& buffer, Work work);
+    Stage after_read() const { return stages_.fetches ? Stage::kRead : Stage::kLoaded; }
+    Work first_work() const;
 
     Stages stages_;
     std::vector<Buffer> buffers_;

@@ -38,11 +38,28 @@ Failure abandoned() {
     return Failure{FailureKind::kIo, "", 0, ECANCELED, 0, "the batch was abandoned before it was done"};
 }
 
+// Does something with copies from or to a device.
+template <class Copies>
+std::optional<Failure> copying(const Tasklet& tasklet, const Copies& copies) {
+    try {
+        copies();
+        return std::nullopt;
+    } catch (const CudaError& error) {
+        const std::string message =
+            "copying the parameters of tasklet " + std::to_string(tasklet.index) + " failed: " + error.what();
+        return Failure{FailureKind::kCuda, "", 0, error.result(), tasklet.index, message};
+    }
+}
+
 }  // namespace
 
 TransferLoop::Run::Run(Batch active, std::size_t num_buffers)
     : batch(std::move(active)),
-      schedule(batch.tasklets.size(), num_buffers, {reads(batch.operation), writes(batch.operation)}) {}
+      schedule(batch.tasklets.size(), num_buffers,
+               {.reads = reads(batch.operation),
+                .writes = writes(batch.operation),
+                .fetches = batch.stream != nullptr && takes_parameters(batch),
+                .delivers = delivers()}) {}
 
 // Moves `first` past what is out, so that a waiter looks at every tasklet once.
 bool TransferLoop::Run::parameters_out(std::size_t& first, std::size_t last) const {
@@ -56,17 +73,19 @@ TransferLoop::TransferLoop(PipelineOptions options)
       transfers_(options_.num_buffers),
       tasklets_(options_.num_buffers),
       engine_(std::make_unique<ThreadPoolEngine>(options_.io_threads)),
-      compute_pool_("smart-inf-cpu", options_.compute_threads,
-                    [this](const ComputeItem& item) { compute_item(item); }) {}
+      compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
+}
 
 TransferLoop::~TransferLoop() { close(); }
 
 void TransferLoop::submit(Batch batch) {
     validate(batch, options_.files.size(), options_.buffer_bytes);
+    if (slot_bytes(batch) == 0) batch.stream.reset();  // nothing travels
     auto run = std::make_shared<Run>(std::move(batch), options_.num_buffers);
     const std::lock_guard lock(mutex_);
     require_open();
     require(run_ == nullptr, "a batch is active; drain() it before the next one");
+    prepare_slots(run->batch);
     run_ = std::move(run);
     start_ready();
 }
@@ -142,6 +161,28 @@ void TransferLoop::decorate_engine(const Decorate& decorate) {
 
 void TransferLoop::require_open() const { require(!closed_, "it is closed"); }
 
+std::size_t TransferLoop::ring_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return ring_.bytes() + (slots_ ? slots_->bytes() : 0);
+}
+
+// Made once: every batch of a run has tasklets, and a stream, like those of the first.
+void TransferLoop::prepare_slots(const Batch& batch) {
+    if (!batch.stream) return;
+    const std::size_t bytes = slot_bytes(batch);
+    if (slots_ && slots_->stream() == batch.stream && slots_->slot_bytes() >= bytes) return;
+    if (!copy_pool_) {
+        copy_pool_ = std::make_unique<WorkerPool<Action>>("smart-inf-gpu", 1,
+                                                          [this](const Action& action) { copy_item(action); });
+    }
+    slots_.reset();
+    slots_ = std::make_unique<ParameterSlots>(batch.stream, options_.num_buffers, bytes);
+}
+
+std::byte* TransferLoop::slot(const Batch& batch, std::size_t index) const {
+    return batch.stream ? slots_->slot(index) : nullptr;
+}
+
 void TransferLoop::start_ready() {
     while (const auto action = run_->schedule.next()) start(*action);
 }
@@ -152,7 +193,10 @@ void TransferLoop::start(const Action& action) {
         case Work::kRead:
             return start_transfer(action, Direction::kRead);
         case Work::kCompute:
-            return compute_pool_.push(ComputeItem{action.tasklet, action.buffer});
+            return compute_pool_.push(action);
+        case Work::kFetch:
+        case Work::kDeliver:
+            return copy_pool_->push(action);
         case Work::kWrite:
             return start_transfer(action, Direction::kWrite);
     }
@@ -187,28 +231,45 @@ void TransferLoop::completed(const IoRequest& request, const IoResult& result) {
 }
 
 // On a thread of the compute pool. run_ cannot change: an action of its batch is in flight.
-void TransferLoop::compute_item(const ComputeItem& item) {
+void TransferLoop::compute_item(const Action& action) {
     const Stopwatch stopwatch;
     const Batch& batch = run_->batch;
-    const Tasklet& tasklet = batch.tasklets[item.tasklet];
+    const Tasklet& tasklet = batch.tasklets[action.tasklet];
     std::optional<Failure> failure;
-    if (const auto refusal = compute(batch, tasklet, options_.identity, buffer(item.buffer))) {
+    if (const auto refusal =
+            compute(batch, tasklet, options_.identity, buffer(action.buffer), slot(batch, action.buffer))) {
         failure = refused(*refusal, tasklet, options_.files[tasklet.file].path());
     }
     const double seconds = stopwatch.seconds();
+    // Copies start here, one tasklet's behind the other's; only their end is waited for elsewhere.
+    if (!failure && run_->delivers()) {
+        failure = copying(tasklet, [&] { slots_->deliver(batch, tasklet, action.buffer); });
+    }
     const std::lock_guard lock(mutex_);
     counters_.compute_seconds += seconds;
-    end(Work::kCompute, item.tasklet, std::move(failure));
+    end(Work::kCompute, action.tasklet, std::move(failure));
+}
+
+// On the thread that waits for copies. run_ cannot change, as above.
+void TransferLoop::copy_item(const Action& action) {
+    const Batch& batch = run_->batch;
+    const Tasklet& tasklet = batch.tasklets[action.tasklet];
+    auto failure = copying(tasklet, [&] {
+        if (action.work == Work::kFetch) slots_->fetch(batch, tasklet, action.buffer);
+        slots_->wait(action.buffer);
+    });
+    const std::lock_guard lock(mutex_);
+    end(action.work, action.tasklet, std::move(failure));
 }
 
 void TransferLoop::end(Work work, std::size_t tasklet, std::optional<Failure> failure) {
     if (failure) {
-        run_->schedule.fail(tasklet);
+        run_->schedule.fail(work, tasklet);
         if (!run_->failure) run_->failure = std::move(failure);
     } else {
         run_->schedule.done(work, tasklet);
-        start_ready();
     }
+    start_ready();
     changed_.notify_all();
 }
 

@@ -15,6 +15,7 @@
 #include "extent.hpp"
 #include "failure.hpp"
 #include "io_engine.hpp"
+#include "parameter_slots.hpp"
 #include "schedule.hpp"
 #include "state_file.hpp"
 #include "transfer.hpp"
@@ -45,7 +46,8 @@ class TransferLoop final : private CompletionHandler {
     using Poll = std::function<void()>;
     static constexpr std::chrono::milliseconds kPollInterval{50};
 
-    std::size_t ring_bytes() const { return ring_.bytes(); }
+    // Of the buffers, and of the slots for parameters on a device from the first batch that has some.
+    std::size_t ring_bytes() const;
     void submit(Batch batch);
     std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll);
     std::optional<Failure> drain(const Poll& poll);
@@ -64,6 +66,7 @@ class TransferLoop final : private CompletionHandler {
  private:
     struct Run {
         Run(Batch batch, std::size_t num_buffers);
+        bool delivers() const { return batch.stream != nullptr && gives_parameters(batch.operation); }
         bool parameters_out(std::size_t& first, std::size_t last) const;
 
         Batch batch;
@@ -71,13 +74,9 @@ class TransferLoop final : private CompletionHandler {
         std::optional<Failure> failure;
     };
 
-    struct ComputeItem {
-        std::size_t tasklet;
-        std::size_t buffer;
-    };
-
     void completed(const IoRequest& request, const IoResult& result) override;
-    void compute_item(const ComputeItem& item);
+    void compute_item(const Action& action);
+    void copy_item(const Action& action);
 
     template <typename Condition>
     void await(std::unique_lock<std::mutex>& lock, const Poll& poll, const Condition& condition);
@@ -85,6 +84,7 @@ class TransferLoop final : private CompletionHandler {
     // With the mutex held:
     void abandon(std::unique_lock<std::mutex>& lock);
     void require_open() const;
+    void prepare_slots(const Batch& batch);
     void start_ready();
     void start(const Action& action);
     void start_transfer(const Action& action, Direction direction);
@@ -92,6 +92,7 @@ class TransferLoop final : private CompletionHandler {
     void count(Direction direction, const IoResult& result);
 
     std::byte* buffer(std::size_t index) const { return ring_.data() + index * options_.buffer_bytes; }
+    std::byte* slot(const Batch& batch, std::size_t index) const;
     std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress,
                                       const Tasklet& tasklet) const;
 
@@ -105,10 +106,12 @@ class TransferLoop final : private CompletionHandler {
     std::shared_ptr<Run> run_;  // the active batch; shared with those who wait for it
     Counters counters_;
     bool closed_ = false;
+    std::unique_ptr<ParameterSlots> slots_;  // changes only while no batch is active
 
     // Last: their destructors wait for threads that use all of the above.
     std::unique_ptr<IoEngine> engine_;
-    WorkerPool<ComputeItem> compute_pool_;
+    WorkerPool<Action> compute_pool_;
+    std::unique_ptr<WorkerPool<Action>> copy_pool_;  // with the slots
 };
 
 }  // namespace smart_infinity

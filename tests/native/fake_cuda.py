@@ -1,0 +1,110 @@
+"""A CUDA driver without a device, built from fake_cuda.cpp: what the native core opens in tests instead of libcuda."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.native.builds import run
+
+__all__ = ["SYNCHRONOUS", "FakeCuda", "build"]
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+# Calls that make the host wait for more than it needs. The fake has none of them but a stream's.
+SYNCHRONOUS = ("cuCtxSynchronize", "cuStreamSynchronize", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2", "cuMemcpy")
+
+
+def build(folder: Path) -> Path:
+    """Compiles the library."""
+    library = folder / "libfakecuda.so"
+    run("g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", SOURCE, "-o", library)
+    return library
+
+
+class FakeCuda:
+    """What a test steers and sees of the fake driver. Streams are handles, as torch's ``cuda_stream``."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = library
+        self._calls = calls = ctypes.CDLL(str(library))
+        address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        calls.fake_log.restype = ctypes.c_char_p
+        calls.fake_stream.restype = address
+        calls.fake_gate.restype = address
+        calls.fake_gate.argtypes = calls.fake_open.argtypes = calls.fake_wait.argtypes = [address]
+        calls.cuStreamDestroy_v2.argtypes = [address]
+        calls.fake_kernel.argtypes = [address, number, address, address, size, number]
+        calls.fake_delay.argtypes = [ctypes.c_uint64, number]
+
+    def reset(self) -> None:
+        """No delays, no failures, an empty log."""
+        self._calls.fake_reset()
+
+    def delay(self, seed: int, max_delay_us: int) -> None:
+        """Let copies take a random time."""
+        self._calls.fake_delay(seed, max_delay_us)
+
+    def fail(self, call: str, *, skipped: int = 0, result: int = 2) -> None:
+        """Let a call fail, after some others of its name."""
+        self._calls.fake_fail(call.encode(), skipped, result)
+
+    def fail_copy(self, *, skipped: int = 0) -> None:
+        """Let a copy fail on its stream, after some others."""
+        self._calls.fake_fail_copy(skipped)
+
+    def deinitialize(self, *, gone: bool) -> None:
+        """Let the driver be gone, as while a process ends, or be there again."""
+        self._calls.fake_deinitialize(int(gone))
+
+    def log(self) -> list[str]:
+        """Calls, with details, since the last :meth:`clear`."""
+        return str(self._calls.fake_log().decode()).splitlines()
+
+    def clear(self) -> None:
+        """Empty the log."""
+        self._calls.fake_clear()
+
+    def calls(self) -> list[str]:
+        """Names of the calls in the log."""
+        return [line.split()[0] for line in self.log()]
+
+    def stream(self) -> int:
+        """A stream of another user of the device, such as torch; lives until :meth:`destroy`."""
+        return int(self._calls.fake_stream())
+
+    def destroy(self, stream: int) -> None:
+        """End a stream, with the work in it."""
+        assert self._calls.cuStreamDestroy_v2(stream) == 0
+
+    def kernel(
+        self, stream: int, to: NDArray[np.float32], values: NDArray[np.float32], *, us: int = 0, add: bool = False
+    ) -> None:
+        """Start ``to = values`` (or ``to += values``) on a stream, after so much other work; the caller keeps both."""
+        assert to.dtype == values.dtype == np.float32 and to.size == values.size
+        self._calls.fake_kernel(stream, us, to.ctypes.data, values.ctypes.data, to.size, int(add))
+
+    def gate(self, stream: int) -> int:
+        """Let a stream stop here until :meth:`open`."""
+        return int(self._calls.fake_gate(stream))
+
+    def open(self, gate: int) -> None:
+        """Let a stream go on."""
+        self._calls.fake_open(gate)
+
+    def wait(self, stream: int) -> None:
+        """Return when a stream has done all it was given."""
+        self._calls.fake_wait(stream)
+
+    def held(self) -> dict[str, int]:
+        """What the package and the tests hold of the driver."""
+        names = ("events", "streams", "registered", "contexts")
+        return {name: int(getattr(self._calls, f"fake_num_{name}")()) for name in names}
+
+    @property
+    def unmapped(self) -> bool:
+        """Whether memory was ever unmapped before its registration ended."""
+        return bool(self._calls.fake_unmapped())

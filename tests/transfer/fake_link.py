@@ -1,0 +1,87 @@
+"""A link to the fake CUDA driver: tensors that are told to be on the device, and a stream that stands for torch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.cuda import CudaLink
+from lightning_smartinfinity.transfer.plan import CudaPartition
+from tests.native.fake_cuda import FakeCuda
+from tests.transfer.harness import Case, Run
+
+__all__ = ["CudaRun", "FakeLink"]
+
+
+class FakeLink(CudaLink):
+    """Its "device memory" is host memory; only what the user's stream does with it is in that stream's order."""
+
+    def __init__(self, fake: FakeCuda) -> None:
+        super().__init__(0)
+        self.fake = fake
+        self.user_stream = fake.stream()
+        self._streams = [self.user_stream]
+        # Also keeps what copies in flight read: CPU tensors know no streams.
+        self._on_device: list[torch.Tensor] = []
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """From now on the tensor, and its views, are on the device."""
+        self._on_device.append(tensor)
+        return tensor
+
+    def use_other_stream(self) -> None:
+        """Let another stream be the current one."""
+        self.user_stream = self.fake.stream()
+        self._streams.append(self.user_stream)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage().data_ptr()
+        return any(held.untyped_storage().data_ptr() == storage for held in self._on_device)
+
+    def current_stream(self) -> int:
+        return self.user_stream
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        self._on_device.append(tensor)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.on_device(torch.empty(numel, dtype=dtype))
+
+    def add(self, total: torch.Tensor, other: torch.Tensor) -> None:
+        if total.dtype == torch.float32:
+            values = other.float().contiguous()
+            self.keep(values)
+            self.fake.kernel(self.user_stream, total.numpy(), values.numpy(), add=True)
+        else:
+            self.fake.wait(self.user_stream)
+            total.add_(other)
+
+    def copy(self, tensor: torch.Tensor, *, us: int = 0) -> torch.Tensor:
+        """Start a copy of fp32 values on the user's stream, after other work, and return where they will be."""
+        copied = self.on_device(torch.full_like(tensor, torch.nan))
+        self.fake.kernel(self.user_stream, copied.numpy(), tensor.numpy(), us=us)
+        return copied
+
+    def close(self) -> None:
+        """End the user's streams."""
+        for stream in self._streams:
+            self.fake.destroy(stream)
+
+
+class CudaRun(Run):
+    """A run whose partition and gradients are on the fake device."""
+
+    def __init__(self, folder: Path, case: Case, link: FakeLink) -> None:
+        self.link = link
+        super().__init__(folder, case)
+
+    def make_arena(self) -> GradientArena:
+        return GradientArena(self.layout, dtype=self.case.gradient_dtype, link=self.link)
+
+    def send(self, parameter: int, gradient: torch.Tensor) -> None:
+        super().send(parameter, self.link.on_device(gradient))
+
+    def outputs(self) -> CudaPartition:
+        return self.link.partition([self.link.on_device(tensor) for tensor in self.partition])

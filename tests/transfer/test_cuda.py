@@ -1,0 +1,320 @@
+"""Partitions and gradients on a CUDA device, on a fake driver: order, errors and lifetimes without a GPU."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity.errors import CudaError, StorageError
+from lightning_smartinfinity.native.testing import inject
+from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.cuda import link_to
+from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
+from tests.transfer.fake_link import CudaRun, FakeLink
+from tests.transfer.harness import Case, assert_equal, layout_of, running
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Two buffers for eleven tasklets, some of them with many parameters: every slot is used again and again.
+SMALL_RING = Case(num_buffers=2, compute_threads=2, shapes=(*Case().shapes, (50_000, 3, 1, 3), (3, 0, 0, 3)))
+
+
+@pytest.fixture
+def link(fake_cuda: FakeCuda) -> Iterator[FakeLink]:
+    link = FakeLink(fake_cuda)
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, link: FakeLink) -> Iterator[Callable[[Case], CudaRun]]:
+    """Starts runs on the device; closes them."""
+    runs: list[CudaRun] = []
+
+    def start(case: Case) -> CudaRun:
+        runs.append(CudaRun(tmp_path / f"device-{len(runs)}", case, link))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_steps_and_rollbacks_give_the_bits_of_the_host(
+    tmp_path: Path, start: Callable[[Case], CudaRun], fake_cuda: FakeCuda, dtype: torch.dtype, seed: int
+) -> None:
+    """Whatever time copies and storage take: state and partition are those of a partition in host memory."""
+    case = SMALL_RING.but(dtype=dtype, gradient_dtype=dtype)
+    with running(tmp_path / "host", case) as host:
+        host.steps(range(3))
+        expected = host.state()
+    fake_cuda.delay(seed, 2_000)
+    run = start(case)
+    inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
+    for number in range(3):
+        before = run.state()
+        run.handler.begin_step(run.collect(1))
+        run.handler.wait(slice(0, 1 + 3 * number))
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+        run.step(number)
+    assert_equal(run.state(), expected)
+
+
+@pytest.mark.parametrize(("dtype", "read_bytes"), [(torch.float32, 8), (torch.bfloat16, 12)])
+def test_fp32_parameters_on_the_device_are_the_masters(
+    start: Callable[[Case], CudaRun], dtype: torch.dtype, read_bytes: int
+) -> None:
+    """As in host memory, what lies in an fp32 partition is what is updated, and only the moments are read."""
+    run = start(Case(dtype=dtype, shapes=((20_480, 0, 0, 0),)))
+    before = run.handler.traffic()
+    run.step(1)
+    blocks = 4 * 4096
+    assert run.handler.traffic().shared_read_bytes - before.shared_read_bytes == read_bytes * 20_480 + blocks
+    run.partition[0][:] = 3.0
+    run.handler.begin_step(run.collect(2))
+    run.handler.commit()
+    is_master = bool((run.partition[0] - 3.0).abs().max() < 0.5)
+    assert is_master == (dtype == torch.float32)
+
+
+def test_the_users_stream_sees_updated_parameters_after_wait(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """Work given to the user's stream after wait() runs after the copies, although the host has not waited for them."""
+    run = start(Case())
+    expected = [tensor.clone() for tensor in _stepped(start)]
+    link.fake.delay(5, 20_000)
+    run.handler.begin_step(run.collect(1))
+    run.handler.wait()
+    seen = [link.copy(tensor) for tensor in run.partition]
+    link.fake.wait(link.user_stream)
+    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+    run.handler.commit()
+
+
+def _stepped(start: Callable[[Case], CudaRun]) -> list[torch.Tensor]:
+    run = start(Case())
+    run.step(1)
+    return run.partition
+
+
+def test_copies_run_after_what_the_users_stream_still_reads(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """A forward whose kernels are still running when the step begins reads the old parameters."""
+    run = start(Case())
+    before = [tensor.clone() for tensor in run.partition]
+    plan = run.collect(1)
+    seen = [link.copy(tensor, us=30_000) for tensor in run.partition]
+    run.handler.begin_step(plan)
+    run.handler.commit()
+    assert all(torch.equal(a, b) for a, b in zip(seen, before, strict=True))
+    assert not torch.equal(run.partition[0], before[0])
+
+
+def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
+    """First and later gradients arrive while the device is busy; the norm waits for them and for nothing else."""
+    layout = layout_of(Case())
+    arena = GradientArena(layout, link=link)
+    arena.buffer.fill_(math.nan)
+    gradients = [torch.randn(12_000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    gate = link.fake.gate(link.user_stream)
+    link.fake.clear()
+    for gradient in gradients:
+        arena.arrive(1, link.on_device(gradient))
+    assert not [call for call in link.fake.calls() if "Synchronize" in call]
+    assert arena.gradient(1).isnan().all()
+    link.fake.open(gate)
+    busy = link.fake.gate(link.user_stream)  # the stream's next work
+    total = gradients[0] + gradients[1] + gradients[2]
+    assert arena.sum_of_squares() == pytest.approx(total.double().square().sum().item(), rel=1e-12)
+    assert torch.equal(arena.gradient(1), total)
+    link.fake.open(busy)
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("arena_dtype", "dtype"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
+def test_accumulation_on_the_device_gives_the_bits_of_the_host(
+    link: FakeLink, arena_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Arrivals from the device, from the host and from other streams of the device, first and later, in any order."""
+    shapes = ((1_200_000, 1, 0, 0), (7, 0, 0, 0))  # the first goes in two pieces
+    layout = layout_of(Case(shapes=shapes, tasklet_bytes=1 << 20))
+    host, device = GradientArena(layout, dtype=arena_dtype), GradientArena(layout, dtype=arena_dtype, link=link)
+    link.fake.delay(1, 300)
+    for number in range(5):
+        for parameter in (0, 1):
+            values = torch.randn(
+                layout.parameters[parameter].real_numel, generator=torch.Generator().manual_seed(number)
+            )
+            host.arrive(parameter, values.to(dtype))
+            # From one parameter or the other, the host's gradient comes first, between and last.
+            on_host = number == 3 * parameter or number == 4
+            device.arrive(parameter, values.to(dtype) if on_host else link.on_device(values.to(dtype)))
+        if number == 2:
+            link.use_other_stream()
+    assert device.sum_of_squares() == host.sum_of_squares()
+    assert torch.equal(device.buffer, host.buffer)
+    host.close()
+    device.close()
+
+
+def test_no_step_waits_for_the_device_as_a_whole(
+    start: Callable[[Case], CudaRun], link: FakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward waits for nothing, the norm for one event, the update for an event of each tasklet, and that is all."""
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a device-wide wait")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", refuse)
+    run = start(SMALL_RING.but(dtype=torch.bfloat16))
+    link.fake.clear()
+    plan = run.collect(1)
+    assert link.fake.calls().count("cuEventSynchronize") == 1
+    run.handler.begin_step(plan)
+    run.handler.wait()
+    run.handler.commit()
+    run.handler.begin_step(run.collect(2))
+    run.handler.rollback()
+    calls = link.fake.calls()
+    assert not set(calls) & set(SYNCHRONOUS)
+    assert calls.count("cuEventSynchronize") <= 2 + 3 * len(run.layout.tasklets)
+    assert calls.count("cuMemcpyHtoDAsync_v2") >= len(run.layout.tasklets)
+
+
+def test_neighbours_in_memory_travel_as_one_copy(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """A tasklet of many small parameters is copied once, not once for each of them."""
+    run = start(Case(shapes=((3, 0, 0, 0),) * 200, dtype=torch.bfloat16))
+    link.fake.clear()
+    run.handler.begin_step(run.collect(1))
+    run.handler.rollback()
+    assert len(run.layout.tasklets) == 1
+    # Two out of three neighbours have a gradient, and of two only one hyperparameter set is in use.
+    assert link.fake.calls().count("cuMemcpyHtoDAsync_v2") <= 2 * 67
+
+
+def test_a_refused_copy_ends_the_step_and_rolls_back(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
+    """The error carries the driver's words; after a rollback the run goes on as if nothing had happened."""
+    run = start(SMALL_RING)
+    expected = _three_steps(start)
+    before = run.state()
+    link.fake.delay(3, 1_000)
+    for skipped in (0, 1, 7):
+        plan = run.collect(0)
+        link.fake.fail("cuMemcpyHtoDAsync_v2", skipped=skipped)
+        run.handler.begin_step(plan)
+        with pytest.raises(CudaError, match=r"tasklet \d+ failed: cuMemcpyHtoDAsync_v2 .*\(2\): out of memory"):
+            run.handler.commit()
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+    run.steps(range(3))
+    assert_equal(run.state(), expected)
+
+
+def _three_steps(start: Callable[[Case], CudaRun]) -> dict[str, torch.Tensor]:
+    run = start(SMALL_RING)
+    run.steps(range(3))
+    return run.state()
+
+
+@pytest.mark.parametrize("skipped", [0, 3, 8])
+def test_a_lost_device_is_reported_and_left(start: Callable[[Case], CudaRun], link: FakeLink, skipped: int) -> None:
+    """A copy that fails on its stream fails the commit and the rollback; the state on storage stays whole."""
+    run = start(SMALL_RING.but(dtype=torch.bfloat16))
+    generation = run.handler.generation
+    expected = run.read()
+    plan = run.collect(1)
+    link.fake.fail_copy(skipped=skipped)
+    run.handler.begin_step(plan)
+    with pytest.raises(CudaError, match=r"\(700\).*nvidia-smi"):
+        run.handler.commit()
+    with pytest.raises(CudaError, match="700"):
+        run.handler.rollback()
+    run.handler.close(remove=False)
+    assert run.handler.generation == generation
+    again = CudaRun.__mro__[1](run.folders[0].parent, run.case, recover=True)
+    for found, kept in zip(again.read(), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+    again.close()
+
+
+def test_a_lost_gradient_is_reported_where_it_is_read(link: FakeLink) -> None:
+    """The norm raises; the arena can still be closed."""
+    arena = GradientArena(layout_of(Case()), link=link)
+    link.fake.fail_copy()
+    arena.arrive(1, link.on_device(torch.ones(12_000)))
+    with pytest.raises(CudaError, match="cuEventSynchronize"):
+        arena.sum_of_squares()
+    with pytest.raises(CudaError, match="cuEventSynchronize"):
+        arena.close()
+    assert link.fake.held()["registered"] == 0
+
+
+@pytest.mark.parametrize("fault", ["fail_read_at", "fail_write_at"])
+def test_storage_fails_while_parameters_travel(start: Callable[[Case], CudaRun], link: FakeLink, fault: str) -> None:
+    """No slot is used again before the copies from it have ended, on the way of a failure too."""
+    run = start(SMALL_RING)
+    before = run.state()
+    link.fake.delay(9, 3_000)
+    for number in range(4):
+        inject(run.device.pipeline, seed=number, max_delay_us=300, **{fault: 3 + number})
+        run.handler.begin_step(run.collect(number))
+        with pytest.raises(StorageError, match="tasklet"):
+            run.handler.commit()
+        inject(run.device.pipeline)
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_memory_that_cannot_be_registered_warns_once(tmp_path: Path, link: FakeLink, skipped: int) -> None:
+    """Arena or slots: copies block then, and everything else is as it was."""
+    link.fake.fail("cuMemHostRegister_v2", skipped=skipped)
+    with pytest.warns(UserWarning, match=r"CUDA device 0.*cuMemHostRegister_v2.*out of memory.*ulimit -l"):
+        run = CudaRun(tmp_path / "device", SMALL_RING, link)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.steps(range(3))
+    with running(tmp_path / "host", SMALL_RING) as host:
+        host.steps(range(3))
+        assert_equal(run.state(), host.state())
+    run.close()
+
+
+def test_everything_is_given_back(tmp_path: Path, fake_cuda: FakeCuda) -> None:
+    """After close nothing is registered; with the last reference events, streams and the context are gone."""
+    link = FakeLink(fake_cuda)
+    run = CudaRun(tmp_path, Case(), link)
+    run.step(1)
+    assert fake_cuda.held()["registered"] == 2
+    run.close()
+    assert fake_cuda.held()["registered"] == 0
+    link.close()
+    del run, link
+    gc.collect()
+    assert fake_cuda.held() == {"events": 0, "streams": 0, "registered": 0, "contexts": 0}
+
+
+def test_memory_is_bounded(start: Callable[[Case], CudaRun]) -> None:
+    """Each buffer of the ring has one slot, as large as a tasklet's parameters."""
+    run = start(Case(num_buffers=4, dtype=torch.bfloat16))
+    tasklet_numel = run.layout.extents.tasklet_numel
+    slots = run.handler.ring_bytes - 4 * 64 * 1024
+    assert 4 * 2 * tasklet_numel <= slots < 4 * (2 * tasklet_numel + 4096)
+
+
+def test_a_device_without_a_driver_of_its_own() -> None:
+    """The host, and devices of other makers, are reached without the driver."""
+    assert link_to(torch.device("cpu")) is None
+    assert link_to(torch.device("meta")) is None
+    if torch.version.cuda is None:
+        assert link_to(torch.device("cuda", 0)) is None
