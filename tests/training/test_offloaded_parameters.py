@@ -128,17 +128,22 @@ class Configured(LitTiny):
             self.stored_bytes = self.trainer.strategy.parameter_bytes
 
 
-def test_a_model_built_in_configure_model_goes_to_storage_as_it_is_built(plain: Any, tmp_path: Path) -> None:
+def test_a_model_built_in_configure_model_goes_to_storage_as_it_is_built(tmp_path: Path) -> None:
     """Parameters are on storage before the optimizer exists, in the default folder too; the bits are the same."""
     recipe = Recipe(precision="bf16-mixed", tied=False, max_steps=2)
-    module, recorder = Configured(recipe), Recorder(run_of(tmp_path, recipe, None))
-    trainer = quiet_trainer(tmp_path, SmartInfinityStrategy(zero=NVME), callbacks=[recorder], max_steps=2)
-    trainer.fit(module)
-    stored = sum(-(-2 * p.ds_numel // 4096) * 4096 for p in module.parameters() if p.ds_numel >= 2048)
-    assert module.stored_bytes == trainer.strategy.parameter_bytes == stored
-    assert list((tmp_path / "smart_infinity").rglob("parameters-00000/parameters.bin"))
-    trainer.strategy.close()
-    assert_same((module.losses, [], recorder.masters), plain(recipe))
+    outcomes = []
+    for zero in (None, NVME):
+        root = tmp_path / str(zero is None)
+        module, recorder = Configured(recipe), Recorder(run_of(root, recipe, None))
+        trainer = quiet_trainer(root, SmartInfinityStrategy(zero=zero), callbacks=[recorder], max_steps=2)
+        trainer.fit(module)
+        outcomes.append((module.losses, [], recorder.masters))
+        if zero is not None:
+            stored = sum(-(-2 * p.ds_numel // 4096) * 4096 for p in module.parameters() if p.ds_numel >= 2048)
+            assert module.stored_bytes == trainer.strategy.parameter_bytes == stored
+            assert list((root / "smart_infinity").rglob("parameters-00000/parameters.bin"))
+        trainer.strategy.close()
+    assert_same(*outcomes)
 
 
 def test_the_life_of_a_model_on_storage(tmp_path: Path) -> None:
