@@ -1,0 +1,143 @@
+"""What DeepSpeed asks of a parameter swapper, and where it takes one from."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
+from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator, stage3
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.param_swapper import ParameterSwapper
+from tests.zero3.test_contract import undecorated
+
+ENGINE: Any = inspect.getmodule(DeepSpeedEngine)
+USERS: list[Any] = [partition_parameters, partitioned_param_coordinator, stage3, parameter_offload, ENGINE]
+CALLED = {
+    "available_swap_in_buffers",
+    "get_buffer",
+    "remove_partition_and_release_buffers",
+    "reserve_partitioned_swap_space",
+    "swap_in",
+    "swap_into_buffer",
+    "swap_out_and_release",
+    "swappable_tensor",
+    "synchronize_reads",
+}
+# Names of the swapper, and the only methods of DeepSpeed that use them, which ours replaces or never enters.
+NOT_ENTERED = {
+    "get_path": {"_get_sub_group_partitions"},
+    "reserve_available_buffers": {"_create_fp32_partitions"},
+    "release_reserved_buffers": {"_create_fp32_partitions"},
+    "swap_out_partitioned_params": {"_partitioned_params_swap_out"},
+}
+
+
+def test_every_name_that_deepspeed_uses_is_known() -> None:
+    """Attributes taken of param_swapper and nvme_swapper anywhere in ZeRO-3 and the engine."""
+    found = {
+        name
+        for module in USERS
+        for name in re.findall(r"(?:param_swapper|nvme_swapper)\.(\w+)", inspect.getsource(module))
+        if name != "AsyncPartitionedParameterSwapper"
+    }
+    assert found == CALLED | set(NOT_ENTERED)
+
+
+@pytest.mark.parametrize("name", sorted(CALLED))
+def test_our_swapper_takes_what_deepspeed_passes(name: str) -> None:
+    """Every verb has the parameters of DeepSpeed's own, in name, order and default."""
+    theirs = inspect.signature(getattr(AsyncPartitionedParameterSwapper, name)).parameters
+    ours = inspect.signature(getattr(ParameterSwapper, name)).parameters
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+
+
+@pytest.mark.parametrize("name", sorted(NOT_ENTERED))
+def test_other_verbs_are_used_only_where_ours_never_goes(name: str) -> None:
+    """The base's methods around them are replaced, or called by replaced ones only."""
+    users = {
+        method
+        for method, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)
+        if f".{name}(" in inspect.getsource(undecorated(member))
+    }
+    assert users == NOT_ENTERED[name]
+    for user in users:
+        replaced = getattr(SmartInfinityOptimizer, user) is not getattr(DeepSpeedZeroOptimizer_Stage3, user)
+        callers = {
+            method
+            for method, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)
+            if f"self.{user}(" in inspect.getsource(undecorated(member))
+        }
+        # Of the base's _create_fp32_partitions, _setup_for_real_optimizer and step, all replaced.
+        assert replaced or callers <= {
+            "_create_fp32_partitions",
+            "_reassign_or_swap_out_partitioned_parameters",
+            "initialize_optimizer_states",
+        }
+
+
+def test_init_looks_the_swapper_up_when_it_begins() -> None:
+    """zero.Init builds its swapper by a global name of its module, once its device is known to be nvme."""
+    source = inspect.getsource(partition_parameters.Init.__init__)
+    assert "self.param_swapper = param_swapper or AsyncPartitionedParameterSwapper(_ds_config, self.dtype)" in source
+    assert "if self.remote_device == OffloadDeviceEnum.nvme:" in source
+
+
+def _calls(function: Any, *calls: str) -> None:
+    source = inspect.getsource(undecorated(function))
+    where = [source.index(call) for call in calls]
+    assert where == sorted(where), calls
+
+
+def test_the_order_in_which_a_partition_is_made_written_and_forgotten() -> None:
+    """get_buffer, the copy, then swap_out_and_release; without an update only the release."""
+    _calls(
+        partition_parameters.Init._partition_param,
+        "param.nvme_swapper.remove_partition_and_release_buffers([param])",
+        "self.param_swapper.swappable_tensor(",
+        "self.param_swapper.get_buffer(param, partition_size)",
+        "param.ds_tensor.copy_(src_tensor)",
+        "self.param_swapper.swap_out_and_release([param])",
+    )
+
+
+def test_partitions_are_there_before_they_are_gathered() -> None:
+    """Both ways of gathering ask for what is on storage first, and wait for what is on its way."""
+    ensure = partition_parameters.Init._ensure_availability_of_partitioned_params
+    _calls(ensure, "swap_in(swap_in_list, async_op=False)", "synchronize_reads()")
+    _calls(partition_parameters.Init._all_gather, "_ensure_availability_of_partitioned_params(", "_allgather_param(")
+    converted = inspect.getsource(partition_parameters.Init._convert_to_deepspeed_param)
+    start = converted.index("def all_gather_coalesced(")
+    assert 0 < converted.index("_ensure_availability_of_partitioned_params(", start) - start < 600
+
+
+def test_a_sub_group_that_is_not_in_memory_has_no_flat_tensor() -> None:
+    """Those beyond max_in_cpu have None in fp16_partitioned_groups_flat; others are read into it once."""
+    source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation)
+    assert "fp16_partitioned_group_flat = None" in source
+    _calls(
+        DeepSpeedZeroOptimizer_Stage3._move_to_flat_buffer,
+        "param.nvme_swapper.swap_into_buffer(param, dest)",
+        "param.ds_tensor.final_location = 'not-nvme'",
+    )
+
+
+def test_frozen_parameters_are_saved_and_loaded_by_the_engine() -> None:
+    """The two methods of the engine that read and write partitions outside the optimizer are ours."""
+    saved = inspect.getsource(DeepSpeedEngine._get_param_fragment_func)
+    loaded = inspect.getsource(DeepSpeedEngine.load_module_state_dict)
+    assert "param.ds_tensor.detach().cpu()" in saved
+    assert "checkpoint.get(FROZEN_PARAM_FRAGMENTS, None) is not None" in loaded
+    for name in ("_get_param_fragment_func", "load_module_state_dict"):
+        assert getattr(SmartInfinityEngine, name) is not getattr(DeepSpeedEngine, name)
+    assert inspect.getsource(ENGINE).count("ds_tensor.d") == 2
