@@ -169,16 +169,19 @@ class NearStorage:
             initialize: Returns the engine and something else.
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
-        from lightning_smartinfinity.zero3.engine import engine_with, release_module
+        from lightning_smartinfinity.zero3.engine import engine_with
         from lightning_smartinfinity.zero3.partition import make_contiguous
+        from lightning_smartinfinity.zero3.release import end_training, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
-        from lightning_smartinfinity.zero3.validation import check_model, check_optimizer
+        from lightning_smartinfinity.zero3.validation import check_dtype, check_model, check_optimizer
 
         assert self._storage is not None
         with raising_together():
             check_model(model)
             check_optimizer(optimizer)
+            check_dtype(model, self.config)
         self._release_storage()
+        end_training(model)
         release_module(model)
         make_contiguous(model)
         offload = OffloadSettings(storage=self._storage, transfer=self._transfer)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeedPrecision
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.nn import Module
 from torch.optim import LBFGS
 from typing_extensions import override
@@ -38,6 +40,7 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
     def __init__(self, precision: _PrecisionName) -> None:
         _check_name(type(self).__name__, precision)
         super().__init__(precision)
+        self._step_follows = False
 
     @override
     def convert_module(self, module: Module) -> Module:
@@ -53,7 +56,42 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
                 "LBFGS re-evaluates the closure, which the smart_infinity strategy cannot do.",
                 "Use torch.optim.AdamW or torch.optim.Adam.",
             )
-        return super().optimizer_step(optimizer, model, closure, **kwargs)
+        optimizer.clip_grad = 0.0
+        # DeepSpeedPrecision's own version refuses a training_step that returns None. Without backward no parameter has
+        # a gradient, and the step changes nothing.
+        closure()
+        self._after_closure(model, optimizer)
+        return model.trainer.model.step(**kwargs)
+
+    @override
+    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        # Lightning calls it in automatic optimization only, when nothing but the step is to come.
+        self._step_follows = True
+        try:
+            super()._clip_gradients(*args, **kwargs)
+        finally:
+            self._step_follows = False
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        # DeepSpeedPrecision's own version does nothing.
+        from lightning_smartinfinity.zero3.clipping import clip_norm, clip_values
+
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if clip_val <= 0:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            clip_values(optimizer, float(clip_val))
+        elif self._step_follows:
+            # The step scales the gradients anyway, and knows their norm.
+            optimizer.clip_grad = float(clip_val)
+        else:
+            clip_norm(optimizer, float(clip_val))
 
 
 class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):

@@ -18,11 +18,11 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers,
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_smartinfinity.compatibility import accumulates, adapt_callbacks
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.near_storage import NearStorage, check_options, indexed_device, swapped_precision
@@ -147,6 +147,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         self._prepare_environment(super().root_device, local_world_size=self.num_processes)
+        if self.lightning_module is not None:
+            adapt_callbacks(self.lightning_module.trainer)
         # DeepSpeedStrategy's own version refuses every accelerator but CUDA.
         super(DeepSpeedStrategy, self).setup_environment()
 
@@ -162,7 +164,6 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        _refuse_clipping_by_value(trainer)
         self._choose_storage(trainer.default_root_dir)
         self._random_state = None
         super().setup(trainer)
@@ -239,10 +240,11 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
-        from lightning_smartinfinity.zero3.engine import evaluation_engine
+        from lightning_smartinfinity.zero3.engine import build_evaluation_engine
 
-        with self._parameters_on_storage(), evaluation_engine():
-            super()._initialize_deepspeed_inference(model)
+        # DeepSpeedStrategy's own version removes the user's hooks from the module, too.
+        with self._parameters_on_storage():
+            self.model = build_evaluation_engine(model, self.config, device_index=self.root_device.index)
 
     @override
     def teardown(self) -> None:
@@ -271,24 +273,28 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         return self._build_engine(model, optimizer, initialize)
 
     @override
+    def init_deepspeed(self) -> None:
+        # DeepSpeedStrategy's own version warns that configure_gradient_clipping does not clip, and refuses clipping by
+        # value; here both work.
+        assert self.lightning_module is not None
+        if not self.lightning_module.trainer.training:
+            self._initialize_deepspeed_inference(self.lightning_module)
+            return
+        # In 16 bit, too, several micro-batches accumulate in fp32.
+        several = accumulates(self.lightning_module.trainer)
+        self.config["data_types"] = {"grad_accum_dtype": "fp32"} if several else {}
+        self._initialize_deepspeed_train(self.lightning_module)
+
+    @override
     def _format_config(self) -> None:
-        super()._format_config()
         assert isinstance(self.config, dict)
-        automatic = self.lightning_module is None or self.lightning_module.automatic_optimization
-        if self.config["gradient_accumulation_steps"] > 1 or not automatic:
-            # Several micro-batches accumulate in fp32 whatever the precision; by hand there may be several.
-            self.config["data_types"] = {"grad_accum_dtype": "fp32"}
+        # SmartInfinityPrecision.clip_gradients clips, when Lightning or the module asks for it.
+        self.config["gradient_clipping"] = 0.0
+        # DeepSpeed only prints with it; Lightning would ask a batch sampler that need not be there.
+        self.config["train_micro_batch_size_per_gpu"] = 1
+        super()._format_config()
         # To DeepSpeed every step ends a window: see handles_gradient_accumulation.
         self.config["gradient_accumulation_steps"] = 1
-
-
-def _refuse_clipping_by_value(trainer: pl.Trainer) -> None:
-    if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-        raise UnsupportedError(
-            "Trainer(gradient_clip_algorithm='value') does not work with the smart_infinity strategy: no rank holds "
-            "whole gradients.",
-            "Use gradient_clip_algorithm='norm'.",
-        )
 
 
 def _several_optimizers(found: str) -> UnsupportedError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,18 @@ from lightning_smartinfinity.zero3.checkpoint_engine import SmartInfinityCheckpo
 from lightning_smartinfinity.zero3.folder_swap import replacing
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
+from lightning_smartinfinity.zero3.release import release_module
 from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.validation import check_dtype
 
 __all__ = [
     "EvaluationEngine",
     "SmartInfinityEngine",
+    "build_evaluation_engine",
     "engine_with",
     "evaluation_engine",
     "is_engine",
     "refuse_trained",
-    "release_module",
 ]
 
 
@@ -74,7 +77,16 @@ class SmartInfinityEngine(_PortableEngine):
 
     def __init__(self, *, offload: OffloadSettings, **kwargs: Any) -> None:
         self._offload = offload
-        super().__init__(**kwargs)
+        try:
+            super().__init__(**kwargs)
+        except BaseException:
+            # torch's Module is not yet one if that constructor failed early.
+            optimizer = vars(self).get("optimizer")
+            if isinstance(optimizer, SmartInfinityOptimizer):
+                optimizer.rank_state.close()
+                optimizer.destroy()
+            release_module(kwargs["model"])
+            raise
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
         # The base imports the optimizer class at call time, which is how it picks its own stage-3 subclasses.
@@ -194,12 +206,28 @@ def refuse_trained(module: torch.nn.Module) -> None:
             )
 
 
-def release_module(module: torch.nn.Module) -> None:
-    """Remove the hooks that the engine of another strategy left on a module."""
-    for owner in {getattr(param, "_z3_optimizer", None) for param in module.parameters()}:
-        if isinstance(owner, SmartInfinityOptimizer):
-            owner.rank_state.close()
-            owner.destroy()
+def build_evaluation_engine(
+    model: torch.nn.Module, config: Mapping[str, Any], *, device_index: int | None
+) -> EvaluationEngine:
+    """An engine without optimizer: ZeRO-3's gathers alone.
+
+    Args:
+        model: What is evaluated; hooks of the user's stay, those of earlier engines go.
+        config: DeepSpeed's, as for training.
+        device_index: Of the training device.
+    """
+    check_dtype(model, config)
+    release_module(model)
+    needed = ("fp16", "bf16", "zero_allow_untested_optimizer", "zero_optimization")
+    with evaluation_engine():
+        engine, *_ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=device_index),
+            config={"train_micro_batch_size_per_gpu": 1, **{name: config[name] for name in needed if name in config}},
+            model=model,
+            model_parameters=[],
+            dist_init_required=False,
+        )
+    return engine  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -70,15 +70,16 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         reentrant checkpointing.
         """
         self.arena.arrive_all([self._index[param.ds_id] for param in params_to_release], grad_partitions)
-        records = not get_accelerator().is_synchronized_device()
         for param in params_to_release:
-            if records and param.grad is not None:
-                param.grad.record_stream(get_accelerator().current_stream())
-            param.grad = None
+            _drop_gradient(param)
         self._waiting.difference_update(param.ds_id for param in params_to_release)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop this window's gradients, those in the arena too."""
+        # The base class records a stream on them, which a CPU does not have.
+        for group in self.fp16_groups:
+            for param in group:
+                _drop_gradient(param)
         super().zero_grad(set_to_none)
         self.arena.reset()
         # What a backward that was broken off left waiting.
@@ -109,3 +110,9 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         for group in self.fp16_groups:
             for param in group:
                 self._grad_acc_hooks.append(param.register_hook(ordered(param)))
+
+
+def _drop_gradient(param: Any) -> None:
+    if param.grad is not None and not get_accelerator().is_synchronized_device():
+        param.grad.record_stream(get_accelerator().current_stream())
+    param.grad = None

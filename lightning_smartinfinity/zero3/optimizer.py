@@ -30,6 +30,7 @@ from lightning_smartinfinity.zero3.partition import describe_partition, outputs_
 from lightning_smartinfinity.zero3.rank_state import RankState
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.storage import open_storage
+from lightning_smartinfinity.zero3.validation import find_ignored
 
 __all__ = ["SmartInfinityOptimizer"]
 
@@ -111,7 +112,8 @@ class SmartInfinityOptimizer(GradientPath):
         """Update this rank's partition from the arena, or skip it if a gradient anywhere is not finite.
 
         Raises:
-            UnsupportedError: A closure was passed.
+            UnsupportedError: A closure was passed, or on some rank a parameter was unfrozen or has a gradient that the
+                step would pass over.
             StorageError: Reading, checking or writing state failed on some rank, and no rank took the step. The
                 parameters are those before it, unless they could not be read back: then saving raises, too.
         """
@@ -120,13 +122,15 @@ class SmartInfinityOptimizer(GradientPath):
                 "optimizer.step(closure) does not work with the smart_infinity strategy.",
                 "Run forward and backward first, then call step().",
             )
-        self._refuse_thawed()
+        refused = find_ignored(_flatten(self.fp16_groups), self._left_out, names=self.param_names)
         self._pre_step()
         self._partition_all_parameters()
         self.retained.forget()
         # The scale that backward ran with: the loss scaler may raise it for the next window below.
         loss_scale = float(self.loss_scale)
-        norm = self._scaled_gradient_norm()
+        norm = self._scaled_gradient_norm(valid=refused is None)
+        if not math.isfinite(norm):
+            raise_together(refused, self.dp_process_group)
         self.overflow = not math.isfinite(norm)
         if self._loss_scale_update_and_overflow_cleanup():
             self._warn_of_skipped_step()
@@ -146,18 +150,11 @@ class SmartInfinityOptimizer(GradientPath):
                 stacklevel=2,
             )
 
-    def _refuse_thawed(self) -> None:
-        for param in self._left_out:
-            if param.requires_grad:
-                raise UnsupportedError(
-                    f"Parameter {self.param_names.get(param)!r} was unfrozen in the fit; it has no place on storage.",
-                    "Unfreeze it before fit, and freeze it in on_fit_start if it is to be trained later.",
-                )
-
-    def _scaled_gradient_norm(self) -> float:
+    def _scaled_gradient_norm(self, *, valid: bool) -> float:
+        """Over all ranks; NaN if the gradients of one are not valid."""
         # Every rank takes part only after it committed the step before. So this is also the barrier behind the rule
         # that no extent of a new generation is written before all ranks have committed the one before it.
-        total = self._sum_over_ranks(self.arena.sum_of_squares())
+        total = self._sum_over_ranks(self.arena.sum_of_squares() if valid else math.nan)
         return math.sqrt(total) if total >= 0 else math.nan
 
     def _clip_factor(self, norm: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,16 @@ from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 
-__all__ = ["check_model", "check_optimizer", "check_zero_section", "parameter_settings"]
+__all__ = [
+    "check_dtype",
+    "check_model",
+    "check_optimizer",
+    "check_zero_section",
+    "find_ignored",
+    "parameter_settings",
+]
 
+_SIXTEEN_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DENSE_EXPERTS = "Build the experts from ordinary torch modules: ZeRO-3 partitions those over all ranks."
 
 
@@ -131,3 +139,50 @@ def _check_memory(model: torch.nn.Module) -> None:
                 f"Parameters {name!r} and {other!r} lie in the same memory, which ZeRO-3 would silently undo.",
                 f"Tie them by assigning one Parameter to both places, not its data ({other} = {name}).",
             )
+
+
+def check_dtype(model: torch.nn.Module, config: Mapping[str, Any]) -> None:
+    """Refuse a module that was partitioned in another precision, which DeepSpeed would go on with unnoticed.
+
+    Args:
+        model: What is to be trained or evaluated.
+        config: DeepSpeed's.
+
+    Raises:
+        UnsupportedError: Naming a parameter and both dtypes.
+    """
+    wanted = next((dtype for key, dtype in _SIXTEEN_BIT.items() if config.get(key, {}).get("enabled")), torch.float32)
+    for name, parameter in model.named_parameters():
+        partition = getattr(parameter, "ds_tensor", None)
+        if partition is not None and partition.is_floating_point() and partition.dtype != wanted:
+            raise UnsupportedError(
+                f"Parameter {name!r} of {type(model).__name__} was partitioned in {partition.dtype} before; this "
+                f"precision needs {wanted}.",
+                "Use the precision that it was first set up with, or build it anew and load a checkpoint.",
+            )
+
+
+def find_ignored(
+    parameters: Sequence[Any], left_out: Sequence[Any], *, names: Mapping[Any, str]
+) -> UnsupportedError | None:
+    """What the user did to parameters during the fit that a step would pass over.
+
+    Args:
+        parameters: Those that are trained.
+        left_out: Those that were frozen when the fit began.
+        names: Of all of them.
+    """
+    for param in left_out:
+        if param.requires_grad:
+            return UnsupportedError(
+                f"Parameter {names.get(param)!r} was unfrozen in the fit; it has no place on storage.",
+                "Unfreeze it before fit, and freeze it in on_fit_start if it is to be trained later.",
+            )
+    for param in parameters:
+        if param.grad is not None:
+            return UnsupportedError(
+                f"Parameter {names.get(param)!r} has a gradient that was never reduced over the ranks: "
+                "loss.backward() was called, or its .grad was set.",
+                "Call self.manual_backward(loss), and scale the loss rather than gradients.",
+            )
+    return None

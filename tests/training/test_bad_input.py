@@ -277,17 +277,3 @@ def test_keep_leaves_the_state_and_protects_it(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
         fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
     assert_helpful(caught.value, "keep")
-
-
-def test_gradient_clipping_by_value_is_refused(tmp_path: Path) -> None:
-    """Clipping by value needs whole gradients that no rank has."""
-    with pytest.raises(UnsupportedError) as caught:
-        fit(
-            LitTiny(Recipe()),
-            SmartInfinityStrategy(tmp_path / "s"),
-            tmp_path,
-            gradient_clip_val=1.0,
-            gradient_clip_algorithm="value",
-        )
-    assert_helpful(caught.value, "norm")
-    assert not (tmp_path / "s").exists()

@@ -1,0 +1,130 @@
+"""Callbacks of Lightning's that cannot work with the strategy, and one that can although Lightning thinks it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+from lightning_smartinfinity.errors import UnsupportedError
+
+__all__ = ["REFUSED_CALLBACKS", "Refusal", "accumulates", "adapt_callbacks"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A class of callbacks, subclasses included, that the strategy refuses.
+
+    Args:
+        callback: The class.
+        reason: What it does that cannot work; completes "it ...".
+        remedy: What the user can do instead.
+    """
+
+    callback: type[Callback]
+    reason: str
+    remedy: str
+
+
+REFUSED_CALLBACKS = (
+    Refusal(
+        StochasticWeightAveraging,
+        "copies whole weights, which no rank has",
+        "Save checkpoints with ModelCheckpoint(save_top_k=...) and average their weights after training.",
+    ),
+    Refusal(
+        WeightAveraging,
+        "copies whole weights, which no rank has",
+        "Save checkpoints with ModelCheckpoint(save_top_k=...) and average their weights after training.",
+    ),
+    Refusal(
+        BatchSizeFinder,
+        "fits again and again with other batch sizes, until memory runs out on one rank alone",
+        "Remove the callback or the call of Tuner.scale_batch_size, and set the batch size by hand.",
+    ),
+    Refusal(
+        LearningRateFinder,
+        "wraps the optimizer in a scheduler of torch's, which takes no optimizer of DeepSpeed's",
+        "Remove the callback or the call of Tuner.lr_find; find the rate with a smaller model under "
+        "Trainer(strategy='auto').",
+    ),
+    Refusal(
+        BaseFinetuning,
+        "adds parameters to the optimizer in mid-training, which have no place on storage",
+        "Pass all parameters to the optimizer before fit; freeze those that are to be trained later in on_fit_start.",
+    ),
+    Refusal(
+        ModelPruning,
+        "masks weights in memory, while the step computes them from the masters on storage",
+        "Prune the weights before fit or after it.",
+    ),
+)
+
+
+def adapt_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse the Trainer's callbacks that cannot work, before any of them is set up.
+
+    Raises:
+        UnsupportedError: Naming the first one.
+    """
+    for callback in _callbacks(trainer):
+        for refusal in REFUSED_CALLBACKS:
+            if isinstance(callback, refusal.callback):
+                raise _error(callback, refusal)
+        if isinstance(callback, GradientAccumulationScheduler):
+            _admit(callback)
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether a step may be made of several micro-batches."""
+    if not trainer.lightning_module.automatic_optimization or trainer.accumulate_grad_batches > 1:
+        return True
+    schedulers = (c for c in _callbacks(trainer) if isinstance(c, GradientAccumulationScheduler))
+    return any(scheduler.going_to_accumulate_grad_batches() for scheduler in schedulers)
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]  # set outside Trainer's own code
+
+
+def _error(callback: Callback, refusal: Refusal) -> UnsupportedError:
+    name, known = type(callback).__name__, refusal.callback.__name__
+    kind = "" if name == known else f" (a {known})"
+    return UnsupportedError(
+        f"{name}{kind} does not work with the smart_infinity strategy: it {refusal.reason}.", refusal.remedy
+    )
+
+
+class _AnyStrategy:
+    """A Trainer that does not tell its strategy."""
+
+    strategy = None
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+def _admit(scheduler: GradientAccumulationScheduler) -> None:
+    """Let the scheduler run although the strategy is a DeepSpeedStrategy: ours counts windows by Lightning's loop."""
+    scheduler.on_train_start = partial(_check_schedule, scheduler)  # type: ignore[method-assign]
+
+
+def _check_schedule(scheduler: Any, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    # Its check of the strategy is one of several in that method. The scheduler may serve another Trainer next.
+    del scheduler.on_train_start
+    scheduler.on_train_start(_AnyStrategy(trainer), pl_module)

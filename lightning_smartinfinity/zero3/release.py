@@ -1,0 +1,63 @@
+"""Taking a module back from the engines it was trained or evaluated by, finished, failed or interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+
+__all__ = ["end_training", "release_module"]
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# What torch keeps beside a hook, by its id.
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+
+
+def end_training(module: torch.nn.Module) -> None:
+    """End earlier trainings of a module, by whatever strategy: their storage is closed."""
+    for owner in {getattr(param, "_z3_optimizer", None) for param in module.parameters()}:
+        if isinstance(owner, SmartInfinityOptimizer):
+            owner.rank_state.close()
+            owner.destroy()
+
+
+def release_module(module: torch.nn.Module) -> None:
+    """Leave nothing of earlier engines on a module but its partitioned parameters: the next engine finds it as new.
+
+    Hooks of the user's stay. What an earlier training of the module keeps on storage stays readable.
+    """
+    for child in module.modules():
+        _remove_hooks(child)
+    children = set(module.modules())
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [entry for entry in stack if entry not in children]
+    _partition_parameters(module)
+
+
+def _remove_hooks(module: torch.nn.Module) -> None:
+    for name in _HOOKS:
+        hooks = getattr(module, name)
+        theirs = [key for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("deepspeed.")]
+        for key in theirs:
+            del hooks[key]
+            for flags in _HOOK_FLAGS:
+                getattr(module, flags).pop(key, None)
+
+
+def _partition_parameters(module: torch.nn.Module) -> None:
+    """Release parameters that a forward or backward pass, broken off by an exception, had gathered; drop gradients."""
+    in_flight = getattr(module, "ds_inflight_param_registry", {})
+    for param in cast(Iterator[Any], module.parameters()):
+        param.grad = None
+        if not hasattr(param, "ds_status"):
+            continue
+        if param in in_flight:
+            in_flight.pop(param).wait()
+        param.ds_active_sub_modules.clear()
+        if param.ds_status == ZeroParamStatus.AVAILABLE:
+            param.partition()
