@@ -39,6 +39,7 @@ T = TypeVar("T")
 # What DeepSpeedStrategy.__init__ sets from arguments of the same names.
 _LIGHTNING_DEFAULTS: dict[str, Any] = {
     "exclude_frozen_parameters": False,
+    "load_full_weights": False,
     "loss_scale": 0,
     "initial_scale_power": 16,
     "loss_scale_window": 1000,
@@ -87,7 +88,6 @@ class NearStorage:
         self._timeout: timedelta | None = options.get("timeout", default_pg_timeout)
         self._config_initialized = False
         self.remote_device: str | None = None
-        self.load_full_weights = False
         for name, default in _LIGHTNING_DEFAULTS.items():
             setattr(self, name, options.get(name, default))
         self.config = build_deepspeed_config(zero)

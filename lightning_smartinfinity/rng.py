@@ -27,11 +27,13 @@ def capture(device: torch.device, *, world_size: int) -> dict[str, Any]:
         device: The one that this rank trains on.
         world_size: Number of processes, without which the states mean nothing.
     """
+    name, keys, *position = np.random.get_state()
     return {
         "world_size": world_size,
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": np.random.get_state(),
+        # Without numpy's types, so that torch.load(weights_only=True) takes a checkpoint that was made one file.
+        "numpy": (name, np.asarray(keys).tolist(), *position),
         "python": random.getstate(),
     }
 

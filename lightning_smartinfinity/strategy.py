@@ -48,6 +48,7 @@ class LightningOptions(TypedDict, total=False):
     hysteresis: int
     min_loss_scale: int
     exclude_frozen_parameters: bool
+    load_full_weights: bool
 
 
 class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
@@ -214,9 +215,16 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             check_same_save,
             reading_checkpoint,
         )
+        from lightning_smartinfinity.zero3.collectives import raising_together
+        from lightning_smartinfinity.zero3.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.universal import load_universal
         from lightning_smartinfinity.zero3.universal_folder import is_universal
 
+        if self.load_full_weights:
+            with raising_together(), reading_checkpoint(checkpoint_path):
+                loaded = super().load_checkpoint(checkpoint_path, weights_only)
+                full_state_dict(loaded, checkpoint_path)
+            return loaded
         assert self.lightning_module is not None
         if is_universal(checkpoint_path):
             client_state = load_universal(self.model, checkpoint_path, strict=self.lightning_module.strict_loading)
@@ -237,6 +245,15 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         if state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             usable = fits(state, world_size=self.world_size, warn=self.is_global_zero)
             self._random_state = state if usable else None
+
+    @override
+    def _restore_zero_state(self, ckpt: Mapping[str, Any], strict: bool) -> None:
+        from lightning_smartinfinity.zero3.full_weights import load_full_weights
+
+        assert self.lightning_module is not None
+        optimizer = self._near_storage_optimizer if self.model is self._training_engine else None
+        writes = None if optimizer is None else optimizer.outside_writes
+        load_full_weights(self.lightning_module, ckpt["state_dict"], writes=writes, strict=strict)
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:

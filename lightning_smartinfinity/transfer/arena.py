@@ -57,11 +57,16 @@ class GradientArena:
                 CUDA run on torch's current stream and may still be in flight on return (see :meth:`synchronize`).
         """
         numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
+        if self.active[parameter]:
+            self._add(self.gradient(parameter)[:numel], gradient.detach().reshape(-1)[:numel])
+        else:
+            self.replace(parameter, gradient)
+
+    def replace(self, parameter: int, gradient: torch.Tensor) -> None:
+        """As :meth:`arrive`, in place of all that arrived before in this window."""
+        numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
         gradient = gradient.detach().reshape(-1)[:numel]
         target = self.gradient(parameter)
-        if self.active[parameter]:
-            self._add(target[:numel], gradient)
-            return
         target[numel:].zero_()
         self._write(target[:numel], gradient)
         self.active[parameter] = True

@@ -252,7 +252,9 @@ class TransferHandler:
         """Replace some of one parameter's arrays and commit. See :meth:`modify`."""
         self.modify({parameter: values})
 
-    def modify(self, values: Mapping[int, Mapping[str, NDArray[np.float32]]]) -> None:
+    def modify(
+        self, values: Mapping[int, Mapping[str, NDArray[np.float32]]], *, together: Together = nullcontext
+    ) -> None:
         """Replace some arrays of some parameters, as one commit.
 
         The partition in memory is the caller's: after replacing a master, write the parameter too. Every rank calls it
@@ -260,12 +262,46 @@ class TransferHandler:
 
         Args:
             values: By parameter index, then array name: float32[real_numel].
+            together: As for :meth:`replace`.
 
         Raises:
             StorageError: It could not be written; the previous generation stays current.
         """
         self._require_no_step()
-        self._access.modify(values)
+        self._access.modify(values, together=together)
+
+    def read_range(self, begin: int, end: int, *, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        """Elements ``[begin, end)`` of the flat partition, padding included.
+
+        Args:
+            begin: First element.
+            end: One past the last.
+            names: Which of ``rule.arrays``.
+
+        Returns:
+            float32[end - begin] by name.
+
+        Raises:
+            StorageError: As :meth:`read`.
+        """
+        self._require_no_step()
+        return self._access.read_range(begin, end, names)
+
+    def modify_range(
+        self, begin: int, values: Mapping[str, NDArray[np.float32]], *, together: Together = nullcontext
+    ) -> None:
+        """Replace some arrays of a run of the flat partition, as one commit. As :meth:`modify` otherwise.
+
+        Args:
+            begin: First element.
+            values: By array name: contiguous float32, all equally long.
+            together: As for :meth:`replace`.
+
+        Raises:
+            StorageError: It could not be written; the previous generation stays current.
+        """
+        self._require_no_step()
+        self._access.modify_range(begin, values, together=together)
 
     def traffic(self) -> Traffic:
         """Cumulative counters since :meth:`open`, of steps and of everything else."""

@@ -128,10 +128,26 @@ class StateAccess:
         self._move(native.Operation.READ, self._pieces_of([parameter]), places_of(self._store), addresses)
         return values
 
-    def modify(self, values: Mapping[int, Mapping[str, NDArray[np.float32]]]) -> None:
+    def modify(self, values: Mapping[int, Mapping[str, NDArray[np.float32]]], *, together: Together) -> None:
         kept = {index: self._checked(index, arrays) for index, arrays in values.items()}
-        pieces = self._pieces_of(sorted(kept))
-        self._move(native.Operation.MODIFY, pieces, self._next_places(), self._in_parameters(kept))
+        self._modify(self._pieces_of(sorted(kept)), self._in_parameters(kept), together)
+
+    def read_range(self, begin: int, end: int, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        values = {name: np.empty(end - begin, np.float32) for name in names}
+        addresses = self._in_range(begin, values)
+        self._move(native.Operation.READ, self._pieces_between(begin, end), places_of(self._store), addresses)
+        return values
+
+    def modify_range(self, begin: int, values: Mapping[str, NDArray[np.float32]], *, together: Together) -> None:
+        (numel,) = {len(array) for array in values.values()}
+        assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in values.values())
+        self._modify(self._pieces_between(begin, begin + numel), self._in_range(begin, values), together)
+
+    def _modify(
+        self, pieces: Sequence[Piece], addresses: Callable[[Piece], tuple[int, ...]], together: Together
+    ) -> None:
+        with together():
+            self._move(native.Operation.MODIFY, pieces, self._next_places(), addresses)
         commit_next(self._store, tasklets_in(pieces), self._store.steps)
 
     def _walk(self, places: Places) -> WindowWalk:
@@ -150,6 +166,11 @@ class StateAccess:
         return cut(
             self._layout, [Span(s.offset, s.offset + s.real_numel, index) for index, s in slices if s.real_numel]
         )
+
+    def _pieces_between(self, begin: int, end: int) -> list[Piece]:
+        """With padding."""
+        groups = [(max(begin, g.offset), min(end, g.offset + g.numel), g.index) for g in self._layout.sub_groups]
+        return cut(self._layout, [Span(*span) for span in groups if span[0] < span[1]])
 
     def _move(
         self,
@@ -194,6 +215,16 @@ class StateAccess:
         def addresses(piece: Piece) -> tuple[int, ...]:
             skipped = (piece.begin - self._layout.parameters[piece.key].offset) * _FP32_BYTES
             return tuple(origin + skipped if origin else 0 for origin in origins[piece.key])
+
+        return addresses
+
+    def _in_range(self, begin: int, values: Mapping[str, NDArray[np.float32]]) -> Callable[[Piece], tuple[int, ...]]:
+        assert set(values) <= set(self._names), f"unknown arrays: {sorted(values)}"
+        origins = [values[name].ctypes.data if name in values else 0 for name in self._names]
+
+        def addresses(piece: Piece) -> tuple[int, ...]:
+            skipped = (piece.begin - begin) * _FP32_BYTES
+            return tuple(origin + skipped if origin else 0 for origin in origins)
 
         return addresses
 

@@ -21,18 +21,17 @@ from deepspeed.checkpoint.constants import (
     ZERO_STAGE,
 )
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.partition import read_range, write_range
+from lightning_smartinfinity.zero3.partition import write_range
 from lightning_smartinfinity.zero3.stock_checkpoint import describe_stock
 from lightning_smartinfinity.zero3.tensor_file import TensorFile, TensorStream, room_for
 
-__all__ = ["EXTRA_KEY", "FILE", "is_described", "load_state_dict", "refresh_masters", "state_dict", "write_arrays"]
+__all__ = ["EXTRA_KEY", "FILE", "is_described", "load_state_dict", "state_dict", "write_arrays"]
 
 FILE = "smart_infinity_file"
 """Key of the path that a state was read from."""
@@ -156,16 +155,6 @@ class _Filler:
                     values[max(0, begin - window.begin) : end - window.begin] = 0
         # Not by sub-group: parameters may lie elsewhere than in the partition that DeepSpeed keeps.
         write_range(self._optimizer, self._layout, window.begin, torch.from_numpy(window.arrays[0]))
-
-
-def refresh_masters(optimizer: Any) -> None:
-    """Make the masters on storage equal to the partition, widened to fp32; moments and step counts stay."""
-    layout: PartitionLayout = optimizer.layout
-    values: dict[int, dict[str, NDArray[np.float32]]] = {}
-    for index, piece in enumerate(layout.parameters):
-        partition = read_range(optimizer, layout, piece.offset, piece.offset + piece.real_numel)
-        values[index] = {"master": partition.to(torch.float32, copy=True).numpy()}
-    optimizer.handler.modify(values)
 
 
 def _streams(optimizer: Any, file: TensorFile) -> list[TensorStream]:

@@ -22,6 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.folder_swap import replacing
+from lightning_smartinfinity.zero3.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.release import release_module
@@ -40,7 +41,11 @@ __all__ = [
 
 
 class _PortableEngine(DeepSpeedEngine):
-    """``DeepSpeedEngine`` that computes in fp16 wherever torch does."""
+    """``DeepSpeedEngine`` that computes in fp16 wherever torch does, and refuses to load weights that it would lose."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        refuse_plain_loading(self.module)
 
     def _do_sanity_check(self) -> None:
         # DeepSpeed wants oneDNN's fp16 kernels of a CPU; torch has kernels of its own, slower but everywhere.

@@ -32,7 +32,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
     def __init__(self, *args: Any, rank_state: RankState, **kwargs: Any) -> None:
         self.rank_state = rank_state
         # Parameter index by ds_id: the subclass fills it when it knows the layout.
-        self._index: dict[int, int] = {}
+        self.parameter_index: dict[int, int] = {}
         # ds_id of the parameters whose gradient waits in a bucket.
         self._waiting: set[int] = set()
         super().__init__(*args, **kwargs)
@@ -69,7 +69,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         Whether a slice is the window's first is decided here by arrival: DeepSpeed's micro_step_id is wrong under
         reentrant checkpointing.
         """
-        self.arena.arrive_all([self._index[param.ds_id] for param in params_to_release], grad_partitions)
+        self.arena.arrive_all([self.parameter_index[param.ds_id] for param in params_to_release], grad_partitions)
         for param in params_to_release:
             _drop_gradient(param)
         self._waiting.difference_update(param.ds_id for param in params_to_release)

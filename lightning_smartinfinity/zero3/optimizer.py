@@ -26,19 +26,18 @@ from lightning_smartinfinity.zero3 import checkpoint
 from lightning_smartinfinity.zero3.collectives import raise_together, sum_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.partition import describe_partition, outputs_of, zero_padding
 from lightning_smartinfinity.zero3.rank_state import RankState
 from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.state_by_parameter import StateByParameter
 from lightning_smartinfinity.zero3.storage import open_storage
 from lightning_smartinfinity.zero3.validation import find_ignored
 
 __all__ = ["SmartInfinityOptimizer"]
 
-# The state of an empty parameter, which DeepSpeed leaves out of the partition.
-_NOTHING = torch.empty(0)
 
-
-class SmartInfinityOptimizer(GradientPath):
+class SmartInfinityOptimizer(StateByParameter, GradientPath):
     """ZeRO-3 optimizer that holds no optimizer state: it streams tasklets through a transfer handler.
 
     Args:
@@ -59,6 +58,8 @@ class SmartInfinityOptimizer(GradientPath):
         except BaseException:
             rank_state.close()
             raise
+        self.outside_writes = OutsideWrites(self)
+        self.outside_writes.watch(self.module.parameters())
         return_freed_memory()
 
     # ---- construction: what the base class calls from its constructor
@@ -76,7 +77,7 @@ class SmartInfinityOptimizer(GradientPath):
             num_devices=len(self._offload.storage),
             num_slots=transfer.num_slots,
         )
-        self._index = {param.ds_id: i for i, param in enumerate(_flatten(self.fp16_groups))}
+        self.parameter_index = {param.ds_id: i for i, param in enumerate(_flatten(self.fp16_groups))}
         zero_padding(self, layout)
         link = link_to(torch.device(get_accelerator().current_device_name()))
         self.rank_state.hold_arena(layout, GradientArena(layout, dtype=self.gradient_accumulation_dtype, link=link))
@@ -154,7 +155,7 @@ class SmartInfinityOptimizer(GradientPath):
         """Over all ranks; NaN if the gradients of one are not valid."""
         # Every rank takes part only after it committed the step before. So this is also the barrier behind the rule
         # that no extent of a new generation is written before all ranks have committed the one before it.
-        total = self._sum_over_ranks(self.arena.sum_of_squares() if valid else math.nan)
+        total = self.sum_over_ranks(self.arena.sum_of_squares() if valid else math.nan)
         return math.sqrt(total) if total >= 0 else math.nan
 
     def _clip_factor(self, norm: float) -> float:
@@ -185,10 +186,11 @@ class SmartInfinityOptimizer(GradientPath):
             self.handler.drain()
         except SmartInfinityError as error:
             failure = error
-        if self._sum_over_ranks(float(failure is not None)) > 0:
+        if self.sum_over_ranks(float(failure is not None)) > 0:
             raise_together(failure, self.dp_process_group)
 
-    def _sum_over_ranks(self, value: float) -> float:
+    def sum_over_ranks(self, value: float) -> float:
+        """Sum of one double over all ranks."""
         return sum_over_ranks(value, self.dp_process_group, torch.device(get_accelerator().current_device_name()))
 
     # ---- checkpoints
@@ -202,34 +204,7 @@ class SmartInfinityOptimizer(GradientPath):
     @torch.no_grad()
     def _restore_from_bit16_weights(self) -> None:
         """Take the partition's present values as masters; moments and step counts stay."""
-        checkpoint.refresh_masters(self)
-
-    # ---- DeepSpeed's debugging API (safe_get_full_*, safe_set_full_*)
-
-    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
-        if param.ds_numel == 0:
-            return _NOTHING, 0
-        index = self._index[param.ds_id]
-        return self.arena.gradient(index), self.layout.parameters[index].sub_group
-
-    def _get_fp32_opt_state_partition(
-        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
-    ) -> tuple[torch.Tensor, int]:
-        if not release_swap_buffers:
-            # The base class asks so when it is about to write through the tensor that it gets.
-            raise UnsupportedError(
-                "safe_set_full_* and safe_set_local_* cannot write optimizer state that lies on storage.",
-                "Change the model before fit, or load a checkpoint.",
-            )
-        if param.ds_numel == 0:
-            return _NOTHING, 0
-        index = self._index[param.ds_id]
-        name = optim_state_key or "master"
-        values = self.handler.read_parameter(index, names=[name])[name]
-        piece = self.layout.parameters[index]
-        padded = torch.zeros(piece.numel, dtype=torch.float32)
-        padded[: piece.real_numel] = torch.from_numpy(values)
-        return padded, piece.sub_group
+        self.outside_writes.refresh_all()
 
     # ---- refused
 

@@ -6,7 +6,7 @@ dtype as ours (fp32 when there are several micro-batches).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -27,11 +27,33 @@ class Result:
     validated: list[float] = field(default_factory=list)
 
 
-def train(recipe: Recipe, *, world_size: int = 1, loss_scale: float = 2.0**10, skipped: Collection[int] = ()) -> Result:
+@dataclass(frozen=True)
+class Live:
+    """A training under way: what a test may read and write in it, by name."""
+
+    params: dict[str, nn.Parameter]
+    masters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+
+
+def _nothing(step: int, live: Live) -> None:
+    """Leaves the training alone."""
+
+
+def train(
+    recipe: Recipe,
+    *,
+    world_size: int = 1,
+    loss_scale: float = 2.0**10,
+    skipped: Collection[int] = (),
+    before_step: Callable[[int, Live], object] = _nothing,
+    before_update: Callable[[int, Live], object] = _nothing,
+) -> Result:
     """Train on one process what ``world_size`` ranks would train together.
 
     fp16 uses a static loss scale: pass the one that the run under test settles on, and no step may overflow. The
-    ``skipped`` steps compute losses but update nothing, as when a loss scaler skips them.
+    ``skipped`` steps compute losses but update nothing, as when a loss scaler skips them. ``before_step`` is called
+    before a step's first forward, ``before_update`` between its last backward and the update.
     """
     dtype = _DTYPES[recipe.precision.split("-")[0]]
     scale = loss_scale if dtype is torch.float16 else 1.0
@@ -41,9 +63,12 @@ def train(recipe: Recipe, *, world_size: int = 1, loss_scale: float = 2.0**10, s
     masters = [nn.Parameter(p.detach().float()) for p in params]
     optimizer = recipe.build_optimizer(list(zip(names, masters, strict=True)))
     scheduler = recipe.build_scheduler(optimizer) if recipe.scheduler else None
+    live = Live(dict(model.named_parameters()), dict(zip(names, masters, strict=True)), optimizer)
     losses: list[float] = []
     validated: list[float] = []
     for step in range(recipe.max_steps):
+        with torch.no_grad():
+            before_step(step, live)
         for micro in range(recipe.window(step)):
             gradients = []
             for rank in range(world_size):
@@ -55,6 +80,8 @@ def train(recipe: Recipe, *, world_size: int = 1, loss_scale: float = 2.0**10, s
                 gradients.append([None if p.grad is None else p.grad / world_size for p in params])
                 model.zero_grad(set_to_none=True)
             _accumulate(masters, [_total(parts) for parts in zip(*gradients, strict=True)], scale)
+        with torch.no_grad():
+            before_update(step, live)
         if recipe.clip is not None:
             _clip(masters, recipe.clip)
         if step not in skipped:

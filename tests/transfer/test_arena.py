@@ -73,6 +73,19 @@ def test_arrivals_of_any_shape_are_read_flat() -> None:
     assert torch.equal(arena.gradient(1), torch.arange(0.0, 24_000.0, 2.0))
 
 
+def test_replaced_gradients_forget_what_arrived() -> None:
+    """What replaces stands in place of the sum so far, makes a parameter active, and later arrivals add to it."""
+    arena = GradientArena(LAYOUT)
+    arena.arrive(3, gradient(3, 1))
+    for parameter in (3, 4):
+        arena.replace(parameter, gradient(parameter, 2))
+    arena.arrive(3, gradient(3, 3))
+    assert arena.active.tolist() == [index in (3, 4) for index in range(len(REAL))]
+    assert torch.equal(arena.gradient(3)[: REAL[3]], gradient(3, 2) + gradient(3, 3))
+    assert torch.equal(arena.gradient(4)[: REAL[4]], gradient(4, 2))
+    arena.close()
+
+
 def test_an_empty_arrival_makes_a_parameter_active() -> None:
     """Ranks that hold padding only count the parameter too; a gradient that arrived stays, one that follows adds."""
     arena = GradientArena(LAYOUT)

@@ -116,6 +116,18 @@ def test_tasklets_of_a_range_of_parameters(layout: PartitionLayout, data: st.Dat
 
 @settings(deadline=None)
 @given(layouts(), st.data())
+def test_parameters_of_a_range_of_elements(layout: PartitionLayout, data: st.DataObject) -> None:
+    """Every parameter with an element in the range is among them, in order; none that lies wholly beside it."""
+    begin = data.draw(st.integers(0, layout.numel))
+    end = data.draw(st.integers(begin, layout.numel))
+    found = layout.parameters_between(begin, end)
+    holding = [p for p in layout.parameters if max(begin, p.offset) < min(end, p.offset + p.numel)]
+    assert [p for p in found if p in holding] == holding
+    assert all(p.offset <= end and p.offset + p.numel >= begin for p in found)
+
+
+@settings(deadline=None)
+@given(layouts(), st.data())
 def test_sub_group_of_an_element(layout: PartitionLayout, data: st.DataObject) -> None:
     """The sub-group at an offset holds that element."""
     if layout.numel == 0:

@@ -195,3 +195,40 @@ def test_partitions_of_nothing(tmp_path: Path, shapes: tuple[tuple[int, int, int
         assert windows == []
         assert run.handler.generation == 1
         assert run.handler.steps.tolist() == [3] * len(shapes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_run_of_the_partition_is_read_and_modified(tmp_path: Path, case: Case) -> None:
+    """Any run of elements: its master is replaced as one generation, and nothing else; training goes on from it."""
+    with running(tmp_path, case) as run:
+        run.steps(range(2))
+        before, generation = scanned(run), run.handler.generation
+        begin, end = run.layout.numel // 5, run.layout.numel // 2 + 7
+        read = run.handler.read_range(begin, end, names=["master", "exp_avg_sq"])
+        assert [read[name].tobytes() for name in read] == [before[i][begin:end].tobytes() for i in (0, 2)]
+        run.handler.modify_range(begin, {"master": read["master"] + 1})
+        before[0][begin:end] += 1
+        assert run.handler.generation == generation + 1
+        assert [array.tobytes() for array in scanned(run)] == [array.tobytes() for array in before]
+        run.step(2)
+
+
+def test_a_run_that_fails_elsewhere_is_not_modified(tmp_path: Path) -> None:
+    """If another rank could not write its run, the previous generation stays current here."""
+
+    @contextmanager
+    def failing_elsewhere() -> Iterator[None]:
+        yield
+        raise StorageError("Another rank failed.", "None.")
+
+    with running(tmp_path, Case()) as run:
+        before = scanned(run)
+        for modify in (
+            lambda together: run.handler.modify_range(0, {"master": np.zeros(500, np.float32)}, together=together),
+            lambda together: run.handler.modify(
+                {0: {"master": np.zeros(run.layout.parameters[0].real_numel, np.float32)}}, together=together
+            ),
+        ):
+            with pytest.raises(StorageError, match="Another rank"):
+                modify(failing_elsewhere)
+        assert [array.tobytes() for array in scanned(run)] == [array.tobytes() for array in before]

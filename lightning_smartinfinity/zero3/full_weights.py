@@ -1,0 +1,117 @@
+"""Whole weights into a partitioned model: from a checkpoint of one file, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, is_zero_param
+
+from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.outside_writes import OutsideWrites
+
+__all__ = ["full_state_dict", "load_full_weights", "refuse_plain_loading"]
+
+_MAX_NAMED = 5
+_GUARDED: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def full_state_dict(checkpoint: Any, path: object) -> Mapping[str, Any]:
+    """The weights in a checkpoint of one file.
+
+    Raises:
+        CheckpointError: It has none.
+    """
+    weights = checkpoint.get("state_dict") if isinstance(checkpoint, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{path} holds no 'state_dict'.", "Pass a checkpoint that Lightning saved as one file.")
+    return weights
+
+
+def load_full_weights(
+    module: torch.nn.Module, weights: Mapping[str, Any], *, writes: OutsideWrites | None, strict: bool
+) -> None:
+    """Load a full state dict into a partitioned model, and into the masters of a training. Collective.
+
+    Args:
+        module: What DeepSpeed's engine wraps.
+        weights: By name, alike on all ranks. What is finer than the parameters' dtype reaches the masters unrounded.
+        writes: Those of the optimizer; None: nothing is trained.
+        strict: Whether all keys must match.
+
+    Raises:
+        CheckpointError: A shape differs or, if ``strict``, keys do. What fits has been loaded then.
+    """
+    found = _Misfits()
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    with writes.precisely(tensors) if writes is not None else nullcontext():
+        _load(module, dict(weights), "", getattr(weights, "_metadata", {}), found)
+    with raising_together():
+        found.require_none(strict=strict)
+
+
+@dataclass
+class _Misfits:
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def require_none(self, *, strict: bool) -> None:
+        problems = list(self.errors)
+        if strict and self.missing:
+            problems.append(f"missing: {_listed(self.missing)}")
+        if strict and self.unexpected:
+            problems.append(f"not in the model: {_listed(self.unexpected)}")
+        if problems:
+            raise CheckpointError(
+                f"The weights do not fit the model: {'; '.join(problems)}.",
+                "Load weights of the same model, or set strict_loading=False where keys may differ.",
+            )
+
+
+def _load(
+    module: torch.nn.Module, weights: dict[str, Any], prefix: str, metadata: Mapping[str, Any], found: _Misfits
+) -> None:
+    """As ``Module.load_state_dict`` descends, with each module's own parameters gathered in their turn."""
+    with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
+        # On every rank: buffers are not broadcast.
+        module._load_from_state_dict(
+            weights, prefix, metadata.get(prefix[:-1], {}), True, found.missing, found.unexpected, found.errors
+        )
+    for name, child in module._modules.items():
+        if child is not None:
+            start = f"{prefix}{name}."
+            below = {key: value for key, value in weights.items() if key.startswith(start)}
+            _load(child, below, start, metadata, found)
+
+
+def refuse_plain_loading(module: torch.nn.Module) -> None:
+    """Let ``load_state_dict`` raise on partitioned parameters, which would not keep what it loads."""
+    for part in module.modules():
+        if part not in _GUARDED:
+            part.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+            _GUARDED.add(part)
+
+
+def _refuse(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    for name, param in module.named_parameters(recurse=False):
+        value = state_dict.get(prefix + name)
+        # DeepSpeed's own checkpoints hold the empty stand-ins of partitioned parameters, and load them.
+        loads = isinstance(value, torch.Tensor) and value.numel() > 0
+        if loads and is_zero_param(param) and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
+            raise UnsupportedError(
+                f"load_state_dict cannot write {prefix + name!r}: ZeRO-3 has partitioned it over the ranks.",
+                "Load weights before fit, by fit(ckpt_path=...) with SmartInfinityStrategy(load_full_weights=True), or "
+                "within deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0) on every rank.",
+            )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(map(repr, names[:_MAX_NAMED])) + more

@@ -1,0 +1,157 @@
+"""Parameters written outside of steps: what the partition holds then reaches the masters on storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.partition import read_range
+
+__all__ = ["OutsideWrites", "unwatch"]
+
+# Elements whose masters are compared at once.
+_WINDOW_NUMEL = 1 << 22
+
+
+class OutsideWrites:
+    """Takes writes that went past the optimizer into the masters on storage.
+
+    ``deepspeed.zero.GatheredParameters(modifier_rank=...)``, and all that is built on it, ends in
+    ``param.partition(has_been_updated=True)``, which :meth:`watch` wraps. An element whose value in the partition is
+    still that of its master keeps the master's every bit, so gathering without writing changes nothing.
+
+    Everything here is collective, and commits equally often on every rank.
+
+    Args:
+        optimizer: A :class:`SmartInfinityOptimizer` with its parameters partitioned.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._deferred: set[int] | None = None
+
+    def watch(self, parameters: Iterable[Any]) -> None:
+        """Take every later write to these parameters; those that are not trained are only passed through."""
+        for param in parameters:
+            unwatch(param)
+            param.partition = _Watched(param, param.partition, self._take)
+
+    @contextmanager
+    def precisely(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Put off taking the writes of the body, then take them all, each element as precise as it is given.
+
+        Args:
+            values: Full parameters by name. Where the partition holds their value, rounded to its dtype, the master
+                becomes what they hold unrounded.
+        """
+        self._deferred = set()
+        try:
+            yield
+            written = self._deferred
+        finally:
+            self._deferred = None
+        self._refresh(written, values)
+
+    def refresh_all(self) -> None:
+        """Make every master the value of its parameter, exactly; moments and step counts stay."""
+        layout: PartitionLayout = self._optimizer.layout
+        for begin, end in _windows(layout, range(len(layout.tasklets))):
+            self._modify(begin, self._partition_between(begin, end).float().numpy())
+
+    def _take(self, params: Iterable[Any]) -> None:
+        if not self._optimizer.rank_state.is_open:
+            return
+        index = self._optimizer.parameter_index
+        written = {index[param.ds_id] for param in params if param.ds_id in index}
+        if self._deferred is not None:
+            self._deferred |= written
+        else:
+            self._refresh(written, {})
+
+    def _refresh(self, written: Iterable[int], precise: Mapping[str, torch.Tensor]) -> None:
+        optimizer, layout = self._optimizer, self._optimizer.layout
+        touched = {tasklet for index in written for tasklet in layout.tasklets_of(slice(index, index + 1))}
+        for begin, end in _windows(layout, sorted(touched)):
+            masters: NDArray[np.float32] = np.empty(0, np.float32)
+            with raising_together(optimizer.dp_process_group):
+                masters = optimizer.handler.read_range(begin, end, names=["master"])["master"]
+            changed = self._merge(begin, torch.from_numpy(masters), precise)
+            if optimizer.sum_over_ranks(float(changed)) > 0:
+                self._modify(begin, masters)
+
+    def _merge(self, begin: int, masters: torch.Tensor, precise: Mapping[str, torch.Tensor]) -> bool:
+        """Bring masters up to date in place; whether any bit changed."""
+        current = self._partition_between(begin, begin + len(masters))
+        rank = dist.get_rank(self._optimizer.dp_process_group)
+        before = masters.clone()
+        masters.copy_(torch.where(masters.to(current.dtype) == current, masters, current.float()))
+        for piece, full in self._pieces_between(begin, begin + len(masters), precise):
+            first, last = max(begin, piece.offset), min(begin + len(masters), piece.offset + piece.real_numel)
+            if first >= last:
+                continue
+            skipped = rank * piece.numel + first - piece.offset
+            values = full.detach().reshape(-1)[skipped : skipped + last - first].to("cpu", torch.float32)
+            where = slice(first - begin, last - begin)
+            agrees = values.to(current.dtype) == current[where]
+            masters[where] = torch.where(agrees, values, masters[where])
+        return not torch.equal(masters.view(torch.int32), before.view(torch.int32))
+
+    def _pieces_between(
+        self, begin: int, end: int, precise: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[ParameterSlice, torch.Tensor]]:
+        for piece in self._optimizer.layout.parameters_between(begin, end):
+            if piece.name in precise:
+                yield piece, precise[piece.name]
+
+    def _partition_between(self, begin: int, end: int) -> torch.Tensor:
+        return read_range(self._optimizer, self._optimizer.layout, begin, end)
+
+    def _modify(self, begin: int, masters: NDArray[np.float32]) -> None:
+        together = partial(raising_together, self._optimizer.dp_process_group)
+        self._optimizer.handler.modify_range(begin, {"master": masters}, together=together)
+
+
+def unwatch(param: Any) -> None:
+    """Undo :meth:`OutsideWrites.watch` for one parameter."""
+    if isinstance(param.partition, _Watched):
+        param.partition = param.partition.original
+
+
+class _Watched:
+    """``param.partition``, telling of writes. Takes what DeepSpeed's takes."""
+
+    def __init__(self, param: Any, original: Callable[..., None], take: Callable[[Iterable[Any]], None]) -> None:
+        self.original = original
+        self._param = param
+        self._take = take
+
+    def __call__(
+        self,
+        param_list: list[Any] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        self.original(param_list, hierarchy, has_been_updated, free_data)
+        if has_been_updated:
+            self._take(param_list if param_list is not None else [self._param])
+
+
+def _windows(layout: PartitionLayout, tasklets: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Runs of these tasklets, given in order, as elements of the flat partition."""
+    numel = layout.extents.tasklet_numel
+    per_window = max(1, _WINDOW_NUMEL // numel)
+    # Consecutive tasklets have consecutive numbers: their difference to the count is the same.
+    for _, run in groupby(enumerate(tasklets), key=lambda pair: (pair[1] - pair[0], pair[1] // per_window)):
+        members = [tasklet for _, tasklet in run]
+        yield members[0] * numel, min((members[-1] + 1) * numel, layout.numel)

@@ -1,0 +1,195 @@
+"""DeepSpeed's API for one parameter's master, optimizer state and gradient: ``safe_get_*`` and ``safe_set_*``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.transfer.layout import ParameterSlice
+from lightning_smartinfinity.transfer.rules import UpdateRule
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.partition import write_range
+from lightning_smartinfinity.zero3.rank_state import RankState
+
+__all__ = ["StateByParameter"]
+
+_MASTER = "master"
+# The state of an empty parameter, which DeepSpeed leaves out of the partition.
+_NOTHING = torch.empty(0)
+
+
+class StateByParameter:
+    """Mixin that stands before ``DeepSpeedZeroOptimizer_Stage3``; the names are DeepSpeed's.
+
+    All of it is collective, the local calls too: a write is one commit on every rank, and what is wrong on one rank
+    raises on all. Like DeepSpeed, it passes over parameters that are not trained, and over empty ones. Gradients are
+    those of the window so far, in fp16 times the loss scale; a parameter without any has None.
+    """
+
+    parameter_index: dict[int, int]
+    rank_state: RankState
+    rule: UpdateRule
+    dp_process_group: Any
+    _fp32_state_allgather: Callable[..., torch.Tensor]
+    _get_param_partition_rank: Callable[..., int]
+
+    # ---- masters and optimizer state
+
+    def _get_fp32_opt_state_partition(
+        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+    ) -> tuple[torch.Tensor, int]:
+        if not self._has_state(param):
+            return _NOTHING, 0
+        index = self.parameter_index[param.ds_id]
+        piece = self.rank_state.layout.parameters[index]
+        padded = torch.zeros(piece.numel, dtype=torch.float32)
+        with raising_together(self.dp_process_group):
+            name = self._array_named(optim_state_key)
+            values = self.rank_state.handler.read_parameter(index, names=[name])[name]
+            padded[: piece.real_numel] = torch.from_numpy(values)
+        return padded, piece.sub_group
+
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """Replace the master, and the parameter with it, or one array of the optimizer state.
+
+        Args:
+            value: The full tensor, in any floating dtype.
+            param: The parameter.
+            optim_state_key: ``"exp_avg"`` and the like; None: the master.
+
+        Raises:
+            ConfigError: The value does not fit, or there is no such state.
+            StorageError: It could not be written; nothing has changed.
+        """
+        if not self._has_state(param):
+            return
+        values = None
+        with raising_together(self.dp_process_group):
+            values = self._own_slice(param, _checked(value, param.ds_numel))
+        self._set(param, values, optim_state_key)
+
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """As :meth:`set_full_hp_param`, but ``value`` is this rank's slice, with its padding."""
+        if not self._has_state(param):
+            return
+        values = None
+        with raising_together(self.dp_process_group):
+            values = _checked(value, param.ds_tensor.numel())[: self._piece(param).real_numel]
+        self._set(param, values, optim_state_key)
+
+    def _set(self, param: Any, values: torch.Tensor | None, key: str | None) -> None:
+        assert values is not None
+        with raising_together(self.dp_process_group):
+            name = self._array_named(key)
+            handler = self.rank_state.handler
+        values = values.to("cpu", torch.float32).contiguous()
+        together = partial(raising_together, self.dp_process_group)
+        handler.modify({self.parameter_index[param.ds_id]: {name: values.numpy()}}, together=together)
+        if key is None:
+            self._write_parameter(param, values)
+
+    @torch.no_grad()
+    def _write_parameter(self, param: Any, values: torch.Tensor) -> None:
+        piece = self._piece(param)
+        with raising_together(self.dp_process_group):
+            write_range(self, self.rank_state.layout, piece.offset, values)
+        if param.ds_status is ZeroParamStatus.AVAILABLE:
+            # Gathered already, like the small parameters that ZeRO-3 keeps gathered between steps.
+            padded = torch.zeros(piece.numel, dtype=torch.float32, device=param.device)
+            padded[: piece.real_numel].copy_(values)
+            param.data.copy_(self._fp32_state_allgather(param, padded))
+
+    def _array_named(self, key: str | None) -> str:
+        if key is None:
+            return _MASTER
+        known = [name for name in self.rule.arrays if name != _MASTER]
+        if key not in known:
+            raise ConfigError(
+                f"{self.rule.name} has no optimizer state {key!r} on storage.",
+                f"Use one of: {', '.join(map(repr, known))}.",
+            )
+        return key
+
+    # ---- gradients
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        index = self.parameter_index[param.ds_id]
+        self.rank_state.arena.synchronize()
+        return self.rank_state.arena.gradient(index), self._piece(param).sub_group
+
+    def get_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
+        """The full gradient in fp32, or None without one in this window."""
+        local = self.get_local_fp32_grad_for_param(param)
+        return None if local is None else self._fp32_state_allgather(param, local)
+
+    def get_local_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
+        """This rank's slice of the gradient with its padding, in fp32, or None without one in this window."""
+        if not self._has_gradient(param):
+            return None
+        gradient, _ = self._get_fp32_grad_state_partition(param, release_swap_buffers=True)
+        return gradient.to(param.device, torch.float32, copy=True)
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """Replace the full gradient; a parameter without one in this window has one from now on.
+
+        Raises:
+            ConfigError: The value does not fit.
+        """
+        if not self._has_state(param):
+            return
+        with raising_together(self.dp_process_group):
+            self._write_gradient(param, self._own_slice(param, _checked(value, param.ds_numel)))
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """As :meth:`set_fp32_grad_for_param`, but ``value`` is this rank's slice, with its padding."""
+        if not self._has_state(param):
+            return
+        with raising_together(self.dp_process_group):
+            self._write_gradient(param, _checked(value, param.ds_tensor.numel()))
+
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: Sequence[Any]
+    ) -> None:
+        """Replace full gradients by ``update_func(gradient, param)``; parameters without one are passed over."""
+        for param in param_list:
+            gradient = self.get_fp32_grad_for_param(param)
+            if gradient is not None:
+                self.set_fp32_grad_for_param(update_func(gradient, param), param)
+
+    def _has_gradient(self, param: Any) -> bool:
+        # Alike on all ranks: a gradient that has no element here arrives, too.
+        return self._has_state(param) and bool(self.rank_state.arena.active[self.parameter_index[param.ds_id]])
+
+    def _write_gradient(self, param: Any, values: torch.Tensor) -> None:
+        self.rank_state.arena.replace(self.parameter_index[param.ds_id], values)
+
+    # ---- slices
+
+    def _has_state(self, param: Any) -> bool:
+        return bool(param.requires_grad) and param.ds_id in self.parameter_index
+
+    def _piece(self, param: Any) -> ParameterSlice:
+        return self.rank_state.layout.parameters[self.parameter_index[param.ds_id]]
+
+    def _own_slice(self, param: Any, full: torch.Tensor) -> torch.Tensor:
+        piece = self._piece(param)
+        return full[self._get_param_partition_rank(param) * piece.numel :][: piece.real_numel]
+
+
+def _checked(value: Any, numel: int) -> torch.Tensor:
+    """``value``, flat."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ConfigError(f"A parameter's state cannot be set to a {kind}.", "Pass a tensor of floats.")
+    if value.numel() != numel:
+        raise ConfigError(
+            f"A tensor of shape {tuple(value.shape)} cannot replace {numel} elements.",
+            "Pass as many elements as the parameter has (safe_set_full_*) or as safe_get_local_* returns "
+            "(safe_set_local_*).",
+        )
+    return value.detach().reshape(-1)

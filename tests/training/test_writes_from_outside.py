@@ -1,0 +1,95 @@
+"""What is written into a training from outside lasts, and what is read from it is right: as in plain torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
+from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.writes_worker import EDITS, NAMES, SCALE, Seen, expected, only_gathered, run
+
+ON_TWO_PROCESSES = ("bf16-mixed", "32-true")
+ONLY_GATHERED = next(step for step, edit in enumerate(EDITS) if edit.ours is only_gathered)
+
+
+def assert_same(ours: Seen, torchs: Seen, precision: str) -> None:
+    """Everything read on the way, then losses and masters."""
+    kind = precision.split("-")[0]
+    assert ours.read.keys() == torchs.read.keys()
+    assert ours.masters.keys() == torchs.masters.keys()
+    for what, value in torchs.read.items():
+        mine, scale = ours.read[what], SCALE if what.endswith("grad") and kind == "16" else 1.0
+        if value is None or mine is None:
+            assert value is mine is None, what
+        else:
+            assert_close(mine, value, what, atol=MASTER_TOLERANCE[kind] * scale, rtol=1e-2)
+    assert_close(torch.tensor(ours.losses), torch.tensor(torchs.losses), "losses", atol=LOSS_TOLERANCE[kind])
+    for name, master in torchs.masters.items():
+        assert_close(ours.masters[name], master, name, atol=MASTER_TOLERANCE[kind])
+
+
+def assert_close(ours: torch.Tensor, torchs: torch.Tensor, what: str, *, atol: float, rtol: float = 0.0) -> None:
+    """Equal within a tolerance; the message names what is not."""
+    torch.testing.assert_close(ours, torchs, atol=atol, rtol=rtol, msg=lambda message: f"{what}: {message}")
+
+
+def assert_masters_kept(seen: Seen) -> None:
+    """Gathering as if to write, and writing nothing, left every bit of the masters."""
+    for name in NAMES:
+        before, after = (seen.read[f"{when} {ONLY_GATHERED} {name} master"] for when in ("before", "edited"))
+        assert before is not None and after is not None
+        assert torch.equal(before, after), name
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_what_is_written_from_outside_lasts(precision: str, tmp_path: Path) -> None:
+    """Masters, moments and gradients are what plain torch has, before and after every write and when all is over."""
+    seen = run(precision, tmp_path)
+    assert_same(seen, expected(precision), precision)
+    assert_masters_kept(seen)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the worker left."""
+    out = tmp_path_factory.mktemp("two")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.writes_worker", str(out), *ON_TWO_PROCESSES],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=fresh_environment(),
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return out
+
+
+@pytest.mark.parametrize("precision", ON_TWO_PROCESSES)
+def test_two_processes_write_alike(precision: str, two_processes: Path) -> None:
+    """The same over two ranks, of which rank 0 decides what a gathered parameter becomes."""
+    seen = Seen(**torch.load(two_processes / f"{precision}.pt", weights_only=True))
+    assert_same(seen, expected(precision, world_size=2), precision)
+    assert_masters_kept(seen)
+
+
+def test_full_weights_reach_every_rank(two_processes: Path) -> None:
+    """Over two ranks, too, masters are the file's fp32 values to the bit, and parameters those rounded."""
+    for rank in range(2):
+        seen = torch.load(two_processes / f"full-{rank}.pt", weights_only=True)
+        for name, value in seen["params"].items():
+            weight = seen["weights"][name]
+            assert torch.equal(value, weight.bfloat16()), name
+            assert seen["masters"][name] is None or torch.equal(seen["masters"][name], weight), name
+        assert sum(master is not None for master in seen["masters"].values()) > 20
+
+
+def test_a_mistake_on_one_rank_raises_on_both(two_processes: Path) -> None:
+    """Rank 1 alone passes a tensor of the wrong size to a collective call: neither hangs, both say why."""
+    for rank in range(2):
+        assert "(33,)" in torch.load(two_processes / f"full-{rank}.pt", weights_only=True)["refused"]

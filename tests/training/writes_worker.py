@@ -1,0 +1,347 @@
+"""A training that somebody writes into, and reads from: ``python -m tests.training.writes_worker OUT``.
+
+:data:`EDITS` holds, step by step, what the user of the strategy does and what does the same in plain torch. As a
+program it trains on two processes and leaves what rank 0 saw in ``OUT/<precision>.pt``, and what :func:`load_full` saw
+on each in ``OUT/full-<rank>.pt``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_smartinfinity import ConfigError, TransferConfig
+from tests.helpers import reference
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
+
+SCALE = 2.0**10
+NAMES = ("tokens.weight", "blocks.0.up.weight", "odd.scale", "odd.shift")
+# Adam with a small eps would turn 16-bit rounding noise into full steps.
+EPS = {"32-true": 1e-4, "bf16-mixed": 1e-2, "bf16-true": 1e-2, "16-mixed": 1e-2}
+
+
+def recipe_for(precision: str) -> Recipe:
+    """Parameters of all sizes, one of them frozen."""
+    return Recipe(precision=precision, odd=True, frozen=True, eps=EPS[precision], max_steps=len(EDITS) + 1)
+
+
+@dataclass
+class Seen:
+    """What a training was and what was read from it."""
+
+    losses: list[float] = field(default_factory=list)
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    read: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One way to write: before a step or, if ``graded``, between its backward and its update."""
+
+    ours: Callable[[dict[str, Any], Any], None]
+    torch: Callable[[reference.Live], None]
+    graded: bool = False
+
+
+def gathered(params: dict[str, Any], optimizer: Any) -> None:
+    """Gathers all, writes some."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=0), torch.no_grad():
+        # Rank 0 decides what is written.
+        if torch.distributed.get_rank() == 0:
+            params["tokens.weight"][3:7] *= 0.5
+            params["odd.scale"].fill_(1.25)
+            params["positions.weight"].zero_()
+
+
+def gathered_in_torch(live: reference.Live) -> None:
+    for name, rows in (("tokens.weight", slice(3, 7)), ("odd.scale", slice(None))):
+        written = live.params[name][rows] * 0.5 if name == "tokens.weight" else torch.full((1,), 1.25)
+        live.params[name][rows] = written
+        live.masters[name][rows] = live.params[name][rows].float()
+    live.params["positions.weight"].zero_()
+
+
+def only_gathered(params: dict[str, Any], optimizer: Any) -> None:
+    """Gathers all as if to write, and writes nothing."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=0):
+        pass
+
+
+def master_set(params: dict[str, Any], optimizer: Any) -> None:
+    """Sets full and local masters."""
+    from deepspeed.utils import (
+        safe_get_local_fp32_param,
+        safe_set_full_fp32_param,
+        safe_set_local_fp32_param,
+    )
+
+    for name in NAMES:
+        param = params[name]
+        if name == "odd.shift":
+            safe_set_local_fp32_param(param, torch.full_like(safe_get_local_fp32_param(param), 0.3))
+        else:
+            safe_set_full_fp32_param(param, torch.full(tuple(param.ds_shape), 0.1001))
+
+
+def master_set_in_torch(live: reference.Live) -> None:
+    for name in NAMES:
+        live.masters[name].fill_(0.3 if name == "odd.shift" else 0.1001)
+        live.params[name].copy_(live.masters[name])
+
+
+def moments_set(params: dict[str, Any], optimizer: Any) -> None:
+    """Halves the first moments of some parameters and doubles the second."""
+    from deepspeed.utils import (
+        safe_get_full_optimizer_state,
+        safe_get_local_optimizer_state,
+        safe_set_full_optimizer_state,
+        safe_set_local_optimizer_state,
+    )
+
+    for name in NAMES:
+        param = params[name]
+        safe_set_full_optimizer_state(param, safe_get_full_optimizer_state(param, "exp_avg") * 0.5, "exp_avg")
+        second = safe_get_local_optimizer_state(param, "exp_avg_sq") * 2
+        safe_set_local_optimizer_state(param, second, "exp_avg_sq")
+
+
+def moments_set_in_torch(live: reference.Live) -> None:
+    for name in NAMES:
+        live.optimizer.state[live.masters[name]]["exp_avg"] *= 0.5
+        live.optimizer.state[live.masters[name]]["exp_avg_sq"] *= 2
+
+
+def gradient_set(params: dict[str, Any], optimizer: Any) -> None:
+    """Changes gradients by all three calls."""
+    from deepspeed.utils import (
+        safe_get_full_grad,
+        safe_get_local_grad,
+        safe_set_full_grad,
+        safe_set_local_grad,
+        safe_update_full_grad_vectorized,
+    )
+
+    tokens, up, scale, shift = (params[name] for name in NAMES)
+    safe_set_full_grad(tokens, safe_get_full_grad(tokens) * 0.5)
+    safe_set_local_grad(up, safe_get_local_grad(up) * 3)
+    safe_update_full_grad_vectorized([scale, shift], lambda gradient, param: gradient * 2)
+
+
+def gradient_set_in_torch(live: reference.Live) -> None:
+    for name, factor in zip(NAMES, (0.5, 3, 2, 2), strict=True):
+        live.masters[name].grad *= factor  # type: ignore[operator]
+
+
+def refreshed(params: dict[str, Any], optimizer: Any) -> None:
+    """Takes the parameters as masters."""
+    optimizer.refresh_fp32_params()
+
+
+def refreshed_in_torch(live: reference.Live) -> None:
+    for name, master in live.masters.items():
+        master.copy_(live.params[name])
+
+
+def nothing_in_torch(live: reference.Live) -> None:
+    """What only gathers changes nothing."""
+
+
+EDITS = [
+    Edit(lambda params, optimizer: None, nothing_in_torch),
+    Edit(gathered, gathered_in_torch),
+    Edit(only_gathered, nothing_in_torch),
+    Edit(moments_set, moments_set_in_torch),
+    Edit(gradient_set, gradient_set_in_torch, graded=True),
+    Edit(refreshed, refreshed_in_torch),
+    Edit(master_set, master_set_in_torch),
+]
+"""One for each step from the first on."""
+
+
+def read_all(params: dict[str, Any], prefix: str) -> dict[str, torch.Tensor | None]:
+    """What the safe_get_full_* family says of some parameters."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+
+    seen: dict[str, torch.Tensor | None] = {}
+    for name in NAMES:
+        seen[f"{prefix} {name} master"] = safe_get_full_fp32_param(params[name])
+        seen[f"{prefix} {name} grad"] = safe_get_full_grad(params[name])
+        for key in ("exp_avg", "exp_avg_sq"):
+            seen[f"{prefix} {name} {key}"] = safe_get_full_optimizer_state(params[name], key)
+    return {key: None if value is None else value.detach().cpu().clone() for key, value in seen.items()}
+
+
+class Editor(pl.Callback):
+    """Applies the edits, and reads before and after each, between backward and update, and when training is over."""
+
+    def __init__(self) -> None:
+        self.seen = Seen()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        self._read(pl_module, f"before {step}")
+        if step < len(EDITS) and not EDITS[step].graded:
+            self._edit(trainer, pl_module, step)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        step = trainer.global_step
+        if step < len(EDITS) and EDITS[step].graded:
+            self._read(pl_module, f"backward {step}")
+            self._edit(trainer, pl_module, step)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        optimizer: Any = trainer.strategy.optimizers[0]
+        for name, param in pl_module.model.named_parameters():
+            if param.requires_grad:
+                self.seen.masters[name] = optimizer.get_full_hp_param(param).cpu().clone()
+
+    def _edit(self, trainer: pl.Trainer, pl_module: Any, step: int) -> None:
+        EDITS[step].ours(dict(pl_module.model.named_parameters()), trainer.strategy.optimizers[0])
+        self._read(pl_module, f"edited {step}")
+
+    def _read(self, pl_module: Any, when: str) -> None:
+        self.seen.read |= read_all(dict(pl_module.model.named_parameters()), when)
+
+
+def run(precision: str, out: Path, *, devices: int = 1) -> Seen:
+    """Train with every edit."""
+    from lightning_smartinfinity import SmartInfinityStrategy
+
+    editor = Editor()
+    # The persistence threshold lies between the sizes: some parameters are gathered when they are written, some not.
+    # Tasklets as small as they may be: parameters share them, and some spread over several.
+    strategy = SmartInfinityStrategy(
+        out / "storage",
+        transfer=TransferConfig(tasklet_bytes=64 * 1024),
+        zero={"stage3_param_persistence_threshold": 64},
+        loss_scale=SCALE,
+    )
+    recipe = recipe_for(precision)
+    module = LitTiny(recipe)
+    settings: dict[str, Any] = {"precision": precision, "max_steps": recipe.max_steps, "callbacks": [editor]}
+    quiet_trainer(out, strategy, devices=devices, **settings).fit(module)
+    # Training is over, its state still there.
+    editor.seen.read |= read_all(dict(module.model.named_parameters()), "after")
+    strategy.close()
+    editor.seen.losses = module.losses
+    return editor.seen
+
+
+def expected(precision: str, *, world_size: int = 1) -> Seen:
+    """The same in plain torch."""
+    seen = Seen()
+    # DeepSpeed's gradients in fp16 are those of the scaled loss.
+    scale = SCALE if precision.startswith("16") else 1.0
+
+    def read(when: str, live: reference.Live) -> None:
+        for name in NAMES:
+            master = live.masters[name]
+            state = live.optimizer.state.get(master, {})
+            seen.read[f"{when} {name} master"] = master.detach().clone()
+            seen.read[f"{when} {name} grad"] = None if master.grad is None else master.grad.clone() * scale
+            for key in ("exp_avg", "exp_avg_sq"):
+                seen.read[f"{when} {name} {key}"] = state.get(key, torch.zeros_like(master)).clone()
+
+    def before_step(step: int, live: reference.Live) -> None:
+        lives.append(live)
+        read(f"before {step}", live)
+        if step < len(EDITS) and not EDITS[step].graded:
+            EDITS[step].torch(live)
+            read(f"edited {step}", live)
+
+    def before_update(step: int, live: reference.Live) -> None:
+        if step < len(EDITS) and EDITS[step].graded:
+            read(f"backward {step}", live)
+            EDITS[step].torch(live)
+            read(f"edited {step}", live)
+
+    lives: list[reference.Live] = []
+    result = reference.train(
+        recipe_for(precision),
+        world_size=world_size,
+        loss_scale=SCALE,
+        before_step=before_step,
+        before_update=before_update,
+    )
+    read("after", lives[0])
+    seen.losses, seen.masters = result.losses, result.masters
+    return seen
+
+
+class Loaded(pl.Callback):
+    """Keeps what a checkpoint of one file has become, when training starts."""
+
+    def __init__(self) -> None:
+        self.masters: dict[str, torch.Tensor | None] = {}
+        self.params: dict[str, torch.Tensor] = {}
+        self.moments: dict[str, torch.Tensor] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        for name, param in pl_module.named_parameters():
+            self.masters[name] = safe_get_full_fp32_param(param)
+            if param.requires_grad:
+                self.moments[name] = safe_get_full_optimizer_state(param, "exp_avg")
+            with deepspeed.zero.GatheredParameters(param):
+                self.params[name] = param.detach().clone()
+
+
+class WrongOnOneRank(pl.Callback):
+    """Rank 1 alone passes a value that does not fit."""
+
+    def __init__(self) -> None:
+        self.refused = ""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        try:
+            safe_set_full_fp32_param(pl_module.model.norm.weight, torch.zeros(32 + pl_module.global_rank))
+        except ConfigError as error:
+            self.refused = str(error)
+
+
+def load_full(out: Path) -> None:
+    """On two processes: full weights in fp32, and a mistake on one of them."""
+    from lightning_smartinfinity import SmartInfinityStrategy
+
+    loaded, wrong, recipe = Loaded(), WrongOnOneRank(), recipe_for("bf16-mixed")
+    module = LitTiny(recipe)
+    weights = {name: value * 1.2345 for name, value in module.state_dict().items()}
+    path = out / "full.ckpt"
+    strategy = SmartInfinityStrategy(out / "storage", load_full_weights=True)
+    settings: dict[str, Any] = {"devices": 2, "max_steps": 1, "callbacks": [loaded, wrong]}
+    trainer = quiet_trainer(out, strategy, **settings)
+    if trainer.global_rank == 0:
+        counts = {"epoch": 0, "global_step": 0, "lr_schedulers": []}
+        torch.save({"state_dict": weights, "pytorch-lightning_version": pl.__version__, **counts}, path)
+    trainer.fit(module, ckpt_path=str(path))
+    strategy.close()
+    seen = {"weights": weights, "masters": loaded.masters, "params": loaded.params, "refused": wrong.refused}
+    torch.save(seen, out / f"full-{trainer.global_rank}.pt")
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    for precision in sys.argv[2:]:
+        seen = run(precision, out, devices=2)
+        if torch.distributed.get_rank() == 0:
+            torch.save(vars(seen), out / f"{precision}.pt")
+    load_full(out)
+
+
+if __name__ == "__main__":
+    main()
