@@ -125,8 +125,8 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             )
         refused = find_ignored(_flatten(self.fp16_groups), self._left_out, names=self.param_names)
         self._pre_step()
+        self.retained.release()
         self._partition_all_parameters()
-        self.retained.forget()
         # The scale that backward ran with: the loss scaler may raise it for the next window below.
         loss_scale = float(self.loss_scale)
         norm = self._scaled_gradient_norm(valid=refused is None)

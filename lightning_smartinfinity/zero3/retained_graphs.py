@@ -26,7 +26,12 @@ class RetainedGraphs:
         self._any = False
         self._last = True
         offload.pre_sub_module_backward_function = self._noticing(offload.pre_sub_module_backward_function)
-        for name in ("post_sub_module_backward_function", "post_sub_module_forward_function"):
+        self._release_leftovers = offload.release_backward_leftovers
+        for name in (
+            "post_sub_module_backward_function",
+            "post_sub_module_forward_function",
+            "release_backward_leftovers",
+        ):
             setattr(offload, name, self._unless_retained(getattr(offload, name)))
 
     def backward_begins(self, *, retain_graph: bool) -> None:
@@ -36,13 +41,15 @@ class RetainedGraphs:
 
     def backward_ended(self) -> None:
         """The engine's backward is over: release what was kept, unless its graph, too, will be used again."""
-        if self._any and self._last:
+        if self._last:
+            self.release()
+
+    def release(self) -> None:
+        """Release whatever was kept."""
+        if self._any:
             self._any = False
             self._offload.partition_all_parameters()
-
-    def forget(self) -> None:
-        """The step has released everything."""
-        self._any = False
+            self._release_leftovers()
 
     def _noticing(self, gather: Callable[[Any], None]) -> Callable[[Any], None]:
         def noticing(sub_module: Any) -> None:
@@ -51,10 +58,10 @@ class RetainedGraphs:
 
         return noticing
 
-    def _unless_retained(self, release: Callable[[Any], None]) -> Callable[[Any], None]:
-        def releasing(sub_module: Any) -> None:
+    def _unless_retained(self, release: Callable[..., None]) -> Callable[..., None]:
+        def releasing(*sub_module: Any) -> None:
             if not self._any:
-                release(sub_module)
+                release(*sub_module)
 
         return releasing
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -92,7 +94,8 @@ def check_model(model: torch.nn.Module) -> None:
 
     Raises:
         UnsupportedError: A module produces sparse gradients, a module or parameter belongs to DeepSpeed's mixture of
-            experts, a parameter has no dimension, two share memory, or there is nothing to train.
+            experts, a parameter has no dimension (or, at several processes, no elements), two share memory, a module is
+            wrapped by torch.compile, or there is nothing to train.
     """
     for name, module in model.named_modules():
         if type(module).__module__.startswith("deepspeed.moe."):
@@ -100,6 +103,11 @@ def check_model(model: torch.nn.Module) -> None:
                 f"{type(module).__name__} {name!r} is a mixture of experts of DeepSpeed (deepspeed.moe), whose experts "
                 "are not partitioned over all ranks.",
                 _DENSE_EXPERTS,
+            )
+        if isinstance(module, _compiled_wrappers()):
+            raise UnsupportedError(
+                f"Module {name!r} is wrapped by torch.compile, and ZeRO-3's hooks cannot reach through the wrapper.",
+                "Compile it in place: module.compile(...) instead of torch.compile(module, ...).",
             )
         if getattr(module, "sparse", False) is True:
             raise UnsupportedError(
@@ -119,11 +127,28 @@ def check_model(model: torch.nn.Module) -> None:
                 f"Parameter {name!r} has no dimension; DeepSpeed cannot send such a parameter to all ranks.",
                 "Give it one element instead, as torch.nn.Parameter(torch.ones(1)).",
             )
+        if _numel(parameter) == 0 and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise UnsupportedError(
+                f"Parameter {name!r} has no elements; DeepSpeed cannot gather such a parameter from several processes.",
+                "Remove it or register it as a buffer, or train in one process.",
+            )
     _check_memory(model)
+    _warn_of_cast(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedError(
             f"{type(model).__name__} has no parameter with requires_grad=True.", "Unfreeze what is to be trained."
         )
+
+
+def _compiled_wrappers() -> tuple[type, ...]:
+    """What torch.compile wraps modules in; there is none as long as nobody has imported its compiler."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return (dynamo.OptimizedModule,) if dynamo is not None else ()
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    """Of the whole parameter, partitioned or not."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _check_memory(model: torch.nn.Module) -> None:
@@ -186,3 +211,17 @@ def find_ignored(
                 "Call self.manual_backward(loss), and scale the loss rather than gradients.",
             )
     return None
+
+
+def _warn_of_cast(model: torch.nn.Module) -> None:
+    """DeepSpeed computes in one dtype: an fp32 norm in a bf16 model is cast without a word."""
+    names: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            names.setdefault(parameter.dtype, name)
+    if len(names) > 1:
+        listed = ", ".join(f"{name!r} is {dtype}" for dtype, name in names.items())
+        warnings.warn(
+            f"The parameters have several dtypes ({listed}), but ZeRO-3 casts all of them to that of the precision.",
+            stacklevel=2,
+        )

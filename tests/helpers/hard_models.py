@@ -122,9 +122,17 @@ def train_plainly(case: Case, *, world_size: int = 1, loss_scale: float = 2.0**1
     masters = [nn.Parameter(p.detach().float()) for p in params]
     optimizer = module.build_optimizer(list(zip(names, masters, strict=True)))
     losses: list[float] = []
+    # Every rank has buffers of its own.
+    buffers = [copy.deepcopy(list(module.buffers())) for _ in range(world_size)]
     for step in range(case.steps):
-        for micro in range(case.accumulate):
-            _backward(case, module, params, masters, step * case.accumulate + micro, world_size, loss_scale, losses)
+        for when in range(step * case.accumulate, (step + 1) * case.accumulate):
+            for rank in range(world_size):
+                _set(list(module.buffers()), buffers[rank])
+                loss = _backward(
+                    case, module, params, masters, when, rank, world_size=world_size, loss_scale=loss_scale
+                )
+                _set(buffers[rank], list(module.buffers()))
+                losses += [loss] if rank == 0 else []
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_([m for m in masters if m.grad is not None], case.clip)
         optimizer.step()
@@ -144,24 +152,23 @@ def _backward(
     params: list[nn.Parameter],
     masters: list[nn.Parameter],
     when: int,
+    rank: int,
+    *,
     world_size: int,
     loss_scale: float,
-    losses: list[float],
-) -> None:
+) -> float:
+    """Add one rank's gradients of one micro-batch to the masters'; returns its loss."""
     scale = loss_scale if case.dtype is torch.float16 else 1.0
-    buffers = copy.deepcopy(list(module.buffers()))
-    for rank in range(world_size):
-        for buffer, before in zip(module.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-        loss = module.loss(case.batch(when, rank), when)
-        if rank == 0:
-            losses.append(float(loss.detach()))
-            own = copy.deepcopy(list(module.buffers()))
-        (loss / case.accumulate * scale).backward()
-        for param, master in zip(params, masters, strict=True):
-            if param.grad is not None:
-                gradient = param.grad.float() / scale / world_size
-                master.grad = gradient if master.grad is None else master.grad + gradient
-        module.zero_grad(set_to_none=True)
-    for buffer, after in zip(module.buffers(), own, strict=True):
-        buffer.copy_(after)
+    loss = module.loss(case.batch(when, rank), when)
+    (loss / case.accumulate * scale).backward()
+    for param, master in zip(params, masters, strict=True):
+        if param.grad is not None:
+            gradient = param.grad.float() / scale / world_size
+            master.grad = gradient if master.grad is None else master.grad + gradient
+    module.zero_grad(set_to_none=True)
+    return float(loss.detach())
+
+
+def _set(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)

@@ -131,17 +131,35 @@ class SometimesUsed(HardModule):
         return mean_square(self.back(x))
 
 
+class Thawing(Stack):
+    """A layer that is frozen in every other step, by ``requires_grad_`` in the step itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        self.layer.requires_grad_(when % 2 == 0)
+        return torch.tanh(self.layer(x))
+
+    def after_step(self, step: int) -> None:
+        self.layer.requires_grad_(True)
+
+
 # ---- shapes and kinds of tensors
 
 
 class Shapes(HardModule):
-    """Tensors of odd sizes, empty ones, and others that were no plain contiguous memory when they were registered."""
+    """Tensors of odd sizes, and others that were no plain contiguous memory when they were registered.
 
-    def __init__(self) -> None:
+    Args:
+        empty: Also tensors without elements.
+    """
+
+    def __init__(self, *, empty: bool = False) -> None:
         super().__init__()
         self.one, self.three, self.prime = (nn.Parameter(torch.randn(n)) for n in (1, 3, 131))
-        self.empty = nn.Parameter(torch.zeros(0))
-        self.empty_matrix = nn.Parameter(torch.zeros(0, 5))
+        self.empties = nn.ParameterList([torch.zeros(0), torch.zeros(0, 5)] if empty else [])
         self.transposed = nn.Parameter(torch.randn(WIDTH, 5).t())
         self.strided = nn.Parameter(torch.randn(WIDTH, 10)[:, ::2])
         self.channels_last = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
@@ -150,8 +168,8 @@ class Shapes(HardModule):
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
         x = (x * self.view) @ self.transposed.t() + x @ self.strided
         x = x * self.one + functional.pad(self.three, (0, 2)) + self.prime.view(1, -1)[:, :5] * self.prime.mean()
-        empty = self.empty.sum() + self.empty_matrix.sum()
-        return mean_square(torch.tanh(x), x.mean() * self.channels_last, x.new_zeros(1) + empty)
+        empty = x.new_zeros(1) + sum(parameter.sum() for parameter in self.empties)
+        return mean_square(torch.tanh(x), x.mean() * self.channels_last, empty)
 
 
 class Layers(HardModule):
@@ -386,6 +404,32 @@ class Meta(Stack):
         hidden = self.front(x * 0.5)
         hidden = torch.tanh(self.layer(hidden) - 0.1 * functional.linear(hidden, *slopes))
         return inner + mean_square(self.back(hidden))
+
+
+class TwoBackwards(Stack):
+    """One forward, two backwards by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.automatic_optimization = False
+
+    def losses(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of one graph."""
+        output = self.back(torch.tanh(self.layer(self.front(x))))
+        return mean_square(output), output.float().abs().mean()
+
+    def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return sum(self.losses(x))  # type: ignore[return-value]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        first, second = self.losses(self.case.batch(self.trainer.global_step, self.global_rank).to(self.device))
+        self.seen.append(float((first + second).detach()))
+        self.manual_backward(first, retain_graph=True)
+        self.manual_backward(second)
+        optimizer.step()  # type: ignore[union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
 
 
 class Tiny(HardModule):

@@ -25,8 +25,10 @@ from tests.helpers.hard_structures import (
     Shapes,
     SometimesUsed,
     Teacher,
+    Thawing,
     TiedThrice,
     Tiny,
+    TwoBackwards,
     TwoForwards,
 )
 
@@ -45,7 +47,8 @@ STRUCTURES = {
     "a module used three times": Case(Reused, zero=SMALL_BUCKET),
     "a module in two parents": Case(Nested),
     "one weight in three places": Case(TiedThrice),
-    "tensors of odd sizes, empty, and not contiguous": Case(Shapes, zero={"sub_group_size": 40}),
+    "tensors of odd sizes and not contiguous": Case(Shapes, zero={"sub_group_size": 40}),
+    "tensors without elements": Case(partial(Shapes, empty=True)),
     "LSTM, attention, parametrizations, padding, buffers": Case(Layers, masters=1e-4),
     "parameters in containers": Case(Containers),
     "nested outputs": Case(Outputs),
@@ -70,6 +73,7 @@ CHECKPOINTS = {
 }
 UNUSED = {
     "in fp32": Case(SometimesUsed, steps=5),
+    "because they are frozen then": Case(Thawing),
     "in bf16": Case(SometimesUsed, steps=5, precision="bf16-mixed", **IN_16_BIT),
     "in fp16": Case(SometimesUsed, steps=5, precision="16-mixed", **IN_16_BIT),
     "by one micro-batch": Case(partial(SometimesUsed, micro_batches=2), steps=5, accumulate=2),
@@ -79,6 +83,7 @@ UNUSED = {
 }
 GRAPHS = {
     "two forwards, one backward": Case(TwoForwards),
+    "one forward, two backwards": Case(TwoBackwards),
     "a gradient penalty": Case(Penalty),
     "a gradient penalty in bf16": Case(Penalty, precision="bf16-mixed", **IN_16_BIT),
     "losses balanced by their slopes": Case(Balanced, accumulate=2),

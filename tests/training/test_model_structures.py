@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
+from lightning_smartinfinity.zero3.validation import check_model
 from tests.helpers.hard_models import WIDTH, Case
-from tests.helpers.hard_structures import Reused
+from tests.helpers.hard_structures import Reused, Shapes
 from tests.training.model_cases import STRUCTURES
 from tests.training.model_runs import assert_trains_like_torch, train_near_storage
 
@@ -54,3 +55,21 @@ def test_parameters_over_the_same_memory_are_refused(tmp_path: Path) -> None:
     """ZeRO-3 would untie them without a word; the message names both and says how to tie them."""
     with pytest.raises(UnsupportedError, match=r"'back.weight' and 'front.weight' lie in the same memory"):
         train_near_storage(Case(TiedByData), tmp_path)
+
+
+def test_empty_parameters_are_refused_at_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's gather fails on them in the middle of the first forward."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UnsupportedError, match=r"'empties.0' has no elements"):
+        check_model(Shapes(empty=True))
+    check_model(Shapes())
+
+
+def test_parameters_of_several_dtypes_are_reported() -> None:
+    """DeepSpeed casts an fp32 norm in a bf16 model; the user hears of it, once and with an example of each."""
+    module = Reused().bfloat16()
+    check_model(module)
+    module.layer.float()
+    with pytest.warns(UserWarning, match=r"'front.weight' is torch.bfloat16, 'layer.weight' is torch.float32"):
+        check_model(module)

@@ -1,0 +1,73 @@
+"""torch.compile: in place it trains like plain torch; wrappers are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_smartinfinity import UnsupportedError
+from tests.helpers.hard_models import WIDTH, Case
+from tests.helpers.hard_structures import Stack
+from tests.training.model_runs import assert_trains_like_torch, train_near_storage, trainer_for
+
+
+class Inner(nn.Module):
+    """Something worth compiling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Eager(Stack):
+    """Nothing is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class CompiledInPlace(Eager):
+    """A submodule is compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.compile(backend="aot_eager")
+
+
+class CompiledWrapper(Eager):
+    """A submodule is replaced by a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.compile(self.inner, backend="eager")  # type: ignore[assignment]
+
+
+def test_a_module_compiled_in_place_trains_like_torch(tmp_path: Path) -> None:
+    """The graphs break at ZeRO-3's hooks, which gather and release; what lies between them is compiled."""
+    torch._dynamo.reset()
+    trained = train_near_storage(Case(CompiledInPlace), tmp_path)
+    assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
+    assert_trains_like_torch(Case(Eager), trained)
+
+
+def test_a_compiled_wrapper_within_the_module_is_refused(tmp_path: Path) -> None:
+    """It hides the parameters from ZeRO-3's hooks; stock fails on an attribute in the first forward."""
+    with pytest.raises(UnsupportedError, match=r"'inner' is wrapped by torch.compile.*module.compile"):
+        train_near_storage(Case(CompiledWrapper), tmp_path)
+
+
+def test_a_compiled_lightning_module_is_refused_by_lightning(tmp_path: Path) -> None:
+    """Lightning allows it for strategies on its own list only."""
+    case = Case(Eager)
+    with pytest.raises(RuntimeError, match="compiled model is incompatible"):
+        trainer_for(case, tmp_path).fit(torch.compile(case.module(), backend="eager"))  # type: ignore[arg-type]

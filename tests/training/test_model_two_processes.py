@@ -1,0 +1,36 @@
+"""The hard modules at two processes: ranks hold halves, some of them padding only, and still train like plain torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.hard_models import Trained
+from tests.training.model_cases import CASES
+from tests.training.model_runs import assert_trains_like_torch, launch_cases
+
+NAMES = (
+    "a module in two parents",
+    "tensors of odd sizes and not contiguous",
+    "parameters in containers",
+    "nested outputs",
+    "a tensor larger than ring and sub-group",
+    "reentrant, one bucket",
+    "reentrant, accumulating",
+    "reentrant, bf16",
+    "in bf16",
+    "by one micro-batch",
+    "a gradient penalty",
+    "losses balanced by their slopes",
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    """Every case, one after the other in one pair of processes."""
+    return launch_cases(NAMES, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_train_like_torch(name: str, trained: dict[str, Trained]) -> None:
+    """Losses of rank 0, masters and numbers of updates are those of one torch process on both ranks' batches."""
+    assert_trains_like_torch(CASES[name], trained[name], world_size=2)
