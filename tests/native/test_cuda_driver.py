@@ -1,0 +1,259 @@
+"""The CUDA driver as the core opens it, on a fake one (fake_cuda.cpp): errors, order of streams, memory, processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity.errors import CudaError
+from lightning_smartinfinity.native import (
+    Batch,
+    CudaDevice,
+    CudaEvent,
+    CudaStream,
+    DType,
+    HostBuffer,
+    Operation,
+)
+from lightning_smartinfinity.native.testing import use_cuda_library
+from tests.native.fake_cuda import FakeCuda
+from tests.native.stored import Run, StoredState
+
+
+@pytest.mark.parametrize(
+    ("library", "problem"),
+    [("/nowhere/libcuda.so.1", "cannot be opened: /nowhere/libcuda.so.1"), ("libm.so.6", "has no cuInit")],
+)
+def test_no_driver(library: str, problem: str) -> None:
+    """Nothing needs it until a device is asked for; then the error says what could not be opened."""
+    use_cuda_library(library)
+    with pytest.raises(CudaError, match=problem) as raised:
+        CudaDevice(0)
+    use_cuda_library(None)
+    assert "nvidia-smi" in raised.value.remedy
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def test_a_library_that_comes_later_is_found(fake_cuda: FakeCuda) -> None:
+    """A failure is not remembered; a device is."""
+    use_cuda_library("/nowhere/libcuda.so.1")
+    with pytest.raises(CudaError):
+        CudaDevice(0)
+    use_cuda_library(str(fake_cuda.library))
+    CudaDevice(0)
+    CudaDevice(1)
+    assert fake_cuda.calls().count("cuInit") == 1
+
+
+def test_no_such_device(fake_cuda: FakeCuda) -> None:
+    """The driver's refusal, with its number, is passed on."""
+    with pytest.raises(CudaError, match=r"^cuDeviceGet failed: CUDA_ERROR_FAKE \(101\): made up for a test\."):
+        CudaDevice(7)
+
+
+@pytest.mark.parametrize(
+    "call", ["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"]
+)
+def test_every_call_is_checked(fake_cuda: FakeCuda, call: str) -> None:
+    """A call that fails raises with its name and the driver's text, and the next one works."""
+    device = CudaDevice(0)
+    stream, values = CudaStream(device), np.zeros(8, np.float32)
+
+    def use_everything() -> None:
+        event = CudaEvent(device)
+        device.copy_to_device(device=values.ctypes.data, host=values.ctypes.data, nbytes=0, stream=stream.handle)
+        device.copy_to_host(host=values.ctypes.data, device=values.ctypes.data, nbytes=0, stream=stream.handle)
+        event.record(stream.handle)
+        event.hold(0)
+        event.synchronize()
+
+    fake_cuda.fail(call)
+    with pytest.raises(CudaError, match=rf"^{call} failed: .*\(2\): out of memory"):
+        use_everything()
+    use_everything()
+
+
+def test_copies_follow_their_stream(fake_cuda: FakeCuda) -> None:
+    """A copy from registered memory returns at once and runs when the stream comes to it."""
+    device = CudaDevice(0)
+    host = HostBuffer(4096)
+    assert host.register(device)
+    values = np.frombuffer(host.memoryview(), np.float32)
+    values[:] = 3.0
+    on_device = np.zeros(1024, np.float32)
+    user = fake_cuda.stream()
+    gate = fake_cuda.gate(user)
+    event = CudaEvent(device)
+    device.copy_to_device(device=on_device.ctypes.data, host=host.address, nbytes=4096, stream=user)
+    event.record(user)
+    assert not on_device.any()
+    fake_cuda.open(gate)
+    event.synchronize()
+    assert (on_device == 3.0).all()
+    on_device[:] = 5.0
+    device.copy_to_host(host=host.address, device=on_device.ctypes.data, nbytes=4096, stream=user)
+    event.record(user)
+    event.synchronize()
+    assert (values == 5.0).all()
+    fake_cuda.destroy(user)
+
+
+def test_streams_wait_for_each_other_where_they_are_told(fake_cuda: FakeCuda) -> None:
+    """follow() orders ours after the other, lead() the other after ours; neither waits on the host."""
+    device = CudaDevice(0)
+    ours, user = CudaStream(device), fake_cuda.stream()
+    values, found = np.zeros(3, np.float32), np.zeros(3, np.float32)
+    first, second = np.full(3, 7.0, np.float32), np.full(2, 9.0, np.float32)
+    gate = fake_cuda.gate(user)
+    fake_cuda.kernel(user, values, first, us=5_000)
+    ours.follow(user)
+    fake_cuda.kernel(ours.handle, values[1:], second, us=5_000)
+    ours.lead(user)
+    fake_cuda.kernel(user, found, values)
+    assert not values.any()
+    fake_cuda.open(gate)
+    fake_cuda.wait(user)
+    assert found.tolist() == [7.0, 9.0, 9.0]
+    fake_cuda.destroy(user)
+
+
+def test_an_event_is_what_it_was_recorded_as_last(fake_cuda: FakeCuda) -> None:
+    """Recorded again it stands for the later point; one that never was is complete."""
+    device = CudaDevice(0)
+    event, user = CudaEvent(device), fake_cuda.stream()
+    event.synchronize()
+    values = np.zeros(1, np.float32)
+    ones = np.ones(1, np.float32)
+    event.record(user)
+    fake_cuda.kernel(user, values, ones, us=5_000)
+    event.record(user)
+    event.synchronize()
+    assert values[0] == 1.0
+    fake_cuda.destroy(user)
+
+
+def test_registration_ends_before_the_memory(fake_cuda: FakeCuda) -> None:
+    """By unregister(), or with the last reference; the mapping is still there then."""
+    device = CudaDevice(0)
+    first, second = HostBuffer(10_000), HostBuffer(4 << 20)
+    assert first.register(device) and second.register(device)
+    with pytest.raises(ValueError, match="registered already"):
+        first.register(device)
+    first.unregister()
+    first.unregister()
+    assert fake_cuda.held()["registered"] == 1
+    view = second.memoryview()
+    del second
+    gc.collect()
+    assert fake_cuda.held()["registered"] == 1
+    del view
+    gc.collect()
+    assert fake_cuda.held()["registered"] == 0
+    assert not fake_cuda.unmapped
+
+
+def test_memory_that_cannot_be_registered(fake_cuda: FakeCuda) -> None:
+    """It is reported, not raised; the device says why it first failed, and copies work without."""
+    device = CudaDevice(0)
+    assert device.registration_failure == ""
+    fake_cuda.fail("cuMemHostRegister_v2")
+    buffer = HostBuffer(4096)
+    assert not buffer.register(device)
+    assert device.registration_failure.startswith("cuMemHostRegister_v2 failed: CUDA_ERROR_FAKE (2): out of memory")
+    assert buffer.register(device)
+    buffer.unregister()
+    values = np.zeros(1024, np.float32)
+    device.copy_to_host(host=buffer.address, device=values.ctypes.data, nbytes=4096, stream=0)
+    assert fake_cuda.held()["registered"] == 0
+
+
+def test_a_driver_that_is_gone(fake_cuda: FakeCuda) -> None:
+    """As at the end of a process: what is given back late is given back in silence, the rest raises."""
+    device = CudaDevice(0)
+    stream, event, buffer = CudaStream(device), CudaEvent(device), HostBuffer(4096)
+    buffer.register(device)
+    fake_cuda.deinitialize(gone=True)
+    with pytest.raises(CudaError, match=r"\(4\)"):
+        event.record(stream.handle)
+    buffer.unregister()
+    del stream, event, buffer, device
+    gc.collect()
+
+
+def test_a_forked_child_leaves_the_driver_alone(fake_cuda: FakeCuda) -> None:
+    """It has no context: objects of its parent raise when used, and call nothing when they go."""
+    device = CudaDevice(0)
+    stream, event, buffer = CudaStream(device), CudaEvent(device), HostBuffer(4096)
+    buffer.register(device)
+    fake_cuda.clear()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            raised = 0
+            for use in (lambda: event.record(0), lambda: stream.follow(0), lambda: CudaEvent(device)):
+                try:
+                    use()
+                except RuntimeError as error:
+                    raised += "forked" in str(error)
+            buffer.unregister()
+            del stream, event, buffer, device, use
+            gc.collect()
+            status = 0 if raised == 3 and fake_cuda.log() == [] else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert fake_cuda.held()["registered"] == 1
+
+
+def test_the_end_of_a_process_that_holds_everything(fake_cuda: FakeCuda, tmp_path: Path) -> None:
+    """No crash and no word, with registered memory, streams and work on them left behind."""
+    code = f"""
+        from lightning_smartinfinity.native import CudaDevice, CudaEvent, CudaStream, HostBuffer
+        from lightning_smartinfinity.native.testing import use_cuda_library
+
+        use_cuda_library({str(fake_cuda.library)!r})
+        device = CudaDevice(0)
+        stream, event, buffer = CudaStream(device), CudaEvent(device), HostBuffer(1 << 20)
+        buffer.register(device)
+        device.copy_to_host(host=buffer.address, device=buffer.address + 4096, nbytes=4096, stream=stream.handle)
+        event.record(stream.handle)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_parameters_of_two_sizes_in_one_tasklet(fake_cuda: FakeCuda, tmp_path: Path) -> None:
+    """They would overlap in a slot: refused."""
+    stream = CudaStream(CudaDevice(0))
+    with StoredState(tmp_path, 1_000) as state:
+        runs = [
+            Run(0, 500, parameter=np.zeros(500, np.float32)),
+            Run(500, 500, parameter=np.zeros(500, np.float16), parameter_dtype=DType.FLOAT16),
+        ]
+        batch = Batch(Operation.READ, state.tasklets(runs), [], stream)
+        with pytest.raises(ValueError, match="tasklet 0: parameters on a device are of one dtype"):
+            state.pipeline.submit(batch)
+
+
+def test_a_batch_whose_parameters_do_not_travel(fake_cuda: FakeCuda, tmp_path: Path) -> None:
+    """A stream alone makes no slots and no copies."""
+    stream = CudaStream(CudaDevice(0))
+    with StoredState(tmp_path, 1_000) as state:
+        state.write(*(np.ones(1_000, np.float32) for _ in range(3)))
+        ring_bytes = state.pipeline.ring_bytes
+        fake_cuda.clear()
+        found = np.zeros(1_000, np.float32)
+        batch = Batch(Operation.READ, state.tasklets([Run(0, 1_000, arrays=(None, found))]), [], stream)
+        state.pipeline.submit(batch)
+        assert state.pipeline.drain() is None
+        assert found.all()
+        assert (state.pipeline.ring_bytes, fake_cuda.log()) == (ring_bytes, [])
