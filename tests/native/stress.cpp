@@ -2,8 +2,12 @@
 // threads, delays, short transfers and failures, and compares every bit with a plain loop. Built with sanitizers by
 // test_sanitizers.py.
 //
-//     stress FOLDER FIRST_SEED NUM_SEEDS
+// In every other scenario parameters are on the fake CUDA device of fake_cuda.cpp, whose copies take their time or
+// fail.
+//
+//     stress FOLDER FIRST_SEED NUM_SEEDS FAKE_CUDA_LIBRARY
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -20,6 +24,7 @@
 #include <vector>
 
 #include "buffer.hpp"
+#include "cuda_device.hpp"
 #include "fault_injection.hpp"
 #include "file_queue.hpp"
 #include "flush_subnormals.hpp"
@@ -37,6 +42,22 @@ void require(bool condition, const char* what, std::uint64_t seed) {
     std::fprintf(stderr, "seed %llu: %s\n", static_cast<unsigned long long>(seed), what);
     std::exit(1);
 }
+
+// What steers the fake driver.
+struct FakeCuda {
+    explicit FakeCuda(const char* library) {
+        void* const handle = ::dlopen(library, RTLD_NOW);
+        delay = reinterpret_cast<void (*)(std::uint64_t, int)>(::dlsym(handle, "fake_delay"));
+        fail = reinterpret_cast<void (*)(const char*, int, int)>(::dlsym(handle, "fake_fail"));
+        reset = reinterpret_cast<void (*)()>(::dlsym(handle, "fake_reset"));
+        use_cuda_library(library);
+    }
+    void (*delay)(std::uint64_t seed, int max_delay_us);
+    void (*fail)(const char* call, int skipped, int result);
+    void (*reset)();  // no delays, no failures
+};
+
+constexpr int kCudaOutOfMemory = 2;
 
 class Random {
  public:
@@ -75,8 +96,11 @@ void update_element(const AdamStep& s, float gradient, float& p, float& m, float
 // A partition on storage, two slots per tasklet, and the same state in memory.
 class Scenario {
  public:
-    Scenario(const std::string& folder, std::uint64_t seed)
-        : seed_(seed), random_(seed), numel_(random_.coin() ? random_.between(1, 500) : random_.between(1, 30000)) {
+    Scenario(const std::string& folder, std::uint64_t seed, const FakeCuda& cuda)
+        : seed_(seed),
+          cuda_(cuda),
+          random_(seed),
+          numel_(random_.coin() ? random_.between(1, 500) : random_.between(1, 30000)) {
         num_tasklets_ = random_.between(1, 7);
         tasklet_numel_ = (numel_ + num_tasklets_ - 1) / num_tasklets_;
         num_tasklets_ = (numel_ + tasklet_numel_ - 1) / tasklet_numel_;
@@ -86,6 +110,8 @@ class Scenario {
         parameters_.resize(numel_);
         gradients_.resize(numel_);
         open(folder);
+        cuda_.reset();
+        if (seed % 2 == 1) stream_ = std::make_shared<CudaStream>(std::make_shared<CudaDevice>(0));
         pipeline_ = make_pipeline();
     }
 
@@ -134,8 +160,13 @@ class Scenario {
         faults.max_delay_us = static_cast<std::int64_t>(random_.upto(150));
         faults.short_transfer_every = static_cast<std::int64_t>(random_.upto(3));
         failing_ = random_.coin();
+        cuda_.delay(seed_ + round, static_cast<int>(random_.upto(200)));
         const auto number = static_cast<std::int64_t>(random_.upto(num_tasklets_ - 1));
-        if (failing_ && random_.coin()) {
+        if (failing_ && stream_ && random_.coin()) {
+            // One copy each way for a tasklet, at least.
+            const bool fetches = master_in_parameter_ && random_.coin();
+            cuda_.fail(fetches ? "cuMemcpyDtoHAsync_v2" : "cuEventRecord", static_cast<int>(number), kCudaOutOfMemory);
+        } else if (failing_ && random_.coin()) {
             faults.fail_read_at = number;
         } else if (failing_) {
             faults.fail_write_at = number;
@@ -173,7 +204,7 @@ class Scenario {
     }
 
     Batch whole(Operation operation, State& state) const {
-        Batch batch{operation, {}, {}};
+        Batch batch{operation, {}, {}, nullptr};
         for (std::size_t index = 0; index < num_tasklets_; ++index) {
             batch.tasklets.push_back(tasklet(index));
             Tasklet& added = batch.tasklets.back();
@@ -211,7 +242,8 @@ class Scenario {
         const Batch batch = update_batch();
         const std::vector<float> before = parameters_;
         if (auto failure = work(batch)) {
-            require(failing_ && failure->error == EIO, failure->message.c_str(), seed_);
+            const int error = failure->kind == FailureKind::kCuda ? kCudaOutOfMemory : EIO;
+            require(failing_ && failure->error == error, failure->message.c_str(), seed_);
             parameters_ = before;
             require(!work(batch), "the second attempt failed", seed_);
         } else {
@@ -223,7 +255,7 @@ class Scenario {
     }
 
     Batch update_batch() {
-        Batch batch{Operation::kUpdate, {}, {kSteps, kSteps + kNumSteps}};
+        Batch batch{Operation::kUpdate, {}, {kSteps, kSteps + kNumSteps}, stream_};
         for (std::size_t index = 0; index < num_tasklets_; ++index) {
             Tasklet added = tasklet(index);
             added.master_in_parameter = master_in_parameter_;
@@ -288,6 +320,7 @@ class Scenario {
     }
 
     const std::uint64_t seed_;
+    const FakeCuda& cuda_;
     Random random_;
     std::size_t numel_;
     std::size_t num_tasklets_ = 0;
@@ -299,6 +332,7 @@ class Scenario {
     State expected_;
     std::vector<float> parameters_;
     std::vector<float> gradients_;
+    std::shared_ptr<CudaStream> stream_;  // none: parameters are in host memory
     std::vector<StateFile> files_;
     std::unique_ptr<Pipeline> pipeline_;
 };
@@ -372,14 +406,15 @@ class Requests {
 }  // namespace smart_infinity
 
 int main(int argc, char** argv) {
-    if (argc != 4) {
-        std::fprintf(stderr, "usage: stress FOLDER FIRST_SEED NUM_SEEDS\n");
+    if (argc != 5) {
+        std::fprintf(stderr, "usage: stress FOLDER FIRST_SEED NUM_SEEDS FAKE_CUDA_LIBRARY\n");
         return 2;
     }
     const std::uint64_t first = std::strtoull(argv[2], nullptr, 10);
     const std::uint64_t num_seeds = std::strtoull(argv[3], nullptr, 10);
+    const smart_infinity::FakeCuda cuda(argv[4]);
     for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) {
-        smart_infinity::Scenario(argv[1], seed).run();
+        smart_infinity::Scenario(argv[1], seed, cuda).run();
         smart_infinity::Requests(argv[1], seed).run();
     }
     std::printf("%llu scenarios\n", static_cast<unsigned long long>(num_seeds));

@@ -24,7 +24,7 @@ def test_stress(tmp_path: Path, sanitizers: str) -> None:
 
 
 def stress(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command: list[str | Path] = [program, folder, "0", str(NUM_SEEDS)]
+    command: list[str | Path] = [program, folder, "0", str(NUM_SEEDS), program.parent / "libfake_cuda.so"]
     completed = run(*command, expect_success=False)
     if "unexpected memory mapping" in completed.stderr:
         # Older thread sanitizers know fewer layouts of the address space than kernels choose from.

@@ -74,6 +74,7 @@ void ParameterSlots::start(std::size_t index, const Copy& copy) const {
     const CudaEvent& event = *events_[index];
     try {
         copy();
+        event.record(stream_->handle());
     } catch (const CudaError&) {
         try {
             event.record(stream_->handle());
@@ -83,7 +84,6 @@ void ParameterSlots::start(std::size_t index, const Copy& copy) const {
         }
         throw;
     }
-    event.record(stream_->handle());
 }
 
 std::size_t slot_bytes(const Batch& batch) {
