@@ -1,4 +1,4 @@
-"""On a CUDA device: parameters leave through the staging buffer, gradients arrive in registered memory.
+"""Training on a CUDA device: parameters leave tasklet by tasklet, gradients arrive in registered memory.
 
 Every run is a process of its own: DeepSpeed chooses CPU or CUDA once per process, and other tests choose the CPU.
 """

@@ -25,6 +25,10 @@ RUNS = {
 }
 
 
+# Scripts that need what the machines that run the tests lack, and what they say without it.
+REFUSALS = {"gpu_step.py": "measures copies from and to a CUDA device; torch finds none here"}
+
+
 @pytest.mark.parametrize("script", RUNS)
 def test_benchmark_prints_its_table_with_the_machine(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -41,9 +45,18 @@ def test_benchmark_prints_its_table_with_the_machine(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("script", REFUSALS)
+def test_benchmark_refuses_where_it_cannot_measure(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what is missing and measures nothing."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    refused = run(sys.executable, BENCHMARKS / script, expect_success=False)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert REFUSALS[script] in refused.stderr
+
+
 def test_every_benchmark_is_run_here_and_named_in_the_readme() -> None:
     """A new script has to be added to both."""
     scripts = {path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts == set(RUNS)
+    assert scripts == set(RUNS) | set(REFUSALS)
     readme = (BENCHMARKS / "README.md").read_text()
     assert [path.name for path in BENCHMARKS.glob("*.py") if f"`{path.name}`" not in readme] == []

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_smartinfinity.transfer.arena import GradientArena
-from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, layout_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -175,20 +174,3 @@ def test_memory_outlives_the_arena() -> None:
     del arena
     view.fill_(1.0)
     assert view.sum() == view.numel()
-
-
-@RunIf(cuda_devices=1)
-def test_gradients_on_cuda() -> None:
-    """Arrivals from a device give the same bits as from the host, first, later and mixed."""
-    host, device = GradientArena(LAYOUT), GradientArena(LAYOUT)
-    for dtype in DTYPES:
-        for arena in (host, device):
-            arena.reset()
-        for seed in range(3):
-            for parameter in range(len(REAL)):
-                value = gradient(parameter, seed, dtype)
-                host.arrive(parameter, value)
-                device.arrive(parameter, value.cuda() if (seed + parameter) % 3 else value)
-        assert host.sum_of_squares() == device.sum_of_squares()
-        assert torch.equal(host.buffer, device.buffer)
-    device.close()

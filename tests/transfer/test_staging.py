@@ -10,10 +10,8 @@ import torch
 
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.native.testing import inject
-from lightning_smartinfinity.transfer.plan import StepPlan
 from lightning_smartinfinity.transfer.staging import StagingBuffer, TensorPartition
 from lightning_smartinfinity.transfer.tensors import native_dtype
-from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
 
 # Several waves, so that each half of the buffer is used again.
@@ -105,35 +103,3 @@ def test_masters_from_staging_are_the_partition(tmp_path: Path) -> None:
         active = torch.cat([run.slice(i) for i in range(len(run.parameters)) if (i + 1) % 3])
         assert not active.isnan().any()
         torch.testing.assert_close(run.state()["master"], master, rtol=0, atol=0)
-
-
-@RunIf(cuda_devices=1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_partition_on_cuda(tmp_path: Path, dtype: torch.dtype) -> None:
-    """A partition on a device takes the same bits as one in host memory, through commits and rollbacks."""
-    with running(tmp_path / "host", SMALL_RING.but(dtype=dtype, staged=False)) as run:
-        run.steps(range(3))
-        expected = run.state()
-    with running(tmp_path / "cuda", SMALL_RING.but(dtype=dtype)) as run:
-        partition = [tensor.cuda() for tensor in run.partition]
-
-        def staged(plan: StepPlan) -> StepPlan:
-            return StepPlan(
-                active=plan.active,
-                gradients=plan.gradients,
-                outputs=TensorPartition(partition),
-                groups=plan.groups,
-                gradient_scale=plan.gradient_scale,
-            )
-
-        for number in range(3):
-            before = [tensor.clone() for tensor in partition]
-            run.handler.begin_step(staged(run.collect(4)))
-            run.handler.wait(slice(0, 1))
-            run.handler.rollback()
-            assert all(torch.equal(a, b) for a, b in zip(partition, before, strict=True))
-            run.handler.begin_step(staged(run.collect(number)))
-            run.handler.commit()
-        for tensor, device_tensor in zip(run.partition, partition, strict=True):
-            tensor.copy_(device_tensor)
-        assert_equal(run.state(), expected)

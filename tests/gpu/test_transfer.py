@@ -1,0 +1,153 @@
+"""Arena, parameters and streams on a real CUDA device; the same without one is in tests/transfer/test_cuda.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
+from lightning_smartinfinity.transfer.plan import CudaPartition
+from tests.helpers.runif import RunIf
+from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
+
+pytestmark = RunIf(cuda_devices=1)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SMALL_RING = Case(num_buffers=2, shapes=(*Case().shapes, (50_000, 3, 1, 3)))
+BUSY_CYCLES = 500_000_000  # a few tenths of a second
+
+
+@pytest.fixture
+def link() -> Iterator[CudaLink]:
+    link = link_to(torch.device("cuda", torch.cuda.current_device()))
+    assert link is not None
+    yield link
+    torch.cuda.synchronize()
+
+
+class CudaRun(Run):
+    """A run whose partition is on the device; ``partition`` is its copy on the host, for comparisons."""
+
+    def __init__(self, folder: Path, case: Case, link: CudaLink) -> None:
+        self.link = link
+        self.on_device: list[torch.Tensor] = []
+        super().__init__(folder, case)
+
+    def make_arena(self) -> GradientArena:
+        return GradientArena(self.layout, dtype=self.case.gradient_dtype, link=self.link)
+
+    def send(self, parameter: int, gradient: torch.Tensor) -> None:
+        super().send(parameter, gradient.cuda())
+
+    def outputs(self) -> CudaPartition:
+        self.on_device = self.on_device or [tensor.cuda() for tensor in self.partition]
+        return self.link.partition(self.on_device)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        for tensor, on_device in zip(self.partition, self.on_device, strict=True):
+            tensor.copy_(on_device)
+        return super().state()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_partition_on_the_device(tmp_path: Path, link: CudaLink, dtype: torch.dtype) -> None:
+    """It takes the bits of one in host memory, through commits and rollbacks."""
+    with running(tmp_path / "host", SMALL_RING.but(dtype=dtype)) as host:
+        host.steps(range(3))
+        expected = host.state()
+    run = CudaRun(tmp_path / "cuda", SMALL_RING.but(dtype=dtype), link)
+    for number in range(3):
+        before = run.state()
+        run.handler.begin_step(run.collect(1))
+        run.handler.wait(slice(0, 1))
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+        run.step(number)
+    assert_equal(run.state(), expected)
+    run.close()
+
+
+@pytest.mark.parametrize("arena_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """First, later and mixed with the host's, on several streams: the bits of the host."""
+    layout = layout_of(Case(shapes=((1_200_000, 1, 0, 0), (7, 0, 0, 0)), tasklet_bytes=1 << 20))
+    host, device = GradientArena(layout, dtype=arena_dtype), GradientArena(layout, dtype=arena_dtype, link=link)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for number in range(4):
+        for index, parameter in enumerate(layout.parameters):
+            generator = torch.Generator().manual_seed(number)
+            values = torch.randn(parameter.real_numel, generator=generator).to(dtype)
+            host.arrive(index, values)
+            with torch.cuda.stream(streams[number % 2]):
+                device.arrive(index, values if number == 2 else values.cuda())
+    assert device.sum_of_squares() == host.sum_of_squares()
+    assert torch.equal(device.buffer, host.buffer)
+    device.close()
+
+
+def test_the_arena_is_registered(link: CudaLink) -> None:
+    """Torch sees pinned memory, until the arena is closed."""
+    arena = GradientArena(layout_of(Case()), link=link)
+    assert link.device.registration_failure == ""
+    assert arena.buffer.is_pinned()
+    arena.close()
+    assert not arena.buffer.is_pinned()
+
+
+def test_arrivals_do_not_wait_for_a_busy_stream(link: CudaLink) -> None:
+    """First and later gradients return while the stream still works; the norm then is that of both."""
+    arena = GradientArena(layout_of(Case()), link=link)
+    gradient = torch.ones(12_000, device="cuda")
+    for _ in range(2):  # what is allocated once
+        arena.arrive(1, gradient)
+    arena.reset()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)
+    done = torch.cuda.Event()
+    arena.arrive(1, gradient)
+    arena.arrive(1, gradient)
+    done.record()
+    assert not done.query()
+    assert arena.sum_of_squares() == 4 * 12_000
+    assert done.query()
+    arena.close()
+
+
+def test_copies_keep_their_order_with_the_users_stream(tmp_path: Path, link: CudaLink) -> None:
+    """What reads parameters before the step sees the old ones however late it runs, and after wait() the new ones."""
+    run = CudaRun(tmp_path, Case(), link)
+    old = [tensor.clone() for tensor in run.on_device]
+    plan = run.collect(1)
+    torch.cuda._sleep(BUSY_CYCLES)
+    before = [tensor.clone() for tensor in run.on_device]
+    run.handler.begin_step(plan)
+    run.handler.wait()
+    after = [tensor.clone() for tensor in run.on_device]
+    run.handler.commit()
+    assert all(torch.equal(a, b) for a, b in zip(before, old, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(after, run.on_device, strict=True))
+    assert not torch.equal(after[0], old[0])
+    run.close()
+
+
+def test_a_step_never_waits_for_the_whole_device(
+    tmp_path: Path, link: CudaLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends while another stream of the device is busy."""
+    run = CudaRun(tmp_path, Case(), link)
+    run.step(0)
+    other, busy = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(20 * BUSY_CYCLES)
+        busy.record()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("a device-wide wait"))
+    run.step(1)
+    assert not busy.query()
+    monkeypatch.undo()
+    torch.cuda.synchronize()
+    run.close()
