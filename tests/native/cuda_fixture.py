@@ -25,7 +25,7 @@ def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCuda]:
     fake = FakeCuda(library)
     fake.reset()
     yield fake
+    gc.collect()
     fake.reset()
     use_cuda_library(None)
-    gc.collect()
     assert not fake.unmapped

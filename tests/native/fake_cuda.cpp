@@ -403,10 +403,15 @@ void fake_fail_copy(int skipped) {
     driver().fail_copy_in = skipped;
 }
 
-// From now on (or no longer) the driver is gone, as at the end of a process.
-void fake_deinitialize(int gone) {
+// From now on, until fake_reset(), the driver is gone with all that it held, as at the end of a process.
+void fake_deinitialize() {
+    std::map<void*, std::unique_ptr<Stream>> streams;
     const std::lock_guard lock(driver().mutex);
-    driver().deinitialized = gone != 0;
+    driver().deinitialized = true;
+    driver().events.clear();
+    driver().registered.clear();
+    for (Context& context : driver().contexts) context.retained = 0;
+    streams.swap(driver().streams);
 }
 
 // The calls since the last fake_clear(), one a line; the text stays until the next call of this function.

@@ -56,9 +56,9 @@ class FakeCuda:
         """Let a copy fail on its stream, after some others."""
         self._calls.fake_fail_copy(skipped)
 
-    def deinitialize(self, *, gone: bool) -> None:
-        """Let the driver be gone, as while a process ends, or be there again."""
-        self._calls.fake_deinitialize(int(gone))
+    def deinitialize(self) -> None:
+        """Let the driver be gone with all that it held, as while a process ends, until :meth:`reset`."""
+        self._calls.fake_deinitialize()
 
     def log(self) -> list[str]:
         """Calls, with details, since the last :meth:`clear`."""

@@ -180,7 +180,7 @@ def test_a_driver_that_is_gone(fake_cuda: FakeCuda) -> None:
     device = CudaDevice(0)
     stream, event, buffer = CudaStream(device), CudaEvent(device), HostBuffer(4096)
     buffer.register(device)
-    fake_cuda.deinitialize(gone=True)
+    fake_cuda.deinitialize()
     with pytest.raises(CudaError, match=r"\(4\)"):
         event.record(stream.handle)
     buffer.unregister()
