@@ -260,7 +260,11 @@ class NearStorage:
             reading_checkpoint,
         )
         from lightning_smartinfinity.zero3.client_state import of_user
+        from lightning_smartinfinity.zero3.universal import load_universal
+        from lightning_smartinfinity.zero3.universal_folder import is_universal
 
+        if is_universal(path):
+            return load_universal(engine, path, with_optimizer=with_optimizer, strict=strict)
         check_checkpoint(path, engine=engine)
         with reading_checkpoint(path):
             _, client_state = engine.load_checkpoint(

@@ -227,7 +227,12 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             return loaded
         assert self.lightning_module is not None
         if is_universal(checkpoint_path):
-            client_state = load_universal(self.model, checkpoint_path, strict=self.lightning_module.strict_loading)
+            client_state = load_universal(
+                self.model,
+                checkpoint_path,
+                with_optimizer=self.lightning_module.trainer.state.fn == TrainerFn.FITTING,
+                strict=self.lightning_module.strict_loading,
+            )
             self._take_random_state(client_state)
             return client_state
         check_checkpoint(checkpoint_path, engine=self.model)

@@ -16,50 +16,37 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, reading_checkpoint
+from lightning_smartinfinity.zero3.client_state import of_user
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
 from lightning_smartinfinity.zero3.universal_folder import MASTER_FILE, UniversalFolder
 
 __all__ = ["load_universal"]
 
-# What DeepSpeed's own load_checkpoint keeps from its caller; the fragments are large.
-_NOT_CLIENT_STATE = {
-    "module",
-    "optimizer",
-    "lr_scheduler",
-    "skipped_steps",
-    "global_steps",
-    "dp_world_size",
-    "mp_world_size",
-    "data_sampler",
-    "random_ltd",
-    FROZEN_PARAM_FRAGMENTS,
-}
 
-
-def load_universal(engine: Any, path: str | Path, *, strict: bool) -> dict[str, Any]:
-    """Load a universal checkpoint into an engine: all of it for training, the weights for anything else.
+def load_universal(engine: Any, path: str | Path, *, with_optimizer: bool, strict: bool) -> dict[str, Any]:
+    """Load a universal checkpoint into an engine.
 
     Collective: if one rank finds a fault, every rank raises, before anything has been changed.
 
     Args:
         engine: A DeepSpeed engine of ZeRO-3.
         path: The folder that ``ds_to_universal`` wrote.
-        strict: Whether buffers, and outside of training parameters, have to match exactly.
+        with_optimizer: Load moments, step counts and hyperparameters, too; the engine is one of ours that trains.
+        strict: Whether buffers, and without the optimizer parameters, have to match exactly.
 
     Returns:
-        What Lightning saved beside it.
+        What was saved beside the model.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model, optimizer or precision, or is damaged.
     """
     folder = UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
-    if getattr(engine.optimizer, "handler", None) is None:
-        _load_weights(engine, folder, strict=strict)
-    else:
+    if with_optimizer:
         _load_training(engine, folder, strict=strict)
-    states = folder.model_states
-    return {key: value for key, value in states.items() if key not in _NOT_CLIENT_STATE}
+    else:
+        _load_weights(engine, folder, strict=strict)
+    return of_user(folder.model_states)
 
 
 def _load_training(engine: Any, folder: UniversalFolder, *, strict: bool) -> None:
@@ -97,7 +84,13 @@ def _load_weights(engine: Any, folder: UniversalFolder, *, strict: bool) -> None
         weights |= {alias: weights[name] for alias, name in folder.shared.items() if name in weights}
         if strict:
             _check_names(_whole_shapes(engine.module), weights, folder)
+    trains = getattr(engine.optimizer, "handler", None) is not None
+    if trains:
+        engine.optimizer.checkpoint_event_prologue()
     engine.load_module_state_dict(checkpoint={"module": weights}, strict=strict, fetch_z3_params=True)
+    if trains:
+        engine.optimizer._restore_from_bit16_weights()
+        engine.optimizer.checkpoint_event_epilogue()
 
 
 def _whole_shapes(module: torch.nn.Module) -> dict[str, torch.Size]:

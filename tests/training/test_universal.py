@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import shlex
@@ -16,7 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed.checkpoint import ds_to_universal
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
@@ -24,6 +22,7 @@ from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.zero3 import prepare_environment
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.universal import assert_same_tensors, convert
 from tests.training.worker import Run, fresh_environment, launch, train
 
 RECIPE = Recipe(
@@ -39,23 +38,6 @@ RECIPE = Recipe(
 OPTIONS = {"initial_scale_power": 22, "hysteresis": 1}
 
 
-def convert(checkpoint: str | Path) -> Path:
-    """Run the converter in this process, without processes of its own."""
-    folder = Path(checkpoint).with_suffix(".universal")
-    ds_to_universal.main(
-        argparse.Namespace(
-            input_folder=str(Path(checkpoint) / "checkpoint"),
-            output_folder=str(folder),
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=False,
-        )
-    )
-    return folder
-
-
 def convert_as_told(checkpoint: Path, out: Path) -> Path:
     """Resume on one process, and run the command that the error names."""
     with pytest.raises(CheckpointError, match="processes, this run has 1") as caught:
@@ -68,21 +50,8 @@ def convert_as_told(checkpoint: Path, out: Path) -> Path:
     return Path(command[-1])
 
 
-def tensors(universal: Path) -> dict[str, torch.Tensor]:
-    """Every whole tensor of a universal checkpoint, by parameter and array."""
-    files = sorted((universal / "zero").glob("*/*.pt"))
-    return {f"{file.parent.name}/{file.stem}": torch.load(file, weights_only=True) for file in files}
-
-
-def assert_same_tensors(a: Path, b: Path) -> None:
-    first, second = tensors(a), tensors(b)
-    assert first.keys() == second.keys()
-    for name, values in first.items():
-        assert torch.equal(values, second[name]), name
-
-
 def test_state_survives_other_numbers_of_processes_to_the_bit(tmp_path: Path) -> None:
-    """One process, then three, two, and one again, each with another cut and ring: as if never stopped.
+    """One process, then two, three, and one again, each with another cut and ring: as if never stopped.
 
     The run has groups, a scheduler, a parameter unused for some steps, a frozen one, ones smaller than the number of
     ranks, and a loss scale that skips the first steps.
@@ -91,7 +60,7 @@ def test_state_survives_other_numbers_of_processes_to_the_bit(tmp_path: Path) ->
     straight, _, straight_recorder = train(straight_run)
     assert straight_recorder.skipped, "no step overflowed"
     universal = [convert(tmp_path / "1" / "step-3.ckpt")]
-    for devices, sub_group_size in ((3, 3000), (2, 10**9)):
+    for devices, sub_group_size in ((2, 3000), (3, 10**9)):
         saved = tmp_path / f"from-{devices}.ckpt"
         passing = Run(
             out=str(tmp_path / str(devices)),
@@ -104,7 +73,7 @@ def test_state_survives_other_numbers_of_processes_to_the_bit(tmp_path: Path) ->
         )
         (outcome,) = launch(passing)
         assert outcome.output.count("random states are not restored") == 1
-        universal.append(convert_as_told(saved, tmp_path / f"refused-{devices}"))
+        universal.append(convert_as_told(saved, tmp_path / "refused") if devices == 2 else convert(saved))
         assert_same_tensors(universal[0], universal[-1])
     back, _, back_recorder = train(
         dataclasses.replace(straight_run, out=str(tmp_path / "back"), save_at=(), resume=str(universal[-1]))
