@@ -28,18 +28,26 @@ def continue_epoch(trainer: Any) -> None:
         # hooks that begin the epoch: as in every epoch.
         fit_loop._resuming_from_checkpoint = False
         return
-    lost = []
-    if epoch_loop.batch_progress.is_last_batch:
+    lost, remedies = [], ["resume from a checkpoint of an epoch's end or of after a validation"]
+    progress = epoch_loop.batch_progress
+    if progress.is_last_batch:
         if epoch_loop.restarted_on_train_batch_end and not any(map(_is_stateful, _loaders(fit_loop))):
             # Saved after the epoch's last batch. Lightning begins the next epoch at once, with the iterator it has.
             iter(fit_loop._data_fetcher)
-    elif epoch_loop.batch_progress.current.ready > 0 and not _goes_on_within_an_epoch(fit_loop):
+    elif progress.current.ready > 0 and not _goes_on_within_an_epoch(fit_loop):
         lost.append("Lightning replays the epoch's batches from the first, since the DataLoader has no state")
+        remedies.append("use one with state_dict and load_state_dict, such as torchdata's StatefulDataLoader")
         warnings.filterwarnings("ignore", message=_LIGHTNINGS_OWN)
+    elif progress.current.ready > 0 and any(getattr(loader, "num_workers", 0) for loader in _loaders(fit_loop)):
+        lost.append("DataLoader workers draw the rest of the epoch's augmentations, if any, from new seeds")
     if epoch_loop.restarted_on_train_batch_end and _validation_is_due(trainer):
         lost.append("Lightning leaves out the validation that followed the saved batch")
     if lost and trainer.is_global_zero:
-        _warn(" and ".join(lost))
+        warnings.warn(
+            f"The resumed run is not exactly the one that was saved: {' and '.join(lost)}. Weights, optimizer state "
+            f"and schedulers are exact. For the rest, {', or '.join(remedies)}.",
+            stacklevel=2,
+        )
 
 
 def _goes_on_within_an_epoch(fit_loop: Any) -> bool:
@@ -59,12 +67,3 @@ def _loaders(fit_loop: Any) -> list[Any]:
 
 def _is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-
-
-def _warn(lost: str) -> None:
-    warnings.warn(
-        f"The resumed run is not exactly the one that was saved: {lost}. Weights, optimizer state and schedulers are "
-        "exact; batches, dropout and augmentations are not. Resume from a checkpoint of an epoch's end or of after a "
-        "validation, or use a DataLoader with state_dict and load_state_dict (torchdata's StatefulDataLoader).",
-        stacklevel=3,
-    )

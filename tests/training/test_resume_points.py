@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_smartinfinity import resume, rng
-from tests.helpers.random_fit import LitRandom, SaveAt, seed
+from tests.helpers.random_fit import LitRandom, SaveAt, StatefulLoader, seed
 from tests.helpers.trainers import quiet_trainer
 
 
@@ -110,7 +110,18 @@ def test_resume_that_cannot_be_exact_warns_once(name: str, tmp_path: Path) -> No
     assert [loss for *_, loss in resumed] != [loss for *_, loss in straight]
     assert len(messages) == 1
     assert re.search(lost, messages[0])
-    assert "Resume from a checkpoint of" in messages[0]
+    assert "resume from a checkpoint of" in messages[0]
+
+
+def test_random_numbers_of_workers_within_an_epoch_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stateful loader goes on where it was; what its workers draw depends on seeds that it gives out anew."""
+    monkeypatch.setattr(StatefulLoader, "num_workers", 2, raising=False)
+    *_, messages = resumed_and_straight(tmp_path, "batch-1-2", {"stateful": True})
+    assert len(messages) == 1 and "workers" in messages[0]
+    *_, messages = resumed_and_straight(tmp_path, "epoch-0-4", {"stateful": True})
+    assert not messages
 
 
 def test_states_of_another_number_of_processes_do_not_fit() -> None:
