@@ -84,7 +84,7 @@ def is_described(state: Any) -> bool:
 
 def write_arrays(optimizer: Any, file: TensorFile) -> None:
     """Write masters and moments into a file that :func:`state_dict` was saved to."""
-    streams = _streams(optimizer, file)
+    streams = _streams(optimizer, file, with_moments=True)
 
     def write(window: Window) -> None:
         for stream, values in zip(streams, window.arrays, strict=True):
@@ -113,16 +113,15 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optim
 
     with ExitStack() as opened:
         with together():
-            extra = _checked(optimizer, state_dict)
             file = TensorFile(Path(path))
             opened.callback(file.close)
-            streams = _streams(optimizer, file)
-            if not load_optimizer_states:
-                streams = streams[:1]
+            extra = _checked(optimizer, state_dict, ds_config=file.state.get("ds_config", {}))
+            with_moments = load_optimizer_states and not extra.get("without_moments")
+            streams = _streams(optimizer, file, with_moments=with_moments)
         steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
         optimizer.handler.replace(_Filler(optimizer, streams), steps=steps, together=together)
     if load_optimizer_states:
-        _restore_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
+        _restore_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"], ours=EXTRA_KEY in state_dict)
     optimizer.save_id = extra["save_id"]
     optimizer.loss_scaler = state_dict[LOSS_SCALER]
     optimizer.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
@@ -157,10 +156,15 @@ class _Filler:
         write_range(self._optimizer, self._layout, window.begin, torch.from_numpy(window.arrays[0]))
 
 
-def _streams(optimizer: Any, file: TensorFile) -> list[TensorStream]:
-    """One for each of the rule's arrays; sub-groups may be cut differently in the file, the order is the same."""
+def _streams(optimizer: Any, file: TensorFile, *, with_moments: bool) -> list[TensorStream]:
+    """One for each of the rule's arrays, or for the masters alone.
+
+    Sub-groups may be cut differently in the file; the order of elements is the same.
+    """
     state = file.state[OPTIMIZER_STATE_DICT]
     masters = state[FP32_FLAT_GROUPS]
+    if not with_moments:
+        return [file.stream(masters)]
     moments = [state[OPTIMIZER_STATE_DICT]["state"][index] for index in range(len(masters))]
     return [
         file.stream(masters),
@@ -175,15 +179,28 @@ def _groups_with_sub_groups(optimizer: Any) -> list[dict[str, Any]]:
     return groups
 
 
-def _restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
+def _restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]], *, ours: bool) -> None:
     for group, values in zip(optimizer.optimizer.param_groups, saved, strict=True):
-        group.update({key: value for key, value in values.items() if key != "params"})
+        # DeepSpeed's own optimizers have settings that torch's do not know.
+        group.update({key: value for key, value in values.items() if key != "params" and (ours or key in group)})
 
 
-def _checked(optimizer: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    extra = state_dict.get(EXTRA_KEY)
+def _checked(optimizer: Any, state_dict: Mapping[str, Any], *, ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    extra: Mapping[str, Any] | None = state_dict.get(EXTRA_KEY)
     if extra is None:
-        return describe_stock(optimizer, state_dict)
+        extra = describe_stock(optimizer, state_dict, ds_config=ds_config)
+    else:
+        _check_ours(optimizer, extra)
+    num_groups = len(state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
+    if num_groups != len(optimizer.optimizer.param_groups):
+        raise CheckpointError(
+            f"The checkpoint has {num_groups} parameter groups, the optimizer {len(optimizer.optimizer.param_groups)}.",
+            "Return the same parameter groups from configure_optimizers.",
+        )
+    return extra
+
+
+def _check_ours(optimizer: Any, extra: Mapping[str, Any]) -> None:
     if extra["version"] != _VERSION:
         raise CheckpointError(
             f"The checkpoint has format version {extra['version']}; this version reads {_VERSION}.",
@@ -206,14 +223,6 @@ def _checked(optimizer: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]
             f"The checkpoint's parameters differ from the model's: {_first_difference(saved, expected)}.",
             "Build the model, its parameter groups and the number of processes as they were when it was saved.",
         )
-    num_groups = len(state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
-    if num_groups != len(optimizer.optimizer.param_groups):
-        raise CheckpointError(
-            f"The checkpoint has {num_groups} parameter groups, the optimizer {len(optimizer.optimizer.param_groups)}.",
-            "Return the same parameter groups from configure_optimizers.",
-        )
-    result: Mapping[str, Any] = extra
-    return result
 
 
 def _first_difference(saved: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
@@ -47,6 +50,8 @@ def check_checkpoint(path: str | Path, *, engine: Any) -> None:
         if getattr(engine.optimizer, "handler", None) is not None:
             _check_world_size(folder, files)
         _check_own_share(folder)
+        if getattr(engine.optimizer, "handler", None) is not None:
+            _check_parameters(folder, engine)
 
 
 def check_same_save(engine: Any, client_state: Mapping[str, Any]) -> None:
@@ -124,3 +129,25 @@ def _check_own_share(folder: Path) -> None:
     # Every file by one rank. Optimizer states are verified when they are read: here, only what describes them.
     for file in sorted(folder.glob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
         check_records(file, tensors=not file.match(_OPTIMIZER_FILES))
+
+
+def _check_parameters(folder: Path, engine: Any) -> None:
+    """Compare names and shapes, in the order in which they lie in the optimizer's state."""
+    path = engine._get_ckpt_name(str(folder.parent), folder.name)
+    with reading_checkpoint(path):
+        groups = torch.load(path, map_location="cpu", mmap=True, weights_only=False)[PARAM_SHAPES]
+    saved, expected = (
+        [(name, tuple(shape)) for group in of_one for name, shape in group.items()]
+        for of_one in (groups, engine._get_zero_param_shapes())
+    )
+    for number, (there, here) in enumerate(zip_longest(saved, expected)):
+        if there != here:
+            raise CheckpointError(
+                f"The checkpoint's parameters differ from the model's: parameter {number} is {_words(there)} there and "
+                f"{_words(here)} here.",
+                "Build the model and its parameter groups as they were when it was saved.",
+            )
+
+
+def _words(parameter: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if parameter is None else f"{parameter[0]!r} of shape {parameter[1]}"

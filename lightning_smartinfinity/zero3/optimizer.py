@@ -135,6 +135,8 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         self.overflow = not math.isfinite(norm)
         if self._loss_scale_update_and_overflow_cleanup():
             self._warn_of_skipped_step()
+            # As after a step: what a step after loading a checkpoint found gathered must be so in the next one.
+            self.checkpoint_event_epilogue()
             return
         self._global_grad_norm = norm / loss_scale
         self._update(gradient_scale=1.0 / (loss_scale * self._clip_factor(self._global_grad_norm)))

@@ -1,22 +1,97 @@
-"""Optimizer state that stock DeepSpeed saved."""
+"""Optimizer state that stock DeepSpeed saved with ZeRO-3 in memory: with or without CPU offload."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
+import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT
+
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.transfer.layout import PartitionLayout
 
 __all__ = ["describe_stock"]
 
+_STEP = "step"
 
-def describe_stock(optimizer: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+
+def describe_stock(optimizer: Any, state_dict: Mapping[str, Any], *, ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a checkpoint of ours says about itself, found out about one of stock DeepSpeed.
 
+    Names and shapes of its parameters lie in another file, and have been compared by ``check_checkpoint``.
+
     Raises:
-        CheckpointError: It cannot be loaded.
+        CheckpointError: It has no optimizer state in it, or that of another optimizer, model or number of processes.
     """
-    raise CheckpointError(
-        "The checkpoint was not saved by the smart_infinity strategy.",
-        "Load its weights with load_from_checkpoint, or train from the start.",
-    )
+    layout: PartitionLayout = optimizer.layout
+    masters = state_dict[FP32_FLAT_GROUPS]
+    numels = [master.numel() for master in masters]
+    if layout.numel and not sum(numels):
+        raise CheckpointError(
+            "The checkpoint was saved by stock DeepSpeed with its optimizer state on NVMe: masters and moments are not "
+            "in it, and stock DeepSpeed itself resumes from it without them.",
+            "Resume that training in DeepSpeed without NVMe and save again, or start from its weights.",
+        )
+    if sum(numels) != layout.numel or state_dict[PARTITION_COUNT] != optimizer.partition_count:
+        raise CheckpointError(
+            f"The checkpoint holds {sum(numels)} elements per process, the model has {layout.numel}.",
+            "Build the model, its parameter groups and the number of processes as they were when it was saved.",
+        )
+    _check_precision(optimizer, ds_config)
+    states = [state_dict[OPTIMIZER_STATE_DICT]["state"].get(index, {}) for index in range(len(masters))]
+    _check_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
+    if not any(states):  # saved before the first update
+        return {"save_id": None, "steps": [0] * len(layout.parameters), "without_moments": True}
+    _check_states(optimizer, states, numels)
+    return {"save_id": None, "steps": _steps_of_parameters(layout, numels, [int(state[_STEP]) for state in states])}
+
+
+def _check_precision(optimizer: Any, ds_config: Mapping[str, Any]) -> None:
+    # bf16 shows in the names of the files, which are compared before.
+    saved, wanted = bool(ds_config.get("fp16", {}).get("enabled")), optimizer.dtype == torch.float16
+    if saved != wanted:
+        raise CheckpointError(
+            f"The checkpoint was saved {'in' if saved else 'without'} fp16, this run's parameters are "
+            f"{optimizer.dtype}.",
+            "Use the precision that it was saved with.",
+        )
+
+
+def _check_states(optimizer: Any, states: Sequence[Mapping[str, Any]], numels: Sequence[int]) -> None:
+    names = {_STEP, *optimizer.rule.arrays[1:]}
+    for state, numel in zip(states, numels, strict=True):
+        found = set(state)
+        if found != names or any(state[name].numel() != numel for name in names - {_STEP}):
+            raise CheckpointError(
+                f"The checkpoint's optimizer keeps {sorted(found)}, {optimizer.rule.name} keeps {sorted(names)}.",
+                "Return the optimizer that it was saved with from configure_optimizers.",
+            )
+
+
+def _check_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    key = "decoupled_weight_decay"
+    for saved, group in zip(groups, optimizer.optimizer.param_groups, strict=False):
+        if "betas" not in saved:
+            raise CheckpointError(
+                f"The checkpoint's optimizer has the settings {sorted(saved)}: it is neither Adam nor AdamW.",
+                "Return the optimizer that it was saved with from configure_optimizers.",
+            )
+        if saved.get("amsgrad") or not saved.get("bias_correction", True):
+            raise CheckpointError(
+                "The checkpoint was saved with amsgrad or without bias correction.", "Train from its weights."
+            )
+        if saved.get(key, group.get(key)) != group.get(key):
+            raise CheckpointError(
+                f"The checkpoint was saved with {key}={saved[key]}, the model is configured with {group.get(key)}.",
+                "Return the same optimizer from configure_optimizers.",
+            )
+
+
+def _steps_of_parameters(layout: PartitionLayout, numels: Sequence[int], steps: Sequence[int]) -> list[int]:
+    """Stock counts steps per sub-group."""
+    ends = list(accumulate(numels))
+    last = max(0, len(steps) - 1)
+    return [steps[min(bisect_right(ends, parameter.offset), last)] if steps else 0 for parameter in layout.parameters]

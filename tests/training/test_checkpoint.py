@@ -69,3 +69,18 @@ def test_checkpoints_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=named) as caught:
         train(Run(out=str(tmp_path / "b"), recipe=other, resume=str(tmp_path / "a.ckpt")))
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["optim_states", "model_states"])
+def test_a_flipped_bit_in_a_checkpoint_is_reported(name: str, tmp_path: Path) -> None:
+    """A single bit in the middle of a file: the error names the file, and the run stops before a step."""
+    recipe = Recipe(max_steps=2)
+    path = tmp_path / "a.ckpt"
+    train(Run(out=str(tmp_path / "a"), recipe=recipe, save_after_fit=str(path)))
+    (file,) = path.rglob(f"*{name}.pt")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=file.name) as caught:
+        train(Run(out=str(tmp_path / "b"), recipe=recipe, resume=str(path)))
+    assert caught.value.remedy

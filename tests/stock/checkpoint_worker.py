@@ -1,0 +1,62 @@
+"""Saves checkpoints with stock DeepSpeed: ``python -m tests.stock.checkpoint_worker FOLDER DEVICES``.
+
+For each of ``KINDS`` a run of six steps saves ``<kind>.ckpt`` after three; rank 0 writes its losses to ``<kind>.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+from deepspeed.accelerator import get_accelerator
+
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
+from tests.stock.worker import Hook, StockOnCpu
+
+SAVE_AT, NUM_STEPS = 3, 6
+KINDS: dict[str, tuple[Recipe, dict[str, Any]]] = {
+    "fp32": (Recipe(precision="32-true", groups=True, scheduler="step", max_steps=NUM_STEPS), {}),
+    "bf16-offload": (
+        Recipe(precision="bf16-mixed", groups=True, scheduler="step", max_steps=NUM_STEPS),
+        {"offload_optimizer": True},
+    ),
+    # The loss scale is halved at the first step, which is skipped.
+    "fp16": (
+        Recipe(precision="16-mixed", max_steps=NUM_STEPS),
+        {"initial_scale_power": 19, "hysteresis": 1, "offload_optimizer": True},
+    ),
+}
+
+
+def save(kind: str, folder: Path, devices: int) -> None:
+    recipe, settings = KINDS[kind]
+    strategy = StockOnCpu(
+        stage=3, zero_allow_untested_optimizer=True, reduce_bucket_size=1_000_000, sub_group_size=9000, **settings
+    )
+    assert isinstance(strategy.config, dict)
+    strategy.config |= {"zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
+    hook = Hook(SAVE_AT, lambda trainer: trainer.save_checkpoint(folder / f"{kind}.ckpt"))
+    module = LitTiny(recipe)
+    trainer = quiet_trainer(
+        folder, strategy, devices=devices, precision=recipe.precision, max_steps=NUM_STEPS, callbacks=[hook]
+    )
+    trainer.fit(module)
+    if trainer.is_global_zero:
+        (folder / f"{kind}.json").write_text(json.dumps(module.losses))
+
+
+def main() -> None:
+    # torch has fp16 kernels for every CPU; DeepSpeed asks for those of oneDNN.
+    get_accelerator().is_fp16_supported = lambda: True
+    for kind in KINDS:
+        save(kind, Path(sys.argv[1]), int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

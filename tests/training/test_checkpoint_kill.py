@@ -1,0 +1,50 @@
+"""A save that is killed leaves the checkpoint before it, or itself, whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.training.killed_save_worker import RECIPE
+from tests.training.worker import REPOSITORY, Run, fresh_environment, train
+
+
+def killed(folder: Path, devices: int, when: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.killed_save_worker", str(folder), str(devices), when],
+        cwd=REPOSITORY,
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode != 0, "the save was not killed"
+    assert (folder / "first.ckpt").is_dir(), done.stderr[-4000:]
+
+
+def content(checkpoint: Path) -> dict[str, bytes]:
+    """Of every file but those of an unfinished save."""
+    files = (file for file in checkpoint.rglob("*") if file.is_file())
+    return {
+        name: file.read_bytes()
+        for file in files
+        if not (name := str(file.relative_to(checkpoint))).startswith(".saving")
+    }
+
+
+@pytest.mark.parametrize(("devices", "when"), [(1, "removing"), (2, "writing")])
+def test_a_killed_save_leaves_a_whole_checkpoint(devices: int, when: str, tmp_path: Path) -> None:
+    """While one rank writes, or before the swap: the old one, byte by byte. After the swap: the new one, to resume."""
+    killed(tmp_path, devices, when)
+    path = tmp_path / "last.ckpt"
+    if when != "removing":
+        assert content(path) == content(tmp_path / "first.ckpt")
+        return
+    assert content(path) != content(tmp_path / "first.ckpt")
+    straight, _, _ = train(Run(out=str(tmp_path / "straight"), recipe=RECIPE))
+    resumed, _, _ = train(Run(out=str(tmp_path / "resumed"), recipe=RECIPE, resume=str(path), save_after_fit=str(path)))
+    assert resumed.losses == straight.losses[2:]
+    assert not (path / ".saving").exists()

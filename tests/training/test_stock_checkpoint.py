@@ -1,0 +1,151 @@
+"""Checkpoints that stock DeepSpeed saved in memory go on here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity import CheckpointError
+from tests.helpers import trainers
+from tests.helpers.models import LitTiny, Recipe
+from tests.stock.checkpoint_worker import KINDS, NUM_STEPS, SAVE_AT
+from tests.training.test_parity import LOSS_TOLERANCE
+from tests.training.worker import REPOSITORY, fresh_environment
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What stock DeepSpeed saved, in a process of its own."""
+    folder = tmp_path_factory.mktemp("stock")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.stock.checkpoint_worker", str(folder), "1"],
+        cwd=REPOSITORY,
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def optimizer_state(checkpoint: Path) -> dict[str, Any]:
+    (file,) = checkpoint.rglob("*optim_states.pt")
+    return torch.load(file, weights_only=False)["optimizer_state_dict"]  # type: ignore[no-any-return]
+
+
+class Look(pl.Callback):
+    """Keeps what was loaded, before the first step."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        optimizer: Any = trainer.strategy.optimizers[0]
+        self.arrays = [np.empty(optimizer.layout.numel, np.float32) for _ in range(3)]
+        optimizer.handler.scan(self._keep)
+        self.partition = torch.cat(optimizer.fp16_partitioned_groups_flat).clone()
+        self.steps = optimizer.handler.steps.tolist()
+        self.loss_scale = float(optimizer.loss_scale)
+        self.lr = [group["lr"] for group in optimizer.param_groups]
+
+    def _keep(self, window: Any) -> None:
+        for array, values in zip(self.arrays, window.arrays, strict=True):
+            array[window.begin : window.end] = values
+
+
+def resume(root: Path, recipe: Recipe, checkpoint: Path, *callbacks: pl.Callback) -> LitTiny:
+    module = LitTiny(recipe)
+    trainer = trainers.quiet_trainer(
+        root, precision=recipe.precision, max_steps=NUM_STEPS, callbacks=list(callbacks), transfer={"num_buffers": 2}
+    )
+    trainer.fit(module, ckpt_path=checkpoint)
+    return module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stock_checkpoint_is_resumed(kind: str, saved: Path, tmp_path: Path) -> None:
+    """Masters, moments, steps, loss scale and learning rates are stock's to the bit; then its losses go on."""
+    recipe, look = KINDS[kind][0], Look()
+    module = resume(tmp_path, recipe, saved / f"{kind}.ckpt", look)
+    state = optimizer_state(saved / f"{kind}.ckpt")
+    groups = state["optimizer_state_dict"]
+    expected = [torch.cat(state["fp32_flat_groups"])]
+    expected += [
+        torch.cat([groups["state"][i][name] for i in range(len(groups["state"]))]) for name in ("exp_avg", "exp_avg_sq")
+    ]
+    for array, values in zip(look.arrays, expected, strict=True):
+        assert torch.equal(torch.from_numpy(array), values)
+    assert torch.equal(look.partition, expected[0].to(look.partition.dtype))
+    assert set(look.steps) == {int(groups["state"][0]["step"])}
+    assert look.loss_scale == state["loss_scaler"].cur_scale
+    assert look.lr == [group["lr"] for group in groups["param_groups"]]
+    losses = json.loads((saved / f"{kind}.json").read_text())
+    tolerance = LOSS_TOLERANCE[recipe.precision.split("-")[0]]
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(losses[SAVE_AT:]), atol=tolerance, rtol=0)
+
+
+MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another precision": ("fp32", {"precision": "16-mixed"}, "without fp16"),
+    "bf16 in fp32": ("bf16-offload", {"precision": "32-true"}, "saved in bf16"),
+    "another optimizer": ("fp32", {"optimizer": "Adam"}, "decoupled_weight_decay"),
+    "another model": ("fp32", {"width": 64}, r"parameter 0 is 'model.*of shape"),
+    "other parameter groups": ("fp16", {"groups": True}, r"parameter \d+ is 'model"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_stock_checkpoint_that_does_not_fit_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
+    """Before a step, by an error that names the difference."""
+    kind, changes, named = MISFITS[name]
+    with pytest.raises(CheckpointError, match=named) as caught:
+        resume(tmp_path, dataclasses.replace(KINDS[kind][0], **changes), saved / f"{kind}.ckpt")
+    assert caught.value.remedy
+
+
+def tampered(saved: Path, folder: Path, change: Any) -> Path:
+    """A copy of the fp32 checkpoint with another optimizer state."""
+    copy = shutil.copytree(saved / "fp32.ckpt", folder / "changed.ckpt")
+    (file,) = copy.rglob("*optim_states.pt")
+    content = torch.load(file, weights_only=False)
+    change(content["optimizer_state_dict"])
+    torch.save(content, file)
+    return copy
+
+
+def without_arrays(state: dict[str, Any]) -> None:
+    """What stock saves with optimizer state on NVMe."""
+    state["fp32_flat_groups"] = [torch.empty(0) for _ in state["fp32_flat_groups"]]
+    state["optimizer_state_dict"]["state"] = {}
+
+
+def without_moments(state: dict[str, Any]) -> None:
+    """Of an optimizer that keeps something else."""
+    for values in state["optimizer_state_dict"]["state"].values():
+        values["momentum_buffer"] = values.pop("exp_avg")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(without_arrays, "NVMe: masters and moments are not in it"), (without_moments, "momentum_buffer")],
+)
+def test_a_stock_checkpoint_without_moments_is_refused(change: Any, named: str, saved: Path, tmp_path: Path) -> None:
+    """The message says why there is nothing to load."""
+    with pytest.raises(CheckpointError, match=named):
+        resume(tmp_path, KINDS["fp32"][0], tampered(saved, tmp_path, change))
+
+
+def test_a_stock_checkpoint_from_before_the_first_update_is_loaded(saved: Path, tmp_path: Path) -> None:
+    """As in fp16 while every step is skipped: masters are there, moments and step counts are zero."""
+    look = Look()
+    checkpoint = tampered(saved, tmp_path, lambda state: state["optimizer_state_dict"].update(state={}))
+    resume(tmp_path, KINDS["fp32"][0], checkpoint, look)
+    assert torch.equal(torch.from_numpy(look.arrays[0]), torch.cat(optimizer_state(checkpoint)["fp32_flat_groups"]))
+    assert not look.arrays[1].any() and not look.arrays[2].any()
+    assert set(look.steps) == {0}
