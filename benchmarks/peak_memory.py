@@ -2,8 +2,9 @@
 
     python benchmarks/peak_memory.py --size 355m --systems smart_infinity zero_infinity zero_infinity_pipelined
 
-Each system trains in a process of its own, bf16, batch 1 x 32 tokens. ZeRO-Infinity needs libaio's headers and a C++
-compiler: DeepSpeed builds async_io and cpu_adam when it first runs (minutes; TORCH_EXTENSIONS_DIR keeps them).
+Each system trains in a process of its own, bf16, batch 1 x 32 tokens. smart_infinity_parameters is smart_infinity with
+the parameters on storage too. ZeRO-Infinity needs libaio's headers and a C++ compiler: DeepSpeed builds async_io and
+cpu_adam when it first runs (minutes; TORCH_EXTENSIONS_DIR keeps them).
 
 There are two peaks, because building a model may take more than training it: the resident set's high-water mark (VmHWM)
 is read after set-up and the warm-up steps, reset to the present size, and read again after the measured steps.
@@ -26,7 +27,7 @@ import torch
 from gpt2 import GPT2, SIZES, VOCAB
 from machine import describe
 
-SYSTEMS = ("smart_infinity", "adamw", "zero_infinity", "zero_infinity_pipelined")
+SYSTEMS = ("smart_infinity", "smart_infinity_parameters", "adamw", "zero_infinity", "zero_infinity_pipelined")
 SUB_GROUP = BUCKET = 20_000_000
 WARMUP = 2
 
@@ -195,14 +196,14 @@ def lightning_module(size: str, steps: int, probe: Probe) -> Any:
     return Module()
 
 
-def run_smart_infinity(size: str, steps: int, folder: str) -> dict[str, Any]:
+def run_smart_infinity(size: str, steps: int, folder: str, **zero: Any) -> dict[str, Any]:
     """This package, through Lightning's Trainer."""
     import lightning.pytorch as pl
 
     from lightning_smartinfinity import SmartInfinityStrategy
 
     probe = Probe()
-    strategy = SmartInfinityStrategy(folder, zero={"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET})
+    strategy = SmartInfinityStrategy(folder, zero={"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **zero})
     pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -224,6 +225,8 @@ def run(system: str, size: str, steps: int, folder: str) -> dict[str, Any]:
         return run_adamw(size, steps, folder)
     if system == "smart_infinity":
         return run_smart_infinity(size, steps, folder)
+    if system == "smart_infinity_parameters":
+        return run_smart_infinity(size, steps, folder, offload_param={"device": "nvme"})
     return run_zero_infinity(size, steps, folder, pipelined=system.endswith("pipelined"))
 
 

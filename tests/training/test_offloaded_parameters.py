@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +14,7 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageFullError
 from lightning_smartinfinity.native import testing
+from lightning_smartinfinity.transfer.host_memory import HostMemory
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_lives import Evaluated
@@ -172,18 +175,47 @@ def test_the_life_of_a_model_on_storage(tmp_path: Path) -> None:
         quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "s", zero=NVME)).test(module, verbose=False)
 
 
-def test_buffers_do_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Host memory that the strategy accounts for is the same for a model of twice as many layers, but for gradients."""
+def test_buffers_do_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most host memory ever taken for parameters is the same for a model of more layers, and within the limit."""
+    most, original = [0], HostMemory.take
+
+    def take(memory: HostMemory, nbytes: int) -> torch.Tensor:
+        taken = original(memory, nbytes)
+        most[0] = max(most[0], memory.nbytes)
+        return taken
+
+    monkeypatch.setattr(HostMemory, "take", take)
     held = []
     for depth in (2, 5):
-        recipe = Recipe(precision="bf16-mixed", depth=depth, max_steps=2)
-        _, trainer, _ = train(run_of(tmp_path / str(depth), recipe, NVME, transfer=SMALL_RING))
+        recipe = Recipe(precision="bf16-mixed", depth=depth, max_steps=3)
+        zero = {**NVME, "stage3_prefetch_bucket_size": 5000}
+        _, trainer, _ = train(run_of(tmp_path / str(depth), recipe, zero, transfer=SMALL_RING))
         strategy: Any = trainer.strategy
         assert not any(flat is not None for flat in trainer.optimizers[0].fp16_partitioned_groups_flat)
-        held.append({**strategy.host_bytes, "gradient_arena": strategy.parameter_bytes})
+        assert most[0] <= strategy._parameters.limit_bytes < strategy.parameter_bytes
+        host = {name: nbytes for name, nbytes in strategy.host_bytes.items() if name != "gradient_arena"}
+        held.append((most[0], host))
+        most[0] = 0
         strategy.close()
-    assert held[1].pop("gradient_arena") > 2 * held[0].pop("gradient_arena")
     assert held[0] == held[1]
+
+
+def test_free_space_is_checked_for_parameters_and_state_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that would hold the state alone is refused before anything is written."""
+    module = LitTiny(Recipe(precision="bf16-mixed"))
+    numel = sum(param.numel() for param in module.parameters())
+    # The state, lock, manifest and commit record, and a little of the parameters.
+    free = numel * 24 + 256 * 1024
+    real = os.statvfs(tmp_path)
+    blocks = SimpleNamespace(f_bavail=free // real.f_frsize, f_frsize=real.f_frsize)
+    monkeypatch.setattr("lightning_smartinfinity.store.space.os.statvfs", lambda path: blocks)
+    monkeypatch.setattr("lightning_smartinfinity.store.space.deal", lambda sizes, n: [sum(sizes) + 256 * 1024] * n)
+    strategy = SmartInfinityStrategy(tmp_path / "s", zero=NVME)
+    with pytest.raises(StorageFullError, match="The optimizer state and the parameters need"):
+        quiet_trainer(tmp_path, strategy).fit(module)
+    assert not (tmp_path / "s").exists()
 
 
 def test_too_few_buffers_say_so(plain: Any, tmp_path: Path) -> None:
