@@ -95,6 +95,27 @@ def test_settings_change_nothing(zero: dict[str, Any], settings: Any, plain: Any
     assert_same(result(run_of(tmp_path, recipe, {**NVME, **zero}, **settings)), plain(recipe))
 
 
+class ReadAhead(pl.Callback):
+    """Starts to read parameters right before the step that changes them."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        swapper = trainer.strategy._parameters  # type: ignore[attr-defined]
+        absent = [param for param in pl_module.parameters() if param.ds_tensor.numel() == 0][:2]
+        assert len(absent) == 2
+        swapper.swap_in(absent[:1], async_op=True)
+        swapper.swap_in(absent[1:], async_op=False)
+
+
+def test_what_was_read_before_a_step_is_not_used_after_it(plain: Any, tmp_path: Path) -> None:
+    """Parameters on their way, and read but not gathered, when the step begins: the bits are the same."""
+    recipe = Recipe(precision="bf16-mixed", max_steps=2)
+    module, recorder = LitTiny(recipe), Recorder(run_of(tmp_path, recipe, None))
+    strategy = SmartInfinityStrategy(tmp_path / "storage", zero=NVME)
+    quiet_trainer(tmp_path, strategy, callbacks=[recorder, ReadAhead()], max_steps=2).fit(module)
+    strategy.close()
+    assert_same((module.losses, [], recorder.masters), plain(recipe))
+
+
 def test_the_default_threshold_keeps_small_parameters_in_memory(plain: Any, tmp_path: Path) -> None:
     """Without further settings only what DeepSpeed does not keep gathered is on storage; the bits are the same."""
     recipe = Recipe(precision="bf16-mixed", width=192, depth=1, tied=False, max_steps=2)
