@@ -30,6 +30,7 @@ class FakeCuda:
 
     def __init__(self, library: Path) -> None:
         self.library = library
+        self._gates: list[int] = []
         self._calls = calls = ctypes.CDLL(str(library))
         address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
         calls.fake_log.restype = ctypes.c_char_p
@@ -77,7 +78,9 @@ class FakeCuda:
         return int(self._calls.fake_stream())
 
     def destroy(self, stream: int) -> None:
-        """End a stream, with the work in it."""
+        """End a stream, with the work in it; gates that a failed test left closed are opened."""
+        for gate in self._gates[:]:
+            self.open(gate)
         assert self._calls.cuStreamDestroy_v2(stream) == 0
 
     def kernel(
@@ -89,10 +92,12 @@ class FakeCuda:
 
     def gate(self, stream: int) -> int:
         """Let a stream stop here until :meth:`open`."""
-        return int(self._calls.fake_gate(stream))
+        self._gates.append(int(self._calls.fake_gate(stream)))
+        return self._gates[-1]
 
     def open(self, gate: int) -> None:
         """Let a stream go on."""
+        self._gates.remove(gate)
         self._calls.fake_open(gate)
 
     def wait(self, stream: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -164,6 +165,20 @@ def test_accumulation_on_the_device_gives_the_bits_of_the_host(
     assert torch.equal(device.buffer, host.buffer)
     host.close()
     device.close()
+
+
+def test_a_later_gradient_waits_for_the_stream_of_the_first(link: FakeLink) -> None:
+    """Arrivals of one parameter on two streams add in turn, on the device."""
+    arena = GradientArena(layout_of(Case()), link=link)
+    gate = link.fake.gate(link.user_stream)
+    arena.arrive(1, link.on_device(torch.ones(12_000)))
+    link.use_other_stream()
+    arena.arrive(1, link.on_device(torch.ones(12_000)))
+    time.sleep(0.05)  # the second stream is idle otherwise
+    link.fake.open(gate)
+    arena.synchronize()
+    assert (arena.gradient(1) == 2.0).all()
+    arena.close()
 
 
 def test_no_step_waits_for_the_device_as_a_whole(
