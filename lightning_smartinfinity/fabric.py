@@ -260,8 +260,9 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     ) -> dict[str, Any]:
         if not isinstance(state, dict):
             raise UnsupportedError(
-                f"fabric.load({str(path)!r}, {type(state).__name__}) names no model to load into.",
-                "Pass a dictionary: fabric.load(path, {'model': model, 'optimizer': optimizer}).",
+                f"{str(path)!r} cannot be loaded into {type(state).__name__}: no rank holds whole parameters.",
+                "Load what this strategy saved by fabric.load(path, {'model': model, 'optimizer': optimizer}); load "
+                "plain weights into the module before fabric.setup.",
             )
         engine, rest = self._split(state)
         with_optimizer = len(rest) + 1 < len(state)

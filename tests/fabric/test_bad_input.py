@@ -1,0 +1,178 @@
+"""What a loop in Fabric may get wrong: an error of our own, with a remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
+from torch import nn
+
+from lightning_smartinfinity import (
+    CheckpointError,
+    ConfigError,
+    SmartInfinityFabricStrategy,
+    StorageError,
+    UnsupportedError,
+)
+from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
+from tests.fabric.worker import quiet_fabric
+from tests.training.test_bad_input import assert_helpful
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fabric, Any, Any, Any]]:
+    """A Fabric, a model with optimizer that has taken a step, and one without."""
+    fabric = quiet_fabric(tmp_path_factory.mktemp("storage"))
+    net = nn.Linear(8, 2)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    fabric.backward(model(torch.ones(1, 8)).sum())
+    optimizer.step()
+    yield fabric, model, optimizer, fabric.setup(nn.Linear(8, 2))
+    fabric.strategy.close()
+
+
+def _other_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.AdamW(nn.Linear(2, 2).parameters())
+
+
+Misuse = Callable[[Fabric, Any, Any, Any], Any]
+MISUSES: dict[str, tuple[Misuse, tuple[str, ...]]] = {
+    "two optimizers": (
+        lambda fabric, *_: fabric.setup(nn.Linear(2, 2), _other_optimizer(), _other_optimizer()),
+        ("2 optimizers",),
+    ),
+    "a second training": (
+        lambda fabric, *_: fabric.setup(nn.Linear(2, 2), _other_optimizer()),
+        ("while another model", "fabric.strategy.close()"),
+    ),
+    "the trained module once more": (lambda fabric, model, *_: fabric.setup_module(model.module), ("Linear",)),
+    "backward of a model without optimizer": (
+        lambda fabric, model, optimizer, other: fabric.backward(other(torch.ones(1, 8)).sum(), model=other),
+        ("without an optimizer",),
+    ),
+    "backward of two losses": (
+        lambda fabric, model, *_: fabric.backward(model(torch.ones(1, 8))[0], model=model),
+        ("(2,)",),
+    ),
+    "backward with create_graph": (
+        lambda fabric, model, *_: fabric.backward(model(torch.ones(1, 8)).sum(), model=model, create_graph=True),
+        ("create_graph",),
+    ),
+    "clipping by another norm": (
+        lambda fabric, model, optimizer, _: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type="inf"),
+        ("norm_type='inf'",),
+    ),
+    "a closure": (lambda fabric, model, optimizer, _: optimizer.step(lambda: None), ("closure",)),
+    "a late parameter group": (
+        lambda fabric, model, optimizer, _: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+        ("add_param_group",),
+    ),
+    "the optimizer's state dict": (lambda fabric, model, optimizer, _: optimizer.state_dict(), ("fabric.save",)),
+    "loading a state dict into the optimizer": (
+        lambda fabric, model, optimizer, _: optimizer.load_state_dict({}),
+        ("fabric.load",),
+    ),
+    "saving no model": (lambda fabric, *_: fabric.save("unused", {"step": 1}), ("0 models", "'step'")),
+    "saving two models": (
+        lambda fabric, model, optimizer, other: fabric.save("unused", {"a": model, "b": other}),
+        ("2 models",),
+    ),
+    "saving a model without optimizer": (
+        lambda fabric, model, optimizer, other: fabric.save("unused", {"model": other}),
+        ("without an optimizer",),
+    ),
+    "another model's optimizer": (
+        lambda fabric, model, optimizer, other: fabric.load("unused", {"model": other, "optimizer": optimizer}),
+        ("another one",),
+    ),
+    "keys of DeepSpeed's": (
+        lambda fabric, model, *_: fabric.save("unused", {"model": model, "lr_scheduler": 1, "global_steps": 2}),
+        ("'global_steps', 'lr_scheduler'",),
+    ),
+    "a filter": (
+        lambda fabric, model, *_: fabric.save("unused", {"model": model}, filter={"model": lambda *_: True}),
+        ("filter",),
+    ),
+    "plain weights": (lambda fabric, model, *_: fabric.load_raw("weights.pt", model), ("weights.pt",)),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_refused(misuse: str, trained: tuple[Fabric, Any, Any, Any]) -> None:
+    """What cannot work raises before it does anything."""
+    act, named = MISUSES[misuse]
+    with pytest.raises(UnsupportedError) as caught:
+        act(*trained)
+    assert_helpful(caught.value, *named)
+    assert not Path("unused").exists()
+
+
+def test_keys_that_the_checkpoint_has_not(trained: tuple[Fabric, Any, Any, Any], tmp_path: Path) -> None:
+    """An error, unless strict=False: then what is missing stays as it is."""
+    fabric, model, optimizer, _ = trained
+    fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer, "step": 1})
+    state = {"model": model, "optimizer": optimizer, "step": 0, "epoch": 7}
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / 'ckpt'} has no 'epoch'")):
+        fabric.load(tmp_path / "ckpt", state)
+    fabric.load(tmp_path / "ckpt", state, strict=False)
+    assert (state["step"], state["epoch"]) == (1, 7)
+
+
+def test_folders_that_are_no_checkpoint(trained: tuple[Fabric, Any, Any, Any], tmp_path: Path) -> None:
+    """A path that is missing, a file, an empty folder: an error that names it."""
+    fabric, model, optimizer, _ = trained
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name in ("missing", "file", "empty"):
+        with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / name))):
+            fabric.load(tmp_path / name, {"model": model, "optimizer": optimizer})
+
+
+def test_after_close(tmp_path: Path) -> None:
+    """Steps and saves say that the training's state is gone; closing again does nothing."""
+    fabric = quiet_fabric(tmp_path)
+    net = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    fabric.strategy.close()
+    fabric.strategy.close()
+    for act in (optimizer.step, lambda: fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer})):
+        with pytest.raises(StorageError, match="has been closed"):
+            act()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"storage": 3}, "3"), ({"stage": 2}, "'stage'"), ({"precision_plugin": None}, "precision_plugin")],
+)
+def test_unknown_settings_raise_in_the_constructor(settings: dict[str, Any], named: str) -> None:
+    """As for the Trainer's strategy."""
+    with pytest.raises(ConfigError) as caught:
+        SmartInfinityFabricStrategy(**settings)
+    assert_helpful(caught.value, named)
+
+
+def test_precision_plugins() -> None:
+    """Ours stands in for DeepSpeed's, keeps its own kind, and refuses others."""
+    for precision in ("bf16-true", "16-mixed"):
+        fabric = Fabric(strategy=SmartInfinityFabricStrategy(), accelerator="cpu", devices=1, precision=precision)
+        assert type(fabric.strategy.precision) is SmartInfinityFabricPrecision
+        assert fabric.strategy.precision.precision == precision
+    with pytest.raises(UnsupportedError, match="MixedPrecision"):
+        Fabric(strategy=SmartInfinityFabricStrategy(), accelerator="cpu", plugins=[MixedPrecision("bf16-mixed", "cpu")])
+    with pytest.raises(ConfigError, match="64-true"):
+        SmartInfinityFabricPrecision("64-true")  # type: ignore[arg-type]
+
+
+def test_a_complex_tensor(tmp_path: Path) -> None:
+    """Refused before its imaginary part is lost."""
+    net = nn.Linear(2, 1)
+    net.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    fabric = quiet_fabric(tmp_path, precision="bf16-true")
+    with pytest.raises(UnsupportedError, match="'phase'"):
+        fabric.setup(net, torch.optim.AdamW(net.parameters()))

@@ -1,0 +1,288 @@
+"""What a loop in Fabric may do between setup and close."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from lightning_smartinfinity import SmartInfinityFabricStrategy
+from tests.fabric.worker import quiet_fabric
+from tests.training.worker import REPOSITORY, fresh_environment
+
+EPS = 1e-4  # as in tests.helpers.models: no full steps from rounding noise
+
+
+def build_net() -> nn.Sequential:
+    """The same small network every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def batch(index: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
+
+
+def loss_of(model: nn.Module, index: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(index)).square().mean()
+    return loss
+
+
+@pytest.fixture
+def fabric(tmp_path: Path) -> Iterator[Fabric]:
+    fabric = quiet_fabric(tmp_path / "storage")
+    yield fabric
+    fabric.strategy.close()
+
+
+def set_up(fabric: Fabric, net: nn.Module | None = None, **settings: Any) -> tuple[Any, Any]:
+    net = build_net() if net is None else net
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2, eps=EPS, **settings))
+    return model, optimizer
+
+
+def losses_of(model: nn.Module) -> list[float]:
+    with torch.no_grad():
+        return [loss_of(model, index).item() for index in range(3)]
+
+
+def test_clipping_changes_the_gradients_there_are_as_in_torch(fabric: Fabric) -> None:
+    """By norm and by value, in any order and more than once; gradients that arrive later are added whole."""
+    model, optimizer = set_up(fabric)
+    plain = build_net()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS)
+    for step in range(3):
+        fabric.backward(loss_of(model, step))
+        loss_of(plain, step).backward()
+        norms = [fabric.clip_gradients(model, optimizer, max_norm=limit) for limit in (0.3, 0.1, 5.0)]
+        expected = [nn.utils.clip_grad_norm_(plain.parameters(), limit) for limit in (0.3, 0.1, 5.0)]
+        torch.testing.assert_close(norms, expected)
+        fabric.backward(loss_of(model, step + 10))
+        loss_of(plain, step + 10).backward()
+        fabric.clip_gradients(model, optimizer, clip_val=0.02)
+        nn.utils.clip_grad_value_(plain.parameters(), 0.02)
+        optimizer.step()
+        reference.step()
+        reference.zero_grad()
+    torch.testing.assert_close(losses_of(model), losses_of(plain), atol=5e-6, rtol=0)
+
+
+def test_clipping_a_gradient_that_is_not_finite(fabric: Fabric) -> None:
+    """The error of torch, or with error_if_nonfinite=False the norm as it is; the step is skipped."""
+    model, optimizer = set_up(fabric)
+    before = losses_of(model)
+    fabric.backward(loss_of(model, 0) * float("inf"))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    assert not torch.isfinite(fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False))
+    fabric.clip_gradients(model, optimizer, clip_val=1.0)
+    with pytest.warns(UserWarning, match="A step was skipped"):
+        optimizer.step()
+    assert optimizer.overflow
+    assert losses_of(model) == before
+
+
+def test_clipping_takes_the_loss_scale_into_account(tmp_path: Path) -> None:
+    """fp16: the norm returned and the limits are those of unscaled gradients."""
+    fabric = quiet_fabric(tmp_path, precision="16-true", options={"loss_scale": 2.0**10})
+    model, optimizer = set_up(fabric)
+    plain = build_net()
+    for clip in ({"max_norm": 0.05}, {"clip_val": 0.01}):
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, 0))
+        plain.zero_grad()
+        loss_of(plain, 0).backward()
+        norm = fabric.clip_gradients(model, optimizer, **clip)
+        if "max_norm" in clip:
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), clip["max_norm"])
+            torch.testing.assert_close(norm, expected, rtol=2e-3, atol=0)
+        else:
+            nn.utils.clip_grad_value_(plain.parameters(), clip["clip_val"])
+        remaining = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        again = fabric.clip_gradients(model, optimizer, max_norm=1e9)
+        torch.testing.assert_close(again, remaining, rtol=2e-3, atol=0)
+    fabric.strategy.close()
+
+
+def test_zero_grad_drops_what_backward_left(fabric: Fabric) -> None:
+    """Gradients before zero_grad are in no step; a step without gradients changes nothing."""
+    model, optimizer = set_up(fabric)
+    before = losses_of(model)
+    fabric.backward(loss_of(model, 0))
+    optimizer.zero_grad()
+    optimizer.step()
+    assert losses_of(model) == before
+    fabric.backward(loss_of(model, 0))
+    optimizer.step()
+    assert losses_of(model) != before
+
+
+@pytest.mark.parametrize("when", ["before setup", "in setup", "after setup"])
+def test_scheduler_is_the_loops_own(when: str, fabric: Fabric) -> None:
+    """Whenever it was built, it acts on the optimizer, and nobody but the loop steps it."""
+    net, plain = build_net(), build_net()
+    given = torch.optim.AdamW(net.parameters(), lr=0.1, eps=EPS)
+    scheduler: Any = None if when == "after setup" else torch.optim.lr_scheduler.StepLR(given, 1, 0.5)
+    if when == "in setup":
+        model, optimizer, scheduler = fabric.setup(net, given, scheduler=scheduler)
+    else:
+        model, optimizer = fabric.setup(net, given)
+    if when == "after setup":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1, eps=EPS)
+    expected = torch.optim.lr_scheduler.StepLR(reference, 1, 0.5)
+    for step in range(3):
+        fabric.backward(loss_of(model, step))
+        loss_of(plain, step).backward()
+        for each in (optimizer, reference, scheduler, expected):
+            each.step()
+        reference.zero_grad()
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+    torch.testing.assert_close(losses_of(model), losses_of(plain), atol=2e-5, rtol=0)
+
+
+def test_state_beside_the_model_is_saved_and_loaded(fabric: Fabric, tmp_path: Path) -> None:
+    """Numbers, arrays, modules and schedulers of the loop come back; the second save to a path is what counts."""
+    model, optimizer = set_up(fabric)
+    other = nn.Linear(2, 2)
+    state = {"model": model, "optimizer": optimizer, "step": 1, "array": batch(1).numpy(), "tensor": batch(2)}
+    for step in (1, 2):
+        fabric.backward(loss_of(model, step))
+        optimizer.step()
+        fabric.save(tmp_path / "ckpt", {**state, "other": other, "step": step, "kept": "back"})
+    expected, weight = losses_of(model), other.weight.detach().clone()
+    fabric.backward(loss_of(model, 3))
+    optimizer.step()
+    nn.init.zeros_(other.weight)
+    target = {**state, "step": 0, "array": None, "tensor": None, "other": other}
+    remainder = fabric.load(tmp_path / "ckpt", target)
+    assert losses_of(model) == expected
+    assert torch.equal(other.weight, weight)
+    assert target["step"] == 2 and (target["array"] == state["array"]).all()
+    assert torch.equal(target["tensor"], state["tensor"])
+    assert remainder == {"kept": "back"}
+
+
+def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric: Fabric, tmp_path: Path) -> None:
+    """A model that only evaluates takes them; one that trains takes them and leaves its optimizer as it is."""
+    model, optimizer = set_up(fabric)
+    for step in range(2):
+        fabric.backward(loss_of(model, step))
+        optimizer.step()
+    fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer, "step": 2})
+    expected = losses_of(model)
+
+    torch.manual_seed(1)
+    evaluated = fabric.setup_module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+    assert losses_of(evaluated) != expected
+    assert fabric.load(tmp_path / "ckpt", {"model": evaluated}) == {"step": 2}
+    assert losses_of(evaluated) == expected
+
+    fabric.backward(loss_of(model, 2), model=model)
+    optimizer.step()
+    fabric.load(tmp_path / "ckpt", {"model": model})
+    assert losses_of(model) == expected
+    assert set(optimizer.engine.optimizer.handler.steps) == {3}
+
+
+def test_a_second_model_evaluates_beside_the_one_that_trains(fabric: Fabric) -> None:
+    """Setting it up, before or in mid-training, changes nothing for the other."""
+    teacher = fabric.setup_module(build_net())
+    model, optimizer = set_up(fabric)
+    second = fabric.setup(build_net())
+    expected = losses_of(teacher)
+    fabric.backward(loss_of(model, 0), model=model)
+    optimizer.step()
+    assert losses_of(teacher) == losses_of(second) == expected
+    assert losses_of(model) != expected
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
+def test_a_model_evaluates_in_sixteen_bit(precision: str, tmp_path: Path) -> None:
+    """Without optimizer, too, 16 bit runs on a CPU."""
+    fabric = quiet_fabric(tmp_path, precision=precision)
+    torch.testing.assert_close(losses_of(fabric.setup(build_net())), losses_of(build_net()), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("empty_init", [None, True])
+def test_model_built_in_init_module_trains_like_any(empty_init: bool | None, fabric: Fabric) -> None:
+    """ZeRO-3 partitions every layer as it is built; the values and the training are the same."""
+    with fabric.init_module(empty_init=empty_init):
+        net = build_net()
+    assert all(p.numel() == 0 for p in net.parameters())
+    model, optimizer = set_up(fabric, net)
+    plain = build_net()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS)
+    for step in range(2):
+        fabric.backward(loss_of(model, step))
+        optimizer.step()
+        loss_of(plain, step).backward()
+        reference.step()
+        reference.zero_grad()
+    torch.testing.assert_close(losses_of(model), losses_of(plain), atol=5e-6, rtol=0)
+
+
+def test_traffic_counts_until_the_storage_is_closed(fabric: Fabric, tmp_path: Path) -> None:
+    """Counters and sizes as in the Trainer; close removes the state, and a model may be set up again after it."""
+    strategy = fabric.strategy
+    assert isinstance(strategy, SmartInfinityFabricStrategy)
+    for _ in range(2):
+        assert strategy.traffic().shared_read_bytes == 0
+        model, optimizer = set_up(fabric)
+        fabric.backward(loss_of(model, 0))
+        optimizer.step()
+        numel = sum(p.numel() for p in build_net().parameters())
+        assert strategy.traffic().shared_read_bytes >= 8 * numel and strategy.state_numel == numel
+        assert strategy.state_bytes >= 24 * numel
+        assert list((tmp_path / "storage").glob("*/*/state.bin"))
+        strategy.close()
+        assert not list((tmp_path / "storage").glob("*/*"))
+        fabric._models_setup = 0
+
+
+def test_a_forgotten_fabric_does_not_hold_its_folder(tmp_path: Path) -> None:
+    """A function that trains may be called twice in one process, without close."""
+
+    def call() -> float:
+        fabric = quiet_fabric(tmp_path)
+        model, optimizer = set_up(fabric)
+        fabric.backward(loss_of(model, 0))
+        optimizer.step()
+        return loss_of(model, 0).item()
+
+    gc.disable()
+    try:
+        assert call() == call()
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def test_default_folder_is_removed_at_exit(tmp_path: Path) -> None:
+    """By name, below the current folder; the interpreter's exit leaves nothing of it."""
+    code = """
+    from pathlib import Path
+    import torch
+    from lightning.fabric import Fabric
+    import lightning_smartinfinity
+    fabric = Fabric(strategy="smart_infinity", accelerator="cpu", devices=1)
+    fabric.launch()
+    net = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    print("files", len(list(Path("smart_infinity").glob("*/*/state.bin"))))
+    """
+    environment = {**fresh_environment(), "PYTHONPATH": str(REPOSITORY)}
+    printed = subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment)
+    assert b"files 1" in printed
+    assert not list((tmp_path / "smart_infinity").glob("*/*"))
