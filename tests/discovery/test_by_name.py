@@ -1,4 +1,4 @@
-"""``Trainer(strategy="smart_infinity")`` in new interpreters: no other import, any order of imports."""
+"""``Trainer(strategy="smart_infinity")`` and ``Fabric`` in new interpreters: no other import, any order of imports."""
 
 from __future__ import annotations
 
@@ -70,6 +70,39 @@ def test_name_survives_reload_of_lightning(tmp_path: Path) -> None:
     print(strategies.StrategyRegistry is not before, "smart_infinity" in strategies.StrategyRegistry)
     """
     assert fresh_python(code, cwd=tmp_path).split() == ["True", "True"]
+
+
+@pytest.mark.parametrize("autoload", [True, False])
+def test_fabric_by_name(autoload: bool, tmp_path: Path) -> None:
+    """Fabric's own registry knows the name as lazily; a loop trains below the folder that it is run in."""
+    code = """
+    import sys
+    if sys.argv[1:]:
+        import lightning_smartinfinity
+    import torch
+    from lightning.fabric import Fabric
+    print("registered", "deepspeed" in sys.modules, "lightning_smartinfinity.fabric" in sys.modules)
+
+    fabric = Fabric(strategy="smart_infinity", accelerator="cpu", devices=1, precision="bf16-mixed")
+    print("chosen", type(fabric.strategy).__name__, type(fabric.strategy.precision).__name__)
+    fabric.launch()
+    net = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(2, 4)).square().mean()
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    print("moved", losses[0] != losses[1])
+    """
+    arguments = [] if autoload else ["import the package first"]
+    printed = fresh_python(code, *arguments, cwd=tmp_path, autoload=autoload)
+    assert "registered False False" in printed
+    assert "chosen SmartInfinityFabricStrategy SmartInfinityFabricPrecision" in printed
+    assert "moved True" in printed
+    assert not list((tmp_path / "smart_infinity").glob("*/*"))
 
 
 def test_trainer_by_name_twice(tmp_path: Path) -> None:

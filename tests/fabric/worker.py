@@ -24,6 +24,7 @@ class Run:
     out: str
     recipe: Recipe
     devices: int = 1
+    accelerator: str = "cpu"
     resume: str | None = None
     save_at: tuple[int, ...] = ()
     transfer: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -53,6 +54,7 @@ def train(run: Run) -> Outcome:
     recipe = run.recipe
     fabric = quiet_fabric(
         Path(run.out) / "storage",
+        accelerator=run.accelerator,
         devices=run.devices,
         precision=recipe.precision,
         options={"transfer": TransferConfig(**run.transfer), **run.options},

@@ -12,6 +12,7 @@ import lightning_smartinfinity
 from lightning_smartinfinity import (
     ConfigError,
     SmartInfinityError,
+    SmartInfinityFabricStrategy,
     SmartInfinityPrecision,
     SmartInfinityStrategy,
     StorageError,
@@ -41,6 +42,18 @@ def one_folder(folder: Path) -> SmartInfinityStrategy:
     return SmartInfinityStrategy(folder)
 
 
+def fabric_by_name() -> L.Fabric:
+    return L.Fabric(strategy="smart_infinity", precision="bf16-mixed")
+
+
+def fabric_with_settings(folder: Path) -> L.Fabric:
+    strategy = SmartInfinityFabricStrategy([folder], transfer=TransferConfig(num_buffers=8), initial_scale_power=12)
+    fabric = L.Fabric(strategy=strategy)
+    assert_type(strategy.traffic().shared_read_bytes, int)
+    assert_type(strategy.close(), None)
+    return fabric
+
+
 def after_fit(trainer: L.Trainer) -> None:
     strategy = trainer.strategy
     assert isinstance(strategy, SmartInfinityStrategy)
@@ -68,6 +81,7 @@ def refused(folder: Path) -> None:
     SmartInfinityStrategy(storage=[1])  # type: ignore[list-item]
     SmartInfinityStrategy(folder, "host")  # type: ignore[call-arg]
     SmartInfinityStrategy(storages=[folder])  # type: ignore[call-arg]
+    SmartInfinityFabricStrategy(storages=[folder])  # type: ignore[call-arg]
     SmartInfinityStrategy(transfer={"num_buffers": 8})  # type: ignore[arg-type]
     TransferConfig(1 << 20)  # type: ignore[call-arg]
     TransferConfig(num_buffers="8")  # type: ignore[arg-type]
