@@ -258,11 +258,14 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        if isinstance(state, Module):  # fabric.load_raw
+            engine, _ = self._split({"model": state})
+            self._load_weights(self._read_weights(path), engine, strict=strict)
+            return {}
         if not isinstance(state, dict):
             raise UnsupportedError(
-                f"{str(path)!r} cannot be loaded into {type(state).__name__}: no rank holds whole parameters.",
-                "Load what this strategy saved by fabric.load(path, {'model': model, 'optimizer': optimizer}); load "
-                "plain weights into the module before fabric.setup.",
+                f"{str(path)!r} cannot be loaded into {type(state).__name__}.",
+                "Pass a dictionary: fabric.load(path, {'model': model, 'optimizer': optimizer}).",
             )
         engine, rest = self._split(state)
         with_optimizer = len(rest) + 1 < len(state)
@@ -270,6 +273,19 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         _move_into(rest, loaded, path=path, strict=strict)
         state.update(rest)
         return loaded
+
+    def _read_weights(self, path: str | Path) -> Mapping[str, Any]:
+        from lightning_smartinfinity.zero3.checkpoint_folder import reading_checkpoint
+        from lightning_smartinfinity.zero3.collectives import raising_together
+
+        weights: Any = None
+        with raising_together(), reading_checkpoint(path):
+            weights = self.checkpoint_io.load_checkpoint(path)
+            if not isinstance(weights, Mapping):
+                raise CheckpointError(
+                    f"{path} holds no state dict.", "Pass what torch.save(module.state_dict()) wrote."
+                )
+        return weights
 
     def _split(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The engine in a state, and what is neither it nor its optimizer."""

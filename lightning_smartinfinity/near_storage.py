@@ -264,7 +264,7 @@ class NearStorage:
         from lightning_smartinfinity.zero3.universal_folder import is_universal
 
         if is_universal(path):
-            return load_universal(engine, path, with_optimizer=with_optimizer, strict=strict)
+            return of_user(load_universal(engine, path, with_optimizer=with_optimizer, strict=strict))
         check_checkpoint(path, engine=engine)
         with reading_checkpoint(path):
             _, client_state = engine.load_checkpoint(
@@ -277,6 +277,13 @@ class NearStorage:
         if with_optimizer:
             check_same_save(engine, client_state)
         return of_user(client_state)
+
+    def _load_weights(self, weights: Mapping[str, Any], engine: Any, *, strict: bool) -> None:
+        """Load a plain state dict, alike on all ranks, into an engine, and into the masters of its training."""
+        from lightning_smartinfinity.zero3.full_weights import load_full_weights
+
+        writes = engine.optimizer.outside_writes if engine is self._training_engine else None
+        load_full_weights(engine.module, weights, writes=writes, strict=strict)
 
     def _become_idle(self) -> None:
         """Training is over; the state stays readable until the next one on the same storage."""

@@ -71,6 +71,12 @@ class EvaluationEngine(_PortableEngine):
         # masters of a checkpoint have been loaded into the module by then; there is nothing to restore.
         self.optimizer._restore_from_bit16_weights = lambda: None
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """As the base class, which would write into parameters that stayed gathered after a forward, and lose it."""
+        self.optimizer.partition_all_parameters()
+        loaded: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(*args, **kwargs)
+        return loaded
+
 
 class SmartInfinityEngine(_PortableEngine):
     """Engine that builds a :class:`SmartInfinityOptimizer`.

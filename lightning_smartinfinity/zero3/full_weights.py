@@ -49,7 +49,12 @@ def load_full_weights(
         CheckpointError: A shape differs or, if ``strict``, keys do. What fits has been loaded then.
     """
     found = _Misfits()
-    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    numels = {name: int(getattr(param, "ds_numel", param.numel())) for name, param in module.named_parameters()}
+    tensors = {
+        name: value
+        for name, value in weights.items()
+        if isinstance(value, torch.Tensor) and value.numel() == numels.get(name)
+    }
     with writes.precisely(tensors) if writes is not None else nullcontext():
         _load(module, dict(weights), "", getattr(weights, "_metadata", {}), found)
     with raising_together():

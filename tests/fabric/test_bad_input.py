@@ -99,7 +99,10 @@ MISUSES: dict[str, tuple[Misuse, tuple[str, ...]]] = {
         lambda fabric, model, *_: fabric.save("unused", {"model": model}, filter={"model": lambda *_: True}),
         ("filter",),
     ),
-    "plain weights": (lambda fabric, model, *_: fabric.load_raw("weights.pt", model), ("weights.pt",)),
+    "plain optimizer state": (
+        lambda fabric, model, optimizer, _: fabric.load_raw("state.pt", optimizer),
+        ("state.pt", "EngineOptimizer"),
+    ),
 }
 
 
@@ -132,6 +135,16 @@ def test_folders_that_are_no_checkpoint(trained: tuple[Fabric, Any, Any, Any], t
     for name in ("missing", "file", "empty"):
         with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / name))):
             fabric.load(tmp_path / name, {"model": model, "optimizer": optimizer})
+
+
+def test_plain_weights_that_do_not_fit(trained: tuple[Fabric, Any, Any, Any], tmp_path: Path) -> None:
+    """No state dict, or that of another model: an error that names what is wrong."""
+    fabric, model, *_ = trained
+    torch.save([1], tmp_path / "list.pt")
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "other.pt")
+    for name, named in (("list.pt", "no state dict"), ("other.pt", "size mismatch"), ("missing.pt", "missing.pt")):
+        with pytest.raises(CheckpointError, match=named):
+            fabric.load_raw(tmp_path / name, model)
 
 
 def test_after_close(tmp_path: Path) -> None:

@@ -194,6 +194,24 @@ def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric:
     assert set(optimizer.engine.optimizer.handler.steps) == {3}
 
 
+def test_plain_weights_reach_the_model_and_its_masters(fabric: Fabric, tmp_path: Path) -> None:
+    """load_raw takes what torch.save(module.state_dict()) wrote; training goes on from there."""
+    source = build_net()
+    nn.init.normal_(source[0].weight)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    model, optimizer = set_up(fabric)
+    evaluated = fabric.setup(build_net())
+    for target in (model, evaluated):
+        fabric.load_raw(tmp_path / "weights.pt", target)
+        torch.testing.assert_close(losses_of(target), losses_of(source))
+    reference = torch.optim.AdamW(source.parameters(), lr=1e-2, eps=EPS)
+    fabric.backward(loss_of(model, 0), model=model)
+    loss_of(source, 0).backward()
+    optimizer.step()
+    reference.step()
+    torch.testing.assert_close(losses_of(model), losses_of(source), atol=5e-6, rtol=0)
+
+
 def test_a_second_model_evaluates_beside_the_one_that_trains(fabric: Fabric) -> None:
     """Setting it up, before or in mid-training, changes nothing for the other."""
     teacher = fabric.setup_module(build_net())
