@@ -123,6 +123,7 @@ def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
     arena = GradientArena(layout, link=link)
     arena.buffer.fill_(math.nan)
     gradients = [torch.randn(12_000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    link.fake.delay(1, 20_000)
     gate = link.fake.gate(link.user_stream)
     link.fake.clear()
     for gradient in gradients:
