@@ -155,7 +155,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def module_sharded_context(self) -> Iterator[None]:
         self._choose_storage(Path.cwd())
-        with self._parameters_on_storage(), super().module_sharded_context():
+        with self._building(super().module_sharded_context(), None):
             yield
 
     @override

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -213,6 +213,19 @@ class NearStorage:
 
         self._parameters = swapper_for(settings)
         with swapping_with(self._parameters):
+            yield
+
+    @contextmanager
+    def _building(self, sharded: AbstractContextManager[None], module: torch.nn.Module | None) -> Iterator[None]:
+        """Around Lightning's context in which ZeRO-3 partitions what is built.
+
+        Args:
+            sharded: That context.
+            module: What is built into, if it is there already.
+        """
+        from lightning_smartinfinity.zero3.gather_on_use import gathering_on_use
+
+        with self._parameters_on_storage(), sharded, gathering_on_use(module):
             yield
 
     def _choose_storage(self, root: str | Path) -> None:

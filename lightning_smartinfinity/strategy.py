@@ -183,7 +183,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         assert self.lightning_module is not None
         self._choose_storage(self.lightning_module.trainer.default_root_dir)
-        with self._parameters_on_storage(), super().model_sharded_context():
+        with self._building(super().model_sharded_context(), self.lightning_module):
             yield
 
     @override

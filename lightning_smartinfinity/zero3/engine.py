@@ -18,6 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.checkpoint_engine import SmartInfinityCheckpointEngine
@@ -46,6 +47,17 @@ class _PortableEngine(DeepSpeedEngine):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         refuse_plain_loading(self.module)
+
+    def _configure_distributed_model(self, model: torch.nn.Module) -> None:
+        # zero.Init has given parameters their dtype, so the base class casts none; some came without it, by copying or
+        # assignment.
+        params = list(model.parameters())
+        if any(is_zero_param(param) for param in params) and (self.bfloat16_enabled() or self.fp16_enabled()):
+            dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16
+            for param in params:
+                if not is_zero_param(param) and param.is_floating_point():
+                    param.data = param.data.to(dtype)
+        super()._configure_distributed_model(model)
 
     def _do_sanity_check(self) -> None:
         # DeepSpeed wants oneDNN's fp16 kernels of a CPU; torch has kernels of its own, slower but everywhere.

@@ -1,0 +1,288 @@
+"""Models built while ZeRO-3 partitions them: whatever touches a partitioned parameter finds it whole.
+
+``deepspeed.zero.Init`` empties a parameter as soon as its module's constructor ends. What a parent's constructor or an
+initialisation function then does to it would write nothing, without a word. Within :func:`gathering_on_use` it is
+gathered first and partitioned again later, with the values of rank 0.
+
+What is built has the dtype that it has in plain Lightning: torch's default, or what the model asks for. Only the
+partition has the dtype of the Trainer's precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import (
+    DeepSpeedTensorOverride,
+    Init,
+    ZeroParamStatus,
+    is_zero_param,
+)
+from torch.overrides import TorchFunctionMode
+
+from lightning_smartinfinity.errors import UnsupportedError
+
+__all__ = ["gathering_on_use"]
+
+# What may lie gathered at once, beside what a single operation needs.
+_GATHERED_BYTES = 64 * 1024 * 1024
+# References to the storage of a parameter that nobody else uses: the parameter, and the storage object that counts.
+_OWN_REFERENCES = 2
+
+Tensor = torch.Tensor
+# What a partitioned parameter knows without its values.
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    Tensor.shape.__get__: lambda param: param.ds_shape,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__: lambda param: len(param.ds_shape),  # type: ignore[attr-defined]
+    Tensor.size: lambda param, dim=None: param.ds_shape if dim is None else param.ds_shape[dim],
+    Tensor.dim: lambda param: len(param.ds_shape),
+    Tensor.numel: lambda param: param.ds_numel,
+    Tensor.nelement: lambda param: param.ds_numel,
+    torch.numel: lambda param: param.ds_numel,
+    Tensor.__len__: lambda param: param.ds_shape[0],
+}
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+# What is the same for a parameter that is partitioned.
+_INDIFFERENT: set[Any] = {
+    getattr(Tensor, name).__get__
+    for name in ("device", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "layout")
+} | {
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.grad.__set__,  # type: ignore[union-attr]
+    Tensor.requires_grad_,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    torch.is_floating_point,
+    torch.is_complex,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+}
+
+
+@contextmanager
+def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
+    """Let torch operations work on partitioned parameters, alike on all ranks, within a ``zero.Init``.
+
+    What lies gathered is bounded, except that a parameter stays gathered for as long as something else (a view, its
+    ``data``) refers to its memory.
+
+    Args:
+        module: What is being built, for the names in errors.
+
+    Raises:
+        UnsupportedError: A parameter has no dimension, or was given another shape.
+    """
+    pool = _Pool(module)
+    _keep_dtypes()
+    with ExitStack() as patches:
+        patches.enter_context(_replaced(Init, "_all_gather", pool.around_all_gather))
+        patches.enter_context(_replaced(Init, "_partition", pool.around_partition))
+        patches.enter_context(_replaced(Init, "_post_init_method", pool.around_post_init))
+        # The two ways to a parameter's memory that torch shows to no mode.
+        patches.enter_context(_replaced(torch.nn.Parameter, "__new__", pool.around_call))
+        patches.enter_context(_replaced(Tensor, "set_", pool.around_call))
+        with _GatherOnUse(pool):
+            yield
+        # Not after an error: the other ranks may not get here.
+        pool.settle_all()
+
+
+class _GatherOnUse(TorchFunctionMode):
+    """Gathers what an operation is about to touch."""
+
+    def __init__(self, pool: _Pool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = list(_zero_params((args, kwargs)))
+        partitioned = [param for param in found if _is_partitioned(param)]
+        if partitioned:
+            if func in _ANSWERS:
+                # The tensor comes first, under one name or another.
+                rest = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
+                return _ANSWERS[func](partitioned[0], *args[1:], **rest)
+            if func in _INDIFFERENT:
+                return func(*args, **kwargs)
+            if func == _DTYPE:
+                return self._pool.dtype_of(partitioned[0])
+        self._pool.hold(found)
+        return func(*args, **kwargs)
+
+
+class _Pool:
+    """The parameters that are gathered because something touched them, the one touched last at the end."""
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        self._module = module
+        self._held: dict[int, Any] = {}
+        # What each parameter was built as, by ds_id.
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def dtype_of(self, param: Any) -> torch.dtype:
+        """Of the parameter while it is gathered."""
+        dtype: torch.dtype = self._dtypes.get(param.ds_id, param.ds_tensor.dtype)
+        return dtype
+
+    def hold(self, params: Sequence[Any]) -> None:
+        """Gather those of these parameters that are partitioned."""
+        wanted = [param for param in params if _is_partitioned(param)]
+        for param in params:
+            if param.ds_id in self._held:
+                self._held[param.ds_id] = self._held.pop(param.ds_id)
+        if not wanted:
+            return
+        self._make_room(sum(_num_bytes(param) for param in wanted))
+        for param in wanted:
+            param.all_gather()
+            self._held[param.ds_id] = param
+
+    def settle_all(self) -> None:
+        """Partition all again, whatever else refers to their memory."""
+        for param in list(self._held.values()):
+            self._settle(param)
+
+    def around_all_gather(self, original: Callable[..., Any], init: Any, param_list: Any, *args: Any, **kw: Any) -> Any:
+        """Somebody else gathers: what was written before must not be lost when they partition."""
+        param_list = list(param_list)
+        with torch._C.DisableTorchFunction():
+            self._settle_unused([param for param in param_list if param.ds_id in self._held])
+            gathered = [param for param in param_list if _is_partitioned(param)]
+            result = original(init, param_list, *args, **kw)
+            for param in gathered:
+                if param.ds_status is ZeroParamStatus.AVAILABLE and param.dtype != self.dtype_of(param):
+                    param.data = param.data.to(self.dtype_of(param))
+            return result
+
+    def around_partition(self, original: Callable[..., Any], init: Any, param_list: Any, *args: Any, **kw: Any) -> Any:
+        """Somebody else partitions: what is still in use here is partitioned later."""
+        with torch._C.DisableTorchFunction():
+            others = [param for param in param_list if param.ds_id not in self._held]
+            for param in others:
+                if param.ds_tensor is not None and param.dtype != param.ds_tensor.dtype:
+                    param.data = param.data.to(param.ds_tensor.dtype)
+            return original(init, others, *args, **kw)
+
+    def around_post_init(self, original: Callable[..., None], init: Any, module: torch.nn.Module) -> None:
+        """A constructor has ended: what it made is rounded to the precision of the Trainer and partitioned."""
+        built: list[tuple[Any, torch.dtype]] = []
+        for name, param in module.named_parameters(recurse=False):
+            if is_zero_param(param):
+                continue
+            if param.dim() == 0:
+                raise UnsupportedError(
+                    f"Parameter {name!r} of {type(module).__name__} has no dimension; DeepSpeed cannot send such a "
+                    "parameter to all ranks.",
+                    "Give it one element instead, as torch.nn.Parameter(torch.ones(1)).",
+                )
+            if param.is_floating_point() and param.dtype != init.dtype:
+                built.append((param, param.dtype))
+                param.data = param.data.to(init.dtype)
+        original(init, module)
+        self._dtypes |= {param.ds_id: dtype for param, dtype in built}
+
+    def around_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What :class:`_GatherOnUse` does, around a single function."""
+        self.hold(list(_zero_params((args, kwargs))))
+        return original(*args, **kwargs)
+
+    def _make_room(self, num_bytes: int) -> None:
+        surplus = num_bytes + sum(map(_num_bytes, self._held.values())) - _GATHERED_BYTES
+        oldest = []
+        for param in self._held.values():
+            if surplus <= 0:
+                break
+            oldest.append(param)
+            surplus -= _num_bytes(param)
+        self._settle_unused(oldest)
+
+    def _settle_unused(self, params: list[Any]) -> None:
+        """Partition those whose memory nothing else refers to, on any rank."""
+        if not params:
+            return
+        unused = torch.tensor([_is_unused(param) for param in params], dtype=torch.int32)
+        if dist.get_world_size() > 1:
+            unused = unused.to(get_accelerator().current_device_name())
+            dist.all_reduce(unused, op=dist.ReduceOp.MIN)
+        for param, flag in zip(params, unused.tolist(), strict=True):
+            if flag:
+                self._settle(param)
+
+    def _settle(self, param: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            del self._held[param.ds_id]
+            if param.shape != param.ds_shape:
+                raise UnsupportedError(
+                    f"Parameter {self._name_of(param)} was given the shape {tuple(param.shape)}; ZeRO-3 has "
+                    f"partitioned it with the shape {tuple(param.ds_shape)}.",
+                    "Replace the whole parameter, module.name = torch.nn.Parameter(...), or give it its final shape in "
+                    "the constructor of its module.",
+                )
+            param.data = param.data.to(param.ds_tensor.dtype).contiguous()
+            dist.broadcast(param.data.view(torch.uint8), 0, group=param.ds_process_group)
+            param.partition(has_been_updated=True)
+
+    def _name_of(self, param: Any) -> str:
+        names = self._module.named_parameters() if self._module is not None else ()
+        return next((repr(name) for name, other in names if other is param), "that is not in the model yet")
+
+
+def _keep_dtypes() -> None:
+    # zero.Init rounds every tensor that is made to the precision of the Trainer, also where the model asks for another
+    # dtype: positions beyond 256 would collapse in bf16. Rounding parameters as they are partitioned is enough.
+    init = partition_parameters.top_level_context
+    init.tensor_overrides = {DeepSpeedTensorOverride.device}
+    init._add_tensor_creation_wrappers()
+
+
+def _zero_params(value: Any) -> Iterator[Any]:
+    """The parameters among these arguments that ZeRO-3 has taken over."""
+    if isinstance(value, Tensor):
+        if "ds_id" in value.__dict__:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _zero_params(item)
+    elif isinstance(value, dict):
+        yield from _zero_params(list(value.values()))
+
+
+def _is_partitioned(param: Any) -> bool:
+    return param.ds_status is ZeroParamStatus.NOT_AVAILABLE
+
+
+def _num_bytes(param: Any) -> int:
+    return int(param.ds_numel * param.ds_tensor.element_size())
+
+
+def _is_unused(param: Any) -> bool:
+    with torch._C.DisableTorchFunction():
+        return bool(torch._C._storage_Use_Count(param.untyped_storage()._cdata) <= _OWN_REFERENCES)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Let calls of a method go to ``around``, with the original first."""
+    own, function = owner.__dict__.get(name), getattr(owner, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(function, *args, **kwargs)
+
+    setattr(owner, name, staticmethod(method) if name == "__new__" else method)
+    try:
+        yield
+    finally:
+        if own is None:  # it was inherited
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

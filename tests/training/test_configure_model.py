@@ -1,0 +1,104 @@
+"""Weights initialised after the constructor of the module that owns them have the values of plain torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_smartinfinity import UnsupportedError
+from tests.helpers.initialised import WIDTH, Initialised, Table
+from tests.training.configure_model_worker import Built, fit, inputs, squares
+from tests.training.worker import REPOSITORY, fresh_environment
+
+
+def built_whole() -> Initialised:
+    """The same model, of plain torch."""
+    torch.manual_seed(0)
+    return Initialised()
+
+
+def assert_same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """To the bit, after rounding to the dtype of the weights."""
+    expected = dict(model.named_parameters())
+    assert weights.keys() == expected.keys()
+    different = [name for name, value in weights.items() if not torch.equal(value, expected[name].to(value.dtype))]
+    assert not different
+
+
+@pytest.mark.parametrize("gathered_bytes", [0, 1 << 30])
+def test_every_way_to_initialise_gives_the_values_of_torch(
+    gathered_bytes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In place, by data, views, copies, assignments, state dicts and tying: same bits, same first loss, same buffer.
+
+    Whether parameters are partitioned again at once or stay gathered until the model is built.
+    """
+    monkeypatch.setattr("lightning_smartinfinity.zero3.gather_on_use._GATHERED_BYTES", gathered_bytes)
+    module, expected = fit(Built(Initialised, squares), tmp_path), built_whole()
+    assert_same_weights(module.weights, expected)
+    assert module.losses[0] == pytest.approx(float(squares(expected, inputs()[:2]).detach()), abs=1e-6)
+    assert module.model.total == expected.total
+    assert module.model.parts["second"].weight is module.model.parts["first"].weight
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the worker left."""
+    out = tmp_path_factory.mktemp("two")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.configure_model_worker", str(out), "32-true", "bf16-mixed"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=fresh_environment(),
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return out
+
+
+def test_two_processes_take_the_values_of_the_first(two_processes: Path) -> None:
+    """Each rank draws other numbers; both have those of rank 0, to the bit those of plain torch."""
+    for rank in range(2):
+        seen = torch.load(two_processes / f"32-true-{rank}.pt", weights_only=True)
+        assert_same_weights(seen["weights"], built_whole())
+
+
+def test_mixed_precision_builds_in_fp32(two_processes: Path) -> None:
+    """bf16-mixed: weights are drawn in fp32 and rounded when they are partitioned, whatever comes in between."""
+    weights = torch.load(two_processes / "bf16-mixed-1.pt", weights_only=True)["weights"]
+    for name, value in built_whole().named_parameters():
+        assert weights[name].dtype is torch.bfloat16
+        # Twice rounded, where something is computed from what was partitioned before.
+        torch.testing.assert_close(weights[name].float(), value.detach(), rtol=2**-7, atol=1e-6, msg=name)
+
+
+class Reshaped(nn.Module):
+    """Gives a child's weight another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.table.weight.data = torch.zeros(3, WIDTH)
+
+
+class Scalar(nn.Module):
+    """Has a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(("build", "named"), [(Reshaped, "table.weight"), (Scalar, "'scale'")])
+def test_what_cannot_be_partitioned_is_refused(build: type[nn.Module], named: str, tmp_path: Path) -> None:
+    """A parameter without a dimension, or of another shape than the partitioned one: an error that names it."""
+    with pytest.raises(UnsupportedError, match=named) as caught:
+        fit(Built(build, squares), tmp_path)
+    assert caught.value.remedy.endswith(".")
+    fit(Built(Table, squares), tmp_path)  # nothing of torch stays patched

@@ -1,0 +1,82 @@
+"""The private seams through which models are built while ZeRO-3 partitions them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import Init
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
+from lightning_smartinfinity.zero3.gather_on_use import _OWN_REFERENCES, _is_unused
+from tests.zero3.test_contract import undecorated
+
+
+def test_parameters_gather_and_partition_through_their_init() -> None:
+    """What zero.Init installs on parameters calls its own methods, which ours replace for a while."""
+    source = inspect.getsource(Init._convert_to_deepspeed_param)
+    assert "return self._all_gather(param_list, async_op=async_op, hierarchy=hierarchy)" in source
+    assert "self._partition(param_list, has_been_updated=has_been_updated, free_data=free_data)" in source
+    for name in ("_all_gather", "_partition"):
+        assert list(inspect.signature(undecorated(getattr(Init, name))).parameters)[1] == "param_list"
+    assert list(inspect.signature(Init._post_init_method).parameters) == ["self", "module"]
+
+
+def test_dtypes_of_new_tensors_are_overridden_by_the_outermost_context() -> None:
+    """What top_level_context says in tensor_overrides decides, and wrappers start from torch's own functions."""
+    assert partition_parameters.top_level_context is None
+    source = inspect.getsource(Init._add_tensor_creation_wrappers)
+    assert "if DeepSpeedTensorOverride.dtype in self.tensor_overrides:" in source
+    assert "torch.empty = zero_wrapper_for_fp_tensor_constructor(_orig_torch_empty," in source
+    assert "top_level_context = self" in inspect.getsource(Init.__enter__)
+
+
+def test_engine_asks_parameters_for_its_dtype_before_it_takes_them() -> None:
+    """A partly partitioned model must have the engine's dtype throughout when _configure_distributed_model begins."""
+    source = inspect.getsource(DeepSpeedEngine._configure_distributed_model)
+    assert source.index("self.__check_params(self.module, check_dtype)") > source.index("is_zero_init_model = ")
+    ours = inspect.signature(SmartInfinityEngine._configure_distributed_model)
+    assert list(inspect.signature(DeepSpeedEngine._configure_distributed_model).parameters) == list(ours.parameters)
+
+
+def test_references_to_the_memory_of_a_parameter_are_counted() -> None:
+    """Counted are the parameter itself and the storage object; a view, a detached alias and an array count more."""
+    param = nn.Parameter(torch.randn(4, 3))
+    assert torch._C._storage_Use_Count(param.untyped_storage()._cdata) == _OWN_REFERENCES
+    aliases: list[Any] = [param[0], param.data, param.detach().numpy()]
+    while aliases:
+        assert not _is_unused(param)
+        aliases.pop()
+    assert _is_unused(param)
+
+
+class Seen(TorchFunctionMode):
+    """Notes whether it was asked."""
+
+    asked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked = True
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_are_not_asked_about_two_ways_to_a_parameter() -> None:
+    """Parameter(other) and set_ reach no mode, so they are replaced; everything else that the tests use does."""
+    param, other = nn.Parameter(torch.randn(4, 3)), torch.zeros(4, 3)
+    with Seen() as seen:
+        nn.Parameter(param)
+        assert not seen.asked
+    with torch.no_grad(), torch._C.DisableTorchFunction(), Seen() as seen:
+        param.add_(1)
+        assert not seen.asked, "DisableTorchFunction holds for modes, too"
+    with Seen() as seen:
+        param.data.copy_(other)
+        assert seen.asked
