@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.model_cases import UNUSED
+from tests.training.model_cases import CASES, UNUSED
 from tests.training.model_runs import assert_trains_like_torch, train_near_storage, trainer_for
 
 
@@ -21,9 +21,10 @@ def test_parameters_unused_for_some_steps_train_like_torch(name: str, tmp_path: 
     assert_trains_like_torch(UNUSED[name], train_near_storage(UNUSED[name], tmp_path))
 
 
-def test_resuming_keeps_every_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["by one micro-batch in bf16", "a thousand tiny tensors"])
+def test_resuming_keeps_every_count(name: str, tmp_path: Path) -> None:
     """Stopped after three steps, a run goes on with the masters and counts of one that never stopped, to the bit."""
-    case = UNUSED["by one micro-batch in bf16"]
+    case = CASES[name]
     straight = train_near_storage(case, tmp_path / "straight")
     first = dataclasses.replace(case, steps=3)
     trainer = trainer_for(first, tmp_path / "first")
