@@ -72,13 +72,10 @@ def test_name_survives_reload_of_lightning(tmp_path: Path) -> None:
     assert fresh_python(code, cwd=tmp_path).split() == ["True", "True"]
 
 
-@pytest.mark.parametrize("autoload", [True, False])
-def test_fabric_by_name(autoload: bool, tmp_path: Path) -> None:
+def test_fabric_by_name(tmp_path: Path) -> None:
     """Fabric's own registry knows the name as lazily; a loop trains below the folder that it is run in."""
     code = """
     import sys
-    if sys.argv[1:]:
-        import lightning_smartinfinity
     import torch
     from lightning.fabric import Fabric
     print("registered", "deepspeed" in sys.modules, "lightning_smartinfinity.fabric" in sys.modules)
@@ -97,8 +94,7 @@ def test_fabric_by_name(autoload: bool, tmp_path: Path) -> None:
         optimizer.zero_grad()
     print("moved", losses[0] != losses[1])
     """
-    arguments = [] if autoload else ["import the package first"]
-    printed = fresh_python(code, *arguments, cwd=tmp_path, autoload=autoload)
+    printed = fresh_python(code, cwd=tmp_path)
     assert "registered False False" in printed
     assert "chosen SmartInfinityFabricStrategy SmartInfinityFabricPrecision" in printed
     assert "moved True" in printed

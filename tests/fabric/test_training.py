@@ -75,8 +75,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Outc
 def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Outcome]]:
     """Two processes; the last run sees a NaN on one rank."""
     root = tmp_path_factory.mktemp("together")
-    runs = [_run(root / precision, precision, devices=2) for precision in ("bf16-mixed", "16-mixed")]
-    not_finite = Recipe(nan_at=(1,), nan_rank=1, max_steps=3, depth=1)
+    runs = [_run(root / precision, precision, devices=2) for precision in ("16-mixed",)]
+    not_finite = Recipe(precision="bf16-mixed", eps=1e-3, nan_at=(1,), nan_rank=1, max_steps=3, depth=1)
     runs.append(dataclasses.replace(runs[0], out=str(root / "nan"), recipe=not_finite, save_at=()))
     names = [*(run.recipe.precision for run in runs[:-1]), "nan"]
     return dict(zip(names, zip(runs, launch(*runs), strict=True), strict=True))
@@ -90,7 +90,7 @@ def test_every_precision_trains_like_torch(precision: str, alone: dict[str, tupl
     assert bool(outcome.extra["skipped"]) == precision.startswith("16"), "the scale was to overflow in fp16"
 
 
-@pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed", "nan"])
+@pytest.mark.parametrize("name", ["16-mixed", "nan"])
 def test_two_processes_train_like_torch(name: str, together: dict[str, tuple[Run, Outcome]]) -> None:
     """Two ranks equal plain torch on the batches of both; a NaN on one rank skips the step on both."""
     run, outcome = together[name]
