@@ -20,7 +20,7 @@ VIOLATIONS = {
     "config.py": ("import lightning_smartinfinity.store", "Imports go one way"),
     "zero3/_planted.py": (
         "import lightning.pytorch",
-        "Only strategy, fabric, precision and callbacks import lightning",
+        "Only strategy, fabric, precision, callbacks and compatibility import lightning",
     ),
     "callbacks.py": ("import pytorch_lightning", "Only the lightning namespace"),
     "transfer/layout.py": ("import os", "The layout is pure arithmetic"),
