@@ -1,9 +1,13 @@
-"""Trains a stack of wide layers and prints its memory as JSON: ``... memory_worker FOLDER DEPTH``."""
+"""Trains a stack of wide layers and prints its memory as JSON: ``... memory_worker FOLDER DEPTH training|saving``.
+
+With ``saving`` it also saves a checkpoint and resumes from it.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +71,10 @@ class Watch(pl.Callback):
         }
 
 
-def main() -> None:
+def trainer_of(folder: str, *, steps: int, callbacks: Any = None) -> pl.Trainer:
     from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
 
-    folder, depth = sys.argv[1], int(sys.argv[2])
-    watch = Watch()
-    pl.Trainer(
+    return pl.Trainer(
         accelerator="cpu",
         devices=1,
         precision="bf16-true",
@@ -81,14 +83,43 @@ def main() -> None:
             transfer=TransferConfig(tasklet_bytes=TASKLET_BYTES, num_buffers=NUM_BUFFERS),
             zero={"reduce_bucket_size": 4_500_000},
         ),
-        max_steps=STEPS,
-        callbacks=[watch],
+        max_steps=steps,
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-    ).fit(Wide(depth))
+    )
+
+
+def growth(action: Callable[[], object]) -> int:
+    """Of the resident size, at its peak while something runs."""
+    before = status("VmRSS")
+    reset_peak()
+    action()
+    return status("VmHWM") - before
+
+
+def main() -> None:
+    folder, depth, saves = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "saving"
+    watch = Watch()
+    trainer = trainer_of(folder, steps=STEPS, callbacks=[watch])
+    trainer.fit(Wide(depth))
+    if saves:
+        path = Path(folder) / "a.ckpt"
+        watch.figures["saving"] = growth(lambda: trainer.save_checkpoint(path))
+        resumed = trainer_of(folder, steps=STEPS)
+        strategy: Any = resumed.strategy
+        load = strategy.load_checkpoint
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            client_state: list[Any] = []
+            watch.figures["loading"] = growth(lambda: client_state.append(load(*args, **kwargs)))
+            return client_state[0]
+
+        strategy.load_checkpoint = watched
+        resumed.fit(Wide(depth), ckpt_path=path)
     sys.stdout.write(f"FIGURES {json.dumps(watch.figures)}\n")
 
 

@@ -29,14 +29,17 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What models of two depths took, each in a process of its own, both at the same time."""
     runs = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.training.memory_worker", str(tmp_path_factory.mktemp("depth")), str(depth)],
+            [
+                *(sys.executable, "-m", "tests.training.memory_worker"),
+                *(str(tmp_path_factory.mktemp("depth")), str(depth), what),
+            ],
             cwd=REPOSITORY,
             env=fresh_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for depth in DEPTHS
+        for depth, what in zip(DEPTHS, ("saving", "training"), strict=True)
     ]
     try:
         outputs = [run.communicate(timeout=300)[0] for run in runs]
@@ -70,3 +73,12 @@ def test_training_with_a_state_many_times_the_ring_stays_in_fixed_memory(figures
         # The 16-bit model itself was there before.
         assert growth < (BYTES_PER_PARAMETER - 2) * numel + RING_BYTES + CONSTANT_BYTES
         assert growth < state_bytes, "the state fits into what was allocated: nothing would be shown"
+
+
+@pytest.mark.parametrize("what", ["saving", "loading"])
+def test_checkpoints_pass_through_a_window(what: str, figures: list[dict[str, Any]]) -> None:
+    """Either takes the ring once more and a constant, of which a sixth of the state would be more."""
+    small = figures[0]
+    allowed = 2 * RING_BYTES + 64 * MIB
+    assert 12 * small["state_numel"] > 6 * allowed
+    assert small[what] < allowed
