@@ -169,34 +169,6 @@ class TransferHandler:
         step.restore()
         self._step = None
 
-    def read(self, arrays: Sequence[Sequence[Flat | None]]) -> None:
-        """Read committed state into the caller's memory.
-
-        Args:
-            arrays: For each sub-group, one fp32 :class:`Flat` per array of ``rule.arrays`` (None: not wanted), each as
-                long as the sub-group. Sub-groups without any are not read.
-
-        Raises:
-            StorageError: It could not be read, or is not what was written.
-        """
-        self._require_no_step()
-        self._access.read(arrays)
-
-    def write(self, arrays: Sequence[Sequence[Flat]], *, steps: NDArray[np.int64]) -> None:
-        """Replace the whole state and commit it.
-
-        The partition in memory is the caller's: write the parameters too.
-
-        Args:
-            arrays: For each sub-group, one fp32 :class:`Flat` per array of ``rule.arrays``.
-            steps: int64[num_parameters].
-
-        Raises:
-            StorageError: It could not be written; the previous generation stays current.
-        """
-        self._require_no_step()
-        self._access.write(arrays, steps=steps)
-
     def scan(self, visit: Callable[[Window], object]) -> None:
         """Hand over the whole committed state, window after window in partition order.
 

@@ -101,17 +101,6 @@ class StateAccess:
             self._work(start_batch(self._layout, pieces, wave.tasklets, places, masters=wave), wave.tasklets)
         commit_next(self._store, tasklets, np.zeros_like(self._store.steps))
 
-    def read(self, arrays: Sequence[Sequence[Flat | None]]) -> None:
-        wanted = [index for index, flats in enumerate(arrays) if any(flat is not None for flat in flats)]
-        pieces = cut(self._layout, whole_sub_groups(self._layout, wanted))
-        self._move(native.Operation.READ, pieces, places_of(self._store), self._in_sub_groups(arrays))
-
-    def write(self, arrays: Sequence[Sequence[Flat]], *, steps: NDArray[np.int64]) -> None:
-        assert len(steps) == len(self._layout.parameters)
-        pieces = self._all_pieces()
-        self._move(native.Operation.WRITE, pieces, self._next_places(), self._in_sub_groups(arrays))
-        commit_next(self._store, tasklets_in(pieces), np.asarray(steps, np.int64))
-
     def scan(self, visit: Callable[[Window], object]) -> None:
         self._walk(places_of(self._store)).read(visit)
 
@@ -190,19 +179,6 @@ class StateAccess:
             run.drain()
         finally:
             run.stop()  # after an interrupt the device is still at work
-
-    def _in_sub_groups(self, arrays: Sequence[Sequence[Flat | None]]) -> Callable[[Piece], tuple[int, ...]]:
-        assert len(arrays) == len(self._layout.sub_groups)
-        for flats, sub_group in zip(arrays, self._layout.sub_groups, strict=True):
-            assert len(flats) == len(self._names)
-            for flat in flats:
-                assert flat is None or (flat.dtype, flat.numel) == (native.DType.FLOAT32, sub_group.numel), flat
-
-        def addresses(piece: Piece) -> tuple[int, ...]:
-            skipped = (piece.begin - self._layout.sub_groups[piece.sub_group].offset) * _FP32_BYTES
-            return tuple(flat.address + skipped if flat is not None else 0 for flat in arrays[piece.sub_group])
-
-        return addresses
 
     def _in_parameters(
         self, values: Mapping[int, Mapping[str, NDArray[np.float32]]]

@@ -21,6 +21,7 @@ from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPar
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.transfer.staging import TensorPartition
 from lightning_smartinfinity.transfer.tensors import flat_of
+from lightning_smartinfinity.transfer.windows import Window
 
 # (numel, padding, group, sub-group): tiny ones that share a tasklet, large ones that span several.
 SHAPES = (
@@ -154,9 +155,15 @@ class Run:
 
     def read(self) -> list[list[torch.Tensor]]:
         """The state's arrays, by sub-group and array."""
-        arrays = [[torch.full((group.numel,), -1.0) for _ in range(3)] for group in self.layout.sub_groups]
-        self.handler.read([[flat_of(tensor) for tensor in tensors] for tensors in arrays])
-        return arrays
+        flat = [torch.full((self.layout.numel,), -1.0) for _ in range(3)]
+
+        def keep(window: Window) -> None:
+            for array, values in zip(flat, window.arrays, strict=True):
+                array[window.begin : window.end] = torch.from_numpy(values)
+
+        self.handler.scan(keep)
+        groups = self.layout.sub_groups
+        return [[array[group.offset : group.offset + group.numel] for array in flat] for group in groups]
 
     def close(self, *, remove: bool = True) -> None:
         self.handler.close(remove=remove)

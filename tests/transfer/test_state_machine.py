@@ -13,7 +13,6 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.store import StateStore
-from lightning_smartinfinity.transfer.tensors import flat_of
 from tests.transfer.harness import Case, Run, assert_equal, running
 
 OUT_OF_ORDER: list[tuple[str, Callable[[Run], object]]] = [
@@ -23,12 +22,10 @@ OUT_OF_ORDER: list[tuple[str, Callable[[Run], object]]] = [
 ]
 NOT_IN_A_STEP: list[tuple[str, Callable[[Run], object]]] = [
     ("begin_step", lambda run: run.handler.begin_step(run.collect(1))),
-    ("read", lambda run: run.read()),
     ("scan", lambda run: run.handler.scan(print)),
     ("replace", lambda run: run.handler.replace(print, steps=run.handler.steps)),
     ("read_parameter", lambda run: run.handler.read_parameter(0)),
     ("modify", lambda run: run.handler.modify({})),
-    ("write", lambda run: run.handler.write([], steps=run.handler.steps)),
     ("initialize", lambda run: run.handler.initialize(run.outputs())),
 ]
 
@@ -126,38 +123,6 @@ def test_initialize_again_starts_over(tmp_path: Path) -> None:
         run.handler.initialize(run.outputs())
         assert_equal(run.state(), first)
         assert run.handler.generation == 4
-
-
-@pytest.mark.parametrize("durability", ["none", "step"])
-def test_state_written_whole_is_read_back(tmp_path: Path, durability: str) -> None:
-    """A checkpoint's arrays and step counts become the state of another store, which goes on from them alike."""
-    with running(tmp_path / "first", Case()) as run:
-        run.steps(range(2))
-        saved, arrays = run.state(), run.read()
-        run.step(2)
-        expected = run.state()
-    with running(tmp_path / "second", Case(tasklet_bytes=100_000, durability=durability)) as run:
-        run.handler.write([[flat_of(tensor) for tensor in tensors] for tensors in arrays], steps=saved["steps"].numpy())
-        for tensor, tensors in zip(run.partition, arrays, strict=True):
-            tensor.copy_(tensors[0])
-        assert run.handler.generation == 1
-        assert_equal(run.state(), saved)
-        run.step(2)
-        assert_equal(run.state(), expected)
-
-
-def test_read_only_what_is_wanted(tmp_path: Path) -> None:
-    """Sub-groups and arrays given as None are left out, and cost no reads of their own."""
-    with running(tmp_path, Case()) as run:
-        run.steps(range(2))
-        everything = run.read()
-        calls = run.handler.traffic().read_calls
-        wanted = torch.zeros(run.layout.sub_groups[2].numel)
-        run.handler.read([[None] * 3, [None] * 3, [None, None, flat_of(wanted)]])
-        assert torch.equal(wanted, everything[2][2])
-        where = run.layout.sub_groups[2]
-        tasklets = run.layout.tasklets_between(where.offset, where.offset + where.numel)
-        assert run.handler.traffic().read_calls - calls == len(tasklets)
 
 
 def test_one_parameter(tmp_path: Path) -> None:

@@ -80,6 +80,25 @@ def test_replaced_state_is_found_again(tmp_path: Path, case: Case) -> None:
         assert run.handler.generation == 3
 
 
+@pytest.mark.parametrize("durability", ["none", "step"])
+def test_state_of_another_store_goes_on_from_there(tmp_path: Path, durability: str) -> None:
+    """A checkpoint's arrays and step counts become the state of another store, which goes on from them alike."""
+    with running(tmp_path / "first", Case()) as run:
+        run.steps(range(2))
+        saved, arrays = run.state(), scanned(run)
+        run.step(2)
+        expected = run.state()
+    with running(tmp_path / "second", Case(tasklet_bytes=100_000, durability=durability)) as run:
+        run.handler.replace(from_arrays(arrays), steps=saved["steps"].numpy())
+        masters = torch.from_numpy(arrays[0])
+        for tensor, values in zip(run.partition, masters.split([t.numel() for t in run.partition]), strict=True):
+            tensor.copy_(values)
+        assert run.handler.generation == 1
+        assert_equal(run.state(), saved)
+        run.step(2)
+        assert_equal(run.state(), expected)
+
+
 def test_transfers_that_overtake_each_other(tmp_path: Path) -> None:
     """Late and short transfers leave no byte of one window in another."""
     with running(tmp_path, Case(num_buffers=8, num_devices=2)) as run:
