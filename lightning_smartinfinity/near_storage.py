@@ -224,8 +224,9 @@ class NearStorage:
             module: What is built into, if it is there already.
         """
         from lightning_smartinfinity.zero3.gather_on_use import gathering_on_use
+        from lightning_smartinfinity.zero3.pretrained import loading_pretrained
 
-        with self._parameters_on_storage(), sharded, gathering_on_use(module):
+        with self._parameters_on_storage(), sharded, gathering_on_use(module), loading_pretrained(self.config):
             yield
 
     def _choose_storage(self, root: str | Path) -> None:

@@ -6,20 +6,25 @@ the session (see ``tests/conftest.py``).
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 NO_CUDA = "no CUDA device"
 ALLOWED_REASONS = (NO_CUDA,)
 
 
-def RunIf(*, cuda_devices: int = 0) -> pytest.MarkDecorator:
+def RunIf(*, cuda_devices: int = 0, package: str | None = None) -> pytest.MarkDecorator:
     """Skips a test where the machine lacks what it needs.
 
     Args:
         cuda_devices: Number of CUDA devices that the test uses.
+        package: One of the development dependencies, which are all there where ``.ci/run`` runs.
     """
     import torch
 
+    if package is not None:
+        return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
     present = torch.cuda.device_count()
     return pytest.mark.skipif(present < cuda_devices, reason=f"{NO_CUDA} ({cuda_devices} needed, {present} present)")
 

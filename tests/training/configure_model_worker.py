@@ -27,10 +27,14 @@ class Built(pl.LightningModule):
         self.build, self.loss = build, loss
         self.weights: dict[str, torch.Tensor] = {}
         self.losses: list[float] = []
+        # Of each parameter, whether ZeRO-3 had it when configure_model ended.
+        self.partitioned: list[bool] = []
 
     def configure_model(self) -> None:
         torch.manual_seed(self.global_rank)  # what rank 0 draws is what counts
         self.model = self.build()
+
+        self.partitioned = [hasattr(param, "ds_id") for param in self.model.parameters()]
 
     def on_train_start(self) -> None:
         import deepspeed

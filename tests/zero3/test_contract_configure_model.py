@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from importlib import import_module
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from lightning_smartinfinity.zero3.gather_on_use import _OWN_REFERENCES, _is_unused
+from tests.helpers.runif import RunIf
 from tests.zero3.test_contract import undecorated
 
 
@@ -80,3 +82,19 @@ def test_modes_are_not_asked_about_two_ways_to_a_parameter() -> None:
     with Seen() as seen:
         param.data.copy_(other)
         assert seen.asked
+
+
+@RunIf(package="transformers")
+def test_transformers_is_told_as_its_own_integration_is() -> None:
+    """Whether ZeRO-3 is on, and that zero.Init was entered already, is read where it is told."""
+    modeling: Any = import_module("transformers.modeling_utils")
+    integration: Any = import_module("transformers.integrations.deepspeed")
+    initialization: Any = import_module("transformers.initialization")
+    assert "_hf_deepspeed_config_weak_ref().is_zero3()" in inspect.getsource(integration.is_deepspeed_zero3_enabled)
+    assert "_hf_deepspeed_config_weak_ref().config" in inspect.getsource(integration.deepspeed_config)
+    assert "_is_ds_init_called = True" in inspect.getsource(modeling.set_zero3_state)
+    model_class = modeling.PreTrainedModel
+    assert "_is_ds_init_called" in inspect.getsource(model_class.from_pretrained)
+    for name in ("get_init_context", "from_pretrained"):
+        assert isinstance(model_class.__dict__[name], classmethod), name
+    assert callable(initialization.no_init_weights)

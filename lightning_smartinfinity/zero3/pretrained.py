@@ -1,0 +1,156 @@
+"""Hugging Face's transformers told of ZeRO-3 while a model is built, so that it loads pretrained weights into it.
+
+Left to itself ``from_pretrained`` builds on the meta device, from which nothing can be partitioned.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["loading_pretrained"]
+
+_MODELING = "transformers.modeling_utils"
+
+
+@contextmanager
+def loading_pretrained(config: Mapping[str, Any]) -> Iterator[None]:
+    """Let transformers know, whether it is imported already or within this context.
+
+    Args:
+        config: DeepSpeed's configuration.
+    """
+    with ExitStack() as told:
+        tell = _Once(lambda: told.enter_context(_told(config)))
+        if _MODELING in sys.modules:
+            tell()
+        else:
+            told.enter_context(_calling_after_import(tell))
+        yield
+
+
+@contextmanager
+def _told(config: Mapping[str, Any]) -> Iterator[None]:
+    modeling_utils: Any = sys.modules[_MODELING]
+    integration: Any = import_module("transformers.integrations.deepspeed")
+    before = integration._hf_deepspeed_config_weak_ref
+    zero3 = _Zero3(config)  # transformers keeps a weak reference
+    integration.set_hf_deepspeed_config(zero3)
+    try:
+        # zero.Init has been entered: the model is to be built in it, not in another one.
+        with (
+            modeling_utils.set_zero3_state(),
+            _without_needless_initialisation(modeling_utils.PreTrainedModel),
+            _with_stand_ins(modeling_utils.PreTrainedModel),
+        ):
+            yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = before
+
+
+class _Zero3:
+    """What transformers asks of its ``HfDeepSpeedConfig``, which needs accelerate."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+@contextmanager
+def _without_needless_initialisation(model_class: Any) -> Iterator[None]:
+    """As transformers does where it enters zero.Init itself: weights that are loaded next are not drawn first."""
+    original = model_class.__dict__.get("get_init_context")
+    initialization = sys.modules.get("transformers.initialization")
+    if original is None or initialization is None:  # before version 5
+        yield
+        return
+
+    def get_init_context(cls: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        contexts: list[Any] = original.__func__(cls, *args, **kwargs)
+        return [*contexts, initialization.no_init_weights()]
+
+    model_class.get_init_context = classmethod(get_init_context)
+    try:
+        yield
+    finally:
+        model_class.get_init_context = original
+
+
+@contextmanager
+def _with_stand_ins(model_class: Any) -> Iterator[None]:
+    """Within ``from_pretrained``, which wants no more than the names, state dicts hold ZeRO-3's empty stand-ins.
+
+    They would gather the whole model.
+    """
+    original = model_class.__dict__["from_pretrained"]
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        state_dict = torch.nn.Module.state_dict
+
+        def of_stand_ins(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return state_dict(self, *args, **kwargs)
+
+        torch.nn.Module.state_dict = of_stand_ins  # type: ignore[method-assign]
+        try:
+            return original.__func__(cls, *args, **kwargs)
+        finally:
+            torch.nn.Module.state_dict = state_dict  # type: ignore[method-assign]
+
+    model_class.from_pretrained = classmethod(from_pretrained)
+    try:
+        yield
+    finally:
+        model_class.from_pretrained = original
+
+
+class _Once:
+    """Calls a function at the first call only."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function: Callable[[], object] | None = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
+
+@contextmanager
+def _calling_after_import(function: Callable[[], None]) -> Iterator[None]:
+    """Call a function as soon as transformers' models have been imported."""
+    finder = _Finder(function)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _MODELING:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._function()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,86 @@
+"""Models of transformers built in configure_model have the weights that they have in plain torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.runif import RunIf
+from tests.training.configure_model_worker import fit
+from tests.training.transformers_worker import BuiltOnTokens, construct, language_loss, load, tokens
+from tests.training.worker import REPOSITORY, fresh_environment
+
+pytestmark = RunIf(package="transformers")
+
+
+def constructed_whole(kind: str) -> nn.Module:
+    """In plain torch, from the same seed."""
+    torch.manual_seed(0)
+    return construct(kind)
+
+
+def saved_whole(folder: Path) -> nn.Module:
+    """Weights as after a training, saved to a folder."""
+    torch.manual_seed(5)
+    model: Any = construct("gpt2")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.02)
+    model.save_pretrained(folder)
+    return model  # type: ignore[no-any-return]
+
+
+def assert_same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """To the bit, rounded to the dtype of the weights."""
+    expected = dict(model.named_parameters())
+    assert weights.keys() == expected.keys()
+    assert not [name for name, value in weights.items() if not torch.equal(value, expected[name].to(value.dtype))]
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("gpt2", "bf16-mixed"), ("llama", "32-true")])
+def test_constructed_models_are_those_of_torch(kind: str, precision: str, tmp_path: Path) -> None:
+    """Weights that post_init draws, tied ones and buffers: same bits, same first loss; stock leaves them empty."""
+    module = fit(BuiltOnTokens(lambda: construct(kind)), tmp_path, precision=precision)
+    expected = constructed_whole(kind)
+    assert_same_weights(module.weights, expected)
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(module.model.get_buffer(name), buffer), name
+    tolerance = 1e-6 if precision == "32-true" else 2e-2
+    assert module.losses[0] == pytest.approx(float(language_loss(expected, tokens()[:2])), abs=tolerance)
+
+
+def test_pretrained_weights_are_loaded(tmp_path: Path) -> None:
+    """from_pretrained of a local folder: the saved values, in parameters that ZeRO-3 holds; later models stay whole."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    expected = saved_whole(tmp_path / "weights")
+    module = fit(BuiltOnTokens(lambda: load(tmp_path / "weights")), tmp_path, precision="bf16-true")
+    assert_same_weights(module.weights, expected)
+    assert module.partitioned and all(module.partitioned)
+    assert not is_deepspeed_zero3_enabled()
+    assert not any(hasattr(param, "ds_id") for param in load(tmp_path / "weights").parameters())
+
+
+def test_two_processes_have_the_same_weights(tmp_path: Path) -> None:
+    """Constructed and loaded, both ranks have what plain torch has."""
+    expected = {"constructed": constructed_whole("gpt2"), "loaded": saved_whole(tmp_path / "weights")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.transformers_worker", str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=fresh_environment(),
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    for how, model in expected.items():
+        for rank in range(2):
+            seen = torch.load(tmp_path / f"{how}-{rank}.pt", weights_only=True)
+            assert_same_weights(seen["weights"], model)
+            assert all(seen["partitioned"])
