@@ -199,14 +199,19 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        present = self.model
+        present, optimizer = self.model, self._near_storage_optimizer
         self.model = self._training_engine or present
         try:
             self._name_save(checkpoint)
+            if optimizer is not None:
+                # What Lightning leaves out with save_weights_only=True.
+                optimizer.saves_weights_only = "optimizer_states" not in checkpoint
             checkpoint[RNG_KEY] = capture(self.root_device, world_size=self.world_size)
             super().save_checkpoint(checkpoint, filepath, storage_options)
         finally:
             self.model = present
+            if optimizer is not None:
+                optimizer.saves_weights_only = False
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

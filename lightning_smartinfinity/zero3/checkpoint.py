@@ -21,6 +21,7 @@ from deepspeed.checkpoint.constants import (
     ZERO_STAGE,
 )
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import PartitionLayout
@@ -56,13 +57,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
         "overflow": optimizer.overflow,
         PARTITION_COUNT: optimizer.partition_count,
         OPTIMIZER_STATE_DICT: {
-            "state": {
-                sub_group.index: {
-                    "step": torch.tensor(float(steps[sub_group.first : sub_group.last].max(initial=0))),
-                    **{name: room_for(sub_group.numel) for name in optimizer.rule.arrays[1:]},
-                }
-                for sub_group in layout.sub_groups
-            },
+            "state": {} if optimizer.saves_weights_only else _describe_moments(optimizer, steps),
             "param_groups": _groups_with_sub_groups(optimizer),
         },
         FP32_FLAT_GROUPS: [room_for(sub_group.numel) for sub_group in layout.sub_groups],
@@ -71,6 +66,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
             "optimizer": optimizer.rule.name,
             "dtype": str(optimizer.dtype),
             "save_id": optimizer.save_id,
+            "weights_only": optimizer.saves_weights_only,
             "parameters": [(piece.name, piece.numel) for piece in layout.parameters],
             "steps": steps.tolist(),
         },
@@ -84,10 +80,10 @@ def is_described(state: Any) -> bool:
 
 def write_arrays(optimizer: Any, file: TensorFile) -> None:
     """Write masters and moments into a file that :func:`state_dict` was saved to."""
-    streams = _streams(optimizer, file, with_moments=True)
+    streams = _streams(optimizer, file, with_moments=not optimizer.saves_weights_only)
 
     def write(window: Window) -> None:
-        for stream, values in zip(streams, window.arrays, strict=True):
+        for stream, values in zip(streams, window.arrays, strict=False):
             stream.write(values)
 
     optimizer.handler.scan(write)
@@ -172,6 +168,16 @@ def _streams(optimizer: Any, file: TensorFile, *, with_moments: bool) -> list[Te
     ]
 
 
+def _describe_moments(optimizer: Any, steps: NDArray[np.int64]) -> dict[int, dict[str, torch.Tensor]]:
+    return {
+        sub_group.index: {
+            "step": torch.tensor(float(steps[sub_group.first : sub_group.last].max(initial=0))),
+            **{name: room_for(sub_group.numel) for name in optimizer.rule.arrays[1:]},
+        }
+        for sub_group in optimizer.layout.sub_groups
+    }
+
+
 def _groups_with_sub_groups(optimizer: Any) -> list[dict[str, Any]]:
     groups = [{**group, "params": []} for group in optimizer.optimizer.param_groups]
     for sub_group, group in optimizer.sub_group_to_group_id.items():
@@ -205,6 +211,12 @@ def _check_ours(optimizer: Any, extra: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"The checkpoint has format version {extra['version']}; this version reads {_VERSION}.",
             "Use the version of lightning-smartinfinity that saved it.",
+        )
+    if extra["weights_only"]:
+        raise CheckpointError(
+            "The checkpoint holds weights only (save_weights_only=True): no training can be resumed from it.",
+            "Evaluate with it, or start a new fit from the file that lightning.pytorch.utilities.deepspeed's "
+            "convert_zero_checkpoint_to_fp32_state_dict makes of it.",
         )
     if extra["optimizer"] != optimizer.rule.name:
         raise CheckpointError(

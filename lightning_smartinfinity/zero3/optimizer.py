@@ -51,6 +51,8 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         self._warned_of_skip = False
         # Names the checkpoint last saved or loaded; the files of one save carry the same.
         self.save_id: str | None = None
+        # Whether the checkpoint being saved is to leave out the moments.
+        self.saves_weights_only = False
         self._left_out: list[Any] = []
         rank_state = RankState(keep=offload.transfer.keep)
         try:

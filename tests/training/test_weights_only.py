@@ -1,0 +1,48 @@
+"""save_weights_only=True: masters alone, for evaluation and for a new start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+from lightning_smartinfinity import CheckpointError
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
+
+RECIPE = Recipe(precision="bf16-mixed", max_steps=3, validate=True)
+
+
+def test_weights_only_checkpoints(tmp_path: Path) -> None:
+    """A third of the state is saved. It evaluates, becomes one file with the masters, and is refused for resuming."""
+    callback = ModelCheckpoint(
+        tmp_path / "checkpoints", filename="{step}", every_n_train_steps=3, save_weights_only=True, save_top_k=-1
+    )
+    module = LitTiny(RECIPE)
+    trainer = quiet_trainer(tmp_path, enable_checkpointing=True, callbacks=[callback])
+    trainer.fit(module)
+    path = tmp_path / "checkpoints" / "step=3.ckpt"
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    masters = {
+        name: trainer.strategy.optimizers[0].get_full_hp_param(param).clone()  # type: ignore[attr-defined]
+        for name, param in module.model.named_parameters()
+    }
+    numel = sum(master.numel() for master in masters.values())
+    (small,), (whole,) = (folder.rglob("*optim_states.pt") for folder in (path, tmp_path / "whole.ckpt"))
+    assert small.stat().st_size < 5 * numel < 12 * numel < whole.stat().st_size
+
+    (expected,) = quiet_trainer(tmp_path / "a").validate(module, ckpt_path=tmp_path / "whole.ckpt", verbose=False)
+    (metrics,) = quiet_trainer(tmp_path / "b").validate(LitTiny(RECIPE), ckpt_path=path, verbose=False)
+    assert metrics == expected
+
+    with pytest.raises(CheckpointError, match="weights only") as caught:
+        quiet_trainer(tmp_path / "c", max_steps=4).fit(LitTiny(RECIPE), ckpt_path=path)
+    assert "convert_zero_checkpoint_to_fp32_state_dict" in caught.value.remedy
+
+    convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path / "one.ckpt")
+    loaded = LitTiny.load_from_checkpoint(tmp_path / "one.ckpt", recipe=RECIPE, weights_only=False)
+    for name, param in loaded.model.named_parameters():
+        assert torch.equal(param, masters[name]), name
