@@ -153,10 +153,9 @@ class _Pool:
             self._settle(param)
 
     def around_all_gather(self, original: Callable[..., Any], init: Any, param_list: Any, *args: Any, **kw: Any) -> Any:
-        """Somebody else gathers: what was written before must not be lost when they partition."""
+        """What is gathered has the dtype that it was built with."""
         param_list = list(param_list)
         with torch._C.DisableTorchFunction():
-            self._settle_unused([param for param in param_list if param.ds_id in self._held])
             gathered = [param for param in param_list if _is_partitioned(param)]
             result = original(init, param_list, *args, **kw)
             for param in gathered:
@@ -165,7 +164,7 @@ class _Pool:
             return result
 
     def around_partition(self, original: Callable[..., Any], init: Any, param_list: Any, *args: Any, **kw: Any) -> Any:
-        """Somebody else partitions: what is still in use here is partitioned later."""
+        """Somebody else partitions (GatheredParameters, apply): what is still in use here is partitioned later."""
         with torch._C.DisableTorchFunction():
             others = [param for param in param_list if param.ds_id not in self._held]
             for param in others:

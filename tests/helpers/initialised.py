@@ -29,7 +29,7 @@ class Initialised(nn.Module):
 
     PARTS = (
         "normal trunc xavier orthogonal data fill copy row view_held flat numpy replaced other set vector foreach "
-        "loaded assigned cast scaled parameter by_metadata first second"
+        "loaded assigned cast scaled applied parameter by_metadata first second"
     )
 
     def __init__(self) -> None:
@@ -72,6 +72,9 @@ class Initialised(nn.Module):
         parts["assigned"].load_state_dict(values, assign=True)
         parts["cast"].half().float()
         weight["scaled"] /= weight["scaled"].norm()
+        weight["applied"].fill_(0.25)
+        parts["applied"].apply(lambda module: module.weight.data.mul_(3.0))
+        weight["applied"][0] += 1
         parts["parameter"].weight = nn.Parameter(weight["orthogonal"])
         for name, param in parts["by_metadata"].named_parameters():
             if param.dim() > 1 and param.numel() == WIDTH**2 and len(param) == param.size(0) == param.shape[1]:
