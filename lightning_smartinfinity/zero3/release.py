@@ -33,6 +33,9 @@ def release_module(module: torch.nn.Module) -> None:
     """
     for child in module.modules():
         _remove_hooks(child)
+        # A forward pass that was broken off left it set; then whoever reads a parameter gathers it.
+        if isinstance(child._parameters, parameter_offload.ZeROOrderedDict):
+            child._parameters._in_forward = False
     children = set(module.modules())
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [entry for entry in stack if entry not in children]

@@ -73,6 +73,8 @@ def test_hooks_of_deepspeed_can_be_told_by_their_module() -> None:
         assert "register_forward_hook(functools" not in source
     assert isinstance(parameter_offload.FWD_MODULE_STACK, list)
     assert hasattr(ZeroParamStatus, "AVAILABLE")
+    assert "._in_forward = True" in inspect.getsource(DeepSpeedEngine._forward_prologue)
+    assert "module.ds_inflight_param_registry" in inspect.getsource(parameter_offload.DeepSpeedZeRoOffload.__init__)
 
 
 def test_torch_keeps_hooks_where_they_are_removed() -> None:

@@ -1,0 +1,198 @@
+"""Callbacks, hooks and logging that work as with plain Lightning."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.core.hooks import ModelHooks
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
+from tests.helpers.trainers import quiet_trainer
+
+
+def test_model_checkpoint_keeps_the_best_and_deletes_the_others(tmp_path: Path) -> None:
+    """Top two of four, a link to the last, every third step, weights alone: the same names, and those that stay."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        best = callbacks.ModelCheckpoint(root / "best", monitor="val_loss", mode="min", save_top_k=2, save_last="link")
+        steps = callbacks.ModelCheckpoint(root / "steps", every_n_train_steps=3, save_top_k=-1)
+        weights = callbacks.ModelCheckpoint(root / "weights", save_weights_only=True)
+        module = Everything()
+        make(max_epochs=4, callbacks=[best, steps, weights], enable_checkpointing=True).fit(module)
+        names = [sorted(path.name for path in (root / kind).iterdir()) for kind in ("best", "steps", "weights")]
+        assert (root / "best" / "last.ckpt").is_symlink()
+        link = (root / "best" / "last.ckpt").resolve().name
+        validated = make().validate(Everything(), ckpt_path=weights.best_model_path, verbose=False)
+        scores = sorted(float(score) for score in best.best_k_models.values())
+        resumed = Everything()
+        make(max_epochs=5).fit(resumed, ckpt_path=root / "best" / "last.ckpt")
+        return names, link, Path(best.best_model_path).name, scores, validated, resumed.losses
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+def test_early_stopping(tmp_path: Path) -> None:
+    """It stops in the same epoch; the fit may be saved and goes on from there."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        stopping = callbacks.EarlyStopping("val_loss", mode="max", patience=2)
+        trainer, module = make(max_epochs=9, callbacks=[stopping]), Everything()
+        trainer.fit(module)
+        trainer.save_checkpoint(root / "stopped.ckpt")
+        return module.losses, trainer.current_epoch, stopping.stopped_epoch, stopping.wait_count
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+class Logging(Everything):
+    """Logs in every way, with a scheduler whose rate a callback follows."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"sum": loss, "count": 1.0}, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("largest", loss, on_epoch=True, on_step=False, reduce_fx=torch.max)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+        rate = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=1e-2, total_steps=int(self.trainer.estimated_stepping_batches)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+
+
+def test_logging_and_monitors(tmp_path: Path) -> None:
+    """What a logger gets: values, rates, hyperparameters; callbacks that time, print and measure run along."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        logger = CSVLogger(root, version=0)
+        seen: list[str] = []
+        watching = [
+            callbacks.LearningRateMonitor(logging_interval="step", log_momentum=True),
+            callbacks.Timer(),
+            callbacks.LambdaCallback(on_train_epoch_end=lambda *_: seen.append("epoch")),
+            callbacks.RichProgressBar(),
+        ]
+        trainer, module = make(max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=watching), Logging(width=5)
+        # The progress bar is a callback, which quiet Trainers do without.
+        trainer.fit(module)
+        table = (root / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+        rows = [[float(cell) if cell else None for cell in line.split(",")] for line in table[1:]]
+        hyperparameters = (root / "lightning_logs" / "version_0" / "hparams.yaml").read_text()
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        return table[0], rows, hyperparameters, metrics, seen, module.losses
+
+    def with_progress_bar(make: Any, root: Path) -> Any:
+        return scenario(partial(make, enable_progress_bar=True), root)
+
+    assert_like_plain_lightning(with_progress_bar, tmp_path)
+
+
+def test_device_stats_monitor_and_tqdm(tmp_path: Path) -> None:
+    """They run; the values are the machine's."""
+    trainer = quiet_trainer(
+        tmp_path,
+        logger=CSVLogger(tmp_path, version=0),
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+        callbacks=[callbacks.DeviceStatsMonitor(cpu_stats=True), callbacks.TQDMProgressBar()],
+    )
+    trainer.fit(Everything())
+    header = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
+    assert "DeviceStatsMonitor.on_train_batch_end" in header
+
+
+class Built(Everything):
+    """Its model is built in configure_model, partitioned from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.model
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10, bias=False))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return self.model(torch.ones(2, 30, dtype=self.model[0].weight.dtype)).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        return
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("module", [Everything, Built])
+@pytest.mark.parametrize("summary", [callbacks.ModelSummary, callbacks.RichModelSummary])
+def test_model_summary_has_the_real_sizes(module: Any, summary: Any, tmp_path: Path) -> None:
+    """Parameters per layer, in total, trainable and in megabytes, as of the model that is not partitioned."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        seen: dict[str, Any] = {}
+
+        class Looking(summary):  # type: ignore[misc]
+            @staticmethod
+            def summarize(data: Any, total: int, trainable: int, size: float, *_: Any, **__: Any) -> None:
+                rows = dict(data)
+                seen.update(names=rows["Name"], numel=rows["Params"], total=total, trainable=trainable, size=size)
+
+        trained = module()
+        if module is Everything:
+            trained.model.positions.weight.requires_grad_(False)
+            trained.example_input_array = RECIPE.batch(0)
+        make(max_steps=1, callbacks=[Looking(max_depth=3)]).fit(trained)
+        return seen
+
+    seen = assert_like_plain_lightning(scenario, tmp_path)
+    assert seen["total"] > 0
+
+
+HOOKS = [name for name in vars(ModelHooks) if name.startswith("on_")]
+CALLBACK_HOOKS = [name for name in vars(callbacks.Callback) if name.startswith("on_")]
+
+
+def record_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+    """The order in which hooks of the module and of a callback are called."""
+    order: list[str] = []
+
+    def note(label: str, *_: Any, **__: Any) -> None:
+        order.append(label)
+
+    for name in HOOKS:
+        setattr(module, name, partial(note, f"module.{name}"))
+    names = [name for name in CALLBACK_HOOKS if not name.startswith(("on_save", "on_load", "on_exception"))]
+    watcher: Any = callbacks.LambdaCallback(**{name: partial(note, f"callback.{name}") for name in names})
+    trainer.callbacks.append(watcher)  # type: ignore[attr-defined]
+    return order
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_are_called_in_the_order_of_plain_lightning(accumulate: int, tmp_path: Path) -> None:
+    """Fit with validation, then validate, test and predict."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module = make(max_epochs=2, limit_train_batches=3, accumulate_grad_batches=accumulate), Everything()
+        order = record_hooks(trainer, module)
+        trainer.fit(module)
+        trainer.validate(module, verbose=False)
+        trainer.test(module, verbose=False)
+        trainer.predict(module)
+        return order
+
+    order = assert_like_plain_lightning(scenario, tmp_path)
+    for name in ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"):
+        assert f"module.{name}" in order and f"callback.{name}" in order

@@ -1,0 +1,172 @@
+"""Validate, test and predict: inside a fit, before any, after it, and from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
+from tests.helpers.trainers import quiet_trainer
+from tests.training.predict_worker import predict_around_a_fit
+from tests.training.worker import REPOSITORY, fresh_environment
+
+
+def evaluate(trainer: Any, module: Any = None, **options: Any) -> list[Any]:
+    """What all three give."""
+    return [
+        trainer.validate(module, verbose=False, **options),
+        trainer.test(module, verbose=False, **options),
+        torch.cat(trainer.predict(module, **options)),
+    ]
+
+
+def test_before_after_and_between_fits(tmp_path: Path) -> None:
+    """Evaluation of a module never fitted, twice, then a fit, evaluation, and a second fit: as plain Lightning."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module = make(max_epochs=1), Everything()
+        seen = [evaluate(trainer, module), evaluate(trainer, module)]
+        trainer.fit(module)
+        seen.append(evaluate(trainer, module))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module)
+        trainer.save_checkpoint(root / "last.ckpt")
+        seen.append(evaluate(trainer, module))
+        return seen, module.losses, trainer.global_step, trainer.current_epoch
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+def test_checkpoints_by_path_best_and_last(tmp_path: Path) -> None:
+    """ckpt_path= a path in a fresh Trainer with an unfitted module; "best" and "last" after the fit."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        keeper = ModelCheckpoint(root / "kept", monitor="val_loss", mode="max", save_last=True, save_top_k=-1)
+        trainer, module = make(max_epochs=3, callbacks=[keeper], enable_checkpointing=True), Everything()
+        trainer.fit(module)
+        # Loading a checkpoint sets the callback back, too.
+        best, last = keeper.best_model_path, keeper.last_model_path
+        seen = [evaluate(trainer, ckpt_path=which) for which in ("last", "best", best)]
+        return seen + [evaluate(make(), Everything(), ckpt_path=path) for path in (best, last)]
+
+    last, best, path, fresh_best, fresh_last = assert_like_plain_lightning(scenario, tmp_path)
+    assert torch.equal(best[2], path[2]) and torch.equal(best[2], fresh_best[2])
+    assert torch.equal(last[2], fresh_last[2]) and not torch.equal(best[2], last[2])
+
+
+def test_loading_for_evaluation_does_not_touch_a_later_fit(tmp_path: Path) -> None:
+    """Validating a checkpoint and then fitting the same module goes on from the checkpoint's weights, as plain."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        first = make(max_epochs=1)
+        first.fit(Everything())
+        first.save_checkpoint(root / "a.ckpt")
+        trainer, module = make(max_epochs=1), Everything()
+        trainer.validate(module, ckpt_path=root / "a.ckpt", verbose=False)
+        trainer.fit(module)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, ckpt_path=root / "a.ckpt")
+        return module.losses, trainer.global_step
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+def test_another_module_between_fits_leaves_the_first_ones_state_alone(tmp_path: Path) -> None:
+    """Validating module B after fitting A: A can still be saved, and resumes to the bit."""
+    recipe = dataclasses.replace(RECIPE, precision="bf16-mixed", max_steps=3)
+    trainer = quiet_trainer(tmp_path)
+    trainer.fit(Everything(recipe))
+    trainer.validate(Everything(recipe), verbose=False)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    straight = Everything(recipe)
+    quiet_trainer(tmp_path / "straight", max_steps=4).fit(straight)
+    resumed = Everything(recipe)
+    quiet_trainer(tmp_path / "resumed", max_steps=4).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    other = Everything(recipe)
+    trainer.fit(other)
+    assert trainer.global_step == 6 and len(other.losses) == 3
+    assert len(resumed.losses) == 1
+
+
+def test_user_hooks_survive_evaluation(tmp_path: Path) -> None:
+    """Forward hooks that the user registered fire in fit and in evaluation, once per forward, as plain."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        module, calls = Everything(), [0]
+
+        def count(*_: Any) -> None:
+            calls[0] += 1
+
+        handle = module.model.norm.register_forward_hook(count)
+        trainer = make(max_steps=2)
+        counted = []
+        for run in (trainer.fit, trainer.validate, trainer.fit):
+            run(module)
+            counted.append(calls[0])
+            trainer.fit_loop.epoch_loop.max_steps = 4
+        handle.remove()
+        trainer.validate(module, verbose=False)
+        return counted, calls[0]
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+def test_engines_of_earlier_runs_leave_no_hooks(tmp_path: Path) -> None:
+    """However often one module is fitted and validated, the number of hooks on it stays that of one engine."""
+
+    def num_hooks() -> int:
+        modules = list(module.modules())
+        return sum(len(child._forward_hooks) + len(child._forward_pre_hooks) for child in modules)
+
+    trainer, module = quiet_trainer(tmp_path, max_steps=1), Everything()
+    trainer.fit(module)
+    after_one = num_hooks()
+    for steps in (2, 3):
+        trainer.validate(module, verbose=False)
+        trainer.fit_loop.epoch_loop.max_steps = steps
+        trainer.fit(module)
+    assert num_hooks() == after_one
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_another_precision_for_the_same_module_is_refused(precision: Any, tmp_path: Path) -> None:
+    """A module that bf16-mixed partitioned cannot go on in fp32; in bf16-true it can."""
+    from lightning_smartinfinity import UnsupportedError
+
+    module = Everything()
+    quiet_trainer(tmp_path / "a").fit(module)
+    trainer = quiet_trainer(tmp_path / "b", precision=precision)
+    if precision == "bf16-true":
+        trainer.fit(module)
+        return
+    for run in (trainer.fit, trainer.validate):
+        with pytest.raises(UnsupportedError, match="bfloat16") as caught:
+            run(module)
+        assert caught.value.remedy.endswith(".")
+    assert not (tmp_path / "b" / "storage").exists()
+
+
+def test_two_processes_predict_what_one_does(tmp_path: Path) -> None:
+    """Each rank predicts its share of the samples, before a fit and with the weights of a fit; together one's."""
+    before, after = predict_around_a_fit(quiet_trainer(tmp_path, precision="32-true", max_steps=1))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.predict_worker", str(tmp_path)],
+        cwd=REPOSITORY,
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    shares = [torch.tensor(json.loads((tmp_path / f"predicted-{rank}.json").read_text())) for rank in range(2)]
+    together = torch.stack(shares, 2).flatten(1)
+    torch.testing.assert_close(together, torch.stack([before, after]), rtol=2e-5, atol=2e-5)

@@ -1,0 +1,204 @@
+"""A fit that is broken off, by an exception anywhere or by Ctrl-C: what is left is the last committed step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+from lightning_smartinfinity import SmartInfinityStrategy, StorageError, UnsupportedError
+from lightning_smartinfinity.native import testing
+from tests.helpers.plain import Everything, assert_like_plain_lightning
+from tests.helpers.trainers import quiet_trainer
+
+
+class Broken(Exception):
+    """What goes wrong in a user's code."""
+
+
+class Breaking(Everything):
+    """Raises at one place of the third step."""
+
+    def __init__(self, place: str | None) -> None:
+        super().__init__()
+        self.place = place
+        norm: Any = self.model.blocks[1].norm2
+        norm.register_forward_pre_hook(lambda *_: self.at("forward"))
+
+    def at(self, place: str) -> None:
+        trainer = self._trainer
+        if self.place == place and trainer is not None and trainer.training and trainer.global_step == 2:
+            raise Broken
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.at("training_step")
+        return _BreakOff.apply(loss, self) if self.place == "backward" else loss
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.at("on_before_backward")
+
+    def on_after_backward(self) -> None:
+        self.at("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.at("on_before_optimizer_step")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.at("on_before_zero_grad")
+
+    def on_validation_start(self) -> None:
+        if self.place == "on_validation_start" and not self.trainer.sanity_checking:
+            raise Broken
+
+
+class _BreakOff(torch.autograd.Function):
+    """The loss itself, whose backward pass fails half-way: in the middle of the model's."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, module: Breaking) -> torch.Tensor:
+        ctx.handles = [module.model.blocks[1].norm1.register_full_backward_hook(lambda *_: module.at("backward"))]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+PLACES = [
+    "training_step",
+    "forward",
+    "backward",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_validation_start",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_leaves_the_last_step(place: str, tmp_path: Path) -> None:
+    """Saved afterwards, the state resumes; the same Trainer fits on; no gradient of the broken window is left."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module = make(max_epochs=1, accumulate_grad_batches=1), Breaking(place)
+        with pytest.raises(Broken):
+            trainer.fit(module)
+        trainer.save_checkpoint(root / "broken.ckpt")
+        module.place = None
+        trainer.fit(module)
+        resumed = Everything()
+        make(max_epochs=1).fit(resumed, ckpt_path=root / "broken.ckpt")
+        return module.losses, trainer.global_step, resumed.losses
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+def test_an_exception_saves_a_checkpoint(tmp_path: Path) -> None:
+    """OnExceptionCheckpoint: its file resumes as plain Lightning's does."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        keeper = OnExceptionCheckpoint(root, filename="broken")
+        trainer = make(max_epochs=1, callbacks=[keeper], enable_checkpointing=True)
+        with pytest.raises(Broken):
+            trainer.fit(Breaking("on_after_backward"))
+        resumed = Everything()
+        make(max_epochs=1).fit(resumed, ckpt_path=root / "broken.ckpt")
+        return resumed.losses
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_nothing_is_left_of_a_broken_fit(tmp_path: Path) -> None:
+    """After close() no thread and no file of the storage remains, and its lock is free for the next fit."""
+    strategies = [SmartInfinityStrategy(tmp_path / "storage") for _ in range(3)]
+    threads = []
+    for strategy in strategies:
+        with pytest.raises(Broken):
+            quiet_trainer(tmp_path, strategy).fit(Breaking("backward"))
+        strategy.close()
+        threads.append(num_threads())
+        assert not list((tmp_path / "storage").rglob("*.bin"))
+    assert threads[1] == threads[2], "every broken fit leaves threads behind"
+    quiet_trainer(tmp_path).fit(Everything())
+
+
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """Lightning ignores Ctrl-C once it has noticed one."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class InterruptTheWait(pl.Callback):
+    """Makes the storage slow for the second step, and presses Ctrl-C while it is waited for."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 1:
+            self.parameters = [param.ds_tensor.clone() for param in pl_module.parameters()]
+            testing.inject(optimizer.handler._device._pipeline, seed=1, max_delay_us=400_000)
+            main: Any = threading.main_thread().ident
+            self.timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
+            self.timer.start()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.usefixtures("sigint")
+def test_ctrl_c_during_the_update_abandons_the_step(precision: Any, tmp_path: Path) -> None:
+    """Parameters and state are those of the step before, to the bit; the checkpoint saved then resumes like any."""
+    straight = Everything()
+    settings: dict[str, Any] = {"precision": precision, "use_distributed_sampler": False, "max_steps": 3}
+    quiet_trainer(tmp_path / "straight", **settings).fit(straight)
+    interrupt, module = InterruptTheWait(), Everything()
+    slow = {"transfer": {"tasklet_bytes": 64 * 1024, "num_buffers": 2}, "callbacks": [interrupt]}
+    trainer = quiet_trainer(tmp_path, **settings, **slow)
+    with pytest.raises(SystemExit):
+        trainer.fit(module)
+    interrupt.timer.join()
+    optimizer: Any = trainer.strategy.optimizers[0]
+    assert optimizer.handler.generation == 1 and not optimizer.handler.in_flight
+    parameters: Any = list(module.parameters())
+    for param, before in zip(parameters, interrupt.parameters, strict=True):
+        assert torch.equal(param.ds_tensor, before)
+    trainer.save_checkpoint(tmp_path / "interrupted.ckpt")
+    resumed = Everything()
+    resumed.on_train_start = lambda: None  # type: ignore[method-assign]
+    again = quiet_trainer(tmp_path / "again", **settings)
+    again.fit(resumed, ckpt_path=tmp_path / "interrupted.ckpt")
+    assert again.global_step == 3
+    # Lightning replays the epoch's batches from the first one.
+    assert resumed.losses[0] != straight.losses[1]
+    trainer.callbacks.remove(interrupt)  # type: ignore[attr-defined]
+    trainer.fit(module)
+    assert trainer.global_step == 3
+
+
+def test_a_module_whose_set_up_failed_can_be_fitted(tmp_path: Path) -> None:
+    """Nothing of an aborted set-up stays on the module: storage that cannot be had, an optimizer that is refused."""
+    (tmp_path / "file").write_text("in the way")
+    expected, module = Everything(), Everything()
+    settings: dict[str, Any] = {"use_distributed_sampler": False}
+    quiet_trainer(tmp_path / "expected", **settings).fit(expected)
+    with pytest.raises(StorageError):
+        quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "file" / "below")).fit(module)
+    configure = module.configure_optimizers
+    module.configure_optimizers = lambda: torch.optim.Rprop(module.parameters())  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError):
+        quiet_trainer(tmp_path).fit(module)
+    module.configure_optimizers = configure  # type: ignore[method-assign]
+    quiet_trainer(tmp_path / "at last", **settings).fit(module)
+    assert module.losses == expected.losses

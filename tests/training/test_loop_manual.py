@@ -1,0 +1,198 @@
+"""Manual optimization and what modules do to gradients, against plain Lightning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_smartinfinity import UnsupportedError
+from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
+from tests.helpers.trainers import quiet_trainer
+
+
+class Manual(Everything):
+    """Two backward passes a step; subclasses say what else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for half in batch.chunk(2):
+            loss = self.model(half)
+            self.losses.append(float(loss.detach()))
+            self.between(optimizer, loss)
+        self.finish(optimizer)
+
+    def between(self, optimizer: Any, loss: torch.Tensor) -> None:
+        self.manual_backward(loss)
+
+    def finish(self, optimizer: Any) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Clipping(Manual):
+    """Clips between the backward passes, so that the second one's gradients come on top, and again at the end."""
+
+    def between(self, optimizer: Any, loss: torch.Tensor) -> None:
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+    def finish(self, optimizer: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="value")
+        super().finish(optimizer)
+
+
+class Toggling(Manual):
+    """As the documentation of Lightning has it for GANs."""
+
+    def between(self, optimizer: Any, loss: torch.Tensor) -> None:
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(loss)
+        self.untoggle_optimizer(optimizer)
+
+
+class EveryOther(Manual):
+    """Steps after every second batch, with a scheduler; drops the gradients of the third batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    def finish(self, optimizer: Any) -> None:
+        self.seen = getattr(self, "seen", 0) + 1
+        if self.seen == 3:
+            optimizer.zero_grad()
+        if self.seen % 2 == 0:
+            super().finish(optimizer)
+            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+
+
+@pytest.mark.parametrize("module", [Manual, Clipping, Toggling, EveryOther])
+def test_manual_optimization(module: type[Manual], tmp_path: Path) -> None:
+    """Losses of every forward pass, the number of steps and what is validated afterwards."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, trained = make(max_epochs=2), module()
+        trainer.fit(trained)
+        return trained.losses, trainer.global_step, trainer.validate(trained, verbose=False)
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+class Direct(Manual):
+    """Does not go through manual_backward."""
+
+    def between(self, optimizer: Any, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+class ByHand(Manual):
+    """Puts gradients in place of those that ZeRO-3 reduced."""
+
+    def finish(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        super().finish(optimizer)
+
+
+@pytest.mark.parametrize("module", [Direct, ByHand])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_gradients_that_no_rank_reduced_are_refused(module: type[Manual], precision: Any, tmp_path: Path) -> None:
+    """loss.backward() and assigned gradients: the step says so, and changes nothing."""
+    trainer = quiet_trainer(tmp_path, precision=precision)
+    with pytest.raises(UnsupportedError, match=r"manual_backward") as caught:
+        trainer.fit(module())
+    assert caught.value.remedy.endswith(".")
+    assert trainer.strategy.optimizers[0].handler.generation == 0
+
+
+class OwnClipping(Everything):
+    """Overrides the hook, with a limit of its own in every second step and none in the others."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if self.trainer.global_step % 2 == 0:
+            self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}],
+    ids=["none", "norm", "value"],
+)
+def test_clipping_by_the_trainer(settings: dict[str, Any], tmp_path: Path, recwarn: Any) -> None:
+    """By norm, by value or not at all, over windows of two."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module = make(max_epochs=2, accumulate_grad_batches=2, **settings), Everything()
+        trainer.fit(module)
+        return module.losses
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+def test_clipping_by_the_module(tmp_path: Path, recwarn: Any) -> None:
+    """configure_gradient_clipping clips, and no warning says that it does not."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module = make(max_epochs=2), OwnClipping()
+        trainer.fit(module)
+        return module.losses
+
+    assert_like_plain_lightning(scenario, tmp_path)
+    assert not any("clip" in str(warning.message) for warning in recwarn)
+
+
+class SkipsBatches(Everything):
+    """Returns None from training_step for some batches, as Lightning allows."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+def test_a_training_step_that_returns_nothing_skips_its_batch(tmp_path: Path) -> None:
+    """Nothing is updated for it, moments and step counts included."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module = make(max_epochs=2), SkipsBatches()
+        trainer.fit(module)
+        return module.losses, trainer.global_step
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+def test_automatic_after_manual_in_one_trainer(tmp_path: Path) -> None:
+    """Each fit accumulates in the dtype that its own module asks for."""
+    trainer = quiet_trainer(tmp_path, max_steps=1)
+    dtypes = []
+    for steps, module in enumerate((Everything(RECIPE), Manual(), Everything(RECIPE)), 1):
+        trainer.fit_loop.epoch_loop.max_steps = steps
+        trainer.fit(module)
+        dtypes.append(trainer.strategy.optimizers[0].arena.buffer.dtype)
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_hyperparameters_of_nn_modules_stay_theirs(tmp_path: Path) -> None:
+    """A module whose loss goes through an nn.Module of its own trains as plain."""
+
+    class WithLoss(Everything):
+        def __init__(self) -> None:
+            super().__init__()
+            self.criterion = nn.L1Loss()
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": self.criterion(loss, torch.zeros_like(loss)), "extra": loss.detach()}
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module = make(max_epochs=1), WithLoss()
+        trainer.fit(module)
+        return module.losses
+
+    assert_like_plain_lightning(scenario, tmp_path)

@@ -1,0 +1,104 @@
+"""Settings of the Trainer that change how its loops run, against plain Lightning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_smartinfinity import SmartInfinityStrategy
+from tests.helpers.models import Tokens
+from tests.helpers.plain import Everything, assert_like_plain_lightning
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fast_dev_run": {"fast_dev_run": 2},
+    "overfit_batches": {"overfit_batches": 2, "max_epochs": 2},
+    "no training batch": {"limit_train_batches": 0, "max_epochs": 1},
+    "half of the training batches": {"limit_train_batches": 0.5, "max_epochs": 2},
+    "windows that the limit cuts": {"limit_train_batches": 3, "accumulate_grad_batches": 2, "max_epochs": 2},
+    "no validation batch": {"limit_val_batches": 0, "max_epochs": 1},
+    "no test and prediction batch": {"limit_test_batches": 0, "limit_predict_batches": 0, "max_epochs": 1},
+    "some batches of each": {"limit_val_batches": 0.25, "limit_test_batches": 3, "limit_predict_batches": 1},
+    "validation twice an epoch": {"val_check_interval": 0.5, "max_epochs": 2},
+    "validation across epochs": {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_steps": 7},
+    "no sanity check": {"num_sanity_val_steps": 0, "max_epochs": 1},
+    "a whole sanity check": {"num_sanity_val_steps": -1, "max_epochs": 1},
+    "anomaly detection": {"detect_anomaly": True, "max_steps": 2},
+    "no inference mode": {"inference_mode": False, "max_steps": 2},
+    "reloaded loaders": {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
+    "time for nothing": {"max_time": {"seconds": 0}, "max_epochs": 2},
+    "time enough": {"max_time": {"hours": 1}, "max_epochs": 1},
+    "at least so many steps": {"min_steps": 6, "max_epochs": 2},
+}
+
+
+class Counting(Everything):
+    """Counts how often each loader was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = {"train": 0, "val": 0}
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        self.asked["train"] += 1
+        return super().train_dataloader()
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        self.asked["val"] += 1
+        return super().val_dataloader()
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting(name: str, tmp_path: Path) -> None:
+    """A fit, a test and predictions: losses, metrics, progress and how often loaders were made."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module = make(**{"max_steps": -1, **SETTINGS[name]}), Counting()
+        if "max_epochs" not in SETTINGS[name] and "max_steps" not in SETTINGS[name]:
+            trainer.fit_loop.max_epochs = 1
+        trainer.fit(module)
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        tested = trainer.test(module, verbose=False)
+        predicted = trainer.predict(module)
+        progress = (trainer.global_step, trainer.current_epoch, trainer.num_training_batches)
+        return module.losses, metrics, tested, predicted, progress, module.asked
+
+    assert_like_plain_lightning(scenario, tmp_path)
+
+
+def test_barebones(tmp_path: Path) -> None:
+    """Trainer(barebones=True) trains the same losses."""
+    losses = []
+    for strategy in ("auto", SmartInfinityStrategy(tmp_path / "storage")):
+        module = Everything()
+        module.log = lambda *_, **__: None  # type: ignore[method-assign]
+        trainer = pl.Trainer(
+            barebones=True, strategy=strategy, accelerator="cpu", devices=1, max_steps=3, use_distributed_sampler=False
+        )
+        trainer.fit(module)
+        losses.append(module.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Batches of an unknown number."""
+
+    def __iter__(self) -> Any:
+        return iter(Tokens().data[:8].split(2))
+
+
+def test_a_loader_without_batch_sampler(tmp_path: Path) -> None:
+    """DataLoader(batch_size=None) over an iterable dataset of unknown length."""
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module = make(max_epochs=2), Everything()
+        trainer.fit(module, DataLoader(Stream(), batch_size=None))
+        return module.losses, trainer.global_step
+
+    assert_like_plain_lightning(scenario, tmp_path)
