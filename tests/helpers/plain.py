@@ -17,7 +17,7 @@ from tests.helpers.trainers import quiet_trainer
 __all__ = ["Everything", "Scenario", "assert_alike", "assert_like_plain_lightning"]
 
 # Four batches an epoch; values in fp32 agree with Lightning's own CPU strategy to rounding.
-RECIPE = Recipe(epoch_batches=4)
+RECIPE = Recipe(epoch_batches=4, depth=1)
 _TOLERANCE = 2e-4
 
 MakeTrainer = Callable[..., pl.Trainer]

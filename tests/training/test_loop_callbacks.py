@@ -18,21 +18,21 @@ from tests.helpers.trainers import quiet_trainer
 
 
 def test_model_checkpoint_keeps_the_best_and_deletes_the_others(tmp_path: Path) -> None:
-    """Top two of four, a link to the last, every third step, weights alone: the same names, and those that stay."""
+    """Top two of three, a link to the last, every third step, weights alone: the same names, and those that stay."""
 
     def scenario(make: Any, root: Path) -> Any:
         best = callbacks.ModelCheckpoint(root / "best", monitor="val_loss", mode="min", save_top_k=2, save_last="link")
         steps = callbacks.ModelCheckpoint(root / "steps", every_n_train_steps=3, save_top_k=-1)
         weights = callbacks.ModelCheckpoint(root / "weights", save_weights_only=True)
         module = Everything()
-        make(max_epochs=4, callbacks=[best, steps, weights], enable_checkpointing=True).fit(module)
+        make(max_epochs=3, callbacks=[best, steps, weights], enable_checkpointing=True).fit(module)
         names = [sorted(path.name for path in (root / kind).iterdir()) for kind in ("best", "steps", "weights")]
         assert (root / "best" / "last.ckpt").is_symlink()
         link = (root / "best" / "last.ckpt").resolve().name
         validated = make().validate(Everything(), ckpt_path=weights.best_model_path, verbose=False)
         scores = sorted(float(score) for score in best.best_k_models.values())
         resumed = Everything()
-        make(max_epochs=5).fit(resumed, ckpt_path=root / "best" / "last.ckpt")
+        make(max_epochs=4).fit(resumed, ckpt_path=root / "best" / "last.ckpt")
         return names, link, Path(best.best_model_path).name, scores, validated, resumed.losses
 
     assert_like_plain_lightning(scenario, tmp_path)

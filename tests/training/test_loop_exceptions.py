@@ -30,7 +30,7 @@ class Breaking(Everything):
     def __init__(self, place: str | None) -> None:
         super().__init__()
         self.place = place
-        norm: Any = self.model.blocks[1].norm2
+        norm: Any = self.model.blocks[0].norm2
         norm.register_forward_pre_hook(lambda *_: self.at("forward"))
 
     def at(self, place: str) -> None:
@@ -43,17 +43,11 @@ class Breaking(Everything):
         self.at("training_step")
         return _BreakOff.apply(loss, self) if self.place == "backward" else loss
 
-    def on_before_backward(self, loss: torch.Tensor) -> None:
-        self.at("on_before_backward")
-
     def on_after_backward(self) -> None:
         self.at("on_after_backward")
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.at("on_before_optimizer_step")
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.at("on_before_zero_grad")
 
     def on_validation_start(self) -> None:
         if self.place == "on_validation_start" and not self.trainer.sanity_checking:
@@ -65,7 +59,7 @@ class _BreakOff(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, module: Breaking) -> torch.Tensor:
-        ctx.handles = [module.model.blocks[1].norm1.register_full_backward_hook(lambda *_: module.at("backward"))]
+        ctx.handles = [module.model.blocks[0].norm1.register_full_backward_hook(lambda *_: module.at("backward"))]
         return loss.clone()
 
     @staticmethod
@@ -77,10 +71,8 @@ PLACES = [
     "training_step",
     "forward",
     "backward",
-    "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
-    "on_before_zero_grad",
     "on_validation_start",
 ]
 
