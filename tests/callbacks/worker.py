@@ -16,8 +16,9 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 
 def launch(out: Path, *, devices: int = 1, resume: Path | None = None) -> list[dict[str, Any]]:

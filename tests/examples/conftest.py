@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from tests.helpers.fresh_python import fresh_environment
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-_LAUNCHED = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "LOCAL_SIZE"}
 _MODULES = ("byte_lm", "finetune_text", "finetune_text_cli", "report", "text_folder")
 
 
@@ -32,7 +32,8 @@ def run_example(tmp_path: Path) -> Callable[..., str]:
         done = subprocess.run(
             [sys.executable, str(EXAMPLES / script), *arguments],
             cwd=tmp_path,
-            env=_fresh_environment(),
+            # Models this small run best on one thread.
+            env={**fresh_environment(), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=600,
@@ -42,10 +43,3 @@ def run_example(tmp_path: Path) -> Callable[..., str]:
         return output
 
     return run
-
-
-def _fresh_environment() -> dict[str, str]:
-    # A fit in this process has left in it what a launcher would set. Models this small run best on one thread.
-    left = _LAUNCHED | {"DS_ACCELERATOR"}
-    kept = {name: value for name, value in os.environ.items() if name not in left and not name.startswith("PL_")}
-    return {**kept, "OMP_NUM_THREADS": "1"}

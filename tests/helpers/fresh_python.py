@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-__all__ = ["fresh_python"]
+__all__ = ["fresh_environment", "fresh_python"]
 
 
 def fresh_python(code: str, *arguments: str, cwd: Path, autoload: bool = True, **environment: str) -> str:
@@ -24,7 +24,7 @@ def fresh_python(code: str, *arguments: str, cwd: Path, autoload: bool = True, *
     Raises:
         AssertionError: The code failed; the message holds all that it printed.
     """
-    variables = {**os.environ, **environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(autoload))}
+    variables = {**fresh_environment(), **environment, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(autoload))}
     variables.pop("PYTHONPATH", None)
     completed = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
@@ -35,3 +35,18 @@ def fresh_python(code: str, *arguments: str, cwd: Path, autoload: bool = True, *
     )
     assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
     return completed.stdout
+
+
+def fresh_environment() -> dict[str, str]:
+    """The environment without what an earlier fit in this process, or its launcher, left in it."""
+    left = {
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "NODE_RANK",
+        "LOCAL_SIZE",
+        "DS_ACCELERATOR",
+    }
+    return {name: value for name, value in os.environ.items() if name not in left and not name.startswith("PL_")}

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import lightning_smartinfinity.native._core as core
+from tests.helpers.fresh_python import fresh_environment
 from tests.native.builds import run
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 # Arguments of a run that takes seconds, and what the lines of its table begin with.

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from tests.helpers import reference
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import Recipe
 from tests.stock.worker import ACCUMULATED, SAVE_AT, THREADS, UNUSED
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 OURS = "smart_infinity"
 Outcomes: TypeAlias = "dict[str, dict[str, Any]]"

@@ -26,8 +26,9 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 # Wide enough that DeepSpeed swaps at all: it keeps tensors below 1 MiB in memory.
 RECIPE = Recipe(precision="bf16-true", lr=1e-3, width=256, depth=1, max_steps=6)

@@ -18,9 +18,10 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.hard_models import Case, HardModule, Trained, train_plainly
 from tests.helpers.trainers import quiet_trainer
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 # Every parameter is gathered and released around its modules, however small: DeepSpeed would keep these all in memory.
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}

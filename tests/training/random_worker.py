@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.random_fit import LitRandom, SaveAt, seed
 from tests.helpers.trainers import quiet_trainer
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 
 @dataclass(frozen=True)

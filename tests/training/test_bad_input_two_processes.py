@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.store.lock import FolderLock
+from tests.helpers.fresh_python import fresh_environment
 from tests.training.bad_input_worker import CASES
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 EXPECTED = {
     "file-in-the-way": ("StorageError", "rank-00001"),

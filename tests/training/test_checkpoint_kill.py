@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.fresh_python import fresh_environment
 from tests.training.killed_save_worker import RECIPE
-from tests.training.worker import REPOSITORY, Run, fresh_environment, train
+from tests.training.worker import REPOSITORY, Run, train
 
 
 def killed(folder: Path, devices: int, when: str) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.initialised import WIDTH, Initialised, Table
 from tests.training.configure_model_worker import Built, fit, inputs, squares
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 
 def built_whole() -> Initialised:

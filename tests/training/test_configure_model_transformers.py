@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.runif import RunIf
 from tests.training.configure_model_worker import fit
 from tests.training.transformers_worker import BuiltOnTokens, construct, language_loss, load, tokens
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 pytestmark = RunIf(package="transformers")
 

@@ -17,12 +17,12 @@ from lightning_smartinfinity import (
     StorageCorruptError,
     StorageError,
     StorageFullError,
-    UnsupportedError,
 )
 from lightning_smartinfinity.native import testing
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
-from tests.training.worker import REPOSITORY, Run, fresh_environment, train
+from tests.training.worker import REPOSITORY, Run, train
 
 RECIPE = Recipe(precision="bf16-mixed", max_steps=6)
 
@@ -118,24 +118,3 @@ def test_delayed_transfers_change_nothing(tmp_path: Path) -> None:
             transfer={"tasklet_bytes": 64 * 1024, "num_buffers": 2},
         ).fit(module)
         assert module.losses == straight.losses
-
-
-def test_debugging_api_reads_state_and_refuses_to_write_it(tmp_path: Path) -> None:
-    """safe_get_full_* return what is on storage; safe_set_full_* raise instead of losing the write."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-
-    seen: dict[str, Any] = {}
-
-    class Look(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-            param = pl_module.model.side.weight
-            seen["master"] = safe_get_full_fp32_param(param)
-            seen["exp_avg"] = safe_get_full_optimizer_state(param, "exp_avg")
-            seen["param"] = param.ds_tensor.clone()
-            with pytest.raises(UnsupportedError):
-                safe_set_full_fp32_param(param, torch.zeros_like(seen["master"]))
-
-    quiet_trainer(tmp_path, callbacks=[Look()], max_steps=RECIPE.max_steps).fit(LitTiny(RECIPE))
-    assert seen["master"].shape == seen["exp_avg"].shape == (32, 32)
-    assert torch.equal(seen["master"].bfloat16().flatten(), seen["param"])
-    assert seen["exp_avg"].abs().sum() > 0

@@ -13,10 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
 from tests.training.predict_worker import predict_around_a_fit
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 
 def evaluate(trainer: Any, module: Any = None, **options: Any) -> list[Any]:

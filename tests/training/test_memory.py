@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.fresh_python import fresh_environment
 from tests.training.memory_worker import NUM_BUFFERS, STEPS, TASKLET_BYTES
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 MIB = 1024 * 1024
 DEPTHS = (10, 30)

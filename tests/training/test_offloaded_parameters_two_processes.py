@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import Recipe
 from tests.training.test_offloaded_parameters import NVME, SMALL_RING
-from tests.training.worker import REPOSITORY, Run, fresh_environment, launch
+from tests.training.worker import REPOSITORY, Run, launch
 
 RECIPE = Recipe(width=64, groups=True, frozen=True, odd=True, accumulate=2, max_steps=3)
 ZERO = {

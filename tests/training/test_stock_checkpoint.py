@@ -17,10 +17,11 @@ import torch
 
 from lightning_smartinfinity import CheckpointError
 from tests.helpers import trainers
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 from tests.stock.checkpoint_worker import KINDS, NUM_STEPS, SAVE_AT
 from tests.training.test_parity import LOSS_TOLERANCE
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 
 
 @pytest.fixture(scope="module")

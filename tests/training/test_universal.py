@@ -20,10 +20,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity import CheckpointError
 from lightning_smartinfinity.zero3 import prepare_environment
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert
-from tests.training.worker import Run, fresh_environment, launch, train
+from tests.training.worker import Run, launch, train
 
 RECIPE = Recipe(
     precision="16-mixed",

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.fresh_python import fresh_environment
 from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
-from tests.training.worker import REPOSITORY, fresh_environment
+from tests.training.worker import REPOSITORY
 from tests.training.writes_worker import EDITS, NAMES, SCALE, Seen, expected, only_gathered, run
 
 ON_TWO_PROCESSES = ("bf16-mixed",)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -77,21 +77,6 @@ def launch(
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return [_outcome(Path(run.out), output) for run in runs]
-
-
-def fresh_environment() -> dict[str, str]:
-    """The environment without what an earlier fit in this process, or its launcher, left in it."""
-    left = {
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "NODE_RANK",
-        "LOCAL_SIZE",
-        "DS_ACCELERATOR",
-    }
-    return {name: value for name, value in os.environ.items() if name not in left and not name.startswith("PL_")}
 
 
 def _outcome(out: Path, output: str) -> Outcome:
