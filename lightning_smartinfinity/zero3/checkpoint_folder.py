@@ -38,7 +38,7 @@ def check_checkpoint(path: str | Path, *, engine: Any) -> None:
     Raises:
         CheckpointError: Naming the folder or file at fault.
     """
-    with raising_together():
+    with raising_together(), reading_checkpoint(path):
         folder = _tagged_folder(Path(path))
         files = sorted(folder.glob(_OPTIMIZER_FILES))
         if not files:

@@ -46,8 +46,9 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
     Raises:
         CheckpointError: The folder cannot be made or put in place; on every rank.
     """
-    target = Path(os.path.realpath(path))
-    inside = target.exists()
+    target, inside = Path(os.path.realpath(path)), False
+    with raising_together(), _io_errors(path):
+        inside = target.exists()
     staging = target / _INSIDE if inside else _beside(target)
     leads = dist.get_rank() == 0
     with raising_together(), _io_errors(path):

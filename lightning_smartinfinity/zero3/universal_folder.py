@@ -11,6 +11,7 @@ Nothing is read before it is asked for: tensors are mapped, not loaded.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping
 from functools import cached_property
@@ -37,7 +38,8 @@ _CONVERT_AGAIN = "Convert the checkpoint again."
 
 def is_universal(path: str | Path) -> bool:
     """Whether a folder is a universal checkpoint; all ranks ask, and agree."""
-    return any(gather((Path(path) / "zero").is_dir(), None))
+    # os.path, unlike Path, raises nothing where a folder cannot be looked into: a rank must not leave the others here.
+    return any(gather(os.path.isdir(Path(path) / "zero"), None))
 
 
 class UniversalFolder:

@@ -128,11 +128,11 @@ def test_keys_that_the_checkpoint_has_not(trained: tuple[Fabric, Any, Any, Any],
 
 
 def test_folders_that_are_no_checkpoint(trained: tuple[Fabric, Any, Any, Any], tmp_path: Path) -> None:
-    """A path that is missing, a file, an empty folder: an error that names it."""
+    """A path that is missing, a file, an empty folder, one that cannot be looked at: an error that names it."""
     fabric, model, optimizer, _ = trained
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    for name in ("missing", "file", "empty"):
+    for name in ("missing", "file", "empty", "n" * 300):
         with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / name))):
             fabric.load(tmp_path / name, {"model": model, "optimizer": optimizer})
 

@@ -135,6 +135,13 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "a.ckpt").read_text() == "mine"
 
 
+def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    """Asking whether it exists fails already: a name that is too long, a folder without permission."""
+    with pytest.raises(CheckpointError, match=r"n\.ckpt could not be written: .*too long"):
+        save(tmp_path / f"{'n' * 300}.ckpt", "new")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_link_is_saved_through(tmp_path: Path) -> None:
     """Lightning's last.ckpt may be a link to another checkpoint's folder."""
     save(tmp_path / "a.ckpt", "old")
