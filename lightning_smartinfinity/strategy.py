@@ -199,8 +199,13 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self._training_engine is None:
+            raise UnsupportedError(
+                "save_checkpoint was called on a Trainer that has trained nothing.",
+                "Call it during or after fit; what was evaluated is in the checkpoint that it came from.",
+            )
         present, optimizer = self.model, self._near_storage_optimizer
-        self.model = self._training_engine or present
+        self.model = self._training_engine
         try:
             self._name_save(checkpoint)
             if optimizer is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_smartinfinity import CheckpointError, StorageError
+from lightning_smartinfinity import CheckpointError, StorageError, UnsupportedError
 from lightning_smartinfinity.native import testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
@@ -59,6 +59,16 @@ def test_evaluation_of_a_checkpoint_in_a_fresh_trainer(tmp_path: Path) -> None:
     for evaluate in (fresh.validate, fresh.test):
         (result,) = evaluate(Evaluated(RECIPE), ckpt_path=str(tmp_path / "fitted.ckpt"), verbose=False)
         assert result["loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_saving_where_nothing_was_trained_is_refused(tmp_path: Path) -> None:
+    """After an evaluation alone there is no state to save; nothing is written."""
+    trainer = quiet_trainer(tmp_path)
+    trainer.validate(LitTiny(Recipe(validate=True)), verbose=False)
+    with pytest.raises(UnsupportedError, match="trained nothing") as caught:
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert caught.value.remedy.endswith(".")
+    assert not (tmp_path / "x.ckpt").exists()
 
 
 def test_saving_after_a_validation_that_followed_the_fit(tmp_path: Path) -> None:
