@@ -10,7 +10,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.nn import Module
-from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
@@ -51,11 +50,6 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        if isinstance(optimizer, LBFGS):
-            raise UnsupportedError(
-                "LBFGS re-evaluates the closure, which the smart_infinity strategy cannot do.",
-                "Use torch.optim.AdamW or torch.optim.Adam.",
-            )
         optimizer.clip_grad = 0.0
         # DeepSpeedPrecision's own version refuses a training_step that returns None. Without backward no parameter has
         # a gradient, and the step changes nothing.
