@@ -60,6 +60,7 @@ STRUCTURES = {
         transfer={"tasklet_bytes": 64 * 1024, "num_buffers": 4},
     ),
     "a thousand tiny tensors": Case(partial(Tiny, 1_000)),
+    "ten thousand tiny tensors": Case(partial(Tiny, 10_000), steps=2),
 }
 _REENTRANT = partial(Checkpointed, use_reentrant=True)
 CHECKPOINTS = {
