@@ -21,7 +21,8 @@ export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONHOME
 
-# Bytecode is left to the first import: most of what these libraries bring is never imported.
+# Bytecode is left to the first import (which has to be allowed to keep it): most of what comes is never imported.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints-dev.txt $(PIP_OPTIONS)
 BUILD_REQUIREMENTS := scikit-build-core nanobind cmake ninja
 CXX_FILES = $(shell find lightning_smartinfinity hls tests -name '*.[ch]pp' -o -name '*.inl')
