@@ -10,7 +10,7 @@ __all__ = ["TransferConfig"]
 
 _MIN_TASKLET_BYTES = 64 * 1024
 _MAX_BUFFERS = 4096  # the native core's own limit
-_IO_ENGINES = ("auto", "threads")
+_IO_ENGINES = ("auto", "io_uring", "io_uring_sqpoll", "threads", "plain")
 _DURABILITIES = ("none", "step", "power")
 _DIRECT_IO = ("auto", "on", "off")
 
@@ -24,7 +24,11 @@ class TransferConfig:
         num_buffers: Number of ring buffers. ``num_buffers * tasklet_bytes`` bounds the ring, whatever the model's size.
             Beside it the update holds one gradient per parameter of the rank's partition and, on a GPU, a staging
             buffer as large as the ring.
-        io_engine: ``"threads"`` (pread and pwrite on a thread pool) or ``"auto"`` (the fastest one available).
+        io_engine: ``"io_uring"`` (registered buffers and files: least CPU time), ``"io_uring_sqpoll"`` (the same, with
+            a kernel thread that polls for requests: it wants a core of its own), ``"threads"`` (pread and pwrite on a
+            thread pool), ``"plain"`` (the same through the page cache, which is given back at once: for file systems
+            without direct I/O) or ``"auto"`` (io_uring where the system allows it, else threads; plain without direct
+            I/O).
         dram_cache_bytes: Optimizer state kept in host memory; only 0 for now.
         durability: ``"none"`` (one slot: a failed step cannot be undone), ``"step"`` (two slots: a failed step is
             rolled back exactly, ``StateStore.recover`` can open the store after a kill) or ``"power"`` (after a
@@ -53,6 +57,12 @@ class TransferConfig:
         _require_one_of("io_engine", self.io_engine, _IO_ENGINES)
         _require_one_of("durability", self.durability, _DURABILITIES)
         _require_one_of("direct_io", self.direct_io, _DIRECT_IO)
+        if self.io_engine == "plain" and self.direct_io == "on":
+            raise ConfigError(
+                "TransferConfig(io_engine='plain', direct_io='on') contradicts itself: the plain engine is for files in"
+                " the page cache.",
+                "Use io_engine='auto', or direct_io='off'.",
+            )
         if self.dram_cache_bytes != 0:
             raise ConfigError(
                 f"TransferConfig(dram_cache_bytes={self.dram_cache_bytes!r}) is not available in this version.",
@@ -61,6 +71,11 @@ class TransferConfig:
         if not isinstance(self.keep, bool):
             raise ConfigError(f"TransferConfig(keep={self.keep!r}) is not a bool.", "Pass True or False.")
         _require_folder_name("job", self.job)
+
+    @property
+    def file_access(self) -> str:
+        """How files are opened, in the words of ``direct_io``: the plain engine wants them in the page cache."""
+        return "off" if self.io_engine == "plain" else self.direct_io
 
     @property
     def num_slots(self) -> int:

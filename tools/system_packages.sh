@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes sure that the system has what pip cannot bring: a C++20 compiler, and Python's venv module and headers.
+# Makes sure that the system has what pip cannot bring: a C++20 compiler, and Python's venv module and headers; and, if
+# it can be had, liburing, without which I/O runs in threads.
 # Installs what is missing where it may (root on a system with apt-get); says what to install where it may not.
 # Usage: tools/system_packages.sh PYTHON
 set -euo pipefail
@@ -26,8 +27,25 @@ sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())
 EOF
 }
 
+# What the build can do without.
+useful_packages() {
+    local compiler
+    for compiler in "${CXX:-c++}" g++ clang++; do
+        command -v "$compiler" >/dev/null || continue
+        "$compiler" -E -x c++ - <<<'#include <liburing.h>' >/dev/null 2>&1 || echo liburing-dev
+        return
+    done
+    echo liburing-dev
+}
+
 missing=$(missing_packages | xargs)
-[ -n "$missing" ] || exit 0
+useful=$(useful_packages)
+[ -n "$missing$useful" ] || exit 0
+
+if [ -z "$missing" ] && { [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; }; then
+    echo "note: this system lacks $useful (name of a Debian package): I/O will run in threads instead of io_uring" >&2
+    exit 0
+fi
 
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
     echo "error: this system lacks: $missing (names of Debian packages)" >&2
@@ -35,11 +53,14 @@ if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
     exit 1
 fi
 
-echo "Installing system packages: $missing"
+echo "Installing system packages: $(echo "$missing" $useful)"
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
 # shellcheck disable=SC2086 # a list of names
-apt-get install -q -y --no-install-recommends $missing
+[ -z "$missing" ] || apt-get install -q -y --no-install-recommends $missing
+# shellcheck disable=SC2086
+[ -z "$useful" ] || apt-get install -q -y --no-install-recommends $useful ||
+    echo "note: $useful could not be installed: I/O will run in threads instead of io_uring" >&2
 
 missing=$(missing_packages | xargs)
 if [ -n "$missing" ]; then

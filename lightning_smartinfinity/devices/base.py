@@ -28,6 +28,8 @@ class Traffic:
         write_seconds: Time in writes, summed over threads.
         compute_seconds: Time in updates, summed over threads.
         wait_seconds: Time callers spent waiting.
+        system_calls: Made for I/O.
+        io_cpu_seconds: CPU time of the threads that do I/O.
     """
 
     steps: int = 0
@@ -42,6 +44,8 @@ class Traffic:
     write_seconds: float = 0.0
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
+    system_calls: int = 0
+    io_cpu_seconds: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -53,6 +57,11 @@ class StorageDevice(ABC):
     @abstractmethod
     def open(self, *, files: Sequence[native.StateFile], identity: native.Identity, buffer_bytes: int) -> None:
         """Allocate buffers of ``buffer_bytes`` (the largest extent) and start threads."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """Of the open device, for a user to read: where it updates and what moves the state."""
 
     @property
     @abstractmethod

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
 from lightning_smartinfinity.errors import ConfigError, CudaError, SmartInfinityError, StorageCorruptError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.faults import failure_error, storage_errors
+from lightning_smartinfinity.store.faults import failure_error, require_io_engine, storage_errors
 
 __all__ = ["HostDevice"]
+
+_log = logging.getLogger(__name__)
 
 _IO_THREADS_PER_FILE = 4
 _MOST_BUFFERS = 4096
@@ -30,12 +33,15 @@ class HostDevice(StorageDevice):
         num_buffers: Ring buffers (``TransferConfig.num_buffers``).
         io_threads: Threads that read and write; None: four for each file.
         compute_threads: Threads that update.
+        io_engine: ``TransferConfig.io_engine``.
 
     Raises:
-        ConfigError: Too many buffers.
+        ConfigError: Too many buffers, or the I/O engine is not to be had here.
     """
 
-    def __init__(self, *, num_buffers: int, io_threads: int | None = None, compute_threads: int = 1) -> None:
+    def __init__(
+        self, *, num_buffers: int, io_threads: int | None = None, compute_threads: int = 1, io_engine: str = "auto"
+    ) -> None:
         if num_buffers > _MOST_BUFFERS:
             raise ConfigError(
                 f"TransferConfig(num_buffers={num_buffers}) is out of range.",
@@ -44,6 +50,8 @@ class HostDevice(StorageDevice):
         self._num_buffers = num_buffers
         self._io_threads = io_threads
         self._compute_threads = compute_threads
+        require_io_engine(io_engine)
+        self._io_engine = io_engine
         self._pipeline: native.Pipeline | None = None
         self._path = ""
 
@@ -52,6 +60,10 @@ class HostDevice(StorageDevice):
         """The open device's pipeline."""
         assert self._pipeline is not None, "the device is not open"
         return self._pipeline
+
+    @property
+    def description(self) -> str:
+        return f"Optimizer state: updated on the host, I/O by {_engine_in_words(self.pipeline.io_engine)}."
 
     @property
     def ring_bytes(self) -> int:
@@ -68,7 +80,9 @@ class HostDevice(StorageDevice):
                 buffer_bytes=max(_SMALLEST_EXTENT, buffer_bytes),
                 io_threads=self._io_threads or _IO_THREADS_PER_FILE * len(files),
                 compute_threads=self._compute_threads,
+                io_engine=self._io_engine,
             )
+        _log.info("%s", self.description)
 
     def submit(self, batch: native.Batch) -> None:
         # The first batch with parameters on a CUDA device makes the slots that they travel through.
@@ -95,11 +109,18 @@ class HostDevice(StorageDevice):
             write_seconds=counters.write_seconds,
             compute_seconds=counters.compute_seconds,
             wait_seconds=counters.wait_seconds,
+            system_calls=counters.system_calls,
+            io_cpu_seconds=counters.io_cpu_seconds,
         )
 
     def close(self) -> None:
         if self._pipeline is not None:
             self._pipeline.close()
+
+
+def _engine_in_words(engine: str) -> str:
+    refused = dict(native.io_engines())["io_uring"]
+    return f"{engine} ({refused})" if engine == "threads" and refused else engine
 
 
 def _raise_failure(failure: native.Failure | None) -> None:

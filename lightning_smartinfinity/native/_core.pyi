@@ -1,6 +1,5 @@
 """The native core: I/O, update kernels, checksums and the transfer schedule."""
 
-import builtins
 import enum
 from collections.abc import Sequence
 from typing import overload
@@ -123,7 +122,7 @@ class HostBuffer:
     def unregister(self) -> None:
         """Idempotent."""
 
-    def memoryview(self) -> builtins.memoryview:
+    def memoryview(self) -> memoryview:
         """Writable bytes; they keep the buffer alive."""
 
 class StateFile:
@@ -383,6 +382,17 @@ class Counters:
     def compute_seconds(self) -> float: ...
     @property
     def wait_seconds(self) -> float: ...
+    @property
+    def system_calls(self) -> int:
+        """Of the I/O engine."""
+
+    @property
+    def io_cpu_seconds(self) -> float:
+        """Of its threads."""
+
+    @property
+    def registered_bytes(self) -> int:
+        """Of memory that is pinned for it now."""
 
 class Failure:
     """Why a batch stopped: kind is io, short, checksum, foreign, generation, format or cuda; errno may be 0."""
@@ -401,6 +411,9 @@ class Failure:
     def message(self) -> str: ...
     def __repr__(self) -> str: ...
 
+def io_engines() -> list[tuple[str, str | None]]:
+    """The I/O engines by name, fastest first, each with the reason why it is not to be had here, or None."""
+
 class Pipeline:
     """
     Works batches of tasklets in a ring of buffers: reads, compute and writes overlap.
@@ -408,9 +421,11 @@ class Pipeline:
     The first failure stops new work; wait() returns it from then on, drain() returns it and ends the
     batch. Not usable in a forked child.
 
+    io_engine is one of io_engines(), or "auto": the fastest that works here for these files.
+
     Raises:
         ValueError: A size or number is out of range.
-        OSError: Memory or threads are not to be had.
+        OSError: Memory, threads or the I/O engine are not to be had.
     """
 
     def __init__(
@@ -422,7 +437,12 @@ class Pipeline:
         buffer_bytes: int,
         io_threads: int = 4,
         compute_threads: int = 1,
+        io_engine: str = "auto",
     ) -> None: ...
+    @property
+    def io_engine(self) -> str:
+        """The engine in use: one of io_engines()."""
+
     @property
     def ring_bytes(self) -> int: ...
     def submit(self, batch: Batch) -> None:
@@ -458,10 +478,10 @@ class FileQueue:
 
     Raises:
         ValueError: A number is out of range.
-        OSError: Threads are not to be had.
+        OSError: Threads or the I/O engine are not to be had.
     """
 
-    def __init__(self, *, io_threads: int = 4) -> None: ...
+    def __init__(self, *, io_threads: int = 4, io_engine: str = "auto") -> None: ...
     def read(self, file: StateFile, *, offset: int, address: int, nbytes: int) -> int:
         """
         Start reading; returns a ticket. The memory must stay until wait().

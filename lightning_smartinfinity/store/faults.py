@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.errors import StorageError, StorageFullError
+from lightning_smartinfinity.errors import ConfigError, StorageError, StorageFullError
 
-__all__ = ["failure_error", "storage_error", "storage_errors"]
+__all__ = ["failure_error", "require_io_engine", "storage_error", "storage_errors"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -52,6 +52,20 @@ def failure_error(failure: native.Failure, *, what: str) -> StorageError:
     if failure.kind == "short":
         return StorageError(problem, "The file was truncated: resume from a checkpoint with a new store.")
     return storage_error(failure.errno, problem=problem)
+
+
+def require_io_engine(name: str) -> None:
+    """Check that an engine of ``TransferConfig.io_engine`` is to be had on this system.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    reason = dict(native.io_engines()).get(name)
+    if reason is not None:
+        raise ConfigError(
+            f"TransferConfig(io_engine={name!r}) is not to be had here: {reason}.",
+            "Use io_engine='auto', which takes what there is.",
+        )
 
 
 @contextmanager

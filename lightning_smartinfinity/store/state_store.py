@@ -109,7 +109,7 @@ class StateStore:
                 )
             )
             _fill(claimed, manifest)
-            store = cls(claimed, manifest, _no_record(manifest), direct_io=config.direct_io)
+            store = cls(claimed, manifest, _no_record(manifest), direct_io=config.file_access)
             undo.pop_all()
             return store
 

@@ -16,7 +16,7 @@ from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store import ParameterFiles, Place
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.faults import failure_error, storage_errors
+from lightning_smartinfinity.store.faults import failure_error, require_io_engine, storage_errors
 from lightning_smartinfinity.store.parameter_files import whole_blocks
 
 __all__ = ["ParameterStore", "PartTransfers", "StoredParameter"]
@@ -46,17 +46,22 @@ class ParameterStore:
         folders: Storage folders.
         job: ``TransferConfig.job``.
         rank: Of this process.
-        direct_io: ``TransferConfig.direct_io``.
+        direct_io: ``TransferConfig.file_access``.
+        io_engine: ``TransferConfig.io_engine``.
 
     Raises:
+        ConfigError: The I/O engine is not to be had here.
         StorageError: A folder cannot be used or is locked.
     """
 
-    def __init__(self, folders: Sequence[Path], *, job: str, rank: int, direct_io: str) -> None:
+    def __init__(
+        self, folders: Sequence[Path], *, job: str, rank: int, direct_io: str, io_engine: str = "auto"
+    ) -> None:
+        require_io_engine(io_engine)
         self._files = ParameterFiles(folders, job=job, rank=rank, direct_io=direct_io)
         try:
             with storage_errors("Starting threads for", folders[0]):
-                self.queue = native.FileQueue(io_threads=_IO_THREADS_PER_FILE * len(folders))
+                self.queue = native.FileQueue(io_threads=_IO_THREADS_PER_FILE * len(folders), io_engine=io_engine)
         except BaseException:
             self._files.close()
             raise

@@ -243,7 +243,13 @@ class ParameterSwapper:
 
     def _open(self) -> ParameterStore:
         settings = self.settings
-        store = ParameterStore(settings.folders, job=settings.job, rank=dist.get_rank(), direct_io=settings.direct_io)
+        store = ParameterStore(
+            settings.folders,
+            job=settings.job,
+            rank=dist.get_rank(),
+            direct_io=settings.direct_io,
+            io_engine=settings.io_engine,
+        )
         # A forked child runs exit handlers too; the files are its parent's.
         weakref.finalize(self, _close_in, os.getpid(), store)
         return store

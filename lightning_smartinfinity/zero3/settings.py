@@ -30,7 +30,8 @@ class ParameterSettings:
     Args:
         folders: Storage folders.
         job: ``TransferConfig.job``.
-        direct_io: ``TransferConfig.direct_io``.
+        direct_io: ``TransferConfig.file_access``.
+        io_engine: ``TransferConfig.io_engine``.
         buffer_count: Buffers for partitions in use or read ahead.
         buffer_numel: Elements of each; None: the largest partition.
         persistence_numel: DeepSpeed keeps parameters of so many elements gathered; they are not stored.
@@ -39,6 +40,7 @@ class ParameterSettings:
     folders: tuple[Path, ...]
     job: str
     direct_io: str
+    io_engine: str
     buffer_count: int
     buffer_numel: int | None
     persistence_numel: int

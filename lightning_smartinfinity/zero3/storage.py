@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.store import (
@@ -64,7 +65,7 @@ def open_storage(
         description = _describe(layout, rule, dtype, groups)
         store = _create_store(settings, layout, description, group, job_id)
         opened.callback(store.close, remove=True)
-        handler = TransferHandler(layout, store, HostDevice(num_buffers=settings.transfer.num_buffers), rule=rule)
+        handler = TransferHandler(layout, store, _host_device(settings.transfer), rule=rule)
         opened.callback(handler.close, remove=True)
         handler.open()
         handler.initialize(masters)
@@ -77,6 +78,10 @@ def open_storage(
         raise_together(error, group)
         opened.pop_all()
     return handler
+
+
+def _host_device(transfer: TransferConfig) -> HostDevice:
+    return HostDevice(num_buffers=transfer.num_buffers, io_engine=transfer.io_engine)
 
 
 def require_parameter_space(

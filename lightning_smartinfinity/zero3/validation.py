@@ -73,7 +73,8 @@ def parameter_settings(
     return ParameterSettings(
         folders=storage if nvme_path is None else (Path(nvme_path).expanduser().resolve(),),
         job=transfer.job,
-        direct_io=transfer.direct_io,
+        direct_io=transfer.file_access,
+        io_engine=transfer.io_engine,
         buffer_count=offload.buffer_count,
         buffer_numel=offload.buffer_size if "buffer_size" in offload.model_fields_set else None,
         persistence_numel=int(zero.param_persistence_threshold),

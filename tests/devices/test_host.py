@@ -147,3 +147,24 @@ def test_too_many_buffers() -> None:
     """A ring of more buffers than the core takes is a setting out of range."""
     with pytest.raises(ConfigError, match="num_buffers=4097"):
         HostDevice(num_buffers=4097)
+
+
+def test_unavailable_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that this system does not have is an error with the reason, before anything is opened."""
+    monkeypatch.setattr(native, "io_engines", lambda: [("io_uring", "forbidden"), ("threads", None)])
+    with pytest.raises(ConfigError, match=r"io_engine='io_uring'.*forbidden.*io_engine='auto'"):
+        HostDevice(num_buffers=2, io_engine="io_uring")
+
+
+def test_choice_of_engine_is_told(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moves the state, and why it is not what it could be."""
+    assert device.description == "Optimizer state: updated on the host, I/O by plain."
+    monkeypatch.setattr(native, "io_engines", lambda: [("io_uring", "forbidden"), ("threads", None)])
+    threads = HostDevice(num_buffers=2, io_engine="threads")
+    threads.open(
+        files=[native.StateFile(device._path, direct=False)],
+        identity=native.Identity(job=bytes(16), rank=0, state_format=0),
+        buffer_bytes=EXTENT_BYTES,
+    )
+    assert threads.description.endswith("I/O by threads (forbidden).")
+    threads.close()

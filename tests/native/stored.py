@@ -103,7 +103,7 @@ class StoredState:
     num_files: int = 1
     direct: bool | None = None
     identity: Identity = field(default_factory=lambda: Identity(job=JOB, rank=3, state_format=0))
-    options: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     generation: int = 0
     slot: int = 0
 
@@ -187,8 +187,12 @@ class StoredState:
     ) -> Failure | None:
         """Works a whole batch, and commits it if it wrote and did not fail."""
         self.start(operation, runs, steps, master_in_parameter=master_in_parameter)
+        return self.drain(commits=operation is not Operation.READ)
+
+    def drain(self, *, commits: bool = True) -> Failure | None:
+        """Ends a batch, and commits what it wrote if it did not fail."""
         failure = self.pipeline.drain()
-        if failure is None and operation is not Operation.READ:
+        if failure is None and commits:
             self.generation += 1
             self.slot = 1 - self.slot
         return failure

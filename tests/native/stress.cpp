@@ -149,8 +149,13 @@ class Scenario {
 
     std::unique_ptr<Pipeline> make_pipeline() {
         PipelineOptions options{
-            files_, {}, random_.between(1, 4), extent(), random_.between(1, 4), random_.between(1, 3)};
+            files_, {}, random_.between(1, 4), extent(), random_.between(1, 4), random_.between(1, 3), random_engine()};
         return std::make_unique<Pipeline>(std::move(options));
+    }
+
+    std::optional<IoEngineKind> random_engine() {
+        const IoEngineKind kind = kIoEngineKinds[random_.upto(std::size(kIoEngineKinds) - 1)];
+        return unavailable(kind) ? std::nullopt : std::optional(kind);
     }
 
     // Failures come and go; delays and short transfers stay. Decorators pile up, as engines behind engines may.

@@ -75,6 +75,41 @@ def test_missing_compiler_is_installed_as_root(system: System) -> None:
     assert "apt-get install -q -y --no-install-recommends g++" in output
 
 
+COMPILER_WITHOUT_LIBURING = """#!/usr/bin/env bash
+exit 1
+"""
+
+
+def test_missing_liburing_is_installed_as_root(system: System) -> None:
+    """Root on a system with apt-get gets io_uring, too."""
+    system.add("g++", COMPILER_WITHOUT_LIBURING)
+    system.add_apt(installs="liburing")
+    status, output = system.run()
+    assert status == 0
+    assert "apt-get install -q -y --no-install-recommends liburing-dev" in output
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["without apt-get", "not root"])
+def test_missing_liburing_is_no_error(root: bool, system: System) -> None:
+    """The build goes on without it, and says what that means."""
+    system.add("g++", COMPILER_WITHOUT_LIBURING)
+    system.be(root=root)
+    if not root:
+        system.add_apt(installs="never")
+    status, output = system.run()
+    assert status == 0
+    assert "liburing-dev" in output and "apt-get install" not in output
+
+
+def test_liburing_that_cannot_be_installed_is_no_error(system: System) -> None:
+    """As on a system whose packages are too old to have it."""
+    system.add("g++", COMPILER_WITHOUT_LIBURING)
+    system.add("apt-get", '#!/usr/bin/env bash\n[ "$1" != install ]\n')
+    status, output = system.run()
+    assert status == 0
+    assert "liburing-dev could not be installed" in output
+
+
 @pytest.mark.parametrize("root", [True, False], ids=["without apt-get", "not root"])
 def test_missing_compiler_is_named_where_it_cannot_be_installed(root: bool, system: System) -> None:
     """The message names the package; nothing is installed."""

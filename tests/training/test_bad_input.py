@@ -82,6 +82,7 @@ def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: di
         {"tasklet_bytes": 2.5e6},
         {"num_buffers": 1},
         {"io_engine": "spdk"},
+        {"io_engine": "plain", "direct_io": "on"},
         {"durability": "forever"},
         {"direct_io": True},
         {"dram_cache_bytes": 1},

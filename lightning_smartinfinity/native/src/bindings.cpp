@@ -23,6 +23,7 @@
 #include "file_queue.hpp"
 #include "flush_subnormals.hpp"
 #include "instruction_set.hpp"
+#include "io_engines.hpp"
 #include "pipeline.hpp"
 #include "system_error.hpp"
 
@@ -395,6 +396,22 @@ void bind_batch(nb::module_& m) {
         .def_ro("steps", &Batch::steps);
 }
 
+std::optional<IoEngineKind> io_engine_of(const std::string& name) {
+    if (name == "auto") return std::nullopt;
+    return io_engine_named(name);
+}
+
+void bind_io_engines(nb::module_& m) {
+    m.def(
+        "io_engines",
+        [] {
+            std::vector<std::tuple<std::string, std::optional<std::string>>> engines;
+            for (const IoEngineKind kind : kIoEngineKinds) engines.emplace_back(name_of(kind), unavailable(kind));
+            return engines;
+        },
+        "The I/O engines by name, fastest first, each with the reason why it is not to be had here, or None.");
+}
+
 const char* name_of(Work work) {
     switch (work) {
         case Work::kRead:
@@ -468,7 +485,10 @@ void bind_results(nb::module_& m) {
         .def_ro("read_seconds", &Counters::read_seconds)
         .def_ro("write_seconds", &Counters::write_seconds)
         .def_ro("compute_seconds", &Counters::compute_seconds)
-        .def_ro("wait_seconds", &Counters::wait_seconds);
+        .def_ro("wait_seconds", &Counters::wait_seconds)
+        .def_ro("system_calls", &Counters::system_calls, "Of the I/O engine.")
+        .def_ro("io_cpu_seconds", &Counters::io_cpu_seconds, "Of its threads.")
+        .def_ro("registered_bytes", &Counters::registered_bytes, "Of memory that is pinned for it now.");
     nb::class_<Failure>(
         m, "Failure",
         "Why a batch stopped: kind is io, short, checksum, foreign, generation, format or cuda; errno may be 0.")
@@ -489,17 +509,22 @@ void bind_pipeline(nb::module_& m) {
         "Works batches of tasklets in a ring of buffers: reads, compute and writes overlap.\n\n"
         "The first failure stops new work; wait() returns it from then on, drain() returns it and ends the\n"
         "batch. Not usable in a forked child.\n\n"
+        "io_engine is one of io_engines(), or \"auto\": the fastest that works here for these files.\n\n"
         "Raises:\n    ValueError: A size or number is out of range.\n"
-        "    OSError: Memory or threads are not to be had.")
+        "    OSError: Memory, threads or the I/O engine are not to be had.")
         .def(
             "__init__",
             [](PythonPipeline* self, std::vector<StateFile> files, const Identity& identity, std::size_t num_buffers,
-               std::size_t buffer_bytes, std::size_t io_threads, std::size_t compute_threads) {
+               std::size_t buffer_bytes, std::size_t io_threads, std::size_t compute_threads,
+               const std::string& io_engine) {
                 new (self) PythonPipeline(PipelineOptions{std::move(files), identity, num_buffers, buffer_bytes,
-                                                          io_threads, compute_threads});
+                                                          io_threads, compute_threads, io_engine_of(io_engine)});
             },
             nb::kw_only(), "files"_a, "identity"_a, "num_buffers"_a, "buffer_bytes"_a, "io_threads"_a = 4,
-            "compute_threads"_a = 1)
+            "compute_threads"_a = 1, "io_engine"_a = "auto")
+        .def_prop_ro(
+            "io_engine", [](const PythonPipeline& self) { return name_of(self.io_engine()); },
+            "The engine in use: one of io_engines().")
         .def_prop_ro("ring_bytes", &PythonPipeline::ring_bytes)
         .def("submit", &PythonPipeline::submit, "batch"_a, WithoutGil(),
              "Start a batch; returns at once. Memory it names must stay until drain().\n\n"
@@ -534,10 +559,14 @@ void bind_file_queue(nb::module_& m) {
         m, "FileQueue",
         "Reads and writes files in the background; large requests run in parts, side by side.\n\n"
         "A direct file wants offset, address and nbytes to be multiples of 4096. Not usable in a forked child.\n\n"
-        "Raises:\n    ValueError: A number is out of range.\n    OSError: Threads are not to be had.")
+        "Raises:\n    ValueError: A number is out of range.\n"
+        "    OSError: Threads or the I/O engine are not to be had.")
         .def(
-            "__init__", [](PythonFileQueue* self, std::size_t io_threads) { new (self) PythonFileQueue(io_threads); },
-            nb::kw_only(), "io_threads"_a = 4)
+            "__init__",
+            [](PythonFileQueue* self, std::size_t io_threads, const std::string& io_engine) {
+                new (self) PythonFileQueue(io_threads, io_engine_of(io_engine));
+            },
+            nb::kw_only(), "io_threads"_a = 4, "io_engine"_a = "auto")
         .def(
             "read",
             [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,
@@ -604,6 +633,7 @@ NB_MODULE(_core, m) {
     bind_batch(m);
     bind_schedule(m);
     bind_results(m);
+    bind_io_engines(m);
     bind_pipeline(m);
     bind_file_queue(m);
     bind_inject<PythonPipeline>(m, "pipeline");

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "io_engine.hpp"
+
 namespace smart_infinity {
 
 // Since creation. Seconds are summed over threads; wait_seconds is what callers spent waiting.
@@ -14,6 +16,16 @@ struct Counters {
     double write_seconds = 0;
     double compute_seconds = 0;
     double wait_seconds = 0;
+    std::uint64_t system_calls = 0;      // of the I/O engine
+    double io_cpu_seconds = 0;           // of its threads
+    std::uint64_t registered_bytes = 0;  // of memory pinned for it, now
 };
+
+inline Counters with_usage(Counters counters, const IoUsage& usage) {
+    counters.system_calls = usage.system_calls;
+    counters.io_cpu_seconds = usage.cpu_seconds;
+    counters.registered_bytes = usage.registered_bytes;
+    return counters;
+}
 
 }  // namespace smart_infinity

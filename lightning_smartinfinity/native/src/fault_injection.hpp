@@ -27,6 +27,7 @@ class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
  public:
     FaultInjectingEngine(std::unique_ptr<IoEngine> inner, const Faults& faults);
     void submit(const IoRequest& request, CompletionHandler& handler) override;
+    IoUsage usage() const override { return inner_->usage(); }
 
  private:
     struct Pending {

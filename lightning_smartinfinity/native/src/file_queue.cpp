@@ -9,7 +9,6 @@
 
 #include "buffer.hpp"
 #include "stopwatch.hpp"
-#include "thread_pool_engine.hpp"
 #include "transfer.hpp"
 
 namespace smart_infinity {
@@ -39,7 +38,7 @@ Failure failure_of(const Transfer& transfer, Transfer::Progress progress, const 
 // Completions drive it, as in a TransferLoop: the mutex is never held during I/O.
 class FileQueue::Loop final : private CompletionHandler {
  public:
-    explicit Loop(std::size_t io_threads) : engine_(std::make_unique<ThreadPoolEngine>(io_threads)) {}
+    explicit Loop(const IoOptions& options) : engine_(make_io_engine(options)) {}
     ~Loop() { close(); }
 
     Ticket submit(const IoRequest& whole, const StateFile& file) {
@@ -72,7 +71,7 @@ class FileQueue::Loop final : private CompletionHandler {
 
     Counters counters() const {
         const std::lock_guard lock(mutex_);
-        return counters_;
+        return with_usage(counters_, engine_->usage());
     }
 
     void close() {
@@ -135,9 +134,9 @@ class FileQueue::Loop final : private CompletionHandler {
     std::unique_ptr<IoEngine> engine_;  // last: its destructor waits for threads that use all of the above
 };
 
-FileQueue::FileQueue(std::size_t io_threads) {
+FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine) {
     require(io_threads >= 1 && io_threads <= 1024, "io_threads must be in [1, 1024]");
-    loop_ = std::make_shared<Loop>(io_threads);
+    loop_ = std::make_shared<Loop>(IoOptions{io_engine, io_threads, {}, {}});
 }
 
 FileQueue::~FileQueue() {

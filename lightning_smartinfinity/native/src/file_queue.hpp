@@ -9,7 +9,7 @@
 
 #include "counters.hpp"
 #include "failure.hpp"
-#include "io_engine.hpp"
+#include "io_engines.hpp"
 #include "process.hpp"
 #include "state_file.hpp"
 
@@ -24,8 +24,9 @@ class FileQueue {
     using Ticket = std::uint64_t;
     using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
 
-    // Throws std::invalid_argument for a number of threads out of range.
-    explicit FileQueue(std::size_t io_threads);
+    // Throws std::invalid_argument for a number of threads out of range, SystemError for an engine that is not to be
+    // had.
+    explicit FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine = std::nullopt);
     ~FileQueue();
     FileQueue(const FileQueue&) = delete;
     FileQueue& operator=(const FileQueue&) = delete;

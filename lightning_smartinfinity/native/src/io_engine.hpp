@@ -32,6 +32,13 @@ class CompletionHandler {
     ~CompletionHandler() = default;
 };
 
+// What an engine has cost since its creation.
+struct IoUsage {
+    std::uint64_t system_calls = 0;
+    double cpu_seconds = 0;              // of its own threads
+    std::uint64_t registered_bytes = 0;  // of memory that the kernel holds pinned for it
+};
+
 class IoEngine {
  public:
     IoEngine() = default;
@@ -41,6 +48,8 @@ class IoEngine {
 
     // Returns at once. Requests start in the order of submission and complete in any.
     virtual void submit(const IoRequest& request, CompletionHandler& handler) = 0;
+
+    virtual IoUsage usage() const = 0;
 };
 
 }  // namespace smart_infinity

@@ -32,6 +32,7 @@ class Pipeline {
     // Ends the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done.
     void abandon();
     Counters counters() const;
+    IoEngineKind io_engine() const { return loop()->io_engine(); }
     // Abandons the batch, whose waiters get a failure, and gives back threads, ring and descriptors once nothing is in
     // flight. Idempotent.
     void close();

@@ -1,15 +1,23 @@
 #pragma once
 
+#include <atomic>
+
 #include "io_engine.hpp"
 #include "worker_pool.hpp"
 
 namespace smart_infinity {
 
+enum class PageCache {
+    kLeave,
+    kGiveBack,  // what was transferred is not needed there again: it would push out what is
+};
+
 // Blocking system calls in threads: works on every file system and in every container.
 class ThreadPoolEngine final : public IoEngine {
  public:
-    explicit ThreadPoolEngine(std::size_t num_threads);
+    explicit ThreadPoolEngine(std::size_t num_threads, PageCache page_cache = PageCache::kLeave);
     void submit(const IoRequest& request, CompletionHandler& handler) override;
+    IoUsage usage() const override;
 
  private:
     struct Item {
@@ -17,7 +25,11 @@ class ThreadPoolEngine final : public IoEngine {
         CompletionHandler* handler;
     };
 
-    WorkerPool<Item> pool_;
+    void work(const Item& item);
+
+    const PageCache page_cache_;
+    std::atomic<std::uint64_t> system_calls_ = 0;
+    mutable WorkerPool<Item> pool_;  // last: its destructor waits for threads that use the above
 };
 
 }  // namespace smart_infinity

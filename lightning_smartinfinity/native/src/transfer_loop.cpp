@@ -7,7 +7,6 @@
 #include "compute.hpp"
 #include "stopwatch.hpp"
 #include "system_error.hpp"
-#include "thread_pool_engine.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -72,7 +71,7 @@ TransferLoop::TransferLoop(PipelineOptions options)
       ring_(options_.num_buffers * options_.buffer_bytes),
       transfers_(options_.num_buffers),
       tasklets_(options_.num_buffers),
-      engine_(std::make_unique<ThreadPoolEngine>(options_.io_threads)),
+      engine_(make_io_engine(io_options())),
       compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
 }
 
@@ -119,7 +118,14 @@ std::optional<Failure> TransferLoop::drain(const Poll& poll) {
 
 Counters TransferLoop::counters() const {
     const std::lock_guard lock(mutex_);
-    return counters_;
+    return with_usage(counters_, engine_->usage());
+}
+
+IoEngineKind TransferLoop::io_engine() const { return chosen(io_options()); }
+
+IoOptions TransferLoop::io_options() const {
+    return {options_.io_engine, options_.io_threads, options_.files,
+            MemoryRange{ring_.data(), ring_.bytes(), options_.buffer_bytes}};
 }
 
 template <typename Condition>

@@ -14,7 +14,7 @@
 #include "counters.hpp"
 #include "extent.hpp"
 #include "failure.hpp"
-#include "io_engine.hpp"
+#include "io_engines.hpp"
 #include "parameter_slots.hpp"
 #include "schedule.hpp"
 #include "state_file.hpp"
@@ -30,6 +30,7 @@ struct PipelineOptions {
     std::size_t buffer_bytes;
     std::size_t io_threads = 4;
     std::size_t compute_threads = 1;
+    std::optional<IoEngineKind> io_engine = std::nullopt;  // none: the fastest that works here
 };
 
 // Runs a TransferSchedule with real buffers, I/O and threads.
@@ -52,6 +53,7 @@ class TransferLoop final : private CompletionHandler {
     std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll);
     std::optional<Failure> drain(const Poll& poll);
     Counters counters() const;
+    IoEngineKind io_engine() const;
 
     // Ends the batch, whose waiters get a failure, before its time: what is in flight is waited for, nothing is begun.
     void abandon();
@@ -91,6 +93,7 @@ class TransferLoop final : private CompletionHandler {
     void end(Work work, std::size_t tasklet, std::optional<Failure> failure);
     void count(Direction direction, const IoResult& result);
 
+    IoOptions io_options() const;
     std::byte* buffer(std::size_t index) const { return ring_.data() + index * options_.buffer_bytes; }
     std::byte* slot(const Batch& batch, std::size_t index) const;
     std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress,

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <time.h>
 
 #include <condition_variable>
 #include <cstddef>
@@ -32,6 +33,14 @@ class BlockedSignals {
     sigset_t saved_;
 };
 
+// CPU time of a thread that has not been joined, user's and system's.
+inline double cpu_seconds(std::thread& thread) {
+    clockid_t clock;
+    timespec time{};
+    if (pthread_getcpuclockid(thread.native_handle(), &clock) != 0 || ::clock_gettime(clock, &time) != 0) return 0;
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
 // Threads that work items in the order they were pushed. The destructor works what is queued, then joins.
 template <class Item>
 class WorkerPool {
@@ -59,6 +68,12 @@ class WorkerPool {
             items_.push_back(item);
         }
         available_.notify_one();
+    }
+
+    double cpu_seconds() {
+        double seconds = 0;
+        for (std::thread& thread : threads_) seconds += smart_infinity::cpu_seconds(thread);
+        return seconds;
     }
 
  private:

@@ -1,0 +1,64 @@
+#include "io_engines.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+
+#include "system_error.hpp"
+#include "thread_pool_engine.hpp"
+#include "uring_engine.hpp"
+
+namespace smart_infinity {
+namespace {
+
+bool is_uring(IoEngineKind kind) { return kind == IoEngineKind::kUring || kind == IoEngineKind::kUringPolled; }
+
+}  // namespace
+
+const char* name_of(IoEngineKind kind) {
+    switch (kind) {
+        case IoEngineKind::kUring:
+            return "io_uring";
+        case IoEngineKind::kUringPolled:
+            return "io_uring_sqpoll";
+        case IoEngineKind::kThreads:
+            return "threads";
+        case IoEngineKind::kPlain:
+            break;
+    }
+    return "plain";
+}
+
+IoEngineKind io_engine_named(const std::string& name) {
+    for (const IoEngineKind kind : kIoEngineKinds) {
+        if (name == name_of(kind)) return kind;
+    }
+    throw std::invalid_argument("there is no I/O engine '" + name + "'");
+}
+
+std::optional<std::string> unavailable(IoEngineKind kind) {
+    if (!is_uring(kind)) return std::nullopt;
+    return uring_unavailable(kind == IoEngineKind::kUringPolled);
+}
+
+IoEngineKind chosen(const IoOptions& options) {
+    if (options.kind) return *options.kind;
+    // Through the page cache io_uring hands every request to threads of the kernel: nothing gained.
+    const bool buffered = std::any_of(options.files.begin(), options.files.end(),
+                                      [](const StateFile& file) { return file.access() == Access::kBuffered; });
+    if (buffered) return IoEngineKind::kPlain;
+    return unavailable(IoEngineKind::kUring) ? IoEngineKind::kThreads : IoEngineKind::kUring;
+}
+
+std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options) {
+    if (options.threads < 1 || options.threads > 1024) {
+        throw std::invalid_argument("io_threads must be in [1, 1024]");
+    }
+    const IoEngineKind kind = chosen(options);
+    if (const auto reason = unavailable(kind)) throw SystemError(ENOSYS, std::string(name_of(kind)) + ": " + *reason);
+    if (is_uring(kind)) return make_uring_engine(options.files, options.memory, kind == IoEngineKind::kUringPolled);
+    return std::make_unique<ThreadPoolEngine>(options.threads,
+                                              kind == IoEngineKind::kPlain ? PageCache::kGiveBack : PageCache::kLeave);
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,228 @@
+"""The I/O engines behind a pipeline: what there is, what is chosen, and that all give the same bits."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.native import FileQueue, HostBuffer, Operation, StateFile
+from lightning_smartinfinity.native.testing import inject
+from tests.helpers.fresh_python import fresh_environment
+from tests.native.stored import Run, StoredState, takes_direct
+from tests.native.test_pipeline import (
+    NUMEL,
+    STEPS,
+    assert_same,
+    expected_update,
+    initial,
+    normals,
+    some_runs,
+    work_two_steps,
+)
+
+ENGINES = [name for name, _ in native.io_engines()]
+URING = [name for name, reason in native.io_engines() if name.startswith("io_uring") and reason is None]
+
+
+def test_engines_there_are() -> None:
+    """Fastest first; those of threads are to be had everywhere, and here, where liburing is, all are."""
+    assert ENGINES == ["io_uring", "io_uring_sqpoll", "threads", "plain"]
+    assert dict(native.io_engines())["threads"] is None
+    assert URING == ["io_uring", "io_uring_sqpoll"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+def test_same_results(tmp_path: Path, engine: str, direct: bool) -> None:
+    """Every engine gives the same bits on every kind of file, with short transfers and completions out of order."""
+    if direct and not takes_direct(tmp_path):
+        pytest.fail("the test folder has no direct I/O")
+    options = {"io_engine": engine, "num_buffers": 3}
+    with StoredState(tmp_path, NUMEL, 2048, num_files=2, direct=direct, options=options) as state:
+        assert state.pipeline.io_engine == engine
+        inject(state.pipeline, seed=3, max_delay_us=500, short_transfer_every=3)
+        work_two_steps(state)
+
+
+@pytest.mark.parametrize(("direct", "expected"), [(True, "io_uring"), (False, "plain")])
+def test_choice(tmp_path: Path, direct: bool, expected: str) -> None:
+    """Direct files get the ring; for files in the page cache it would only start threads of the kernel's."""
+    with StoredState(tmp_path, NUMEL, 4096, direct=direct) as state:
+        assert state.pipeline.io_engine == expected
+
+
+def test_unknown_engine() -> None:
+    with pytest.raises(ValueError, match="no I/O engine 'spdk'"):
+        FileQueue(io_engine="spdk")
+
+
+@pytest.mark.parametrize("engine", URING)
+def test_many_requests_at_once(tmp_path: Path, engine: str) -> None:
+    """More requests than the ring has entries wait for their turn."""
+    num_requests, block = 1000, 4096
+    path = tmp_path / "file"
+    path.touch()
+    file = StateFile(str(path), direct=True)
+    source, target = HostBuffer(num_requests * block), HostBuffer(num_requests * block)
+    written = np.frombuffer(source.memoryview(), np.uint8)
+    written[:] = np.random.default_rng(0).integers(0, 256, len(written), np.uint8)
+    queue = FileQueue(io_engine=engine)
+    for start, memory in ((queue.write, source), (queue.read, target)):
+        tickets = [
+            start(file, offset=index * block, address=memory.address + index * block, nbytes=block)
+            for index in np.random.default_rng(1).permutation(num_requests).tolist()
+        ]
+        assert [queue.wait(ticket) for ticket in tickets] == [None] * num_requests
+    np.testing.assert_array_equal(np.frombuffer(target.memoryview(), np.uint8), written)
+    assert queue.counters().system_calls < 6 * num_requests
+    queue.close()
+
+
+def test_ring_memory_is_registered(tmp_path: Path) -> None:
+    """The ring is pinned for io_uring once, all of it, and nothing else is."""
+    with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
+        assert state.pipeline.counters().registered_bytes == state.pipeline.ring_bytes
+    with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "threads"}) as state:
+        assert state.pipeline.counters().registered_bytes == 0
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_counters(tmp_path: Path, engine: str) -> None:
+    """System calls are counted, at most a handful per transfer, and so is the CPU time of the engine's threads."""
+    with StoredState(tmp_path, NUMEL, 1024, options={"io_engine": engine}) as state:
+        before = state.pipeline.counters()
+        work_two_steps(state)
+        after = state.pipeline.counters()
+    transfers = after.read_calls + after.write_calls
+    assert transfers <= after.system_calls - before.system_calls + transfers // 2 <= 4 * transfers
+    assert after.io_cpu_seconds > before.io_cpu_seconds
+
+
+def test_failures_name_what_failed(tmp_path: Path) -> None:
+    """A failed request of the ring carries errno, path and offset, as one of a thread does."""
+    with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
+        state.write(*initial())
+        os.truncate(state.paths[0], 4096)
+        failure = state.work(Operation.READ, [Run(0, NUMEL, arrays=(np.empty(NUMEL, np.float32),))])
+        assert failure is not None and failure.kind == "short" and failure.path == str(state.paths[0])
+
+
+def run_python(source: str, *arguments: str) -> str:
+    completed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source), *arguments],
+        capture_output=True,
+        text=True,
+        env=fresh_environment(),
+        timeout=60,
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+WITHOUT_URING = """
+    import ctypes, struct
+    # A filter as containers have it: io_uring_setup (425) fails with EPERM.
+    program = b"".join(struct.pack("HBBI", *line) for line in (
+        (0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)))
+    held = ctypes.create_string_buffer(program)
+    filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(held)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filters, 0, 0) == 0
+    from lightning_smartinfinity import native
+    print(dict(native.io_engines())["io_uring"])
+    queue = native.FileQueue()
+    queue.close()
+    try:
+        native.FileQueue(io_engine="io_uring")
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_where_io_uring_is_forbidden() -> None:
+    """The choice falls on threads, and asking for io_uring says why there is none."""
+    reason, error = run_python(WITHOUT_URING).splitlines()
+    assert reason == "the system refuses io_uring (Operation not permitted)"
+    assert reason in error
+
+
+UNPRIVILEGED = """
+    import os, resource, sys
+    import numpy.random, numpy.testing
+    from tests.native.test_pipeline import NUMEL, work_two_steps
+    from tests.native.stored import StoredState
+    from pathlib import Path
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 << 20, 8 << 20))
+    os.chdir(sys.argv[1])  # whose parents may be closed to others
+    if os.geteuid() == 0:
+        os.chmod(".", 0o777)
+        os.setgid(65534)
+        os.setuid(65534)
+    options = {"io_engine": "io_uring", "num_buffers": 24, "buffer_bytes": 1 << 20}
+    with StoredState(Path(), NUMEL, 2048, options=options) as state:
+        work_two_steps(state)
+        print(state.pipeline.ring_bytes, state.pipeline.counters().registered_bytes)
+"""
+
+
+def test_without_privileges_and_with_little_memory_to_lock(tmp_path: Path) -> None:
+    """A ring of 24 MiB works under a limit of 8 MiB: unregistered."""
+    assert run_python(UNPRIVILEGED, str(tmp_path)) == f"{24 << 20} 0\n"
+
+
+def test_forked_while_transferring(tmp_path: Path) -> None:
+    """Children forked with I/O in flight, as DataLoader workers are, neither disturb it nor inherit the ring."""
+    gradient = normals(1)
+    arrays = initial()
+    parameter = np.empty_like(gradient)
+    with StoredState(tmp_path, NUMEL, 1024, options={"io_engine": "io_uring", "num_buffers": 2}) as state:
+        state.write(*arrays)
+        inject(state.pipeline, seed=5, max_delay_us=3000)
+        context = multiprocessing.get_context("fork")
+        for number in range(4):
+            runs = some_runs(gradient, parameter, seed=number)
+            state.start(Operation.UPDATE, runs, STEPS)
+            children = [context.Process(target=_touch_memory) for _ in range(2)]
+            for child in children:
+                child.start()
+            assert state.drain() is None
+            for child in children:
+                child.join()
+                assert child.exitcode == 0
+            arrays = expected_update(arrays, gradient, runs)
+        assert_same(state.read(), arrays)
+
+
+def _touch_memory() -> None:
+    assert np.ones(1 << 20).sum() == 1 << 20
+
+
+def test_descriptors_are_closed_on_exec(tmp_path: Path) -> None:
+    """A program started by the training process gets neither state files nor rings."""
+    with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}):
+        listed = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
+    assert "io_uring" not in listed.stdout and str(tmp_path) not in listed.stdout
+
+
+def test_engine_ends_with_its_pipeline(tmp_path: Path) -> None:
+    """Threads and descriptors are given back."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
+        state.write(*initial())
+    before = held()
+    for _ in range(3):
+        with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
+            state.write(*initial())
+            assert held() > before
+    assert held() == before
