@@ -73,8 +73,12 @@ class StorageDevice(ABC):
         """Start a batch and return at once."""
 
     @abstractmethod
-    def wait(self, first: int = 0, last: int | None = None) -> None:
-        """Return when the batch's tasklets ``[first, last)`` have their outputs in memory.
+    def extend(self, more: native.Batch) -> None:
+        """Add tasklets behind those of the batch, which has not been drained; return at once."""
+
+    @abstractmethod
+    def wait(self, positions: Sequence[int] | None = None) -> None:
+        """Return when these of the batch's tasklets, as counted in it, have their outputs in memory; None: all.
 
         Raises:
             StorageError: The batch failed. :meth:`drain` must still be called.

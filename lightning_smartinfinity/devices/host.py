@@ -89,8 +89,11 @@ class HostDevice(StorageDevice):
         with storage_errors("Allocating buffers for", self._path):
             self.pipeline.submit(batch)
 
-    def wait(self, first: int = 0, last: int | None = None) -> None:
-        _raise_failure(self.pipeline.wait(first, last))
+    def extend(self, more: native.Batch) -> None:
+        self.pipeline.extend(more)
+
+    def wait(self, positions: Sequence[int] | None = None) -> None:
+        _raise_failure(self.pipeline.wait() if positions is None else self.pipeline.wait_for(positions))
 
     def drain(self) -> None:
         _raise_failure(self.pipeline.drain())

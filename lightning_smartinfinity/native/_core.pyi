@@ -343,6 +343,9 @@ class TransferSchedule:
         from a device), "compute", "write" and "deliver" (parameters to a device).
         """
 
+    def extend(self, num_tasklets: int) -> None:
+        """More tasklets, behind those there are."""
+
     def done(self, action: str, tasklet: int) -> None:
         """
         A started action has ended.
@@ -453,12 +456,24 @@ class Pipeline:
             ValueError: The batch cannot be worked, or another one is active.
         """
 
+    def extend(self, more: Batch) -> None:
+        """
+        Add tasklets behind those of the active batch; returns at once. They are counted on from its last.
+
+        Raises:
+            ValueError: They cannot be worked, are of another operation or on a CUDA device, or no batch
+                is active.
+        """
+
     def wait(self, first: int = 0, last: int | None = None) -> Failure | None:
         """
         Until batch tasklets [first, last) have their parameters and arrays out, or the batch failed.
 
         A signal handler that raises, as that of Ctrl-C, ends the wait; the batch goes on.
         """
+
+    def wait_for(self, positions: Sequence[int]) -> Failure | None:
+        """As wait(), for tasklets anywhere in the batch, as counted in it."""
 
     def drain(self) -> Failure | None:
         """Until nothing is in flight; the batch is over. A signal handler may end the wait, as in wait()."""

@@ -172,14 +172,14 @@ def tasklets_in(pieces: Iterable[Piece]) -> list[int]:
 
 
 def pieces_within(pieces: Sequence[Piece], tasklets: Sequence[int]) -> Sequence[Piece]:
-    """The pieces from the first to the last of these tasklets.
+    """The pieces from the lowest to the highest of these tasklets.
 
     Args:
         pieces: In partition order.
-        tasklets: In order; at least one.
+        tasklets: In any order; at least one.
     """
-    first = bisect_left(pieces, tasklets[0], key=lambda piece: piece.tasklet)
-    last = bisect_left(pieces, tasklets[-1] + 1, lo=first, key=lambda piece: piece.tasklet)
+    first = bisect_left(pieces, min(tasklets), key=lambda piece: piece.tasklet)
+    last = bisect_left(pieces, max(tasklets) + 1, lo=first, key=lambda piece: piece.tasklet)
     return pieces[first:last]
 
 
@@ -190,19 +190,20 @@ def segments_of(
     *,
     segment: Callable[[int, Piece], native.Segment],
 ) -> list[tuple[int, list[native.Segment]]]:
-    """The segments of each of these tasklets.
+    """The segments of each of these tasklets, in their order.
 
     Args:
         layout: The partition.
         pieces: In partition order.
-        tasklets: Those that are wanted, in order.
+        tasklets: Those that are wanted.
         segment: Makes one segment from its offset in the tasklet and its piece.
     """
     if not tasklets:
         return []
     wanted, numel = set(tasklets), layout.extents.tasklet_numel
-    return [
-        (tasklet, [segment(piece.begin - tasklet * numel, piece) for piece in members])
+    made = {
+        tasklet: [segment(piece.begin - tasklet * numel, piece) for piece in members]
         for tasklet, members in groupby(pieces_within(pieces, tasklets), key=lambda piece: piece.tasklet)
         if tasklet in wanted
-    ]
+    }
+    return [(tasklet, made[tasklet]) for tasklet in tasklets if tasklet in made]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -119,16 +119,20 @@ class TransferHandler:
         self._step = Step(self._layout, self._store, self._device, rule=self._rule, plan=plan, staging=staging)
         self._step.start()
 
-    def wait(self, parameters: slice | None = None) -> None:
+    def wait(self, parameters: slice | Iterable[int] | None = None) -> None:
         """Return when these parameters are updated in the partition.
 
         Args:
-            parameters: Parameter indices with step 1; None: all.
+            parameters: Parameter indices: some, or a slice with step 1; None: all.
 
         Raises:
             StorageError: The step failed (StorageFullError, StorageCorruptError where those fit); roll it back.
         """
-        self._require_step().wait(parameters if parameters is not None else slice(None))
+        if parameters is None or isinstance(parameters, slice):
+            runs = [parameters or slice(None)]
+        else:
+            runs = [slice(index, index + 1) for index in parameters]
+        self._require_step().wait(runs)
 
     def drain(self) -> None:
         """Return when the step in flight, if any, has nothing left to read, compute or write.

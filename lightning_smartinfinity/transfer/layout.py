@@ -148,6 +148,24 @@ class PartitionLayout:
         begin, end = self.parameters[first].offset, self.parameters[last - 1].offset + self.parameters[last - 1].numel
         return self.tasklets_between(begin, end)
 
+    def in_order_of_use(self, tasklets: Sequence[int], first_uses: NDArray[np.int64]) -> list[int]:
+        """Sort tasklets by the first use of any of their parameters, then by index.
+
+        Args:
+            tasklets: Indices.
+            first_uses: int64[num_parameters]: when each parameter is used first.
+        """
+        numel, (offsets, numels, *_) = self.extents.tasklet_numel, self.columns
+        (held,) = np.nonzero(numels)
+        firsts, lasts = offsets[held] // numel, (offsets[held] + numels[held] - 1) // numel
+        counts = lasts - firsts + 1
+        # Every pair of a parameter and a tasklet that holds some of it.
+        of_pairs = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        uses = np.full(self.extents.num_tasklets, np.iinfo(np.int64).max)
+        np.minimum.at(uses, of_pairs, np.repeat(first_uses[held], counts))
+        wanted = np.asarray(tasklets, np.int64)
+        return wanted[np.lexsort((wanted, uses[wanted]))].tolist()  # type: ignore[no-any-return]
+
     def tasklets_between(self, begin: int, end: int) -> range:
         """Indices of the tasklets that hold elements ``[begin, end)`` of the flat partition."""
         if begin >= end:

@@ -96,6 +96,8 @@ class StepPlan:
             is updated.
         groups: The optimizer's ``param_groups``, read once when the step begins.
         gradient_scale: Factor on every gradient before the update: one over the combined loss and clipping scale.
+        first_uses: int64[num_parameters]: tasklets are worked in the order of the least of these numbers among their
+            parameters; None: in partition order. It changes no result.
     """
 
     active: NDArray[np.bool_]
@@ -103,3 +105,4 @@ class StepPlan:
     outputs: Sequence[Flat] | CudaPartition | StagedPartition
     groups: Sequence[Mapping[str, Any]]
     gradient_scale: float = 1.0
+    first_uses: NDArray[np.int64] | None = None

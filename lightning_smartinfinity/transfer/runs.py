@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -29,8 +28,8 @@ class Run(ABC):
         """Start; return at once."""
 
     @abstractmethod
-    def wait(self, tasklets: range) -> None:
-        """Return when the parameters of these tasklets of the layout are in the partition.
+    def wait(self, tasklets: Sequence[int]) -> None:
+        """Return when the parameters of those of these tasklets of the layout that are worked are in the partition.
 
         Raises:
             StorageError: The work failed; only :meth:`stop` may follow.
@@ -52,7 +51,7 @@ class DirectRun(Run):
     Args:
         device: Open and free.
         batch: The work.
-        tasklets: Its tasklets in order, as numbered by the layout.
+        tasklets: Its tasklets in the batch's order, as numbered by the layout.
         partition: Where its parameters are, if in a CUDA device's memory.
     """
 
@@ -68,6 +67,7 @@ class DirectRun(Run):
         self._batch = batch
         self._tasklets = tasklets
         self._partition = partition
+        self._positions = {tasklet: position for position, tasklet in enumerate(tasklets)}
         self._active = False
 
     def start(self) -> None:
@@ -80,10 +80,10 @@ class DirectRun(Run):
             if self._partition is not None:
                 self._partition.link.warn_of_unregistered()
 
-    def wait(self, tasklets: range) -> None:
-        first, last = bisect_left(self._tasklets, tasklets.start), bisect_left(self._tasklets, tasklets.stop)
-        if self._active and first < last:
-            self._device.wait(first, last)
+    def wait(self, tasklets: Sequence[int]) -> None:
+        positions = [self._positions[tasklet] for tasklet in tasklets if tasklet in self._positions]
+        if self._active and positions:
+            self._device.wait(positions)
             if self._partition is not None:
                 self._partition.give()
 
@@ -112,7 +112,7 @@ class StagedRun(Run):
     Args:
         device: Open and free.
         make_batch: Makes a wave's batch.
-        tasklets: All tasklets in order, as numbered by the layout.
+        tasklets: All tasklets in the order in which they are worked, as numbered by the layout.
         pieces: What to copy to the partition, in partition order.
         partition: Where parameters go.
         staging: The buffer.
@@ -135,15 +135,17 @@ class StagedRun(Run):
         self._pieces = pieces
         self._partition = partition
         self._waves = waves_of(layout, tasklets, staging)
+        self._wave_of = {tasklet: number for number, wave in enumerate(self._waves) for tasklet in wave.tasklets}
         self._next = 0
         self._current: DirectRun | None = None
 
     def start(self) -> None:
         self._start_next()
 
-    def wait(self, tasklets: range) -> None:
-        # Whatever lies before the wave in flight is in the partition, or on its way there.
-        while self._current is not None and self._waves[self._next - 1].tasklets[0] < tasklets.stop:
+    def wait(self, tasklets: Sequence[int]) -> None:
+        last = max((self._wave_of[tasklet] for tasklet in tasklets if tasklet in self._wave_of), default=-1)
+        # Whatever the waves before the one in flight hold is in the partition, or on its way there.
+        while self._current is not None and self._next - 1 <= last:
             self._finish_wave()
         self._partition.synchronize()
 

@@ -78,7 +78,7 @@ class StagingBuffer:
 
 
 def waves_of(layout: PartitionLayout, tasklets: Sequence[int], staging: StagingBuffer) -> list[Wave]:
-    """Deal tasklets, in order, to waves in alternating halves of the buffer."""
+    """Deal tasklets, as they come, to waves in alternating halves of the buffer."""
     size = staging.tasklets_per_wave
     return [
         Wave(layout, tasklets[begin : begin + size], staging.half(number))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class Step:
         self._layout = layout
         self._store = store
         self._device = device
+        self._generation = store.generation + 1
         self._outputs = plan.outputs
         self._staging = staging
         self._active = np.array(plan.active, np.bool_)
@@ -63,6 +64,8 @@ class Step:
         )
         self._pieces = cut(layout, spans_of(layout, self._updates.keys))
         self._tasklets = tasklets_in(piece for piece in self._pieces if piece.key >= 0)
+        if plan.first_uses is not None:
+            self._tasklets = layout.in_order_of_use(self._tasklets, plan.first_uses)
         self._run = self._make_run(self._updating(FlatMemory(layout, plan.gradients)))
         self._failure: SmartInfinityError | None = None
 
@@ -85,11 +88,11 @@ class Step:
         """Start; return at once."""
         self._guarded(self._run.start)
 
-    def wait(self, parameters: slice) -> None:
+    def wait(self, parameters: Iterable[slice]) -> None:
         """Return when these parameters are in the partition. Raises StorageError or CudaError, again and again,
         once it failed.
         """
-        wanted = self._layout.tasklets_of(parameters)
+        wanted = sorted({tasklet for run in parameters for tasklet in self._layout.tasklets_of(run)})
         self._guarded(lambda: self._run.wait(wanted))
 
     def drain(self) -> None:
@@ -99,7 +102,9 @@ class Step:
     def commit(self) -> None:
         """Drain and make it the current generation. Raises as :meth:`wait`."""
         self.drain()
-        self._guarded(lambda: commit_next(self._store, self._tasklets, self._store.steps + self._active))
+        # An interrupt may have come when it was done but for our knowing.
+        if self._store.generation < self._generation:
+            self._guarded(lambda: commit_next(self._store, self._tasklets, self._store.steps + self._active))
 
     def stop(self) -> None:
         """Abandon what has not begun; return when nothing is in flight."""

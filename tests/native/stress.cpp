@@ -65,6 +65,10 @@ class Random {
     std::size_t upto(std::size_t last) { return std::uniform_int_distribution<std::size_t>(0, last)(generator_); }
     std::size_t between(std::size_t first, std::size_t last) { return first + upto(last - first); }
     bool coin() { return upto(1) == 1; }
+    template <class Item>
+    void shuffle(std::vector<Item>& items) {
+        std::shuffle(items.begin(), items.end(), generator_);
+    }
     void fill(std::vector<float>& values) {
         std::normal_distribution<float> normal;
         for (float& value : values) value = normal(generator_);
@@ -195,17 +199,45 @@ class Scenario {
     }
 
     std::optional<Failure> work(const Batch& batch) {
-        pipeline_->submit(batch);
+        const std::size_t begun = submit_some(batch);
         std::vector<std::thread> waiters;
         for (std::size_t i = random_.upto(2); i > 0; --i) {
-            const std::size_t first = random_.upto(batch.tasklets.size());
+            const std::size_t first = random_.upto(begun);
             waiters.emplace_back([this, first] { (void)pipeline_->wait(first, std::nullopt); });
         }
+        for (std::size_t i = begun > 0 ? random_.upto(2) : 0; i > 0; --i) {
+            const std::vector<std::size_t> positions{random_.upto(begun - 1), random_.upto(begun - 1)};
+            waiters.emplace_back([this, positions] { (void)pipeline_->wait_for(positions); });
+        }
+        submit_others(batch, begun);
         if (random_.coin()) (void)pipeline_->wait(0, std::nullopt);
         auto failure = pipeline_->drain();
         for (std::thread& waiter : waiters) waiter.join();
         require(!pipeline_->drain(), "a failure outlives its batch", seed_);
         return failure;
+    }
+
+    // The first tasklets of the batch, or all; how many. On a device, all.
+    std::size_t submit_some(const Batch& batch) {
+        const std::size_t all = batch.tasklets.size();
+        const std::size_t begun = batch.stream || random_.coin() ? all : random_.upto(all);
+        pipeline_->submit(part(batch, 0, begun));
+        return begun;
+    }
+
+    // The others, some at a time, while what was begun goes on, is done, or has failed.
+    void submit_others(const Batch& batch, std::size_t begun) {
+        while (begun < batch.tasklets.size()) {
+            if (random_.coin()) std::this_thread::sleep_for(std::chrono::microseconds(random_.upto(300)));
+            const std::size_t end = random_.between(begun, batch.tasklets.size());
+            pipeline_->extend(part(batch, begun, end));
+            begun = end;
+        }
+    }
+
+    static Batch part(const Batch& batch, std::size_t begin, std::size_t end) {
+        const auto at = [&](std::size_t index) { return batch.tasklets.begin() + static_cast<std::ptrdiff_t>(index); };
+        return Batch{batch.operation, {at(begin), at(end)}, batch.steps, batch.stream};
     }
 
     Batch whole(Operation operation, State& state) const {
@@ -278,6 +310,7 @@ class Scenario {
             }
             batch.tasklets.push_back(added);
         }
+        if (random_.coin()) random_.shuffle(batch.tasklets);
         return batch;
     }
 

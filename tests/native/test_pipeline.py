@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_smartinfinity.native import DType, Operation
+from lightning_smartinfinity.native import Batch, DType, Operation
 from lightning_smartinfinity.native.testing import inject
 from tests.native.formula import Floats, adam, adam_step
 from tests.native.stored import JOB, Run, StoredState, align, extent_bytes
@@ -268,6 +268,33 @@ def test_wait_for_a_range(tmp_path: Path, seed: int) -> None:
         assert state.pipeline.wait() is None
         np.testing.assert_array_equal(parameter, expected)
         assert state.pipeline.drain() is None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_batch_in_any_order_that_grows(tmp_path: Path, seed: int) -> None:
+    """Tasklets listed in any order, some of them added later: the same bits, and each can be waited for."""
+    random = np.random.default_rng(seed)
+    gradient, arrays = normals(9), initial()
+    parameter = np.full(NUMEL, -7, np.float32)
+    expected = adam(STEPS[0], gradient, arrays)
+    with StoredState(tmp_path, NUMEL, 2048, options={"num_buffers": 3, "compute_threads": 2}) as state:
+        state.write(*arrays)
+        inject(state.pipeline, seed=seed, max_delay_us=1000)
+        tasklets = state.tasklets([Run(0, NUMEL, 0, gradient, parameter=parameter)])
+        order = random.permutation(state.num_tasklets)
+        parts = [list(part) for part in np.array_split(order, int(random.integers(1, 6)))]
+        for number, part in enumerate(parts):
+            batch = Batch(Operation.UPDATE, [tasklets[index] for index in part], STEPS[:1])
+            (state.pipeline.extend if number else state.pipeline.submit)(batch)
+            begun = order[: sum(map(len, parts[: number + 1]))]
+            positions = random.permutation(len(begun))[:3]
+            assert state.pipeline.wait_for(positions.tolist()) is None
+            for index in begun[positions]:
+                at = slice(2048 * int(index), 2048 * (int(index) + 1))
+                np.testing.assert_array_equal(parameter[at], expected[0][at])
+        assert state.pipeline.drain() is None
+        state.generation, state.slot = state.generation + 1, 1 - state.slot
+        assert_same(state.read(), expected)
 
 
 def test_counters(tmp_path: Path) -> None:

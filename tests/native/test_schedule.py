@@ -73,6 +73,23 @@ def test_every_tasklet_once(num_tasklets: int, num_buffers: int, stages: dict[st
     assert simulation.in_flight == {}
 
 
+@given(parts=st.lists(st.integers(0, 5), min_size=2, max_size=5), num_buffers=buffers, data=st.data())
+def test_tasklets_that_come_later(parts: list[int], num_buffers: int, data: st.DataObject) -> None:
+    """Added at any time, in a ring that is busy or idle, they are worked like the others, behind them."""
+    simulation = Simulation(parts[0], num_buffers, reads=True, writes=True)
+    for part in parts[1:]:
+        simulation.start()
+        for _ in range(data.draw(st.integers(0, 8))):
+            if simulation.in_flight:
+                simulation.end(data)
+                simulation.start()
+        simulation.schedule.extend(part)
+    simulation.run(data)
+    total = sum(parts)
+    assert [tasklet for action, tasklet in simulation.started if action == "read"] == list(range(total))
+    assert Counter(simulation.ended) == {(a, t): 1 for a in ("read", "compute", "write") for t in range(total)}
+
+
 @given(num_tasklets=st.integers(1, 12), num_buffers=buffers, data=st.data())
 def test_a_buffer_is_used_again_after_its_delivery(num_tasklets: int, num_buffers: int, data: st.DataObject) -> None:
     """However soon its write ends, a buffer whose parameters are on their way to a device takes no other tasklet."""

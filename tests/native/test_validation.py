@@ -123,6 +123,34 @@ def test_wait_for_tasklets_that_do_not_exist(tmp_path: Path) -> None:
         assert state.pipeline.drain() is None
 
 
+def test_wait_for_positions_that_do_not_exist(tmp_path: Path) -> None:
+    """ValueError, and the batch goes on; without positions there is nothing to wait for."""
+    with StoredState(tmp_path, NUMEL) as state:
+        state.pipeline.submit(Batch(Operation.WRITE, [tasklet(write_offset=0, segments=[])]))
+        with pytest.raises(ValueError, match="tasklet 1 of 1"):
+            state.pipeline.wait_for([0, 1])
+        assert state.pipeline.wait_for([]) is None
+        assert state.pipeline.wait_for([0, 0]) is None
+        assert state.pipeline.drain() is None
+
+
+def test_extend_asks_for_an_active_batch_of_the_same_operation(tmp_path: Path) -> None:
+    """ValueError, and the batch goes on without the tasklets; what they say is checked as in submit()."""
+    more = Batch(Operation.WRITE, [tasklet(write_offset=0, segments=[])])
+    with StoredState(tmp_path, NUMEL) as state:
+        with pytest.raises(ValueError, match="no batch is active"):
+            state.pipeline.extend(more)
+        state.pipeline.submit(Batch(Operation.WRITE, []))
+        with pytest.raises(ValueError, match="same operation"):
+            state.pipeline.extend(Batch(Operation.READ, [tasklet(segments=[])]))
+        with pytest.raises(ValueError, match="numel"):
+            state.pipeline.extend(Batch(Operation.WRITE, [tasklet(numel=0, segments=[])]))
+        state.pipeline.extend(more)
+        assert state.pipeline.wait() is None
+        assert state.pipeline.drain() is None
+        assert state.pipeline.counters().write_calls == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -6,6 +6,7 @@ import ast
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -167,3 +168,22 @@ def test_layout_is_arithmetic_only() -> None:
         "numpy.typing",
         "lightning_smartinfinity.store.extents",
     }
+
+
+@settings(deadline=None)
+@given(layout=layouts(), data=st.data())
+def test_tasklets_in_order_of_use(layout: PartitionLayout, data: st.DataObject) -> None:
+    """Sorted by the earliest use of any parameter with an element in the tasklet; ties by index."""
+    uses = np.array(data.draw(st.permutations(range(len(layout.parameters)))), np.int64)
+
+    def earliest(tasklet: int) -> int:
+        where = layout.tasklets[tasklet]
+        held = [
+            uses[index]
+            for index, parameter in enumerate(layout.parameters)
+            if max(parameter.offset, where.offset) < min(parameter.offset + parameter.numel, where.offset + where.numel)
+        ]
+        return int(min(held))
+
+    wanted = data.draw(st.sets(st.sampled_from(range(len(layout.tasklets))))) if layout.tasklets else set()
+    assert layout.in_order_of_use(sorted(wanted), uses) == sorted(sorted(wanted), key=earliest)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +73,47 @@ def test_wait_for_some_parameters(tmp_path: Path, staged: bool) -> None:
             run.handler.wait(slice(index, index + 1))
             assert torch.equal(run.slice(index), expected[index])
         run.handler.commit()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_tasklets_in_order_of_first_use(tmp_path: Path, staged: bool, seed: int) -> None:
+    """In any order of work the same bits, and parameters can be waited for in any other."""
+    random = np.random.default_rng(seed)
+    case = Case(dtype=torch.bfloat16, num_buffers=2, staged=staged)
+    with running(tmp_path / "plain", case) as run:
+        run.step(1)
+        expected, slices = run.state(), [run.slice(index).clone() for index in range(len(case.shapes))]
+    with running(tmp_path / "ordered", case) as run:
+        inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
+        run.handler.begin_step(replace(run.collect(1), first_uses=random.permutation(len(case.shapes))))
+        for indices in random.permutation(len(case.shapes)).reshape(-1, 1):
+            run.handler.wait([int(index) for index in indices])
+            assert all(torch.equal(run.slice(index), slices[index]) for index in indices)
+        run.handler.commit()
+        assert_equal(run.state(), expected)
+
+
+def test_a_commit_that_was_interrupted_is_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after the record was written: the next commit of the same step finds it done."""
+    with running(tmp_path, Case()) as run:
+        commit = run.store.commit
+
+        def interrupted(**record: Any) -> None:
+            commit(**record)
+            raise KeyboardInterrupt
+
+        run.handler.begin_step(run.collect(1))
+        monkeypatch.setattr(run.store, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.handler.commit()
+        monkeypatch.setattr(run.store, "commit", commit)
+        run.handler.commit()
+        assert run.handler.generation == 1
+        expected = run.state()
+    with running(tmp_path / "plain", Case()) as run:
+        run.step(1)
+        assert_equal(run.state(), expected)
 
 
 def test_plan_is_a_snapshot(tmp_path: Path) -> None:

@@ -458,6 +458,7 @@ void bind_schedule(nb::module_& m) {
             },
             "Actions to start now, in this order: (name, tasklet, buffer); names are \"read\", \"fetch\" (parameters\n"
             "from a device), \"compute\", \"write\" and \"deliver\" (parameters to a device).")
+        .def("extend", &TransferSchedule::extend, "num_tasklets"_a, "More tasklets, behind those there are.")
         .def(
             "done",
             [](TransferSchedule& self, const std::string& action, std::size_t tasklet) {
@@ -529,6 +530,11 @@ void bind_pipeline(nb::module_& m) {
         .def("submit", &PythonPipeline::submit, "batch"_a, WithoutGil(),
              "Start a batch; returns at once. Memory it names must stay until drain().\n\n"
              "Raises:\n    ValueError: The batch cannot be worked, or another one is active.")
+        .def("extend", &PythonPipeline::extend, "more"_a, WithoutGil(),
+             "Add tasklets behind those of the active batch; returns at once. They are counted on from its last.\n\n"
+             "Raises:\n    ValueError: They cannot be worked, are of another operation or on a CUDA device, or no "
+             "batch\n"
+             "        is active.")
         .def(
             "wait",
             [](PythonPipeline& self, std::size_t first, std::optional<std::size_t> last) {
@@ -537,6 +543,12 @@ void bind_pipeline(nb::module_& m) {
             "first"_a = 0, "last"_a = nb::none(), WithoutGil(),
             "Until batch tasklets [first, last) have their parameters and arrays out, or the batch failed.\n\n"
             "A signal handler that raises, as that of Ctrl-C, ends the wait; the batch goes on.")
+        .def(
+            "wait_for",
+            [](PythonPipeline& self, const std::vector<std::size_t>& positions) {
+                return self.wait_for(positions, check_signals);
+            },
+            "positions"_a, WithoutGil(), "As wait(), for tasklets anywhere in the batch, as counted in it.")
         .def(
             "drain", [](PythonPipeline& self) { return self.drain(check_signals); }, WithoutGil(),
             "Until nothing is in flight; the batch is over. A signal handler may end the wait, as in wait().")

@@ -17,9 +17,15 @@ Pipeline::~Pipeline() {
 
 void Pipeline::submit(Batch batch) { loop()->submit(std::move(batch)); }
 
+void Pipeline::extend(Batch more) { loop()->extend(std::move(more)); }
+
 std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size_t> last,
                                       const TransferLoop::Poll& poll) {
     return loop()->wait(first, last, poll);
+}
+
+std::optional<Failure> Pipeline::wait_for(const std::vector<std::size_t>& positions, const TransferLoop::Poll& poll) {
+    return loop()->wait_for(positions, poll);
 }
 
 std::optional<Failure> Pipeline::drain(const TransferLoop::Poll& poll) { return loop()->drain(poll); }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "process.hpp"
 #include "transfer_loop.hpp"
@@ -24,9 +25,14 @@ class Pipeline {
 
     // Returns at once. Throws std::invalid_argument for a batch that cannot be worked, or while another is active.
     void submit(Batch batch);
+    // Adds tasklets behind those of the active batch; returns at once. Throws std::invalid_argument where that cannot
+    // be.
+    void extend(Batch more);
     // Until tasklets [first, last) of the batch have their parameters and arrays out, or the batch has failed.
     std::optional<Failure> wait(
         std::size_t first, std::optional<std::size_t> last, const TransferLoop::Poll& poll = [] {});
+    // The same for tasklets anywhere in the batch.
+    std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const TransferLoop::Poll& poll = [] {});
     // Until nothing is in flight: the batch is over.
     std::optional<Failure> drain(const TransferLoop::Poll& poll = [] {});
     // Ends the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done.

@@ -33,6 +33,10 @@ TransferSchedule::TransferSchedule(std::size_t num_tasklets, std::size_t num_buf
     if (num_buffers == 0) throw std::invalid_argument("TransferSchedule: num_buffers must be at least 1");
 }
 
+void TransferSchedule::extend(std::size_t num_tasklets) {
+    parameters_out_.resize(parameters_out_.size() + num_tasklets, false);
+}
+
 std::optional<Action> TransferSchedule::next() {
     if (Buffer* const buffer = lowest([](const Buffer& b) { return b.deliver == Leg::kWaiting; })) {
         return start(*buffer, Work::kDeliver);

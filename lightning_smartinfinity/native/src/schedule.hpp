@@ -14,7 +14,8 @@ struct Action {
     std::size_t buffer;
 };
 
-// The order of a batch as a pure state machine: no I/O, no clock, no threads, no lock. Each tasklet is read, has its
+// The order of a batch as a pure state machine: no I/O, no clock, no threads, no lock. Tasklets are begun in the order
+// in which they were listed, to which more may be added at any time; each is read, has its
 // parameters fetched from a device, is computed, and then is written and has its parameters delivered to the device,
 // both at a time, in one of `num_buffers` buffers that it holds from its first action to the last to end.
 //
@@ -32,6 +33,9 @@ class TransferSchedule {
     // Throws std::invalid_argument without a buffer.
     TransferSchedule(std::size_t num_tasklets, std::size_t num_buffers, Stages stages);
 
+    // More tasklets, behind those there are.
+    void extend(std::size_t num_tasklets);
+
     // The next action to start now, if any; it counts as started.
     std::optional<Action> next();
 
@@ -45,7 +49,7 @@ class TransferSchedule {
     // actions in flight still report done.
     void stop() { stopped_ = true; }
 
-    // All is done, or stopped with nothing in flight.
+    // All there is so far is done, or stopped with nothing in flight.
     bool finished() const;
     bool parameters_out(std::size_t tasklet) const { return parameters_out_.at(tasklet); }
     std::size_t num_tasklets() const { return parameters_out_.size(); }

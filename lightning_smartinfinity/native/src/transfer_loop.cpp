@@ -1,5 +1,6 @@
 #include "transfer_loop.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <stdexcept>
 #include <utility>
@@ -52,25 +53,30 @@ std::optional<Failure> copying(const Tasklet& tasklet, const Copies& copies) {
 
 }  // namespace
 
-TransferLoop::Run::Run(Batch active, std::size_t num_buffers)
-    : batch(std::move(active)),
-      schedule(batch.tasklets.size(), num_buffers,
+TransferLoop::Run::Run(Batch batch, std::size_t num_buffers)
+    : operation(batch.operation),
+      stream(batch.stream),
+      schedule(0, num_buffers,
                {.reads = reads(batch.operation),
                 .writes = writes(batch.operation),
                 .fetches = batch.stream != nullptr && takes_parameters(batch),
-                .delivers = delivers()}) {}
+                .delivers = batch.stream != nullptr && gives_parameters(batch.operation)}) {
+    add(std::move(batch));
+}
 
-// Moves `first` past what is out, so that a waiter looks at every tasklet once.
-bool TransferLoop::Run::parameters_out(std::size_t& first, std::size_t last) const {
-    while (first < last && schedule.parameters_out(first)) ++first;
-    return first >= last;
+void TransferLoop::Run::add(Batch batch) {
+    parts.push_back(std::make_unique<const Batch>(std::move(batch)));
+    const Batch& part = *parts.back();
+    for (const Tasklet& tasklet : part.tasklets) items.push_back({&part, &tasklet});
+    schedule.extend(part.tasklets.size());
 }
 
 TransferLoop::TransferLoop(PipelineOptions options)
     : options_(checked(std::move(options))),
       ring_(options_.num_buffers * options_.buffer_bytes),
       transfers_(options_.num_buffers),
-      tasklets_(options_.num_buffers),
+      items_(options_.num_buffers),
+      positions_(options_.num_buffers),
       engine_(make_io_engine(io_options())),
       compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
 }
@@ -84,22 +90,55 @@ void TransferLoop::submit(Batch batch) {
     const std::lock_guard lock(mutex_);
     require_open();
     require(run_ == nullptr, "a batch is active; drain() it before the next one");
-    prepare_slots(run->batch);
+    prepare_slots(*run->parts.front());
     run_ = std::move(run);
     start_ready();
 }
 
+void TransferLoop::extend(Batch more) {
+    validate(more, options_.files.size(), options_.buffer_bytes);
+    const std::lock_guard lock(mutex_);
+    require_open();
+    require(run_ != nullptr, "no batch is active that could be extended");
+    require(more.operation == run_->operation, "a batch is extended by more of the same operation");
+    // The slots were made for what the batch began with, and they are in use.
+    require(more.stream == nullptr && run_->stream == nullptr, "a batch on a CUDA device cannot be extended");
+    run_->add(std::move(more));
+    start_ready();
+}
+
+// Looks at every tasklet once: what is out stays out.
 std::optional<Failure> TransferLoop::wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll) {
-    const Stopwatch stopwatch;
     std::unique_lock lock(mutex_);
+    if (run_ != nullptr) last = last.value_or(run_->schedule.num_tasklets());
+    const std::size_t end = last.value_or(first);
+    require(first <= end, "wait() for tasklets [" + std::to_string(first) + ", " + std::to_string(end) + ")");
+    return wait_until(lock, poll, end, [&](const TransferSchedule& schedule) {
+        while (first < end && schedule.parameters_out(first)) ++first;
+        return first == end;
+    });
+}
+
+std::optional<Failure> TransferLoop::wait_for(const std::vector<std::size_t>& positions, const Poll& poll) {
+    std::unique_lock lock(mutex_);
+    const auto highest = std::max_element(positions.begin(), positions.end());
+    auto next = positions.begin();
+    return wait_until(lock, poll, highest == positions.end() ? 0 : *highest + 1, [&](const TransferSchedule& schedule) {
+        while (next != positions.end() && schedule.parameters_out(*next)) ++next;
+        return next == positions.end();
+    });
+}
+
+template <typename Out>
+std::optional<Failure> TransferLoop::wait_until(std::unique_lock<std::mutex>& lock, const Poll& poll, std::size_t end,
+                                                Out out) {
+    const Stopwatch stopwatch;
     require_open();
     const std::shared_ptr<Run> run = run_;
     if (run == nullptr) return std::nullopt;
-    const std::size_t end = last.value_or(run->schedule.num_tasklets());
-    require(first <= end && end <= run->schedule.num_tasklets(), "wait() for tasklets [" + std::to_string(first) +
-                                                                     ", " + std::to_string(end) + ") of " +
-                                                                     std::to_string(run->schedule.num_tasklets()));
-    await(lock, poll, [&] { return run->failure || run->parameters_out(first, end); });
+    require(end <= run->schedule.num_tasklets(),
+            "wait() for tasklet " + std::to_string(end - 1) + " of " + std::to_string(run->schedule.num_tasklets()));
+    await(lock, poll, [&] { return run->failure || out(run->schedule); });
     counters_.wait_seconds += stopwatch.seconds();
     return run->failure;
 }
@@ -194,7 +233,11 @@ void TransferLoop::start_ready() {
 }
 
 void TransferLoop::start(const Action& action) {
-    tasklets_[action.buffer] = action.tasklet;
+    // A computed tasklet is written and delivered side by side: what it holds is read by one when the other starts.
+    if (action.work != Work::kWrite && action.work != Work::kDeliver) {
+        items_[action.buffer] = run_->items[action.tasklet];
+        positions_[action.buffer] = action.tasklet;
+    }
     switch (action.work) {
         case Work::kRead:
             return start_transfer(action, Direction::kRead);
@@ -209,7 +252,7 @@ void TransferLoop::start(const Action& action) {
 }
 
 void TransferLoop::start_transfer(const Action& action, Direction direction) {
-    const Tasklet& tasklet = run_->batch.tasklets[action.tasklet];
+    const Tasklet& tasklet = *items_[action.buffer].tasklet;
     const StateFile& file = options_.files[tasklet.file];
     const bool read = direction == Direction::kRead;
     // The parameter is the master: only what lies behind the master's region is read.
@@ -231,16 +274,15 @@ void TransferLoop::completed(const IoRequest& request, const IoResult& result) {
     const std::lock_guard lock(mutex_);
     count(request.direction, result);
     if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
-    const std::size_t tasklet = tasklets_[request.tag];
-    end(request.direction == Direction::kRead ? Work::kRead : Work::kWrite, tasklet,
-        failure_of(transfer, progress, run_->batch.tasklets[tasklet]));
+    end(request.direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[request.tag],
+        failure_of(transfer, progress, *items_[request.tag].tasklet));
 }
 
-// On a thread of the compute pool. run_ cannot change: an action of its batch is in flight.
+// On a thread of the compute pool. Neither run_ nor what the buffer holds can change: an action of it is in flight.
 void TransferLoop::compute_item(const Action& action) {
     const Stopwatch stopwatch;
-    const Batch& batch = run_->batch;
-    const Tasklet& tasklet = batch.tasklets[action.tasklet];
+    const Batch& batch = *items_[action.buffer].batch;
+    const Tasklet& tasklet = *items_[action.buffer].tasklet;
     std::optional<Failure> failure;
     if (const auto refusal =
             compute(batch, tasklet, options_.identity, buffer(action.buffer), slot(batch, action.buffer))) {
@@ -258,8 +300,8 @@ void TransferLoop::compute_item(const Action& action) {
 
 // On the thread that waits for copies. run_ cannot change, as above.
 void TransferLoop::copy_item(const Action& action) {
-    const Batch& batch = run_->batch;
-    const Tasklet& tasklet = batch.tasklets[action.tasklet];
+    const Batch& batch = *items_[action.buffer].batch;
+    const Tasklet& tasklet = *items_[action.buffer].tasklet;
     auto failure = copying(tasklet, [&] {
         if (action.work == Work::kFetch) slots_->fetch(batch, tasklet, action.buffer);
         slots_->wait(action.buffer);

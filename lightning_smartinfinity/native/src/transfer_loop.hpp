@@ -50,7 +50,9 @@ class TransferLoop final : private CompletionHandler {
     // Of the buffers, and of the slots for parameters on a device from the first batch that has some.
     std::size_t ring_bytes() const;
     void submit(Batch batch);
+    void extend(Batch more);
     std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll);
+    std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const Poll& poll);
     std::optional<Failure> drain(const Poll& poll);
     Counters counters() const;
     IoEngineKind io_engine() const;
@@ -66,12 +68,21 @@ class TransferLoop final : private CompletionHandler {
     void decorate_engine(const Decorate& decorate);
 
  private:
+    // A tasklet and the part of the batch that it came with. Neither moves while the batch is active.
+    struct Item {
+        const Batch* batch = nullptr;
+        const Tasklet* tasklet = nullptr;
+    };
+
     struct Run {
         Run(Batch batch, std::size_t num_buffers);
-        bool delivers() const { return batch.stream != nullptr && gives_parameters(batch.operation); }
-        bool parameters_out(std::size_t& first, std::size_t last) const;
+        bool delivers() const { return stream != nullptr && gives_parameters(operation); }
+        void add(Batch batch);
 
-        Batch batch;
+        const Operation operation;
+        const std::shared_ptr<const CudaStream> stream;
+        std::vector<std::unique_ptr<const Batch>> parts;
+        std::vector<Item> items;  // by position in the batch
         TransferSchedule schedule;
         std::optional<Failure> failure;
     };
@@ -80,6 +91,9 @@ class TransferLoop final : private CompletionHandler {
     void compute_item(const Action& action);
     void copy_item(const Action& action);
 
+    // Until `out(schedule)`, which asks about tasklets below `end`, or the active batch, if any, has failed.
+    template <typename Out>
+    std::optional<Failure> wait_until(std::unique_lock<std::mutex>& lock, const Poll& poll, std::size_t end, Out out);
     template <typename Condition>
     void await(std::unique_lock<std::mutex>& lock, const Poll& poll, const Condition& condition);
 
@@ -101,8 +115,9 @@ class TransferLoop final : private CompletionHandler {
 
     PipelineOptions options_;
     HostBuffer ring_;
-    std::vector<Transfer> transfers_;    // by buffer
-    std::vector<std::size_t> tasklets_;  // by buffer: the one it holds
+    std::vector<Transfer> transfers_;     // by buffer
+    std::vector<Item> items_;             // by buffer: what it holds
+    std::vector<std::size_t> positions_;  // by buffer: of what it holds
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;
