@@ -50,6 +50,7 @@ class Case:
     num_devices: int = 1
     staged: bool = False
     durability: str = "step"
+    state_format: str = "fp32"
     compute_threads: int = 1
     shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
 
@@ -192,6 +193,7 @@ def layout_of(case: Case) -> PartitionLayout:
         num_arrays=3,
         num_devices=case.num_devices,
         num_slots=1 if case.durability == "none" else 2,
+        state_format=case.state_format,
     )
 
 
