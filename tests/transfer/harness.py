@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,10 @@ class Run:
                 description=StoreDescription(
                     optimizer=rule.name,
                     arrays=rule.arrays,
-                    parameters=tuple({"name": parameter.name} for parameter in self.layout.parameters),
+                    parameters=tuple(
+                        {**asdict(parameter), "dtype": str(case.dtype).removeprefix("torch.")}
+                        for parameter in self.layout.parameters
+                    ),
                 ),
             )
         self.handler = TransferHandler(self.layout, self.store, self.device, rule=rule)
