@@ -19,7 +19,7 @@ import torch
 from tests.helpers import reference
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import Recipe
-from tests.stock.worker import ACCUMULATED, RECIPE, SAVE_AT, THREADS, UNUSED
+from tests.stock.worker import ACCUMULATED, SAVE_AT, THREADS, UNUSED
 from tests.training.worker import REPOSITORY
 
 OURS = "smart_infinity"
@@ -124,10 +124,11 @@ def test_full_disk_is_noticed(outcomes: Outcomes) -> None:
 
 @stock_fails("a bare AssertionError in the middle of the set-up")
 def test_state_in_16_bit_trains(outcomes: Outcomes) -> None:
-    """Moments in bf16 take 8 bytes per parameter instead of 12 in each slot, and the losses are torch's."""
+    """Moments in bf16 take 8 bytes per parameter instead of 12 in each slot, and losses stay near those with fp32."""
     assert "error" not in outcomes["state_in_16_bit"]
     assert 16 <= outcomes["state_in_16_bit"]["bytes_per_parameter"] < 17
-    _assert_like_torch(outcomes["state_in_16_bit"]["losses"], RECIPE)
+    losses, expected = (torch.tensor(outcomes[name]["losses"]) for name in ("state_in_16_bit", "straight"))
+    torch.testing.assert_close(losses, expected, rtol=0, atol=2e-2)
 
 
 @stock_fails("the second job writes into the first one's files, and its losses change")

@@ -271,9 +271,10 @@ struct ExpAvgSqCode : Minifloat<32> {
 
 inline Bits magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
 
+// Masked, and not chosen by a condition, which would keep the loops over it from being vectorised.
 inline Bits finite_magnitude_of(float value) {
     const Bits magnitude = magnitude_of(value);
-    return magnitude < 0x7f800000u ? magnitude : 0u;
+    return magnitude & (0u - Bits{magnitude < 0x7f800000u});
 }
 
 inline Bits larger(Bits left, Bits right) { return left > right ? left : right; }
