@@ -126,8 +126,8 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
     )
     raise StorageFullError(
         problem,
-        "Free space there, spread the state over more storage folders, or halve it with"
-        " TransferConfig(durability='none').",
+        "Free space there, spread the state over more storage folders, choose a smaller state_format, or halve the"
+        " need with TransferConfig(durability='none').",
     )
 
 

@@ -30,6 +30,7 @@ def with_settings(folder: Path) -> L.Trainer:
     strategy = SmartInfinityStrategy(
         storage=["/mnt/nvme0", folder],
         update_device="host",
+        state_format="int8",
         overlap="none",
         transfer=TransferConfig(tasklet_bytes=1 << 20, num_buffers=8, durability="power", direct_io="on"),
         zero={"reduce_bucket_size": 1_000_000},
