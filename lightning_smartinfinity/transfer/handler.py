@@ -236,6 +236,9 @@ class TransferHandler:
         The partition in memory is the caller's: after replacing a master, write the parameter too. Every rank calls it
         the same number of times, so that generations stay common to all.
 
+        In a state format that rounds, values are rounded to nearest. Elements that are not replaced keep theirs, unless
+        they share a block of 8-bit codes with new ones so large that its exponent no longer reaches down to them.
+
         Args:
             values: By parameter index, then array name: float32[real_numel].
             together: As for :meth:`replace`.

@@ -92,8 +92,8 @@ class StepPlan:
         active: bool[num_parameters]: which parameters have a gradient; the others are left as they are, as in torch.
         gradients: Host memory of each sub-group's gradients, in sub-group order (``GradientArena.flats()``).
         outputs: Host memory of each sub-group's parameters, a :class:`CudaPartition` or a :class:`StagedPartition`.
-            fp32 parameters in host or CUDA memory are the master weights: what lies there when the step begins is what
-            is updated.
+            fp32 parameters in host or CUDA memory are the master weights, bf16 ones their upper halves in
+            ``"int8_remainder"``: what lies there when the step begins is what is updated.
         groups: The optimizer's ``param_groups``, read once when the step begins.
         gradient_scale: Factor on every gradient before the update: one over the combined loss and clipping scale.
         first_uses: int64[num_parameters]: tasklets are worked in the order of the least of these numbers among their
