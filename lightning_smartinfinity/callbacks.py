@@ -32,6 +32,8 @@ class _CountsTraffic(Protocol):
 
     def traffic(self) -> Traffic: ...
 
+    def drain(self) -> None: ...
+
 
 class StorageTrafficMonitor(Callback):
     """Logs what the optimizer state's traffic does to storage, and what waiting for it costs.
@@ -138,6 +140,9 @@ class StorageTrafficMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, _CountsTraffic)
+        strategy.drain()  # the last step's update may still run
         self._watched().end()
         self._summary = self._measure(trainer.global_step)
         totals = {name: value for name, value in self._summary.items() if name.endswith("_TB")}

@@ -80,6 +80,7 @@ class NearStorage:
         self._storage = storage_folders(storage)
         self._transfer = checked_transfer(transfer)
         self._state_format = state_format
+        self._overlap = "none" if overlap == "auto" else overlap
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
         self._training_engine: Any = None
@@ -104,6 +105,18 @@ class NearStorage:
         if self._parameters is not None:
             self._parameters.close()
             self._parameters = None
+
+    def drain(self) -> None:
+        """Return when the last step is done and committed, on every rank: with ``overlap`` its update may still run.
+
+        Collective: every rank calls it. Whatever reads or writes parameters or state does so by itself.
+
+        Raises:
+            StorageError: The step failed on some rank, and was undone on all.
+        """
+        optimizer = self._near_storage_optimizer
+        if optimizer is not None:
+            optimizer.update.settle()
 
     def _close_state(self) -> None:
         state = self._rank_state
@@ -191,7 +204,12 @@ class NearStorage:
         end_training(model)
         release_module(model)
         make_contiguous(model)
-        offload = OffloadSettings(storage=self._storage, transfer=self._transfer, state_format=self._state_format)
+        offload = OffloadSettings(
+            storage=self._storage,
+            transfer=self._transfer,
+            state_format=self._state_format,
+            overlap=self._overlap,
+        )
         with self._parameters_on_storage(), engine_with(offload):
             if self._parameters is not None:
                 require_parameter_space(
@@ -308,6 +326,10 @@ class NearStorage:
 
     def _become_idle(self) -> None:
         """Training is over; the state stays readable until the next one on the same storage."""
+        optimizer = self._near_storage_optimizer
+        if optimizer is not None:
+            # After an error, which may have come on this rank alone, a step may still be in flight.
+            optimizer.update.quiesce()
         if self._idle_key is not None:
             _IDLE[self._idle_key] = weakref.ref(self)
 

@@ -63,7 +63,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         update_device: Where the update runs: ``"host"`` (CPU), or ``"auto"``.
         state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
             ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4).
-        overlap: What the update may run beside: ``"none"``, or ``"auto"``.
+        overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), or ``"auto"``.
         compression: Not available in this version.
         activations: Not available in this version.
         transfer: Ring size, durability and direct I/O.
@@ -192,6 +192,26 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
             _refuse_closure(closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        self.drain()
+        super().on_validation_start()
+
+    @override
+    def on_test_start(self) -> None:
+        self.drain()
+        super().on_test_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.drain()
+        super().on_predict_start()
+
+    @override
+    def on_train_end(self) -> None:
+        self.drain()
+        super().on_train_end()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
+from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.handler import TransferHandler
@@ -32,6 +32,7 @@ from lightning_smartinfinity.zero3.rank_state import RankState
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.state_by_parameter import StateByParameter
 from lightning_smartinfinity.zero3.storage import open_storage
+from lightning_smartinfinity.zero3.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.validation import find_ignored
 
 __all__ = ["SmartInfinityOptimizer"]
@@ -54,6 +55,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         # Whether the checkpoint being saved is to leave out the moments.
         self.saves_weights_only = False
         self._left_out: list[Any] = []
+        self.update = UpdateInFlight(self)
         rank_state = RankState(keep=offload.transfer.keep)
         try:
             super().__init__(*args, rank_state=rank_state, **kwargs)
@@ -62,6 +64,11 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             raise
         self.outside_writes = OutsideWrites(self)
         self.outside_writes.watch(self.module.parameters())
+        self.update.watch(self.module.parameters())
+        if offload.overlap != "none":
+            # The base class would gather small parameters, from all over the model, as soon as the update has begun.
+            # They are gathered when they are used, and stay so until the next step.
+            self.persistent_parameters: list[Any] = []
         return_freed_memory()
 
     # ---- construction: what the base class calls from its constructor
@@ -115,6 +122,9 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update this rank's partition from the arena, or skip it if a gradient anywhere is not finite.
 
+        Unless ``overlap`` is ``"none"``, the update has only begun on return; what is said of errors below then holds
+        for the next call, or whatever settles the update before that.
+
         Raises:
             UnsupportedError: A closure was passed, or on some rank a parameter was unfrozen or has a gradient that the
                 step would pass over.
@@ -130,6 +140,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         self._pre_step()
         self.retained.release()
         self._partition_all_parameters()
+        self.update.settle()
         # The scale that backward ran with: the loss scaler may raise it for the next window below.
         loss_scale = float(self.loss_scale)
         norm = self._scaled_gradient_norm(valid=refused is None)
@@ -173,32 +184,32 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             outputs=outputs_of(self),
             groups=self.optimizer.param_groups,
             gradient_scale=gradient_scale,
+            first_uses=self.update.first_uses(),
         )
         try:
-            self._run_together(plan)
-            self.handler.commit()
-        except BaseException as error:
-            self.rank_state.abandon_step(error)
+            self.update.begin(plan)
+            if self._offload.overlap == "none":
+                self.update.settle()
+        except BaseException as error:  # an interrupt as well
+            self.update.abandon(error)
             raise
         self.arena.reset()
-
-    def _run_together(self, plan: StepPlan) -> None:
-        """Run the step up to its commit; if it fails on one rank, it fails on all, and none commits it."""
-        failure: SmartInfinityError | None = None
-        try:
-            self.handler.begin_step(plan)
-            self.handler.wait()
-            self.handler.drain()
-        except SmartInfinityError as error:
-            failure = error
-        if self.sum_over_ranks(float(failure is not None)) > 0:
-            raise_together(failure, self.dp_process_group)
 
     def sum_over_ranks(self, value: float) -> float:
         """Sum of one double over all ranks."""
         return sum_over_ranks(value, self.dp_process_group, torch.device(get_accelerator().current_device_name()))
 
+    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
+        """As the base class, once the step in flight has used what lies in their place."""
+        self.update.require(params_to_release)
+        super().partition_grads(params_to_release, grad_partitions)
+
     # ---- checkpoints
+
+    def checkpoint_event_prologue(self) -> None:
+        """As the base class, and finish the step in flight: a checkpoint is about to be saved or loaded."""
+        super().checkpoint_event_prologue()
+        self.update.settle()
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         return checkpoint.state_dict(self)
@@ -209,6 +220,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
     @torch.no_grad()
     def _restore_from_bit16_weights(self) -> None:
         """Take the partition's present values as masters; moments and step counts stay."""
+        self.update.settle()
         self.outside_writes.refresh_all()
 
     # ---- refused
@@ -238,7 +250,8 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
 
     @property
     def handler(self) -> TransferHandler:
-        """As :attr:`RankState.handler`."""
+        """As :attr:`RankState.handler`, once the step in flight is committed: collective."""
+        self.update.settle()
         return self.rank_state.handler
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,9 @@ class ParameterSwapper:
         self._itemsize = 0
         self._warned = False
         self.closed = False
+        # Called with parameters that are about to be read, and asked about those that are to be read ahead.
+        self.before_reading: Callable[[Sequence[Any]], None] | None = None
+        self.leaves_for_later: Callable[[Any], bool] | None = None
 
     # ---- in our own words
 
@@ -213,7 +216,9 @@ class ParameterSwapper:
         """Read partitions, or start to."""
         assert swap_in_buffers is None, "nobody reads into other buffers"
         if async_op:
-            self._start_reads(params)
+            later = self.leaves_for_later
+            # DeepSpeed names a parameter once for every use that is ahead.
+            self._start_reads([param for param in dict.fromkeys(params) if later is None or not later(param)])
             return
         with self._together():
             self._make_room(sum(_nbytes(param) for param in params))
@@ -293,7 +298,9 @@ class ParameterSwapper:
         if first is not None:
             raise first
 
-    def _start_reads(self, params: Iterable[Any]) -> None:
+    def _start_reads(self, params: Sequence[Any]) -> None:
+        if self.before_reading is not None:
+            self.before_reading(params)
         for param in params:
             stored = stored_parameter(param)
             assert stored is not None and param.ds_id not in self._held, param.ds_summary()

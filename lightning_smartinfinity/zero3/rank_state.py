@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
@@ -121,9 +123,15 @@ class RankState:
         return self._handler.traffic() if self._handler is not None else Traffic()
 
     def close(self) -> None:
-        """Close the handler and the arena; the state on storage is removed unless ``keep``. Idempotent."""
+        """Close the handler and the arena; the state on storage is removed unless ``keep``. Idempotent.
+
+        A step in flight is committed first, so that the parameters in memory are whole. Not collective: what another
+        rank could not commit, none takes up again.
+        """
         # Closed before they are forgotten: after an interrupt it can be called again.
         if self._handler is not None:
+            if self._lost is None:
+                self._finish_step(self._handler)
             self._handler.close(remove=not self._keep)
             self._handler = None
         if self._arena is not None:
@@ -133,5 +141,23 @@ class RankState:
     def closer(self) -> Callable[[], None]:
         """What an exit handler calls: closes the store and holds no reference to arena or optimizer."""
         handler, remove, owner = self.handler, not self._keep, os.getpid()
-        # A forked child runs exit handlers too; the state is its parent's.
-        return lambda: handler.close(remove=remove) if os.getpid() == owner else None
+
+        def close() -> None:
+            # A forked child runs exit handlers too; the state is its parent's.
+            if os.getpid() != owner:
+                return
+            if not remove and handler.in_flight:
+                with suppress(SmartInfinityError):  # the generation before stays current
+                    handler.commit()
+            handler.close(remove=remove)
+
+        return close
+
+    def _finish_step(self, handler: TransferHandler) -> None:
+        if not handler.in_flight:
+            return
+        try:
+            handler.commit()
+        except SmartInfinityError as error:
+            self.abandon_step(error)
+            warnings.warn(f"The last step of the training was undone: {error}", stacklevel=2)

@@ -18,11 +18,13 @@ class OffloadSettings:
         storage: One folder per storage device.
         transfer: Ring, engine and durability.
         state_format: How it lies there.
+        overlap: What the update may run beside: ``"none"`` or ``"forward"``.
     """
 
     storage: tuple[Path, ...]
     transfer: TransferConfig
     state_format: str = "fp32"
+    overlap: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
 from lightning_smartinfinity.zero3.rank_state import RankState
+from lightning_smartinfinity.zero3.update_in_flight import UpdateInFlight
 
 __all__ = ["StateByParameter"]
 
@@ -34,6 +35,7 @@ class StateByParameter:
     parameter_index: dict[int, int]
     rank_state: RankState
     rule: UpdateRule
+    update: UpdateInFlight
     dp_process_group: Any
     _fp32_state_allgather: Callable[..., torch.Tensor]
     _get_param_partition_rank: Callable[..., int]
@@ -48,6 +50,7 @@ class StateByParameter:
         index = self.parameter_index[param.ds_id]
         piece = self.rank_state.layout.parameters[index]
         padded = torch.zeros(piece.numel, dtype=torch.float32)
+        self.update.settle()
         with raising_together(self.dp_process_group):
             name = self._array_named(optim_state_key)
             values = self.rank_state.handler.read_parameter(index, names=[name])[name]
@@ -84,6 +87,7 @@ class StateByParameter:
 
     def _set(self, param: Any, values: torch.Tensor | None, key: str | None) -> None:
         assert values is not None
+        self.update.settle()
         with raising_together(self.dp_process_group):
             name = self._array_named(key)
             handler = self.rank_state.handler
@@ -166,6 +170,7 @@ class StateByParameter:
         return self._has_state(param) and bool(self.rank_state.arena.active[self.parameter_index[param.ds_id]])
 
     def _write_gradient(self, param: Any, values: torch.Tensor) -> None:
+        self.update.require([param])
         self.rank_state.arena.replace(self.parameter_index[param.ds_id], values)
 
     # ---- slices

@@ -11,12 +11,18 @@ import torch
 from lightning_smartinfinity.transfer.tensors import native_dtype
 from lightning_smartinfinity.zero3.param_swapper import ParameterSwapper, stored_parameter
 
-__all__ = ["StoredPartition", "has_stored_parameters"]
+__all__ = ["StoredPartition", "has_stored_parameters", "release_prefetched"]
 
 
 def has_stored_parameters(optimizer: Any) -> bool:
     """Whether a sub-group of DeepSpeed's optimizer has no flat tensor."""
     return any(flat is None for flat in optimizer.fp16_partitioned_groups_flat)
+
+
+def release_prefetched(optimizer: Any) -> None:
+    """Forget parameters that were read ahead from storage, where there are some: they are about to change there."""
+    if has_stored_parameters(optimizer):
+        _swapper_of(optimizer).release_prefetched()
 
 
 class StoredPartition:
@@ -34,10 +40,8 @@ class StoredPartition:
         self._flats: list[torch.Tensor | None] = optimizer.fp16_partitioned_groups_flat
         self._params: list[list[Any]] = optimizer.fp16_groups
         self._starts = [_starts(params) for params in self._params]
-        first = self._flats.index(None)
-        swapper: ParameterSwapper = self._params[first][0].nvme_swapper
-        swapper.release_prefetched()
-        self._parts = swapper.parts
+        release_prefetched(optimizer)
+        self._parts = _swapper_of(optimizer).parts
 
     def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
         for param, begin, part in self._split(sub_group, offset, values):
@@ -78,6 +82,12 @@ class StoredPartition:
             if count:
                 yield params[index], begin, values[:count]
             offset, values, index = offset + count, values[count:], index + 1
+
+
+def _swapper_of(optimizer: Any) -> ParameterSwapper:
+    first = optimizer.fp16_partitioned_groups_flat.index(None)
+    swapper: ParameterSwapper = optimizer.fp16_groups[first][0].nvme_swapper
+    return swapper
 
 
 def _starts(params: list[Any]) -> list[int]:

@@ -48,6 +48,9 @@ class CountingStrategy(SingleDeviceStrategy):
     def traffic(self) -> Traffic:
         return self.counted
 
+    def drain(self) -> None:
+        """Nothing runs beside training."""
+
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         self.counted = INITIALISATION  # counters start again with every store

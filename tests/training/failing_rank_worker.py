@@ -1,4 +1,6 @@
-"""Two ranks train; storage fails on rank 1 in the third step: ``python -m tests.training.failing_rank_worker FOLDER``.
+"""Two ranks train; storage fails on rank 1 in the third step.
+
+``python -m tests.training.failing_rank_worker FOLDER OVERLAP``
 
 Every rank writes what it met into ``rank-<n>.json``.
 """
@@ -22,7 +24,9 @@ class FailOnRankOne(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 2 and trainer.global_rank == 1:
-            testing.inject(trainer.strategy.optimizers[0].handler._device._pipeline, fail_write_at=0)
+            handler = trainer.strategy.optimizers[0].rank_state.handler
+            handler.drain()  # the step before may still be in flight
+            testing.inject(handler._device._pipeline, fail_write_at=0)
 
 
 def main() -> None:
@@ -32,7 +36,7 @@ def main() -> None:
         accelerator="cpu",
         devices=2,
         precision="bf16-mixed",
-        strategy=SmartInfinityStrategy(root / "storage"),
+        strategy=SmartInfinityStrategy(root / "storage", overlap=sys.argv[2]),
         max_steps=5,
         callbacks=[FailOnRankOne()],
         logger=False,

@@ -87,10 +87,11 @@ def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(tmp
     assert all(torch.equal(a.masters[name], b.masters[name]) for name in a.masters)
 
 
-def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap: str, tmp_path: Path) -> None:
     """Rank 0, whose storage is sound, raises rank 1's error and stays at the generation that both have."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.failing_rank_worker", str(tmp_path)],
+        [sys.executable, "-m", "tests.training.failing_rank_worker", str(tmp_path), overlap],
         cwd=REPOSITORY,
         env=fresh_environment(),
         capture_output=True,

@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_smartinfinity.native import testing
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 
@@ -37,6 +38,9 @@ class Run:
     save_after_fit: str | None = None
     save_at: tuple[int, ...] = ()
     storage: str | None = None
+    # Transfers of optimizer state end late and out of order, as this seed has it.
+    delays: int | None = None
+    delay_us: int = 4000
     transfer: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -92,6 +96,11 @@ class Recorder(pl.Callback):
         self.masters: dict[str, torch.Tensor] = {}
         self.extra: dict[str, Any] = {}
         self.skipped: list[int] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self.run.delays is not None:
+            pipeline = trainer.strategy.optimizers[0].handler._device._pipeline
+            testing.inject(pipeline, seed=self.run.delays, max_delay_us=self.run.delay_us, short_transfer_every=3)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         if self.run.strategy != "smart_infinity":

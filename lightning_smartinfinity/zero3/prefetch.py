@@ -1,0 +1,38 @@
+"""What DeepSpeed gathers ahead of its use, kept from waiting for updates that nobody needs yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.utils import z3_leaf_module
+
+__all__ = ["GATHER_PARAMS", "skip_in_prefetch"]
+
+GATHER_PARAMS = "_PartitionedParameterCoordinator__all_gather_params"
+"""The coordinator's method that gathers what a module needs and, later, what others will."""
+
+
+def skip_in_prefetch(coordinator: Any, skipped: Callable[[Any], bool]) -> None:
+    """Let a coordinator gather some parameters only when their own module is about to run.
+
+    Its notes on what comes next stay as they are: a parameter that was not gathered ahead is gathered then.
+
+    Args:
+        coordinator: DeepSpeed's ``PartitionedParameterCoordinator``.
+        skipped: Whether a parameter is not to be gathered ahead, alike on all ranks.
+    """
+    fetch, gather = coordinator.fetch_sub_module, getattr(coordinator, GATHER_PARAMS)
+    needed: set[Any] = set()
+
+    def fetch_noting(current_submodule: Any, forward: bool) -> None:
+        needed.clear()
+        needed.update(iter_params(current_submodule, recurse=z3_leaf_module(current_submodule)))
+        fetch(current_submodule, forward)
+
+    def gather_some(params: Iterable[Any], forward: bool) -> None:
+        gather({param for param in params if param in needed or not skipped(param)}, forward)
+
+    coordinator.fetch_sub_module = fetch_noting
+    setattr(coordinator, GATHER_PARAMS, gather_some)

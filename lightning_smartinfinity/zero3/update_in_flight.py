@@ -1,0 +1,198 @@
+"""The update of a step, which may run beside what comes after the step.
+
+With ``overlap="forward"`` ``step()`` returns when the update has begun. A parameter is gathered, and its place in the
+gradient arena written again, once its own tasklets are done; whatever else reads or writes parameters or state
+finishes the update first. So every value is that of ``overlap="none"``, bit for bit.
+
+Which parameters somebody has asked for since the step is known alike on all ranks; how far the update has come is not,
+and decides nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError
+from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.transfer.plan import CudaPartition, StepPlan
+from lightning_smartinfinity.zero3.collectives import raise_together
+from lightning_smartinfinity.zero3.prefetch import skip_in_prefetch
+from lightning_smartinfinity.zero3.stored_partition import release_prefetched
+
+__all__ = ["UpdateInFlight"]
+
+_GATHERING = ("all_gather", "all_gather_coalesced")
+
+
+class UpdateInFlight:
+    """One optimizer's update, from :meth:`begin` to :meth:`settle`.
+
+    A failure is agreed upon by all ranks in :meth:`settle`, which undoes the step on each of them and raises. A rank
+    that meets it earlier, where it waits for a parameter, goes on with what is in memory until then: the others are
+    about to gather the parameter too, and would wait for this rank for ever. In one process it raises at once.
+
+    Args:
+        optimizer: A :class:`SmartInfinityOptimizer`, complete by the time of :meth:`watch`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._lock = threading.RLock()  # autograd's threads gather, too
+        self._begun = False
+        self._failure: SmartInfinityError | None = None
+        # Indices of the parameters that nobody has asked for, and of those that still have to be waited for.
+        self._untouched: set[int] = set()
+        self._awaited: set[int] = set()
+        self._waits_once = True
+        self._uses: dict[int, None] = {}
+
+    def watch(self, parameters: Iterable[Any]) -> None:
+        """From now on, gather each of these parameters, or read it from storage, only once it is updated.
+
+        What DeepSpeed would gather or read ahead is passed over as long as it is untouched.
+        """
+        for param in parameters:
+            for name in _GATHERING:
+                method = getattr(param, name)
+                original = method.original if isinstance(method, _Awaited) else method
+                setattr(param, name, _Awaited(param, original, self.require))
+            if param.nvme_swapper is not None:
+                param.nvme_swapper.before_reading = self.require
+                param.nvme_swapper.leaves_for_later = self.is_untouched
+
+        skip_in_prefetch(self._optimizer.parameter_offload.get_param_coordinator(), self.is_untouched)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Start a step and return at once; nothing is in flight.
+
+        Raises:
+            ConfigError: A hyperparameter is out of range, on every rank; nothing has begun.
+        """
+        try:
+            self._handler.begin_step(plan)
+        except ConfigError:
+            raise
+        except SmartInfinityError as error:
+            self._failure = error
+        except BaseException as error:
+            self._undo(error)
+            raise
+        self._begun = True
+        self._untouched = set(range(len(self._optimizer.layout.parameters)))
+        self._awaited = set(self._untouched)
+        # Copies to a device have only been started when a wait is over: every stream that gathers waits for them.
+        self._waits_once = not isinstance(plan.outputs, CudaPartition)
+        self._uses.clear()
+
+    def is_untouched(self, param: Any) -> bool:
+        """Whether the parameter is of the step in flight, and nobody has asked for it yet: alike on all ranks."""
+        return self._begun and self._optimizer.parameter_index.get(param.ds_id) in self._untouched
+
+    def first_uses(self) -> NDArray[np.int64]:
+        """int64[num_parameters]: the order in which parameters were asked for since :meth:`begin`."""
+        uses = np.full(len(self._optimizer.layout.parameters), len(self._uses), np.int64)
+        uses[list(self._uses)] = np.arange(len(self._uses))
+        return uses
+
+    def require(self, parameters: Iterable[Any]) -> None:
+        """Return when these parameters are those of the step that was begun last, and their gradients used.
+
+        Raises:
+            StorageError: The step failed, in a training of one process, and was undone.
+        """
+        index = self._optimizer.parameter_index
+        wanted = sorted({index[param.ds_id] for param in parameters if param.ds_id in index})
+        self._uses.update(dict.fromkeys(wanted))
+        if not self._begun:
+            return
+        with self._lock:
+            self._untouched.difference_update(wanted)
+            wanted = [parameter for parameter in wanted if parameter in self._awaited]
+            if wanted and self._failure is None and self._optimizer.rank_state.is_open:
+                self._wait(wanted)
+
+    def settle(self) -> None:
+        """Finish the step in flight, if there is one, and commit it on all ranks. Collective.
+
+        Ctrl-C leaves it in flight, to be settled later.
+
+        Raises:
+            StorageError: It failed on some rank, and was undone on all.
+        """
+        with self._lock:
+            if not self._begun or not self._optimizer.rank_state.is_open:
+                return
+            self.quiesce()
+            try:
+                if self._optimizer.sum_over_ranks(float(self._failure is not None)) > 0:
+                    raise_together(self._failure, self._optimizer.dp_process_group)
+                self._handler.commit()
+            except SmartInfinityError as error:
+                self._end()
+                self._undo(error)
+                raise
+            self._end()
+
+    def quiesce(self) -> None:
+        """Return when nothing of the step in flight moves any more. Not collective; never raises StorageError."""
+        with self._lock:
+            if self._begun and self._failure is None and self._optimizer.rank_state.is_open:
+                try:
+                    self._handler.drain()
+                except SmartInfinityError as error:
+                    self._failure = error
+
+    def abandon(self, error: BaseException) -> None:
+        """Undo the step in flight, if there is one, on this rank."""
+        if self._begun:
+            self._end()
+            self._undo(error)
+
+    @property
+    def _handler(self) -> TransferHandler:
+        handler: TransferHandler = self._optimizer.rank_state.handler
+        return handler
+
+    def _wait(self, wanted: Sequence[int]) -> None:
+        try:
+            self._handler.wait(wanted)
+        except SmartInfinityError as error:
+            self._failure = error
+            if dist.get_world_size(self._optimizer.dp_process_group) == 1:
+                self.settle()
+            return
+        if self._waits_once:
+            self._awaited.difference_update(wanted)
+
+    def _end(self) -> None:
+        self._begun, self._failure = False, None
+        self._untouched.clear()
+        self._awaited.clear()
+
+    def _undo(self, error: BaseException) -> None:
+        # What is gathered or read ahead may be of the step.
+        self._optimizer._partition_all_parameters()
+        release_prefetched(self._optimizer)
+        self._optimizer.rank_state.abandon_step(error)
+
+
+class _Awaited:
+    """A method of a parameter's that gathers it, or several; they are waited for first."""
+
+    def __init__(self, param: Any, original: Callable[..., Any], require: Callable[[Iterable[Any]], None]) -> None:
+        self.original = original
+        self._param = param
+        self._require = require
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # What is gathered comes first; all_gather calls it param_list and, without it, gathers its own parameter.
+        given = args[0] if args else kwargs.pop("param_list", None)
+        params = [self._param] if given is None else list(given)
+        self._require(params)
+        return self.original(params, *args[1:], **kwargs)

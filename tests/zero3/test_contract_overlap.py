@@ -1,0 +1,94 @@
+"""The private seams through which an update may run beside forward: whatever uses a parameter asks for it first."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed.runtime.engine as engine
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.prefetch import GATHER_PARAMS
+from tests.zero3.test_contract import undecorated
+
+CONVERT = inspect.getsource(Init._convert_to_deepspeed_param)
+COORDINATOR = inspect.getsource(PartitionedParameterCoordinator)
+
+
+def test_parameters_are_gathered_by_two_methods_of_their_own() -> None:
+    """Both take what they gather first, or by the name that is looked for, and are looked up on the parameter."""
+    assert "def all_gather(param_list=None, async_op=False, hierarchy=0):" in CONVERT
+    assert "def all_gather_coalesced(params: Iterable[Parameter]," in CONVERT
+    assert "param.all_gather = all_gather\n" in CONVERT
+    assert "param.all_gather_coalesced = all_gather_coalesced\n" in CONVERT
+
+
+def test_nothing_else_gathers() -> None:
+    """What every gather does first, making partitions available, is done by these two methods only."""
+    source = inspect.getsource(partition_parameters)
+    assert source.count("self._ensure_availability_of_partitioned_params(") == 2
+    assert CONVERT.count("self._ensure_availability_of_partitioned_params(") == 1
+    assert CONVERT.count("self._all_gather(") == source.count("self._all_gather(") == 1
+    gathering = inspect.getsource(partition_parameters.GatheredParameters)
+    assert "self.params[0].all_gather(param_list=self.params)" in gathering
+
+
+def test_the_coordinator_gathers_what_is_needed_and_what_is_next_by_one_method() -> None:
+    """The method is looked up on the instance for both; a fetch names the module, whose parameters come first."""
+    assert GATHER_PARAMS in vars(PartitionedParameterCoordinator)
+    method = undecorated(getattr(PartitionedParameterCoordinator, GATHER_PARAMS))
+    assert list(inspect.signature(method).parameters) == ["self", "params", "forward"]
+    fetch = undecorated(PartitionedParameterCoordinator.fetch_sub_module)
+    assert list(inspect.signature(fetch).parameters) == ["self", "current_submodule", "forward"]
+    calls = re.findall(r"self\.__all_gather_params\((.*)\)", COORDINATOR)
+    assert calls == ["params_to_fetch, forward", "params_to_prefetch, forward"]
+    assert "params_to_fetch = set(iter_params(current_submodule, recurse=is_leaf))" in COORDINATOR
+    assert COORDINATOR.count(".all_gather_coalesced(") == 1
+
+
+def test_a_parameter_that_was_not_gathered_ahead_is_gathered_when_it_is_needed() -> None:
+    """What a module needs is told by each parameter's status, not by the notes on what was gathered ahead."""
+    assert "if p.ds_status == ZeroParamStatus.NOT_AVAILABLE])" in COORDINATOR
+    assert (
+        "if param.ds_status == ZeroParamStatus.NOT_AVAILABLE:\n                partitioned_params.append" in COORDINATOR
+    )
+
+
+def test_parameters_are_read_ahead_from_storage_in_the_background_only() -> None:
+    """So that one that is left for later is read by whoever needs it."""
+    assert "nvme_swapper.swap_in(swap_in_params, async_op=True)" in COORDINATOR
+    assert "nvme_swapper.swap_in(swap_in_list, async_op=False)" in inspect.getsource(
+        Init._ensure_availability_of_partitioned_params
+    )
+
+
+def test_persistent_parameters_are_gathered_by_the_optimizer_in_two_places() -> None:
+    """After a step and after a checkpoint; an empty list leaves both out."""
+    source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
+    used = {
+        name
+        for name, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)
+        if "self.persistent_parameters[0].all_gather(self.persistent_parameters)"
+        in inspect.getsource(undecorated(member))
+    }
+    # The third mentions it in a comment.
+    assert used == {"_post_step", "checkpoint_event_epilogue", "load_state_dict"}
+    assert source.count("if len(self.persistent_parameters) > 0:") == 3
+
+
+def test_checkpoints_begin_with_an_event() -> None:
+    """The engine tells the optimizer before it saves or loads anything."""
+    for method in ("save_checkpoint", "load_checkpoint"):
+        source = inspect.getsource(getattr(engine.DeepSpeedEngine, method))
+        assert "checkpoint_event_prologue()" in source, method
+    theirs = inspect.signature(DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue)
+    assert list(theirs.parameters) == list(
+        inspect.signature(SmartInfinityOptimizer.checkpoint_event_prologue).parameters
+    )
