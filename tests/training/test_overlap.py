@@ -33,12 +33,13 @@ CASES: dict[str, tuple[Recipe, dict[str, Any]]] = {
         Recipe(groups=True, depth=1, skip_side_at=(1,), frozen=True, odd=True, scheduler="step", max_steps=4),
         {},
     ),
-    # Windows of two micro-batches and of one, clipping, a step skipped for its NaN, validation.
+    # Windows of two micro-batches and of one, clipping, a step skipped for its NaN, validation; masters that are the
+    # parameters and a remainder.
     "bf16-mixed": (
         dataclasses.replace(
             BF16, accumulate=2, epoch_batches=3, clip=0.3, nan_at=(2,), validate=True, groups=True, max_steps=5
         ),
-        {},
+        {"state_format": "int8_remainder"},
     ),
     # A loss scale that skips the first steps.
     "16-mixed": (dataclasses.replace(BF16, precision="16-mixed"), {"initial_scale_power": 22, "hysteresis": 1}),
