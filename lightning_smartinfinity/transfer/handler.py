@@ -119,6 +119,47 @@ class TransferHandler:
         self._step = Step(self._layout, self._store, self._device, rule=self._rule, plan=plan, staging=staging)
         self._step.start()
 
+    def begin_growing(self, plan: StepPlan) -> None:
+        """Begin a step before it is known what belongs to it: as :meth:`begin_step`, but nothing is updated yet.
+
+        ``extend`` starts some tasklets; ``complete`` the others and turns it into an ordinary step; ``rollback`` undoes
+        it. It is never committed otherwise.
+
+        Args:
+            plan: With every parameter active, and parameters in host memory.
+
+        Raises:
+            ConfigError, StorageError: As :meth:`begin_step`.
+        """
+        self._require_no_step()
+        self._store.require_usable()
+        assert isinstance(plan.outputs, Sequence) and self.can_roll_back
+        self._step = Step(self._layout, self._store, self._device, rule=self._rule, plan=plan, staging=None, grows=True)
+
+    def extend(self, tasklets: Sequence[int]) -> None:
+        """Start these tasklets of a growing step, whose gradients are all there; return at once.
+
+        Raises:
+            StorageError: As :meth:`wait`.
+        """
+        self._require_step().open(tasklets)
+
+    def complete(self, plan: StepPlan) -> bool:
+        """Turn a growing step into that of this plan, which differs in what is active and in hyperparameters only.
+
+        Returns:
+            Whether it could be done; if not, because something was updated otherwise, roll the step back.
+
+        Raises:
+            StorageError: As :meth:`wait`.
+        """
+        return self._require_step().complete(plan)
+
+    @property
+    def grows(self) -> bool:
+        """A step has begun that can only be completed or rolled back."""
+        return self._step is not None and self._step.grows
+
     def wait(self, parameters: slice | Iterable[int] | None = None) -> None:
         """Return when these parameters are updated in the partition.
 

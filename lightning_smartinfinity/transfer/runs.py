@@ -70,6 +70,17 @@ class DirectRun(Run):
         self._positions = {tasklet: position for position, tasklet in enumerate(tasklets)}
         self._active = False
 
+    def extend(self, batch: native.Batch, tasklets: Sequence[int]) -> None:
+        """Start more tasklets, behind those there are; return at once. Parameters are in host memory."""
+        assert self._partition is None
+        first = len(self._positions)
+        self._positions.update((tasklet, first + number) for number, tasklet in enumerate(tasklets))
+        if self._active:
+            self._device.extend(batch)
+        else:
+            self._active = True
+            self._device.submit(batch)
+
     def start(self) -> None:
         if self._tasklets:
             # First, so that an interrupt in submit() leaves nothing undrained.

@@ -17,13 +17,16 @@ from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.transfer.runs import BatchMaker, DirectRun, Run, StagedRun
 from lightning_smartinfinity.transfer.staging import StagingBuffer
 from lightning_smartinfinity.transfer.state_access import commit_next, places_of
-from lightning_smartinfinity.transfer.work import choose_updates, restore_batch, update_batch
+from lightning_smartinfinity.transfer.work import Updates, choose_updates, restore_batch, update_batch
 
 __all__ = ["Step"]
 
 
 class Step:
     """What a plan asks for, from :meth:`start` to :meth:`commit` or :meth:`restore`.
+
+    A step that grows starts without tasklets: :meth:`open` adds some at a time as if every parameter were active, and
+    :meth:`complete` the others, once it is known which are.
 
     Args:
         layout: The partition.
@@ -32,6 +35,7 @@ class Step:
         rule: The optimizer's update rule.
         plan: The step; hyperparameters and ``active`` are read here, once.
         staging: The buffer for a plan whose outputs are a ``StagedPartition``; None for other plans.
+        grows: Whether the step grows; then parameters are in host memory.
 
     Raises:
         ConfigError: A hyperparameter of an active group is out of range.
@@ -46,28 +50,79 @@ class Step:
         rule: UpdateRule,
         plan: StepPlan,
         staging: StagingBuffer | None,
+        grows: bool = False,
     ) -> None:
         self._layout = layout
         self._store = store
         self._device = device
+        self._rule = rule
+        self._gradients = plan.gradients
+        self.grows = grows
         self._generation = store.generation + 1
         self._outputs = plan.outputs
         self._staging = staging
-        self._active = np.array(plan.active, np.bool_)
-        self._updates = choose_updates(
-            layout,
-            rule,
-            plan.groups,
-            active=self._active,
-            steps=store.steps,
-            gradient_scale=plan.gradient_scale,
-        )
-        self._pieces = cut(layout, spans_of(layout, self._updates.keys))
-        self._tasklets = tasklets_in(piece for piece in self._pieces if piece.key >= 0)
-        if plan.first_uses is not None:
-            self._tasklets = layout.in_order_of_use(self._tasklets, plan.first_uses)
+        self._choose(plan, self._updates_of(plan))
+        self._tasklets = [] if grows else self._all_tasklets(plan)
         self._run = self._make_run(self._updating(FlatMemory(layout, plan.gradients)))
         self._failure: SmartInfinityError | None = None
+
+    def _updates_of(self, plan: StepPlan) -> Updates:
+        return choose_updates(
+            self._layout,
+            self._rule,
+            plan.groups,
+            active=plan.active,
+            steps=self._store.steps,
+            gradient_scale=plan.gradient_scale,
+        )
+
+    def _choose(self, plan: StepPlan, updates: Updates) -> None:
+        self._active = np.array(plan.active, np.bool_)
+        self._updates = updates
+        self._pieces = cut(self._layout, spans_of(self._layout, updates.keys))
+
+    def _all_tasklets(self, plan: StepPlan) -> list[int]:
+        tasklets = tasklets_in(piece for piece in self._pieces if piece.key >= 0)
+        return tasklets if plan.first_uses is None else self._layout.in_order_of_use(tasklets, plan.first_uses)
+
+    def open(self, tasklets: Sequence[int]) -> None:
+        """Start tasklets of a step that grows, all of whose parameters are active; return at once."""
+        assert self.grows
+        self._extend(tasklets)
+
+    def complete(self, plan: StepPlan) -> bool:
+        """Make a step that grows the one of this plan: start what it has beyond what is open, and grow no more.
+
+        Returns:
+            False, and nothing else happens, if the plan would have updated a parameter of an open tasklet otherwise.
+        """
+        updates = self._updates_of(plan)
+        opened = set(self._tasklets)
+        if not updates.agrees(self._updates, self._parameters_in(opened)):
+            return False
+        self._choose(plan, updates)
+        self.grows = False
+        self._extend([tasklet for tasklet in self._all_tasklets(plan) if tasklet not in opened])
+        return True
+
+    def _parameters_in(self, tasklets: Iterable[int]) -> list[int]:
+        wanted = set(tasklets)
+        return [
+            index
+            for index in range(len(self._layout.parameters))
+            if not wanted.isdisjoint(self._layout.tasklets_of(slice(index, index + 1)))
+        ]
+
+    def _extend(self, tasklets: Sequence[int]) -> None:
+        assert isinstance(self._run, DirectRun) and isinstance(self._outputs, Sequence)
+        if not tasklets:
+            return
+        batch = self._updating(FlatMemory(self._layout, self._gradients))(
+            tasklets, FlatMemory(self._layout, self._outputs)
+        )
+        self._tasklets += tasklets
+        run = self._run
+        self._guarded(lambda: run.extend(batch, tasklets))
 
     @property
     def _master_dtype(self) -> native.DType:
@@ -107,6 +162,7 @@ class Step:
 
     def commit(self) -> None:
         """Drain and make it the current generation. Raises as :meth:`wait`."""
+        assert not self.grows
         self.drain()
         # An interrupt may have come when it was done but for our knowing.
         if self._store.generation < self._generation:

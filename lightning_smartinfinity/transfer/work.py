@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,22 @@ class Updates:
     Args:
         keys: int64[num_parameters]: an index into ``steps``, or -1: not updated.
         steps: The distinct scalars.
+        origins: What each of them was computed from.
     """
 
-    def __init__(self, keys: NDArray[np.int64], steps: list[native.AdamStep]) -> None:
+    def __init__(self, keys: NDArray[np.int64], steps: list[native.AdamStep], origins: Sequence[Hashable]) -> None:
         self.keys = keys
         self.steps = steps
+        self.origins = origins
+
+    def agrees(self, other: Updates, parameters: Iterable[int]) -> bool:
+        """Whether both update these parameters, and alike."""
+        return all(
+            self.keys[index] >= 0
+            and other.keys[index] >= 0
+            and self.origins[self.keys[index]] == other.origins[other.keys[index]]
+            for index in parameters
+        )
 
 
 def choose_updates(
@@ -62,11 +73,10 @@ def choose_updates(
     pairs, numbers = np.unique((setting_of_group[group_of] * stride + steps + 1)[active], return_inverse=True)
     keys = np.full(len(layout.parameters), -1, np.int64)
     keys[active] = numbers
-    scalars = [
-        rule.scalars(distinct[setting], step=step, gradient_scale=gradient_scale)
-        for setting, step in (divmod(pair, stride) for pair in pairs.tolist())
-    ]
-    return Updates(keys, scalars)
+    chosen = [divmod(pair, stride) for pair in pairs.tolist()]
+    scalars = [rule.scalars(distinct[setting], step=step, gradient_scale=gradient_scale) for setting, step in chosen]
+    origins = [(distinct[setting], step, gradient_scale) for setting, step in chosen]
+    return Updates(keys, scalars, origins)
 
 
 def update_batch(

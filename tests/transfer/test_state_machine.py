@@ -261,3 +261,64 @@ def test_power_durability_flushes_state_before_the_record(tmp_path: Path) -> Non
         run.step(1)
         assert events == ["flushed", "flushed"]
         assert commit_path.read_bytes() != before
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_step_that_grows(tmp_path: Path, seed: int) -> None:
+    """Tasklets opened one after the other and completed later give the bits of a step at once."""
+    random = np.random.default_rng(seed)
+    dtype = torch.bfloat16 if seed % 2 else torch.float32
+    with running(tmp_path / "plain", Case(dtype=dtype)) as run:
+        run.step(1)
+        expected = run.state()
+    with running(tmp_path / "growing", Case(dtype=dtype, num_buffers=2)) as run:
+        inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
+        plan = run.collect(1)
+        run.handler.begin_growing(replace(plan, active=np.ones_like(plan.active)))
+        for tasklet in random.permutation(_complete_tasklets(run, plan.active)):
+            run.handler.extend([int(tasklet)])
+        assert run.handler.grows
+        assert run.handler.complete(plan)
+        assert not run.handler.grows
+        run.handler.wait([1])
+        run.handler.commit()
+        assert_equal(run.state(), expected)
+
+
+@pytest.mark.parametrize("changed", ["a gradient scale", "a learning rate", "a parameter that turns out inactive"])
+def test_a_step_that_grew_otherwise_is_undone(tmp_path: Path, changed: str) -> None:
+    """It cannot be completed; rolled back, it has left no bit behind, and the right step follows."""
+    with running(tmp_path / "plain", Case()) as run:
+        plan = run.collect(1)
+        run.handler.begin_step(replace(plan, gradient_scale=0.125) if "scale" in changed else plan)
+        run.handler.commit()
+        expected = run.state()
+    with running(tmp_path / "growing", Case(num_buffers=2)) as run:
+        before, plan = run.state(), run.collect(1)
+        everything = replace(plan, active=np.ones_like(plan.active))
+        if changed == "a learning rate":
+            groups = [{**group, "lr": 1.0} for group in run.optimizer.param_groups]
+            everything = replace(everything, groups=groups)
+        final = replace(plan, gradient_scale=0.125) if "scale" in changed else plan
+        run.handler.begin_growing(everything)
+        opened = range(len(run.layout.tasklets)) if "inactive" in changed else _complete_tasklets(run, plan.active)
+        run.handler.extend(list(opened))
+        assert not run.handler.complete(final)
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+        run.handler.begin_step(final)
+        run.handler.commit()
+        assert_equal(run.state(), expected)
+
+
+def _complete_tasklets(run: Run, active: Any) -> list[int]:
+    """Tasklets whose every parameter is active; there are some."""
+    missing = {
+        tasklet
+        for index, is_active in enumerate(active)
+        if not is_active
+        for tasklet in run.layout.tasklets_of(slice(index, index + 1))
+    }
+    complete = [tasklet for tasklet in range(len(run.layout.tasklets)) if tasklet not in missing]
+    assert complete
+    return complete

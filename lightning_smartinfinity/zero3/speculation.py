@@ -1,0 +1,191 @@
+"""Updates that begin within backward, before it is known that the step will be taken.
+
+With ``overlap="backward"`` a tasklet is updated as soon as the gradients of all its parameters are there and no module
+computes with them any more. That is a guess: a step is skipped if any gradient is not finite, clipping scales all of
+them once the norm is known, another backward may come. Where the guess was wrong the update is undone, bit for bit,
+from the slots that the step before left alone, and the step is taken as without overlap.
+
+Guesses are right or wrong on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.transfer.plan import StepPlan
+
+__all__ = ["Hysteresis", "Speculation"]
+
+
+class Hysteresis:
+    """Whether to guess again: not for a while after several wrong guesses, and for longer each time.
+
+    Args:
+        patience: Wrong guesses in a row before a pause.
+        first_pause: Windows that the first pause takes.
+        longest_pause: Windows that any pause takes at most.
+    """
+
+    def __init__(self, *, patience: int = 3, first_pause: int = 16, longest_pause: int = 1024) -> None:
+        self._patience = patience
+        self._first_pause = first_pause
+        self._longest_pause = longest_pause
+        self._wrong = 0
+        self._pause = first_pause
+        self._left = 0
+
+    def allows(self) -> bool:
+        """Asked once in each window."""
+        if self._left > 0:
+            self._left -= 1
+            return False
+        return True
+
+    def was_right(self) -> None:
+        """The last guess was."""
+        self._wrong, self._pause = 0, self._first_pause
+
+    def was_wrong(self) -> None:
+        """The last guess was not."""
+        self._wrong += 1
+        if self._wrong >= self._patience:
+            # One wrong guess after the pause is enough for the next.
+            self._wrong = self._patience - 1
+            self._left, self._pause = self._pause, min(2 * self._pause, self._longest_pause)
+
+
+class Speculation:
+    """One optimizer's guesses, from backward to the step.
+
+    Args:
+        optimizer: A :class:`SmartInfinityOptimizer`.
+        enabled: Whether there are any.
+    """
+
+    def __init__(self, optimizer: Any, *, enabled: bool) -> None:
+        self._optimizer = optimizer
+        self._enabled = enabled
+        self._hysteresis = Hysteresis()
+        self._on = False
+        self._failed = False
+        # Parameters whose gradient has come in this backward, and those of them that nobody computes with any more.
+        self._arrived: dict[int, Any] = {}
+        self._complete: set[int] = set()
+        # Of each tasklet: how many of its parameters are not complete.
+        self._missing: list[int] = []
+        self.num_right = 0
+        self.num_wrong = 0
+
+    @property
+    def on(self) -> bool:
+        """An update has begun that the step may take."""
+        return self._on
+
+    def backward_begins(self, plan: StepPlan | None) -> None:
+        """The engine's backward begins.
+
+        Args:
+            plan: The step as it will be unless the guess is wrong, every parameter active; None: it is not the last
+                backward of its window, or nothing is known about it.
+        """
+        self.lose()
+        if plan is None or not self._enabled or not self._hysteresis.allows():
+            return
+        if not isinstance(plan.outputs, Sequence) or not self._handler.can_roll_back:
+            return
+        self._optimizer.update.settle()
+        layout = self._optimizer.layout
+        self._arrived, self._complete, self._failed = {}, set(), False
+        self._missing = [0] * len(layout.tasklets)
+        for index in range(len(layout.parameters)):
+            for tasklet in layout.tasklets_of(slice(index, index + 1)):
+                self._missing[tasklet] += 1
+        self._on = True
+        self._handler.begin_growing(plan)
+
+    def before_arrival(self, params: Iterable[Any]) -> None:
+        """Gradients are about to be written; a second one of a parameter that may be updated proves the guess wrong."""
+        self._require_incomplete(params)
+
+    def arrived(self, params: Iterable[Any]) -> None:
+        """Their gradients, as far as this backward goes, are in the arena."""
+        if self._on:
+            self._arrived |= {self._optimizer.parameter_index[param.ds_id]: param for param in params}
+            self.open()
+
+    def before_use(self, params: Iterable[Any]) -> None:
+        """A module or somebody else is about to read these parameters: none may have been updated."""
+        self._require_incomplete(params)
+
+    def open(self) -> None:
+        """Begin what can be: called when modules have released parameters."""
+        if not self._on:
+            return
+        ready: list[int] = []
+        for index, param in list(self._arrived.items()):
+            # In one process on a CPU a gathered parameter is its partition.
+            if param.ds_active_sub_modules:
+                continue
+            del self._arrived[index]
+            self._complete.add(index)
+            for tasklet in self._optimizer.layout.tasklets_of(slice(index, index + 1)):
+                self._missing[tasklet] -= 1
+                if self._missing[tasklet] == 0:
+                    ready.append(tasklet)
+        if ready and not self._failed:
+            try:
+                self._handler.extend(ready)
+            except SmartInfinityError:
+                # Undone with the guess, or met again by the step, which all ranks take together.
+                self._failed = True
+
+    def lose(self) -> None:
+        """The guess was wrong, if there was one: undo it."""
+        if not self._on:
+            return
+        self._on = False
+        self._hysteresis.was_wrong()
+        self.num_wrong += 1
+        self._optimizer.rank_state.abandon_step(_WRONG)
+
+    def take(self, plan: StepPlan) -> bool:
+        """Make the guess the step, if it was right; else undo it.
+
+        Returns:
+            Whether the step is in flight.
+        """
+        if not self._on:
+            return False
+        try:
+            right = self._handler.complete(plan)
+        except SmartInfinityError:
+            # It has failed, and says so to whoever waits: to the settlement, on all ranks.
+            right = True
+        if not right:
+            self.lose()
+            return False
+        self._on = False
+        self._hysteresis.was_right()
+        self.num_right += 1
+        return True
+
+    def everything_active(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """bool[num_parameters]: as it is guessed."""
+        return np.ones(len(self._optimizer.layout.parameters), np.bool_)
+
+    def _require_incomplete(self, params: Iterable[Any]) -> None:
+        if self._on:
+            index = self._optimizer.parameter_index
+            if any(index.get(param.ds_id) in self._complete for param in params):
+                self.lose()
+
+    @property
+    def _handler(self) -> Any:
+        return self._optimizer.rank_state.handler
+
+
+_WRONG = RuntimeError("The step was not taken as it had been begun.")
