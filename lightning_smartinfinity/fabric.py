@@ -56,7 +56,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         update_device: Where the update runs: ``"host"`` (CPU), or ``"auto"``.
         state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
             ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4).
-        overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), or ``"auto"``.
+        overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), ``"backward"`` (and the
+            forward after it), or ``"auto"``.
         compression: Not available in this version.
         activations: Not available in this version.
         transfer: Ring size, durability and direct I/O.

@@ -14,7 +14,7 @@ __all__ = ["check_absent", "check_choices", "checked_transfer", "is_16_bit", "nv
 _CHOICES = {
     "update_device": ("auto", "host"),
     "state_format": ("fp32", "bf16", "int8", "int8_remainder"),
-    "overlap": ("auto", "none", "forward"),
+    "overlap": ("auto", "none", "forward", "backward"),
 }
 
 

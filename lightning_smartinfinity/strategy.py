@@ -63,7 +63,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         update_device: Where the update runs: ``"host"`` (CPU), or ``"auto"``.
         state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
             ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4).
-        overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), or ``"auto"``.
+        overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), ``"backward"`` (and the
+            forward after it), or ``"auto"``.
         compression: Not available in this version.
         activations: Not available in this version.
         transfer: Ring size, durability and direct I/O.
@@ -186,6 +187,15 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._choose_storage(self.lightning_module.trainer.default_root_dir)
         with self._building(super().model_sharded_context(), self.lightning_module):
             yield
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        optimizer, module = self._near_storage_optimizer, self.lightning_module
+        if optimizer is not None and module is not None:
+            # Where Lightning steps, it knows when; a manual loop may do anything between backward and the step.
+            accumulates = module.trainer.fit_loop._should_accumulate()
+            optimizer.step_follows = module.automatic_optimization and not accumulates
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ def clip_norm(optimizer: Any, limit: float) -> float:
     norm = math.sqrt(total) / float(optimizer.loss_scale) if total >= 0 else math.nan
     factor = limit / (norm + _EPS)
     if math.isfinite(norm) and factor < 1.0:
+        optimizer.speculation.lose()
         optimizer.arena.scale(factor)
     return norm
 
@@ -38,6 +39,7 @@ def clip_values(optimizer: Any, limit: float) -> None:
     Gradients that are not finite are left alone: the step skips them.
     """
     if math.isfinite(optimizer.arena.sum_of_squares()):
+        optimizer.speculation.lose()
         optimizer.arena.clamp(limit * float(optimizer.loss_scale))
 
 

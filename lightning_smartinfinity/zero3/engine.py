@@ -135,6 +135,7 @@ class SmartInfinityEngine(_PortableEngine):
                 "Compute gradients of gradients by torch.autograd.grad(..., create_graph=True) within the loss.",
             )
         self.optimizer.retained.backward_begins(retain_graph=retain_graph)
+        self.optimizer.backward_begins(retain_graph=retain_graph)
         scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return scaled
 

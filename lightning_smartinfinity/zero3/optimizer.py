@@ -12,8 +12,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
@@ -30,6 +32,7 @@ from lightning_smartinfinity.zero3.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.partition import describe_partition, outputs_of, zero_padding
 from lightning_smartinfinity.zero3.rank_state import RankState
 from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.speculation import Speculation
 from lightning_smartinfinity.zero3.state_by_parameter import StateByParameter
 from lightning_smartinfinity.zero3.storage import open_storage
 from lightning_smartinfinity.zero3.update_in_flight import UpdateInFlight
@@ -56,6 +59,9 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         self.saves_weights_only = False
         self._left_out: list[Any] = []
         self.update = UpdateInFlight(self)
+        self.speculation = Speculation(self, enabled=offload.overlap == "backward")
+        # Whether the backward that comes is the last of its window, as far as its caller knows.
+        self.step_follows = False
         rank_state = RankState(keep=offload.transfer.keep)
         try:
             super().__init__(*args, rank_state=rank_state, **kwargs)
@@ -65,6 +71,13 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         self.outside_writes = OutsideWrites(self)
         self.outside_writes.watch(self.module.parameters())
         self.update.watch(self.module.parameters())
+        self._watch_releases()
+        if offload.overlap == "backward" and offload.transfer.num_slots == 1:
+            warnings.warn(
+                "overlap='backward' works as 'forward' with TransferConfig(durability='none'): a wrong guess could not "
+                "be undone.",
+                stacklevel=2,
+            )
         if offload.overlap != "none":
             # The base class would gather small parameters, from all over the model, as soon as the update has begun.
             # They are gathered when they are used, and stay so until the next step.
@@ -140,11 +153,13 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         self._pre_step()
         self.retained.release()
         self._partition_all_parameters()
-        self.update.settle()
+        if not self.speculation.on:
+            self.update.settle()
         # The scale that backward ran with: the loss scaler may raise it for the next window below.
         loss_scale = float(self.loss_scale)
         norm = self._scaled_gradient_norm(valid=refused is None)
         if not math.isfinite(norm):
+            self.speculation.lose()
             raise_together(refused, self.dp_process_group)
         self.overflow = not math.isfinite(norm)
         if self._loss_scale_update_and_overflow_cleanup():
@@ -177,15 +192,18 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
     def _clip_factor(self, norm: float) -> float:
         return max(1.0, (norm + 1e-6) / self.clip_grad) if self.clip_grad > 0 else 1.0
 
-    def _update(self, *, gradient_scale: float) -> None:
-        plan = StepPlan(
-            active=self.arena.active.copy(),
+    def _plan(self, *, active: NDArray[np.bool_], gradient_scale: float) -> StepPlan:
+        return StepPlan(
+            active=active,
             gradients=self.arena.flats(),
             outputs=outputs_of(self),
             groups=self.optimizer.param_groups,
             gradient_scale=gradient_scale,
             first_uses=self.update.first_uses(),
         )
+
+    def _update(self, *, gradient_scale: float) -> None:
+        plan = self._plan(active=self.arena.active.copy(), gradient_scale=gradient_scale)
         try:
             self.update.begin(plan)
             if self._offload.overlap == "none":
@@ -203,6 +221,37 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         """As the base class, once the step in flight has used what lies in their place."""
         self.update.require(params_to_release)
         super().partition_grads(params_to_release, grad_partitions)
+        self.speculation.arrived(params_to_release)
+
+    def backward_begins(self, *, retain_graph: bool) -> None:
+        """The engine's backward begins: the update may, too, if nothing but the step is to follow it."""
+        follows, self.step_follows = self.step_follows, False
+        if follows and not retain_graph and self._offload.overlap == "backward":
+            everything = np.ones(len(self.layout.parameters), np.bool_)
+            plan = self._plan(active=everything, gradient_scale=1.0 / float(self.loss_scale))
+            self.speculation.backward_begins(plan)
+        else:
+            self.speculation.backward_begins(None)
+
+    def backward_epilogue(self) -> None:
+        """As the base class, which releases what no hook has; then no module computes with anything."""
+        super().backward_epilogue()
+        self.speculation.open()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the base class."""
+        self.speculation.lose()
+        super().zero_grad(set_to_none)
+
+    def _watch_releases(self) -> None:
+        offload = self.parameter_offload
+        release = offload.post_sub_module_backward_function
+
+        def releasing(sub_module: Any) -> None:
+            release(sub_module)
+            self.speculation.open()
+
+        offload.post_sub_module_backward_function = releasing
 
     # ---- checkpoints
 

@@ -14,7 +14,9 @@ GATHER_PARAMS = "_PartitionedParameterCoordinator__all_gather_params"
 """The coordinator's method that gathers what a module needs and, later, what others will."""
 
 
-def skip_in_prefetch(coordinator: Any, skipped: Callable[[Any], bool]) -> None:
+def skip_in_prefetch(
+    coordinator: Any, skipped: Callable[[Any], bool], *, before_use: Callable[[Iterable[Any]], None]
+) -> None:
     """Let a coordinator gather some parameters only when their own module is about to run.
 
     Its notes on what comes next stay as they are: a parameter that was not gathered ahead is gathered then.
@@ -22,6 +24,7 @@ def skip_in_prefetch(coordinator: Any, skipped: Callable[[Any], bool]) -> None:
     Args:
         coordinator: DeepSpeed's ``PartitionedParameterCoordinator``.
         skipped: Whether a parameter is not to be gathered ahead, alike on all ranks.
+        before_use: Called with the parameters of a module that is about to run, gathered before or not.
     """
     fetch, gather = coordinator.fetch_sub_module, getattr(coordinator, GATHER_PARAMS)
     needed: set[Any] = set()
@@ -29,6 +32,7 @@ def skip_in_prefetch(coordinator: Any, skipped: Callable[[Any], bool]) -> None:
     def fetch_noting(current_submodule: Any, forward: bool) -> None:
         needed.clear()
         needed.update(iter_params(current_submodule, recurse=z3_leaf_module(current_submodule)))
+        before_use(needed)
         fetch(current_submodule, forward)
 
     def gather_some(params: Iterable[Any], forward: bool) -> None:

@@ -146,7 +146,7 @@ class RankState:
             # A forked child runs exit handlers too; the state is its parent's.
             if os.getpid() != owner:
                 return
-            if not remove and handler.in_flight:
+            if not remove and handler.in_flight and not handler.grows:
                 with suppress(SmartInfinityError):  # the generation before stays current
                     handler.commit()
             handler.close(remove=remove)
@@ -155,6 +155,9 @@ class RankState:
 
     def _finish_step(self, handler: TransferHandler) -> None:
         if not handler.in_flight:
+            return
+        if handler.grows:
+            self.abandon_step(StorageError("The training ended within a backward.", "Train on."))
             return
         try:
             handler.commit()

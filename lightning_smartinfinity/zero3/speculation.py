@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.plan import StepPlan
 
@@ -107,10 +105,6 @@ class Speculation:
         self._on = True
         self._handler.begin_growing(plan)
 
-    def before_arrival(self, params: Iterable[Any]) -> None:
-        """Gradients are about to be written; a second one of a parameter that may be updated proves the guess wrong."""
-        self._require_incomplete(params)
-
     def arrived(self, params: Iterable[Any]) -> None:
         """Their gradients, as far as this backward goes, are in the arena."""
         if self._on:
@@ -118,8 +112,13 @@ class Speculation:
             self.open()
 
     def before_use(self, params: Iterable[Any]) -> None:
-        """A module or somebody else is about to read these parameters: none may have been updated."""
-        self._require_incomplete(params)
+        """Somebody is about to read these parameters or to write their gradients: none may have been updated."""
+        if self._on and any(self.holds(param) for param in params):
+            self.lose()
+
+    def holds(self, param: Any) -> bool:
+        """Whether the parameter may have been updated, alike on all ranks."""
+        return self._on and self._optimizer.parameter_index.get(param.ds_id) in self._complete
 
     def open(self) -> None:
         """Begin what can be: called when modules have released parameters."""
@@ -172,16 +171,6 @@ class Speculation:
         self._hysteresis.was_right()
         self.num_right += 1
         return True
-
-    def everything_active(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """bool[num_parameters]: as it is guessed."""
-        return np.ones(len(self._optimizer.layout.parameters), np.bool_)
-
-    def _require_incomplete(self, params: Iterable[Any]) -> None:
-        if self._on:
-            index = self._optimizer.parameter_index
-            if any(index.get(param.ds_id) in self._complete for param in params):
-                self.lose()
 
     @property
     def _handler(self) -> Any:

@@ -15,6 +15,7 @@ from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
 from lightning_smartinfinity.zero3.rank_state import RankState
+from lightning_smartinfinity.zero3.speculation import Speculation
 from lightning_smartinfinity.zero3.update_in_flight import UpdateInFlight
 
 __all__ = ["StateByParameter"]
@@ -36,6 +37,7 @@ class StateByParameter:
     rank_state: RankState
     rule: UpdateRule
     update: UpdateInFlight
+    speculation: Speculation
     dp_process_group: Any
     _fp32_state_allgather: Callable[..., torch.Tensor]
     _get_param_partition_rank: Callable[..., int]
@@ -170,6 +172,7 @@ class StateByParameter:
         return self._has_state(param) and bool(self.rank_state.arena.active[self.parameter_index[param.ds_id]])
 
     def _write_gradient(self, param: Any, values: torch.Tensor) -> None:
+        self.speculation.lose()
         self.update.require([param])
         self.rank_state.arena.replace(self.parameter_index[param.ds_id], values)
 

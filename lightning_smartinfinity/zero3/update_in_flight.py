@@ -66,16 +66,18 @@ class UpdateInFlight:
                 param.nvme_swapper.before_reading = self.require
                 param.nvme_swapper.leaves_for_later = self.is_untouched
 
-        skip_in_prefetch(self._optimizer.parameter_offload.get_param_coordinator(), self.is_untouched)
+        coordinator = self._optimizer.parameter_offload.get_param_coordinator()
+        skip_in_prefetch(coordinator, self.is_untouched, before_use=self._optimizer.speculation.before_use)
 
     def begin(self, plan: StepPlan) -> None:
-        """Start a step and return at once; nothing is in flight.
+        """Start a step and return at once; nothing is in flight but what backward has begun of it.
 
         Raises:
             ConfigError: A hyperparameter is out of range, on every rank; nothing has begun.
         """
         try:
-            self._handler.begin_step(plan)
+            if not self._optimizer.speculation.take(plan):
+                self._handler.begin_step(plan)
         except ConfigError:
             raise
         except SmartInfinityError as error:
@@ -92,6 +94,8 @@ class UpdateInFlight:
 
     def is_untouched(self, param: Any) -> bool:
         """Whether the parameter is of the step in flight, and nobody has asked for it yet: alike on all ranks."""
+        if self._optimizer.speculation.holds(param):
+            return True
         return self._begun and self._optimizer.parameter_index.get(param.ds_id) in self._untouched
 
     def first_uses(self) -> NDArray[np.int64]:
@@ -106,9 +110,10 @@ class UpdateInFlight:
         Raises:
             StorageError: The step failed, in a training of one process, and was undone.
         """
-        index = self._optimizer.parameter_index
+        index, parameters = self._optimizer.parameter_index, list(parameters)
         wanted = sorted({index[param.ds_id] for param in parameters if param.ds_id in index})
         self._uses.update(dict.fromkeys(wanted))
+        self._optimizer.speculation.before_use(parameters)
         if not self._begun:
             return
         with self._lock:
@@ -120,12 +125,15 @@ class UpdateInFlight:
     def settle(self) -> None:
         """Finish the step in flight, if there is one, and commit it on all ranks. Collective.
 
+        What backward has begun, before there is a step, is undone.
+
         Ctrl-C leaves it in flight, to be settled later.
 
         Raises:
             StorageError: It failed on some rank, and was undone on all.
         """
         with self._lock:
+            self._optimizer.speculation.lose()
             if not self._begun or not self._optimizer.rank_state.is_open:
                 return
             self.quiesce()
@@ -142,6 +150,7 @@ class UpdateInFlight:
     def quiesce(self) -> None:
         """Return when nothing of the step in flight moves any more. Not collective; never raises StorageError."""
         with self._lock:
+            self._optimizer.speculation.lose()
             if self._begun and self._failure is None and self._optimizer.rank_state.is_open:
                 try:
                     self._handler.drain()
