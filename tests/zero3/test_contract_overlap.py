@@ -13,6 +13,8 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.strategies import Strategy
 
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.prefetch import GATHER_PARAMS
@@ -92,3 +94,16 @@ def test_checkpoints_begin_with_an_event() -> None:
     assert list(theirs.parameters) == list(
         inspect.signature(SmartInfinityOptimizer.checkpoint_event_prologue).parameters
     )
+
+
+def test_lightning_tells_the_strategy_of_a_backward_and_knows_whether_a_step_follows() -> None:
+    """Its backward begins with pre_backward; the loop of a fit says whether gradients go on accumulating."""
+    assert "self.pre_backward(closure_loss)" in inspect.getsource(Strategy.backward)
+    assert list(inspect.signature(Strategy.pre_backward).parameters) == ["self", "closure_loss"]
+    assert list(inspect.signature(_FitLoop._should_accumulate).parameters) == ["self"]
+
+
+def test_a_module_that_is_through_with_a_parameter_leaves_its_active_ones() -> None:
+    """After backward of a module, whether the parameter stays gathered or not."""
+    release = inspect.getsource(undecorated(PartitionedParameterCoordinator.release_sub_module))
+    assert "param.ds_active_sub_modules.discard(submodule.ds_id)" in release

@@ -1,0 +1,143 @@
+"""Updates that begin within backward: the same bits whether the guess was right or wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
+
+from lightning_smartinfinity import SmartInfinityStrategy, StorageError
+from lightning_smartinfinity.zero3.speculation import Hysteresis
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
+from tests.training.test_overlap import BF16, CASES, SMALL_RING, FailAt, assert_same, result
+from tests.training.worker import Run, train
+
+# Gradients leave within backward, a layer or so at a time.
+BUCKET = {"reduce_bucket_size": 4000}
+
+
+def run_of(root: Path, recipe: Recipe, overlap: str, *, delays: int | None = None, **options: Any) -> Run:
+    options["zero"] = {**BUCKET, **options.get("zero", {})}
+    return Run(
+        out=str(root),
+        recipe=recipe,
+        delays=delays,
+        delay_us=500,
+        transfer=SMALL_RING,
+        options={**options, "overlap": overlap},
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits(name: str, tmp_path: Path) -> None:
+    """Accumulation, clipping, skipped steps, unused parameters, parameters elsewhere: as without overlap."""
+    recipe, options = CASES[name]
+    straight = result(run_of(tmp_path / "straight", recipe, "none", **options))
+    assert_same(result(run_of(tmp_path / "overlapped", recipe, "backward", delays=1, **options)), straight)
+
+
+def guesses(root: Path, recipe: Recipe) -> tuple[int, int]:
+    """How many were right and wrong."""
+    _, trainer, _ = train(run_of(root, recipe, "backward"))
+    speculation = trainer.strategy.optimizers[0].speculation
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    return speculation.num_right, speculation.num_wrong
+
+
+def test_a_plain_loop_is_guessed_right(tmp_path: Path) -> None:
+    """Every step that is taken as it comes had begun in backward; none is undone."""
+    assert guesses(tmp_path, dataclasses.replace(BF16, accumulate=2)) == (BF16.max_steps, 0)
+
+
+def test_clipping_that_is_always_active_ends_the_guessing(tmp_path: Path) -> None:
+    """After three wrong guesses there are none for a while."""
+    assert guesses(tmp_path, dataclasses.replace(BF16, clip=1e-3, max_steps=6)) == (0, 3)
+
+
+class AfterBackward(pl.Callback):
+    """Calls a function with the module between backward and the step."""
+
+    def __init__(self, action: Callable[[Any], None]) -> None:
+        self.action = action
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.action(pl_module)
+
+
+def look(module: Any) -> None:
+    for param in module.parameters():
+        safe_get_full_fp32_param(param)
+
+
+def gather(module: Any) -> None:
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        module.seen = [param.detach().clone() for param in module.parameters()]
+
+
+def edit_gradient(module: Any) -> None:
+    param = module.model.norm.weight
+    safe_set_full_grad(param, safe_get_full_grad(param) * 2)
+
+
+def change_rate(module: Any) -> None:
+    for group in module.trainer.strategy.optimizers[0].param_groups:
+        group["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("action", [look, gather, edit_gradient, change_rate], ids=lambda action: action.__name__)
+def test_what_happens_between_backward_and_the_step(action: Callable[[Any], None], tmp_path: Path) -> None:
+    """Whoever looks sees the values before the step, and whatever changes counts: the guess is undone."""
+    seen = {}
+    for overlap in ("none", "backward"):
+        strategy = SmartInfinityStrategy(tmp_path / overlap, overlap=overlap, zero=BUCKET)
+        module = LitTiny(dataclasses.replace(BF16, precision="32-true"))
+        trainer = quiet_trainer(tmp_path, strategy, callbacks=[AfterBackward(action)], precision="32-true", max_steps=3)
+        trainer.fit(module)
+        seen[overlap] = [module.losses, getattr(module, "seen", [])]
+        if overlap == "backward":
+            speculation = strategy.optimizers[0].speculation
+            assert (speculation.num_right, speculation.num_wrong) == (0, 3)
+        strategy.close()
+    assert seen["none"][0] == seen["backward"][0]
+    assert all(torch.equal(a, b) for a, b in zip(seen["none"][1], seen["backward"][1], strict=True))
+
+
+def test_a_failure_within_backward_undoes_the_step(tmp_path: Path) -> None:
+    """It raises by the next step at the latest; state and parameters are those before it."""
+    strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward", zero=BUCKET)
+    fail = FailAt(2, fail_write_at=0)
+    trainer = quiet_trainer(tmp_path, strategy, callbacks=[fail], max_steps=5)
+    module = LitTiny(BF16)
+    with pytest.raises(StorageError, match=r"state\.bin"):
+        trainer.fit(module)
+    optimizer = strategy.optimizers[0]
+    assert optimizer.handler.generation == 2
+    _, masters = result(Run(out=str(tmp_path / "straight"), recipe=dataclasses.replace(BF16, max_steps=2)))
+    for name, param in module.model.named_parameters():
+        assert torch.equal(optimizer.get_full_hp_param(param), masters[name]), name
+    strategy.close()
+
+
+def test_pauses_grow_while_guesses_are_wrong() -> None:
+    """Three wrong ones, then a pause; one more, then twice as long; a right one starts over."""
+    hysteresis = Hysteresis(patience=3, first_pause=4, longest_pause=8)
+
+    def windows_until_allowed() -> int:
+        return next(number for number in range(100) if hysteresis.allows())
+
+    for expected in (0, 0, 0, 4, 8, 8):
+        assert windows_until_allowed() == expected
+        hysteresis.was_wrong()
+    assert windows_until_allowed() == 8
+    hysteresis.was_right()
+    for expected in (0, 0, 0, 4):
+        assert windows_until_allowed() == expected
+        hysteresis.was_wrong()
