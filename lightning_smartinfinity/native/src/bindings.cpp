@@ -566,19 +566,27 @@ FileQueue::Ticket submit(FileQueue& queue, Direction direction, const StateFile&
     return queue.submit(direction, held, offset, reinterpret_cast<std::byte*>(address), nbytes);
 }
 
+// The kernel registers at most a GiB in one piece.
+MemoryRange registered_range(const HostBuffer& memory) {
+    return {memory.data(), memory.bytes(), std::min(memory.bytes(), std::size_t{1} << 30)};
+}
+
 void bind_file_queue(nb::module_& m) {
     nb::class_<PythonFileQueue>(
         m, "FileQueue",
         "Reads and writes files in the background; large requests run in parts, side by side.\n\n"
+        "`memory` is what most requests will name: an engine that gains by it registers it once.\n"
         "A direct file wants offset, address and nbytes to be multiples of 4096. Not usable in a forked child.\n\n"
         "Raises:\n    ValueError: A number is out of range.\n"
         "    OSError: Threads or the I/O engine are not to be had.")
         .def(
             "__init__",
-            [](PythonFileQueue* self, std::size_t io_threads, const std::string& io_engine) {
-                new (self) PythonFileQueue(io_threads, io_engine_of(io_engine));
+            [](PythonFileQueue* self, std::size_t io_threads, const std::string& io_engine, const HostBuffer* memory) {
+                const MemoryRange range = memory ? registered_range(*memory) : MemoryRange{};
+                new (self) PythonFileQueue(io_threads, io_engine_of(io_engine), range);
             },
-            nb::kw_only(), "io_threads"_a = 4, "io_engine"_a = "auto")
+            nb::kw_only(), "io_threads"_a = 4, "io_engine"_a = "auto", "memory"_a = nb::none(),
+            nb::keep_alive<1, 5>())
         .def(
             "read",
             [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,

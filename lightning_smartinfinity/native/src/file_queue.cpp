@@ -134,9 +134,9 @@ class FileQueue::Loop final : private CompletionHandler {
     std::unique_ptr<IoEngine> engine_;  // last: its destructor waits for threads that use all of the above
 };
 
-FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine) {
+FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine, MemoryRange memory) {
     require(io_threads >= 1 && io_threads <= 1024, "io_threads must be in [1, 1024]");
-    loop_ = std::make_shared<Loop>(IoOptions{io_engine, io_threads, {}, {}});
+    loop_ = std::make_shared<Loop>(IoOptions{io_engine, io_threads, {}, memory});
 }
 
 FileQueue::~FileQueue() {

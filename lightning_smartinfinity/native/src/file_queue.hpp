@@ -26,7 +26,10 @@ class FileQueue {
 
     // Throws std::invalid_argument for a number of threads out of range, SystemError for an engine that is not to be
     // had.
-    explicit FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine = std::nullopt);
+    // `memory`, which must stay until the end of the queue, is registered with an engine that gains by it; requests may
+    // name any other.
+    explicit FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine = std::nullopt,
+                       MemoryRange memory = {});
     ~FileQueue();
     FileQueue(const FileQueue&) = delete;
     FileQueue& operator=(const FileQueue&) = delete;
