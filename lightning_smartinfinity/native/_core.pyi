@@ -480,10 +480,13 @@ class FileQueue:
 
     def wait(self, ticket: int) -> Failure | None:
         """
-        Until the request has ended, all of it or with a failure; each ticket once.
+        Until the request has ended, all of it or with a failure, which only the first wait returns.
+
+        A signal handler that raises, as that of Ctrl-C, ends the wait; the request goes on, its ticket stays
+        open and its memory in use.
 
         Raises:
-            ValueError: The ticket is not open.
+            ValueError: There is no such ticket.
         """
 
     def counters(self) -> Counters: ...

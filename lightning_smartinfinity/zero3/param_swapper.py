@@ -303,7 +303,7 @@ class ParameterSwapper:
             for held in reading:
                 held.ticket = None
             self._finish(tickets)
-        except SmartInfinityError:
+        except BaseException:  # an interrupt as well: what is still being read is nobody's
             self.remove_partition_and_release_buffers([held.param for held in reading])
             raise
         for held in reading:

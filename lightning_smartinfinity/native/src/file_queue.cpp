@@ -59,15 +59,26 @@ class FileQueue::Loop final : private CompletionHandler {
         return ticket;
     }
 
-    std::optional<Failure> wait(Ticket ticket) {
+    std::optional<Failure> wait(Ticket ticket, const Poll& poll) {
         const Stopwatch stopwatch;
         std::unique_lock lock(mutex_);
-        require(requests_.count(ticket) == 1, "ticket " + std::to_string(ticket) + " is not open");
-        changed_.wait(lock, [&] { return requests_.at(ticket).parts_left == 0; });
+        require(ticket < next_ticket_, "there is no ticket " + std::to_string(ticket));
+        const auto ended = [&] {
+            const auto request = requests_.find(ticket);
+            return request == requests_.end() || request->second.parts_left == 0;
+        };
+        while (!changed_.wait_for(lock, kPollInterval, ended)) {
+            lock.unlock();
+            poll();
+            lock.lock();
+        }
+        // Once more, while the ticket is open: raised later, a failure would be lost.
+        lock.unlock();
+        poll();
+        lock.lock();
         counters_.wait_seconds += stopwatch.seconds();
-        std::optional<Failure> failure = std::move(requests_.at(ticket).failure);
-        requests_.erase(ticket);
-        return failure;
+        const auto node = requests_.extract(ticket);
+        return node.empty() ? std::nullopt : std::move(node.mapped().failure);
     }
 
     Counters counters() const {
@@ -157,7 +168,7 @@ FileQueue::Ticket FileQueue::submit(Direction direction, const StateFile& file, 
     return loop()->submit(IoRequest{direction, file.descriptor(), offset, data, bytes, 0}, file);
 }
 
-std::optional<Failure> FileQueue::wait(Ticket ticket) { return loop()->wait(ticket); }
+std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) { return loop()->wait(ticket, poll); }
 
 Counters FileQueue::counters() const {
     process_.require_current("FileQueue");

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -32,8 +33,14 @@ class FileQueue {
 
     // Returns at once. Throws std::invalid_argument for no bytes, or what direct I/O cannot transfer.
     Ticket submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data, std::size_t bytes);
-    // Until the request has ended; its ticket is used up. Throws std::invalid_argument for a ticket that is not open.
-    std::optional<Failure> wait(Ticket ticket);
+    // Until the request has ended; its ticket is used up, and waiting for it again finds no failure. Throws
+    // std::invalid_argument for a ticket that was never given out.
+    //
+    // `poll` is called every kPollInterval and at the end, holding no lock. What it throws ends the wait; the request
+    // goes on and its ticket stays open.
+    using Poll = std::function<void()>;
+    static constexpr std::chrono::milliseconds kPollInterval{50};
+    std::optional<Failure> wait(Ticket ticket, const Poll& poll = [] {});
     Counters counters() const;
     // Waits for what is in flight, then gives back threads and descriptors. Idempotent.
     void close();
