@@ -114,16 +114,7 @@ class ParameterStore:
 
     def traffic(self) -> Traffic:
         """Cumulative counters."""
-        counters = self.queue.counters()
-        return Traffic(
-            shared_read_bytes=counters.read_bytes,
-            shared_write_bytes=counters.written_bytes,
-            read_calls=counters.read_calls,
-            write_calls=counters.write_calls,
-            read_seconds=counters.read_seconds,
-            write_seconds=counters.write_seconds,
-            wait_seconds=counters.wait_seconds,
-        )
+        return Traffic.over_shared_channel(self.queue.counters())
 
     def close(self) -> None:
         """Wait for what is in flight and remove the files; idempotent."""
