@@ -1,6 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+
+#include "io_engine.hpp"
 
 namespace smart_infinity {
 
@@ -14,6 +17,15 @@ struct Counters {
     double write_seconds = 0;
     double compute_seconds = 0;
     double wait_seconds = 0;
+
+    // A call has ended.
+    void count(Direction direction, const IoResult& result) {
+        const auto bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(result.transferred, 0));
+        const bool read = direction == Direction::kRead;
+        (read ? read_bytes : written_bytes) += bytes;
+        (read ? read_calls : write_calls) += 1;
+        (read ? read_seconds : write_seconds) += result.seconds;
+    }
 };
 
 }  // namespace smart_infinity

@@ -5,21 +5,18 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 
+#include "closable.hpp"
 #include "counters.hpp"
 #include "failure.hpp"
 #include "io_engine.hpp"
-#include "process.hpp"
 #include "state_file.hpp"
 
 namespace smart_infinity {
 
 // Bytes between memory and files, in the background: plain content, without tasklets. The memory of a request must stay
 // until it has been waited for.
-//
-// Like a Pipeline it has an end: close() may come while other threads wait, and a forked child leaves it alone.
 class FileQueue {
  public:
     using Ticket = std::uint64_t;
@@ -49,12 +46,9 @@ class FileQueue {
 
  private:
     class Loop;
-    std::shared_ptr<Loop> loop() const;  // throws std::invalid_argument when closed
+    static std::shared_ptr<Loop> make_loop(std::size_t io_threads);
 
-    Process process_;
-    mutable std::mutex mutex_;  // of loop_ and final_counters_
-    std::shared_ptr<Loop> loop_;
-    Counters final_counters_;
+    Closable<Loop, Counters> loop_;
 };
 
 }  // namespace smart_infinity
