@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
@@ -22,27 +21,19 @@ from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
-from lightning_smartinfinity.near_storage import NearStorage, check_options, indexed_device, swapped_precision
+from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
+from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 
 __all__ = ["SmartInfinityFabricStrategy"]
 
 
-class FabricOptions(TypedDict, total=False):
+class FabricOptions(SharedOptions, total=False):
     """Settings that Lightning's own Fabric strategies take, passed on unchanged."""
 
     accelerator: Accelerator | None
-    parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None
     precision: Precision | None
-    process_group_backend: str | None
-    timeout: timedelta | None
-    loss_scale: float
-    initial_scale_power: int
-    loss_scale_window: int
-    hysteresis: int
-    min_loss_scale: int
-    exclude_frozen_parameters: bool
 
 
 class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
@@ -85,7 +76,6 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         zero: Mapping[str, Any] | None = None,
         **options: Unpack[FabricOptions],
     ) -> None:
-        check_options(type(self).__name__, options, FabricOptions)
         # DeepSpeedStrategy's own constructor is skipped: see _take_settings.
         super(DeepSpeedStrategy, self).__init__(
             accelerator=options.get("accelerator"),
@@ -97,6 +87,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         self._take_settings(
             storage,
             options,
+            known=FabricOptions,
             update_device=update_device,
             state_format=state_format,
             overlap=overlap,
@@ -239,6 +230,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         from lightning_smartinfinity.zero3.client_state import refuse_reserved
+        from lightning_smartinfinity.zero3.engine_checkpoint import save_engine
 
         _refuse_options(storage_options=storage_options, filter=filter)
         engine, rest = self._split(state)
@@ -248,7 +240,10 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 "Save the model that is trained; the weights of others are in the checkpoint that they came from.",
             )
         refuse_reserved(rest)
-        self._save_engine(self.broadcast(path), self._convert_stateful_objects_in_state(rest, filter={}))
+        client_state = self._convert_stateful_objects_in_state(rest, filter={})
+        path = self.broadcast(path)
+        self._name_save(client_state)
+        save_engine(engine, path, client_state, exclude_frozen=self.exclude_frozen_parameters)
 
     @override
     def load_checkpoint(
@@ -258,9 +253,12 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        from lightning_smartinfinity.zero3.engine_checkpoint import load_engine, load_weights
+
         if isinstance(state, Module):  # fabric.load_raw
             engine, _ = self._split({"model": state})
-            self._load_weights(self._read_weights(path), engine, strict=strict)
+            trained = engine is self._training_engine
+            load_weights(self._read_weights(path), engine, trained=trained, strict=strict)
             return {}
         if not isinstance(state, dict):
             raise UnsupportedError(
@@ -269,7 +267,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             )
         engine, rest = self._split(state)
         with_optimizer = len(rest) + 1 < len(state)
-        loaded = self._load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
+        loaded = load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
         _move_into(rest, loaded, path=path, strict=strict)
         state.update(rest)
         return loaded
