@@ -1,15 +1,38 @@
-// The Python module: what is bound stands in the bind_*.cpp.
+// The Python module: bindings only.
 
-#include "bindings.hpp"
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <exception>
-#include <system_error>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
-#include "cuda_driver.hpp"
+#include "crc32c.hpp"
+#include "cuda_device.hpp"
+#include "fault_injection.hpp"
+#include "file_queue.hpp"
+#include "flush_subnormals.hpp"
+#include "instruction_set.hpp"
+#include "pipeline.hpp"
 #include "system_error.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace smart_infinity {
 namespace {
+
+using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
 
 void raise_os_error(const std::exception_ptr& pointer, void*) {
     try {
@@ -34,6 +57,533 @@ void raise_cuda_error(const std::exception_ptr& pointer, void*) {
     }
 }
 
+// Buffer protocol: a memoryview holds a reference, and with it the mapping.
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+    const HostBuffer* const buffer = nb::inst_ptr<HostBuffer>(self);
+    return PyBuffer_FillInfo(view, self, buffer->data(), static_cast<Py_ssize_t>(buffer->bytes()), 0, flags);
+}
+
+PyType_Slot host_buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
+
+// Destruction waits for what is in flight, which must not hold up other Python threads.
+class PythonPipeline : public Pipeline {
+ public:
+    using Pipeline::Pipeline;
+    ~PythonPipeline() {
+        const nb::gil_scoped_release release;
+        close();
+    }
+};
+
+class PythonFileQueue : public FileQueue {
+ public:
+    using FileQueue::FileQueue;
+    ~PythonFileQueue() {
+        const nb::gil_scoped_release release;
+        close();
+    }
+};
+
+// Lets Ctrl-C end a wait. Python runs signal handlers in the main thread only; elsewhere this does nothing.
+void check_signals() {
+    const nb::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+const void* pointer_to(Address address) { return reinterpret_cast<const void*>(address); }
+
+void bind_kernels(nb::module_& m) {
+    nb::enum_<DType>(m, "DType", "Type of gradients and parameters in memory.")
+        .value("FLOAT32", DType::kFloat32)
+        .value("FLOAT16", DType::kFloat16)
+        .value("BFLOAT16", DType::kBFloat16);
+    nb::enum_<InstructionSet>(m, "InstructionSet", "What the kernels were compiled for; all give the same bits.")
+        .value("SCALAR", InstructionSet::kScalar)
+        .value("AVX2", InstructionSet::kAvx2)
+        .value("AVX512", InstructionSet::kAvx512);
+    m.def("supported_instruction_sets", &supported_instruction_sets, "Of this CPU, slowest first.");
+    m.def(
+        "select_instruction_set",
+        [](std::optional<InstructionSet> choice) {
+            select_instruction_set(choice.value_or(supported_instruction_sets().back()));
+            return selected_instruction_set();
+        },
+        "choice"_a.none(),
+        "Use one from now on, in every thread; None is the best. Returns it.\n\n"
+        "Raises:\n    ValueError: This CPU does not support it.");
+    m.def(
+        "crc32c",
+        [](Address address, std::size_t nbytes, std::uint32_t value) {
+            return crc32c(pointer_to(address), nbytes, value);
+        },
+        "address"_a, "nbytes"_a, "value"_a = 0, WithoutGil(),
+        "CRC-32C of memory, continuing `value`: the CPU's instruction, or a table if SCALAR is selected.");
+    m.def(
+        "sum_of_squares",
+        [](Address address, std::size_t numel, DType dtype) {
+            const FlushSubnormals flush;
+            return kernels().sum_of_squares[static_cast<std::size_t>(dtype)](pointer_to(address), numel);
+        },
+        "address"_a, "numel"_a, "dtype"_a, WithoutGil(),
+        "In double precision and a fixed order: the same bits on every instruction set. Finite iff every element is.");
+}
+
+void bind_host_buffer(nb::module_& m) {
+    nb::class_<HostBuffer>(
+        m, "HostBuffer", nb::type_slots(host_buffer_slots),
+        "Zero-filled, page-aligned memory (2 MiB-aligned from that size on), absent from forked children.\n\n"
+        "Raises:\n    ValueError: No bytes.\n    OSError: The memory cannot be mapped.")
+        .def(nb::init<std::size_t>(), "nbytes"_a)
+        .def_prop_ro("address", [](const HostBuffer& self) { return reinterpret_cast<Address>(self.data()); })
+        .def_prop_ro("nbytes", &HostBuffer::bytes)
+        .def("register", &HostBuffer::try_register, "device"_a, WithoutGil(),
+             "Let copies from and to the device be asynchronous, until unregister() or the end of the memory.\n\n"
+             "Returns whether it worked; if not, the device's registration_failure says why.")
+        .def("unregister", &HostBuffer::unregister, WithoutGil(), "Idempotent.")
+        .def(
+            "memoryview",
+            [](nb::handle self) {
+                PyObject* const view = PyMemoryView_FromObject(self.ptr());
+                if (view == nullptr) throw nb::python_error();
+                return nb::steal(view);
+            },
+            nb::sig("def memoryview(self) -> builtins.memoryview"), "Writable bytes; they keep the buffer alive.");
+}
+
+CudaStreamHandle stream_of(Address handle) { return reinterpret_cast<CudaStreamHandle>(handle); }
+
+void bind_cuda_device(nb::module_& m) {
+    nb::class_<CudaDevice>(
+        m, "CudaDevice",
+        "A CUDA device through its primary context and the driver's library, opened at run time.\n\n"
+        "Copies run in a stream's order; their memory stays until they have completed. Streams are\n"
+        "handles as torch's `cuda_stream`, 0 is the default stream. Not usable in a forked child.\n\n"
+        "Raises:\n    CudaError: No driver, no such device, or any call that fails.")
+        .def(nb::init<int>(), "index"_a)
+        .def_prop_ro("index", &CudaDevice::index)
+        .def_prop_ro("registration_failure", &CudaDevice::registration_failure,
+                     "Why host memory could not be registered; empty if it always could.")
+        .def(
+            "copy_to_host",
+            [](const CudaDevice& self, Address host, Address device, std::size_t nbytes, Address stream) {
+                self.copy_to_host(reinterpret_cast<void*>(host), device, nbytes, stream_of(stream));
+            },
+            nb::kw_only(), "host"_a, "device"_a, "nbytes"_a, "stream"_a, WithoutGil(), "Start a copy.")
+        .def(
+            "copy_to_device",
+            [](const CudaDevice& self, Address device, Address host, std::size_t nbytes, Address stream) {
+                self.copy_to_device(device, pointer_to(host), nbytes, stream_of(stream));
+            },
+            nb::kw_only(), "device"_a, "host"_a, "nbytes"_a, "stream"_a, WithoutGil(), "Start a copy.");
+}
+
+void bind_cuda_event(nb::module_& m) {
+    nb::class_<CudaEvent>(m, "CudaEvent",
+                          "A point in a stream's order; recorded again, it is another one.\n\n"
+                          "Raises:\n    CudaError: A call failed, or the work before the point did.")
+        .def(nb::init<std::shared_ptr<const CudaDevice>>(), "device"_a)
+        .def(
+            "record", [](const CudaEvent& self, Address stream) { self.record(stream_of(stream)); }, "stream"_a,
+            WithoutGil(), "Make it the point that the stream has reached with what it was given so far.")
+        .def("synchronize", &CudaEvent::synchronize, WithoutGil(), "Until the work before the point is done.")
+        .def(
+            "hold", [](const CudaEvent& self, Address stream) { self.hold(stream_of(stream)); }, "stream"_a,
+            WithoutGil(), "Let what the stream is given from now on run after the point.");
+}
+
+void bind_cuda_stream(nb::module_& m) {
+    nb::class_<CudaStream>(m, "CudaStream",
+                           "A stream of our own, without implicit order with any other.\n\n"
+                           "Raises:\n    CudaError: A call failed.")
+        .def(nb::init<std::shared_ptr<const CudaDevice>>(), "device"_a)
+        .def_prop_ro("handle", [](const CudaStream& self) { return reinterpret_cast<Address>(self.handle()); })
+        .def(
+            "follow", [](const CudaStream& self, Address other) { self.follow(stream_of(other)); }, "other"_a,
+            WithoutGil(), "Let what is given to this stream from now on run after what is in the other one now.")
+        .def(
+            "lead", [](const CudaStream& self, Address other) { self.lead(stream_of(other)); }, "other"_a, WithoutGil(),
+            "Let what is given to the other stream from now on run after what is in this one now.");
+}
+
+void bind_state_file(nb::module_& m) {
+    nb::class_<StateFile>(m, "StateFile",
+                          "One open descriptor of an existing file, close-on-exec.\n\n"
+                          "A pipeline that uses it keeps the descriptor open until it is closed too.\n\n"
+                          "Raises:\n    OSError: With errno and filename.")
+        .def(
+            "__init__",
+            [](StateFile* self, std::string path, bool direct) {
+                new (self) StateFile(std::move(path), direct ? Access::kDirect : Access::kBuffered);
+            },
+            "path"_a, nb::kw_only(), "direct"_a)
+        .def_prop_ro("path", &StateFile::path)
+        .def_prop_ro("direct", [](const StateFile& self) { return self.access() == Access::kDirect; })
+        .def(
+            "sync",
+            [](const StateFile& self) {
+                const StateFile file = self;  // another thread may close it meanwhile
+                const nb::gil_scoped_release release;
+                file.sync();
+            },
+            "fdatasync; raises OSError.")
+        .def("close", &StateFile::close, "Idempotent.");
+}
+
+Identity make_identity(const nb::bytes& job, std::uint32_t rank, std::uint32_t state_format) {
+    Identity identity{{}, rank, state_format};
+    if (job.size() != kJobBytes) {
+        throw std::invalid_argument("Identity: job has " + std::to_string(job.size()) + " bytes, it must have 16");
+    }
+    std::copy_n(static_cast<const std::uint8_t*>(job.data()), kJobBytes, identity.job.begin());
+    return identity;
+}
+
+Segment make_segment(std::uint64_t offset, std::uint64_t numel, std::int64_t step, Address gradient,
+                     DType gradient_dtype, Address parameter, DType parameter_dtype,
+                     const std::vector<Address>& arrays) {
+    if (arrays.size() > kMaxArrays) throw std::invalid_argument("Segment: more than 8 arrays");
+    Segment segment{offset, numel, step, gradient, gradient_dtype, parameter, parameter_dtype, {}, arrays.size()};
+    std::copy(arrays.begin(), arrays.end(), segment.arrays.begin());
+    return segment;
+}
+
+nb::tuple arrays_of(const Segment& segment) {
+    nb::list arrays;
+    for (std::size_t index = 0; index < segment.num_arrays; ++index) arrays.append(segment.arrays[index]);
+    return nb::tuple(arrays);
+}
+
+void bind_identity(nb::module_& m) {
+    nb::class_<Identity>(m, "Identity",
+                         "What the extents of a store carry.\n\nRaises:\n    ValueError: job is not 16 bytes.")
+        .def(
+            "__init__",
+            [](Identity* self, const nb::bytes& job, std::uint32_t rank, std::uint32_t state_format) {
+                new (self) Identity(make_identity(job, rank, state_format));
+            },
+            nb::kw_only(), "job"_a, "rank"_a, "state_format"_a)
+        .def_prop_ro("job",
+                     [](const Identity& self) {
+                         return nb::bytes(reinterpret_cast<const char*>(self.job.data()), self.job.size());
+                     })
+        .def_ro("rank", &Identity::rank)
+        .def_ro("state_format", &Identity::state_format);
+}
+
+void bind_adam_step(nb::module_& m) {
+    nb::class_<AdamStep>(m, "AdamStep",
+                         "The scalars of one hyperparameter set at one step, as fp32.\n\n"
+                         "g = gradient * gradient_scale (+ l2 * p); m, v as in torch; p = p * decay\n"
+                         "- step_size * (m / (sqrt(v) * inverse_sqrt_bias_correction2 + eps)).")
+        .def(
+            "__init__",
+            [](AdamStep* self, float gradient_scale, float beta1, float one_minus_beta1, float beta2,
+               float one_minus_beta2, float decay, float l2, float step_size, float inverse_sqrt_bias_correction2,
+               float eps) {
+                new (self) AdamStep{gradient_scale,
+                                    beta1,
+                                    one_minus_beta1,
+                                    beta2,
+                                    one_minus_beta2,
+                                    decay,
+                                    l2,
+                                    step_size,
+                                    inverse_sqrt_bias_correction2,
+                                    eps};
+            },
+            nb::kw_only(), "gradient_scale"_a, "beta1"_a, "one_minus_beta1"_a, "beta2"_a, "one_minus_beta2"_a,
+            "decay"_a, "l2"_a, "step_size"_a, "inverse_sqrt_bias_correction2"_a, "eps"_a)
+        .def_ro("gradient_scale", &AdamStep::gradient_scale)
+        .def_ro("beta1", &AdamStep::beta1)
+        .def_ro("one_minus_beta1", &AdamStep::one_minus_beta1)
+        .def_ro("beta2", &AdamStep::beta2)
+        .def_ro("one_minus_beta2", &AdamStep::one_minus_beta2)
+        .def_ro("decay", &AdamStep::decay)
+        .def_ro("l2", &AdamStep::l2)
+        .def_ro("step_size", &AdamStep::step_size)
+        .def_ro("inverse_sqrt_bias_correction2", &AdamStep::inverse_sqrt_bias_correction2)
+        .def_ro("eps", &AdamStep::eps);
+}
+
+void bind_segment(nb::module_& m) {
+    nb::class_<Segment>(
+        m, "Segment",
+        "Elements [offset, offset + numel) of a tasklet; addresses are those of the first element, 0 is none.\n\n"
+        "step -1 carries the state over and leaves the parameter alone. `arrays` are fp32: master, exp_avg,\n"
+        "exp_avg_sq. WRITE and MODIFY take the master from `parameter` if arrays[0] is 0.")
+        .def(
+            "__init__",
+            [](Segment* self, std::uint64_t offset, std::uint64_t numel, std::int64_t step, Address gradient,
+               DType gradient_dtype, Address parameter, DType parameter_dtype, const std::vector<Address>& arrays) {
+                new (self) Segment(
+                    make_segment(offset, numel, step, gradient, gradient_dtype, parameter, parameter_dtype, arrays));
+            },
+            nb::kw_only(), "offset"_a, "numel"_a, "step"_a = kNoStep, "gradient"_a = 0,
+            "gradient_dtype"_a = DType::kFloat32, "parameter"_a = 0, "parameter_dtype"_a = DType::kFloat32,
+            "arrays"_a = std::vector<Address>())
+        .def_ro("offset", &Segment::offset)
+        .def_ro("numel", &Segment::numel)
+        .def_ro("step", &Segment::step)
+        .def_ro("gradient", &Segment::gradient)
+        .def_ro("gradient_dtype", &Segment::gradient_dtype)
+        .def_ro("parameter", &Segment::parameter)
+        .def_ro("parameter_dtype", &Segment::parameter_dtype)
+        .def_prop_ro("arrays", &arrays_of, nb::sig("def arrays(self) -> tuple[int, ...]"));
+}
+
+void bind_operation(nb::module_& m) {
+    nb::enum_<Operation>(m, "Operation", "What a batch does with every tasklet.")
+        .value("UPDATE", Operation::kUpdate, "Read, optimizer update, parameters out, write the other slot.")
+        .value("READ", Operation::kRead, "Read, copy arrays and the master (cast to the parameter) out.")
+        .value("WRITE", Operation::kWrite, "Write arrays from memory; zeros where there is none.")
+        .value("MODIFY", Operation::kModify, "Read, replace arrays from memory where there are some, write.");
+}
+
+void bind_tasklet(nb::module_& m) {
+    nb::class_<Tasklet>(
+        m, "Tasklet",
+        "One extent. Segments are in ascending order and do not overlap; elements outside are carried over\n"
+        "(WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters) the master is not read: it is\n"
+        "the parameter, and segments cover the whole tasklet.")
+        .def(
+            "__init__",
+            [](Tasklet* self, std::uint64_t index, std::uint64_t file, std::uint64_t numel, std::uint64_t num_arrays,
+               std::uint64_t extent_bytes, std::uint64_t read_offset, std::uint64_t read_generation,
+               std::uint64_t write_offset, std::uint64_t write_generation, std::vector<Segment> segments,
+               bool master_in_parameter) {
+                new (self) Tasklet{index,
+                                   file,
+                                   numel,
+                                   num_arrays,
+                                   extent_bytes,
+                                   read_offset,
+                                   read_generation,
+                                   write_offset,
+                                   write_generation,
+                                   std::move(segments),
+                                   master_in_parameter};
+            },
+            nb::kw_only(), "index"_a, "file"_a, "numel"_a, "num_arrays"_a, "extent_bytes"_a, "read_offset"_a,
+            "read_generation"_a, "write_offset"_a, "write_generation"_a, "segments"_a, "master_in_parameter"_a = false)
+        .def_ro("index", &Tasklet::index)
+        .def_ro("file", &Tasklet::file)
+        .def_ro("numel", &Tasklet::numel)
+        .def_ro("num_arrays", &Tasklet::num_arrays)
+        .def_ro("extent_bytes", &Tasklet::extent_bytes)
+        .def_ro("read_offset", &Tasklet::read_offset)
+        .def_ro("read_generation", &Tasklet::read_generation)
+        .def_ro("write_offset", &Tasklet::write_offset)
+        .def_ro("write_generation", &Tasklet::write_generation)
+        .def_ro("segments", &Tasklet::segments)
+        .def_ro("master_in_parameter", &Tasklet::master_in_parameter);
+}
+
+void bind_batch(nb::module_& m) {
+    nb::class_<Batch>(m, "Batch",
+                      "Tasklets to work in order. Validated by Pipeline.submit().\n\n"
+                      "With a stream, parameters lie in its device's memory; they travel through it and\n"
+                      "through one slot of host memory for each ring buffer.")
+        .def(
+            "__init__",
+            [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<AdamStep> steps,
+               std::shared_ptr<const CudaStream> stream) {
+                new (self) Batch{operation, std::move(tasklets), std::move(steps), std::move(stream)};
+            },
+            "operation"_a, "tasklets"_a, "steps"_a = std::vector<AdamStep>(), "stream"_a = nb::none())
+        .def_ro("operation", &Batch::operation)
+        .def_ro("tasklets", &Batch::tasklets)
+        .def_ro("steps", &Batch::steps);
+}
+
+const char* name_of(Work work) {
+    switch (work) {
+        case Work::kRead:
+            return "read";
+        case Work::kFetch:
+            return "fetch";
+        case Work::kCompute:
+            return "compute";
+        case Work::kWrite:
+            return "write";
+        case Work::kDeliver:
+            break;
+    }
+    return "deliver";
+}
+
+Work work_named(const std::string& name) {
+    for (const Work work : {Work::kRead, Work::kFetch, Work::kCompute, Work::kWrite, Work::kDeliver}) {
+        if (name == name_of(work)) return work;
+    }
+    throw std::invalid_argument("TransferSchedule: unknown action " + name);
+}
+
+void bind_schedule(nb::module_& m) {
+    using NamedAction = std::tuple<std::string, std::size_t, std::size_t>;
+    nb::class_<TransferSchedule>(m, "TransferSchedule",
+                                 "The order of a batch as a pure state machine: no I/O, no clock, no threads.")
+        .def(
+            "__init__",
+            [](TransferSchedule* self, std::size_t num_tasklets, std::size_t num_buffers, bool reads, bool writes,
+               bool fetches, bool delivers) {
+                new (self) TransferSchedule(num_tasklets, num_buffers, {reads, writes, fetches, delivers});
+            },
+            "num_tasklets"_a, "num_buffers"_a, nb::kw_only(), "reads"_a, "writes"_a, "fetches"_a = false,
+            "delivers"_a = false)
+        .def(
+            "next",
+            [](TransferSchedule& self) {
+                std::vector<NamedAction> actions;
+                while (const auto action = self.next()) {
+                    actions.emplace_back(name_of(action->work), action->tasklet, action->buffer);
+                }
+                return actions;
+            },
+            "Actions to start now, in this order: (name, tasklet, buffer); names are \"read\", \"fetch\" (parameters\n"
+            "from a device), \"compute\", \"write\" and \"deliver\" (parameters to a device).")
+        .def(
+            "done",
+            [](TransferSchedule& self, const std::string& action, std::size_t tasklet) {
+                self.done(work_named(action), tasklet);
+            },
+            "action"_a, "tasklet"_a, "A started action has ended.\n\nRaises:\n    ValueError: It is not in flight.")
+        .def(
+            "fail",
+            [](TransferSchedule& self, const std::string& action, std::size_t tasklet) {
+                self.fail(work_named(action), tasklet);
+            },
+            "action"_a, "tasklet"_a,
+            "A started action has ended without success: nothing new starts but deliveries, which compute has\n"
+            "begun; others still report done.")
+        .def("parameters_out", &TransferSchedule::parameters_out, "tasklet"_a, "Whether it has been computed.")
+        .def_prop_ro("finished", &TransferSchedule::finished);
+}
+
+void bind_results(nb::module_& m) {
+    nb::class_<Counters>(m, "Counters", "Since creation. Seconds are summed over threads.")
+        .def_ro("read_bytes", &Counters::read_bytes)
+        .def_ro("written_bytes", &Counters::written_bytes)
+        .def_ro("read_calls", &Counters::read_calls)
+        .def_ro("write_calls", &Counters::write_calls)
+        .def_ro("read_seconds", &Counters::read_seconds)
+        .def_ro("write_seconds", &Counters::write_seconds)
+        .def_ro("compute_seconds", &Counters::compute_seconds)
+        .def_ro("wait_seconds", &Counters::wait_seconds);
+    nb::class_<Failure>(
+        m, "Failure",
+        "Why a batch stopped: kind is io, short, checksum, foreign, generation, format or cuda; errno may be 0.")
+        .def_prop_ro("kind", [](const Failure& self) { return std::string(smart_infinity::name_of(self.kind)); })
+        .def_ro("path", &Failure::path)
+        .def_ro("offset", &Failure::offset)
+        .def_ro("errno", &Failure::error)
+        .def_ro("tasklet", &Failure::tasklet)
+        .def_ro("message", &Failure::message)
+        .def("__repr__", [](const Failure& self) {
+            return std::string("Failure(") + smart_infinity::name_of(self.kind) + ": " + self.message + ")";
+        });
+}
+
+void bind_pipeline(nb::module_& m) {
+    nb::class_<PythonPipeline>(
+        m, "Pipeline",
+        "Works batches of tasklets in a ring of buffers: reads, compute and writes overlap.\n\n"
+        "The first failure stops new work; wait() returns it from then on, drain() returns it and ends the\n"
+        "batch. Not usable in a forked child.\n\n"
+        "Raises:\n    ValueError: A size or number is out of range.\n"
+        "    OSError: Memory or threads are not to be had.")
+        .def(
+            "__init__",
+            [](PythonPipeline* self, std::vector<StateFile> files, const Identity& identity, std::size_t num_buffers,
+               std::size_t buffer_bytes, std::size_t io_threads, std::size_t compute_threads) {
+                new (self) PythonPipeline(PipelineOptions{std::move(files), identity, num_buffers, buffer_bytes,
+                                                          io_threads, compute_threads});
+            },
+            nb::kw_only(), "files"_a, "identity"_a, "num_buffers"_a, "buffer_bytes"_a, "io_threads"_a = 4,
+            "compute_threads"_a = 1)
+        .def_prop_ro("ring_bytes", &PythonPipeline::ring_bytes)
+        .def("submit", &PythonPipeline::submit, "batch"_a, WithoutGil(),
+             "Start a batch; returns at once. Memory it names must stay until drain().\n\n"
+             "Raises:\n    ValueError: The batch cannot be worked, or another one is active.")
+        .def(
+            "wait",
+            [](PythonPipeline& self, std::size_t first, std::optional<std::size_t> last) {
+                return self.wait(first, last, check_signals);
+            },
+            "first"_a = 0, "last"_a = nb::none(), WithoutGil(),
+            "Until batch tasklets [first, last) have their parameters and arrays out, or the batch failed.\n\n"
+            "A signal handler that raises, as that of Ctrl-C, ends the wait; the batch goes on.")
+        .def(
+            "drain", [](PythonPipeline& self) { return self.drain(check_signals); }, WithoutGil(),
+            "Until nothing is in flight; the batch is over. A signal handler may end the wait, as in wait().")
+        .def("abandon", &PythonPipeline::abandon, WithoutGil(),
+             "End the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done.")
+        .def("counters", &PythonPipeline::counters)
+        .def("close", &PythonPipeline::close, WithoutGil(),
+             "Abandon the batch, whose waiters get a failure; wait for what is in flight. Idempotent.");
+}
+
+FileQueue::Ticket submit(FileQueue& queue, Direction direction, const StateFile& file, std::uint64_t offset,
+                         Address address, std::size_t nbytes) {
+    const StateFile held = file;  // another thread may close it meanwhile
+    const nb::gil_scoped_release release;
+    return queue.submit(direction, held, offset, reinterpret_cast<std::byte*>(address), nbytes);
+}
+
+void bind_file_queue(nb::module_& m) {
+    nb::class_<PythonFileQueue>(
+        m, "FileQueue",
+        "Reads and writes files in the background; large requests run in parts, side by side.\n\n"
+        "A direct file wants offset, address and nbytes to be multiples of 4096. Not usable in a forked child.\n\n"
+        "Raises:\n    ValueError: A number is out of range.\n    OSError: Threads are not to be had.")
+        .def(
+            "__init__", [](PythonFileQueue* self, std::size_t io_threads) { new (self) PythonFileQueue(io_threads); },
+            nb::kw_only(), "io_threads"_a = 4)
+        .def(
+            "read",
+            [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,
+               std::size_t nbytes) { return submit(self, Direction::kRead, file, offset, address, nbytes); },
+            "file"_a, nb::kw_only(), "offset"_a, "address"_a, "nbytes"_a,
+            "Start reading; returns a ticket. The memory must stay until wait().\n\n"
+            "Raises:\n    ValueError: It cannot be transferred.")
+        .def(
+            "write",
+            [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,
+               std::size_t nbytes) { return submit(self, Direction::kWrite, file, offset, address, nbytes); },
+            "file"_a, nb::kw_only(), "offset"_a, "address"_a, "nbytes"_a,
+            "Start writing; returns a ticket. The memory must stay, unchanged, until wait().\n\n"
+            "Raises:\n    ValueError: It cannot be transferred.")
+        .def(
+            "wait", [](PythonFileQueue& self, FileQueue::Ticket ticket) { return self.wait(ticket, check_signals); },
+            "ticket"_a, WithoutGil(),
+            "Until the request has ended, all of it or with a failure, which only the first wait returns.\n\n"
+            "A signal handler that raises, as that of Ctrl-C, ends the wait; the request goes on, its ticket stays\n"
+            "open and its memory in use.\n\n"
+            "Raises:\n    ValueError: There is no such ticket.")
+        .def("counters", &PythonFileQueue::counters)
+        .def("close", &PythonFileQueue::close, WithoutGil(), "Wait for what is in flight. Idempotent.");
+}
+
+template <class Worker>
+void bind_inject(nb::module_& m, const char* name) {
+    m.def(
+        "inject",
+        [](Worker& worker, std::uint64_t seed, std::int64_t max_delay_us, std::int64_t fail_read_at,
+           std::int64_t fail_write_at, std::int64_t short_transfer_every, int error) {
+            const Faults faults{seed, max_delay_us, fail_read_at, fail_write_at, short_transfer_every, error};
+            worker.decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+                return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
+            });
+        },
+        nb::arg(name), nb::kw_only(), "seed"_a = 0, "max_delay_us"_a = 0, "fail_read_at"_a = -1, "fail_write_at"_a = -1,
+        "short_transfer_every"_a = 0, "errno"_a = EIO, WithoutGil(),
+        "Faults for tests, from now on: requests are counted from 0, reads and writes apart.");
+}
+
+void bind_use_cuda_library(nb::module_& m) {
+    m.def("use_cuda_library", &use_cuda_library, "path"_a.none(),
+          "Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. What exists keeps its own.");
+}
+
 }  // namespace
 }  // namespace smart_infinity
 
@@ -45,9 +595,22 @@ NB_MODULE(_core, m) {
     nb::register_exception_translator(raise_os_error);
     nb::register_exception_translator(raise_cuda_error);
     bind_kernels(m);
-    bind_cuda(m);
-    bind_memory(m);
-    bind_batches(m);
+    bind_cuda_device(m);
+    bind_cuda_event(m);
+    bind_cuda_stream(m);
+    bind_host_buffer(m);
+    bind_state_file(m);
+    bind_identity(m);
+    bind_adam_step(m);
+    bind_segment(m);
+    bind_operation(m);
+    bind_tasklet(m);
+    bind_batch(m);
     bind_schedule(m);
-    bind_transfers(m);
+    bind_results(m);
+    bind_pipeline(m);
+    bind_file_queue(m);
+    bind_inject<PythonPipeline>(m, "pipeline");
+    bind_inject<PythonFileQueue>(m, "queue");
+    bind_use_cuda_library(m);
 }
