@@ -22,6 +22,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 # Of these, the later ones are what DeepSpeed imports when an engine starts.
@@ -76,6 +77,7 @@ def _become(job: dict[str, Any], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     rank_zero_only.rank = int(environment.get("RANK", "0"))  # as Lightning finds it when it is imported
     np.random.seed()
+    torch.seed()
 
 
 def _wait(ranks: set[int]) -> int:
