@@ -8,21 +8,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_smartinfinity import resume
-from lightning_smartinfinity.strategy import SmartInfinityStrategy
-
-
-def test_on_train_start_is_the_last_hook_before_the_first_epoch() -> None:
-    """The strategy's hook comes after all others of on_run_start, and after the iterator was first created."""
-    calls = [line.strip() for line in inspect.getsource(_FitLoop.on_run_start).splitlines() if line.strip()]
-    assert calls[-1] == 'call._call_strategy_hook(trainer, "on_train_start")'
-    run = inspect.getsource(_FitLoop.run)
-    order = [run.index(call) for call in ("setup_data()", "self.reset()", "on_run_start()", "on_advance_start()")]
-    assert order == sorted(order)
-    ours, theirs = (inspect.signature(s.on_train_start) for s in (SmartInfinityStrategy, DeepSpeedStrategy))
-    assert list(ours.parameters) == list(theirs.parameters)
 
 
 def test_epoch_creates_its_iterator_unless_it_resumes() -> None:
