@@ -44,7 +44,7 @@ def test_keys_of_checkpoints_are_those_of_files_that_exist() -> None:
 
 
 def test_process_groups_have_a_default_timeout() -> None:
-    """near_storage.py takes it, as Lightning does, where the user gives none."""
+    """lightning_options.py takes it, as Lightning does, where the user gives none."""
     theirs = inspect.signature(DeepSpeedStrategy.__init__).parameters["timeout"].default
     assert default_pg_timeout == theirs, "process groups of ours would time out at another time than stock's"
 
