@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CON
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_smartinfinity.zero3.client_state import RESERVED_KEYS
 from lightning_smartinfinity.zero3.release import release_module
 from tests.helpers.models import Recipe
 from tests.helpers.plain import Everything
@@ -55,6 +57,7 @@ class Observed:
     param: Any
     depths: list[int]
     masters: list[torch.Tensor]
+    model_states: Path
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.calls, name)
@@ -83,7 +86,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         resumed = quiet_trainer(root / "resumed", max_epochs=2, **settings)
         resumed.fit(Watched(), ckpt_path=root / "checkpoint")
         resumed.validate(Watched(), ckpt_path=root / "checkpoint", verbose=False)
-    yield Observed(calls, module, engine, param, depths, masters)
+    (model_states,) = (root / "checkpoint" / "checkpoint").glob("*model_states.pt")
+    yield Observed(calls, module, engine, param, depths, masters, model_states)
     for strategy in (trainer.strategy, resumed.strategy):
         strategy.close()  # type: ignore[attr-defined]
 
@@ -246,6 +250,13 @@ def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observe
     assert (after == 2).all() and (before != 2).any(), "the masters on storage are those before the write"
 
 
+def test_the_watched_partition_method_takes_what_the_original_takes(seen: Observed) -> None:
+    """zero.Init installs ``partition`` on each parameter; that of zero3/outside_writes.py has the same parameters."""
+    original = inspect.signature(seen.param.partition.original).parameters.values()
+    ours = list(inspect.signature(seen.param.partition).parameters.values())
+    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in original]
+
+
 def test_gathered_parameters_are_marked(seen: Observed) -> None:
     """Inside GatheredParameters a parameter carries the mark that lets load_state_dict through, and only there."""
     assert seen.depths == [1], "zero3/full_weights.py would refuse load_state_dict also inside GatheredParameters"
@@ -284,6 +295,16 @@ def test_names_and_shapes_of_parameters_lie_in_the_model_states(seen: Observed) 
     ((name, shape), *_) = seen.engine._get_zero_param_shapes()[0].items()
     assert name in dict(seen.engine.module.named_parameters()) and isinstance(shape, torch.Size)
     assert seen.engine._get_ckpt_name("folder", "tag").startswith(str(Path("folder", "tag")))
+
+
+def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed) -> None:
+    """Whatever DeepSpeed puts beside a user's entries, in one dictionary, is reserved (zero3/client_state.py)."""
+    names = set(seen.engine._common_checkpoint_state({}, zero_optimizer_state=False, save_frozen_param=True))
+    assert "module" in names
+    assert names <= RESERVED_KEYS, "a user's entry of that name would be lost or replace DeepSpeed's"
+    saved = set(torch.load(seen.model_states, weights_only=False, mmap=True))
+    assert {"epoch", "loops"} <= saved - names, "what the user saves does not lie beside DeepSpeed's any more"
+    assert saved & RESERVED_KEYS >= names
 
 
 def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -> None:
