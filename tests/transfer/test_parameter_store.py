@@ -114,7 +114,7 @@ def test_an_interrupted_wait_keeps_memory_and_order(store: ParameterStore) -> No
     pool.limit = 1 << 20
     memory = pool.take(values.numel())
     memory.copy_(values)
-    inject(store.queue, seed=1, max_delay_us=100_000, short_transfer_every=1)
+    inject(store.queue, seed=1, max_delay_us=200_000, short_transfer_every=1)
     ticket = store.write(parameter, memory)
     with interrupted():
         store.finish(ticket)
@@ -128,7 +128,7 @@ def test_an_interrupted_wait_keeps_memory_and_order(store: ParameterStore) -> No
 def test_a_failure_after_an_interrupted_wait_is_raised_by_the_next_transfer(store: ParameterStore) -> None:
     """Nobody asks again for a write whose wait was interrupted; that it failed is not lost."""
     parameter, memory = store.add(64 * BLOCK), HostMemory().take(64 * BLOCK)
-    inject(store.queue, seed=1, max_delay_us=100_000, short_transfer_every=1, fail_write_at=3)
+    inject(store.queue, seed=1, max_delay_us=200_000, short_transfer_every=1, fail_write_at=3)
     ticket = store.write(parameter, memory)
     with interrupted():
         store.finish(ticket)
@@ -141,16 +141,19 @@ def test_parts_after_an_interrupt(store: ParameterStore) -> None:
     """Buffers that are still being written are not filled again."""
     parts, values = PartTransfers(store), noise(5 << 20, 0)
     first, second = store.add(values.numel()), store.add(1 << 20)
-    inject(store.queue, seed=1, max_delay_us=100_000, short_transfer_every=1)
+    inject(store.queue, seed=1, max_delay_us=200_000, short_transfer_every=1)
     with interrupted():
         parts.put(first, 0, values)
-    parts.put(second, 0, torch.zeros(1 << 20, dtype=torch.uint8))
+    parts.put(second, 0, torch.ones(1 << 20, dtype=torch.uint8))
     parts.synchronize()
     inject(store.queue)
     found = torch.empty(4 << 20, dtype=torch.uint8)
     parts.get(first, 0, found)
     parts.synchronize()
-    assert torch.equal(found, values[: found.numel()])
+    for begin in range(0, found.numel(), 1 << 20):
+        piece = found[begin : begin + (1 << 20)]
+        was_begun = bool(piece.any())
+        assert not was_begun or torch.equal(piece, values[begin : begin + (1 << 20)])
 
 
 def test_a_parameter_nobody_refers_to_gives_its_place_back(store: ParameterStore) -> None:
