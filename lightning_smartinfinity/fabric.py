@@ -146,7 +146,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def module_sharded_context(self) -> Iterator[None]:
         self._choose_storage(Path.cwd())
-        with self._building(super().module_sharded_context(), None):
+        with self._building(super().module_sharded_context, None):
             yield
 
     @override
@@ -253,12 +253,11 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        from lightning_smartinfinity.zero3.engine_checkpoint import load_engine, load_weights
+        from lightning_smartinfinity.zero3.engine_checkpoint import load_engine
 
         if isinstance(state, Module):  # fabric.load_raw
             engine, _ = self._split({"model": state})
-            trained = engine is self._training_engine
-            load_weights(self._read_weights(path), engine, trained=trained, strict=strict)
+            self._load_weights(self._read_file(path), engine, strict=strict)
             return {}
         if not isinstance(state, dict):
             raise UnsupportedError(
@@ -267,23 +266,45 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             )
         engine, rest = self._split(state)
         with_optimizer = len(rest) + 1 < len(state)
-        loaded = load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
+        if self.load_full_weights:
+            _refuse_optimizer(with_optimizer)
+            loaded = self._load_full(path, state, engine, strict=strict)
+        else:
+            loaded = load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
         _move_into(rest, loaded, path=path, strict=strict)
         state.update(rest)
         return loaded
 
-    def _read_weights(self, path: str | Path) -> Mapping[str, Any]:
+    def _load_full(self, path: str | Path, state: dict[str, Any], engine: Any, *, strict: bool) -> dict[str, Any]:
+        """Load weights from a file with the state's own keys; what else the file holds is returned."""
+        (key,) = (key for key, value in state.items() if value is engine)
+        contents = dict(self._read_file(path))
+        weights = contents.pop(key, None)
+        if not isinstance(weights, Mapping):
+            raise CheckpointError(
+                f"{path} holds no weights under {key!r}.",
+                f"Pass a file of torch.save({{{key!r}: module.state_dict()}}, path), or the state with the file's key.",
+            )
+        self._load_weights(weights, engine, strict=strict)
+        return contents
+
+    def _load_weights(self, weights: Mapping[str, Any], engine: Any, *, strict: bool) -> None:
+        from lightning_smartinfinity.zero3.engine_checkpoint import load_weights
+
+        load_weights(weights, engine, trained=engine is self._training_engine, strict=strict)
+
+    def _read_file(self, path: str | Path) -> Mapping[str, Any]:
         from lightning_smartinfinity.zero3.checkpoint_folder import reading_checkpoint
         from lightning_smartinfinity.zero3.collectives import raising_together
 
-        weights: Any = None
+        contents: Any = None
         with raising_together(), reading_checkpoint(path):
-            weights = self.checkpoint_io.load_checkpoint(path)
-            if not isinstance(weights, Mapping):
+            contents = self.checkpoint_io.load_checkpoint(path)
+            if not isinstance(contents, Mapping):
                 raise CheckpointError(
                     f"{path} holds no state dict.", "Pass what torch.save(module.state_dict()) wrote."
                 )
-        return weights
+        return contents
 
     def _split(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The engine in a state, and what is neither it nor its optimizer."""
@@ -330,6 +351,14 @@ def _refuse_options(**options: object) -> None:
                 f"fabric.save({name}=...) does not work with the smart_infinity strategy: DeepSpeed writes the files.",
                 f"Remove {name}.",
             )
+
+
+def _refuse_optimizer(with_optimizer: bool) -> None:
+    if with_optimizer:
+        raise UnsupportedError(
+            "SmartInfinityFabricStrategy(load_full_weights=True) was given a state with an optimizer.",
+            "It loads weights: leave the optimizer out, or load what fabric.save wrote, without load_full_weights.",
+        )
 
 
 def _move_into(state: dict[str, Any], loaded: dict[str, Any], *, path: str | Path, strict: bool) -> None:

@@ -26,6 +26,7 @@ class SharedOptions(TypedDict, total=False):
     hysteresis: int
     min_loss_scale: int
     exclude_frozen_parameters: bool
+    load_full_weights: bool
 
 
 # What DeepSpeedStrategy.__init__ keeps of arguments of the same names.

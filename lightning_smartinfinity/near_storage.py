@@ -204,17 +204,19 @@ class NearStorage:
             yield
 
     @contextmanager
-    def _building(self, sharded: AbstractContextManager[None], module: torch.nn.Module | None) -> Iterator[None]:
+    def _building(
+        self, sharded: Callable[[], AbstractContextManager[None]], module: torch.nn.Module | None
+    ) -> Iterator[None]:
         """Around Lightning's context in which ZeRO-3 partitions what is built.
 
         Args:
-            sharded: That context.
+            sharded: Makes that context, which takes what holds the parameters as soon as it is made.
             module: What is built into, if it is there already.
         """
         from lightning_smartinfinity.zero3.gather_on_use import gathering_on_use
         from lightning_smartinfinity.zero3.pretrained import loading_pretrained
 
-        with self._parameters_on_storage(), sharded, gathering_on_use(module), loading_pretrained(self.config):
+        with self._parameters_on_storage(), sharded(), gathering_on_use(module), loading_pretrained(self.config):
             yield
 
     def _choose_storage(self, root: str | Path) -> None:

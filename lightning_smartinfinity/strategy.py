@@ -39,7 +39,6 @@ class LightningOptions(SharedOptions, total=False):
     accelerator: Accelerator | None
     cluster_environment: ClusterEnvironment | None
     precision_plugin: Precision | None
-    load_full_weights: bool
 
 
 class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
@@ -174,7 +173,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         assert self.lightning_module is not None
         self._choose_storage(self.lightning_module.trainer.default_root_dir)
-        with self._building(super().model_sharded_context(), self.lightning_module):
+        with self._building(super().model_sharded_context, self.lightning_module):
             yield
 
     @override

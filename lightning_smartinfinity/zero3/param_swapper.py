@@ -212,6 +212,8 @@ class ParameterSwapper:
     ) -> None:
         """Read partitions, or start to."""
         assert swap_in_buffers is None, "nobody reads into other buffers"
+        # DeepSpeed reads ahead along its trace, which names a parameter once for each use.
+        params = list(dict.fromkeys(params))
         if async_op:
             self._start_reads(params)
             return
