@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,7 +24,8 @@ from typing_extensions import Unpack, override
 from lightning_smartinfinity.compatibility import accumulates, adapt_callbacks
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.near_storage import NearStorage, check_options, indexed_device, swapped_precision
+from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
+from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.resume import continue_epoch
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
@@ -33,22 +33,12 @@ from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 __all__ = ["SmartInfinityStrategy"]
 
 
-class LightningOptions(TypedDict, total=False):
+class LightningOptions(SharedOptions, total=False):
     """Settings that Lightning's own strategies take, passed on unchanged."""
 
     accelerator: Accelerator | None
-    parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None
     precision_plugin: Precision | None
-    process_group_backend: str | None
-    timeout: timedelta | None
-    loss_scale: float
-    initial_scale_power: int
-    loss_scale_window: int
-    hysteresis: int
-    min_loss_scale: int
-    exclude_frozen_parameters: bool
-    load_full_weights: bool
 
 
 class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
@@ -94,7 +84,6 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         zero: Mapping[str, Any] | None = None,
         **options: Unpack[LightningOptions],
     ) -> None:
-        check_options(type(self).__name__, options, LightningOptions)
         # DeepSpeedStrategy's own constructor is skipped: see _take_settings.
         super(DeepSpeedStrategy, self).__init__(
             accelerator=options.get("accelerator"),
@@ -106,6 +95,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._take_settings(
             storage,
             options,
+            known=LightningOptions,
             update_device=update_device,
             state_format=state_format,
             overlap=overlap,
@@ -183,7 +173,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         assert self.lightning_module is not None
         self._choose_storage(self.lightning_module.trainer.default_root_dir)
-        with self._building(super().model_sharded_context(), self.lightning_module):
+        with self._building(super().model_sharded_context, self.lightning_module):
             yield
 
     @override

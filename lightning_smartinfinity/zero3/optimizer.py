@@ -2,7 +2,7 @@
 
 The base class keeps everything that is ZeRO-3: gathers, hooks, buckets, reduce-scatter, loss scale. This subclass takes
 over what touches optimizer state: where reduced gradients go, the step, and the checkpoint. Every override is held to
-the installed DeepSpeed by tests/zero3/test_contract.py.
+the installed DeepSpeed by the tests of docs/seams.md.
 """
 
 from __future__ import annotations

@@ -212,6 +212,8 @@ class ParameterSwapper:
     ) -> None:
         """Read partitions, or start to."""
         assert swap_in_buffers is None, "nobody reads into other buffers"
+        # DeepSpeed reads ahead along its trace, which names a parameter once for each use.
+        params = list(dict.fromkeys(params))
         if async_op:
             self._start_reads(params)
             return
@@ -309,7 +311,7 @@ class ParameterSwapper:
             for held in reading:
                 held.ticket = None
             self._finish(tickets)
-        except SmartInfinityError:
+        except BaseException:  # an interrupt as well: what is still being read is nobody's
             self.remove_partition_and_release_buffers([held.param for held in reading])
             raise
         for held in reading:

@@ -58,11 +58,13 @@ def _load_training(engine: Any, folder: UniversalFolder, *, strict: bool) -> Non
             yield
 
     with together():
+        folder.check_states(with_optimizer=True)
         _check_model(engine, folder)
         _check_optimizer(optimizer, folder)
         saved_steps = folder.steps
         steps = np.array([saved_steps[piece.name] for piece in optimizer.layout.parameters], dtype=np.int64)
         _check_files(optimizer, folder)
+        folder.check_arrays((MASTER_FILE, *optimizer.rule.arrays[1:]))
         frozen = _frozen_slices(engine, folder)
     optimizer.checkpoint_event_prologue()
     optimizer.handler.replace(_filler(optimizer, folder), steps=steps, together=together)
@@ -75,6 +77,8 @@ def _load_training(engine: Any, folder: UniversalFolder, *, strict: bool) -> Non
 
 def _load_weights(engine: Any, folder: UniversalFolder, *, strict: bool) -> None:
     with raising_together(), reading_checkpoint(folder.path):
+        folder.check_states(with_optimizer=False)
+        folder.check_arrays([MASTER_FILE])
         states = folder.model_states
         weights = {name: states["module"][name] for name in states["buffer_names"]}
         for name, shape in folder.shapes.items():

@@ -6,14 +6,15 @@
     <folder>/zero/optimizer_state.pt                                the first rank's optimizer file
     <folder>/zero_pp_rank_<rank>_mp_rank_00_model_states.pt         as every rank saved it
 
-Nothing is read before it is asked for: tensors are mapped, not loaded.
+Nothing is read before it is asked for: tensors are mapped, not loaded. Mapping verifies nothing; the ``check_`` methods
+read the files through, each file on one rank, and compare with the CRC-32s that ``torch.save`` keeps.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from deepspeed.checkpoint.constants import (
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoint import EXTRA_KEY
 from lightning_smartinfinity.zero3.collectives import gather
+from lightning_smartinfinity.zero3.tensor_file import check_records
 
 __all__ = ["MASTER_FILE", "UniversalFolder", "is_universal"]
 
@@ -53,8 +55,29 @@ class UniversalFolder:
 
     def __init__(self, path: Path, *, rank: int, world_size: int) -> None:
         self.path = path
-        self.num_saved = len(list(path.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")))
+        self._model_files = sorted(path.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"))
+        self.num_saved = len(self._model_files)
         self._rank = rank if self.num_saved == world_size else 0
+        self._share = slice(rank, None, world_size)
+
+    def check_states(self, *, with_optimizer: bool) -> None:
+        """Verify this rank's share of what is no array of a trainable parameter.
+
+        Args:
+            with_optimizer: Whether :attr:`optimizer_states` will be asked for.
+        """
+        self._check(self._model_files, tensors=True)
+        if with_optimizer:
+            self._check([self.path / "zero" / "optimizer_state.pt"], tensors=False)
+
+    def check_arrays(self, names: Iterable[str]) -> None:
+        """Verify this rank's share of the arrays of trainable parameters: ``fp32``, ``exp_avg`` or ``exp_avg_sq``."""
+        self._check(sorted(file for name in names for file in self.path.glob(f"zero/*/{name}.pt")), tensors=True)
+
+    def _check(self, files: list[Path], *, tensors: bool) -> None:
+        for file in files[self._share]:
+            if file.is_file():  # a missing one is named when it is asked for
+                check_records(file, tensors=tensors, remedy=_CONVERT_AGAIN)
 
     @cached_property
     def model_states(self) -> Mapping[str, Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,17 @@ import torch
 
 from lightning_smartinfinity import CheckpointError
 from tests.helpers import trainers
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.processes import run_module
 from tests.stock.checkpoint_worker import KINDS, NUM_STEPS, SAVE_AT
 from tests.training.test_parity import LOSS_TOLERANCE
-from tests.training.worker import REPOSITORY
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What stock DeepSpeed saved, in a process of its own."""
     folder = tmp_path_factory.mktemp("stock")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stock.checkpoint_worker", str(folder), "1"],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run_module("tests.stock.checkpoint_worker", folder, "1")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
