@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.errors import CheckpointError, ConfigError
 
-__all__ = ["check_absent", "check_choices", "checked_transfer", "is_16_bit", "nvme_path_of", "storage_folders"]
+__all__ = [
+    "check_absent",
+    "check_choices",
+    "check_save_path",
+    "checked_transfer",
+    "is_16_bit",
+    "nvme_path_of",
+    "storage_folders",
+]
 
 _CHOICES = {
     "update_device": ("auto", "host"),
@@ -23,7 +32,7 @@ def check_choices(**values: str) -> None:
     for name, value in values.items():
         if value not in _CHOICES[name]:
             raise ConfigError(
-                f"SmartInfinityStrategy({name}={value!r}) is not available.",
+                f"The smart_infinity strategy has no {name}={value!r}.",
                 f"Use one of: {', '.join(map(repr, _CHOICES[name]))}.",
             )
 
@@ -32,7 +41,9 @@ def check_absent(**values: object) -> None:
     """Nothing is passed for what this version does not have."""
     for name, value in values.items():
         if value is not None:
-            raise ConfigError(f"SmartInfinityStrategy({name}={value!r}) is not available.", f"Remove {name}.")
+            raise ConfigError(
+                f"The smart_infinity strategy has no {name}={value!r} in this version.", f"Remove {name}."
+            )
 
 
 def storage_folders(storage: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...] | None:
@@ -43,12 +54,23 @@ def storage_folders(storage: str | Path | Sequence[str | Path] | None) -> tuple[
     folders = [folder for folder in given if isinstance(folder, (str, Path)) and str(folder)]
     if not folders or len(folders) != len(given):
         raise ConfigError(
-            f"SmartInfinityStrategy(storage={storage!r}) names no folder.", "Pass a folder or a list of folders."
+            f"storage={storage!r} of the smart_infinity strategy names no folder.",
+            "Pass a folder or a list of folders.",
         )
     resolved = tuple(Path(folder).expanduser().resolve() for folder in folders)
     if len(set(resolved)) != len(resolved):
-        raise ConfigError(f"SmartInfinityStrategy(storage={storage!r}) names a folder twice.", "Name each folder once.")
+        raise ConfigError(
+            f"storage={storage!r} of the smart_infinity strategy names a folder twice.", "Name each folder once."
+        )
     return resolved
+
+
+def check_save_path(path: object) -> None:
+    """A checkpoint has a folder of its own: the current one, which an empty path means, is nobody's choice."""
+    if not isinstance(path, (str, os.PathLike)) or os.fspath(path) in ("", os.curdir):
+        raise CheckpointError(
+            f"{path!r} names no folder to save a checkpoint into.", "Pass a path such as 'last.ckpt'."
+        )
 
 
 def checked_transfer(transfer: TransferConfig | None) -> TransferConfig:
@@ -57,7 +79,7 @@ def checked_transfer(transfer: TransferConfig | None) -> TransferConfig:
         return TransferConfig()
     if not isinstance(transfer, TransferConfig):
         raise ConfigError(
-            f"SmartInfinityStrategy(transfer={transfer!r}) is not a TransferConfig.",
+            f"transfer={transfer!r} of the smart_infinity strategy is not a TransferConfig.",
             "Pass transfer=TransferConfig(...).",
         )
     return transfer

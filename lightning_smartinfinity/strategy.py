@@ -13,7 +13,12 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, do_nothing_closure
+from lightning.pytorch.core.optimizer import (
+    LightningOptimizer,
+    _init_optimizers_and_lr_schedulers,
+    _MockOptimizer,
+    do_nothing_closure,
+)
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,7 +26,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smartinfinity.compatibility import accumulates, adapt_callbacks
+from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
@@ -29,6 +34,7 @@ from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.resume import continue_epoch
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
+from lightning_smartinfinity.settings import check_save_path
 
 __all__ = ["SmartInfinityStrategy"]
 
@@ -124,6 +130,16 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @property
     @override
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = OptimizerList(optimizers)
+        self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(opt, self) for opt in optimizers]
+
+    @property
+    @override
     def handles_gradient_accumulation(self) -> bool:
         # Lightning's own loop decides when a window ends, as with plain torch: also after an incomplete one at the end
         # of an epoch. DeepSpeed counts on across epochs, and divides the loss by the window a second time.
@@ -189,6 +205,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        check_save_path(filepath)
         if self._training_engine is None:
             raise UnsupportedError(
                 "save_checkpoint was called on a Trainer that has trained nothing.",
@@ -284,6 +301,11 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             raise
         if len(optimizers) != 1 or len(schedulers) > 1:
             raise _several_optimizers(f"{len(optimizers)} optimizers and {len(schedulers)} schedulers")
+        if isinstance(optimizers[0], _MockOptimizer):  # what Lightning puts in the place of None
+            raise UnsupportedError(
+                f"{type(self.lightning_module).__name__}.configure_optimizers returned None.",
+                "Return torch.optim.Adam or torch.optim.AdamW; without an optimizer, call validate, test or predict.",
+            )
         return optimizers[0], schedulers[0] if schedulers else None
 
     @override

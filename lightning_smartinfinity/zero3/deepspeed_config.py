@@ -58,7 +58,7 @@ def build_deepspeed_config(zero: Mapping[str, Any] | None) -> dict[str, Any]:
         UnsupportedError: A key switches on a feature that the strategy refuses.
     """
     if zero is not None and not isinstance(zero, Mapping):
-        raise ConfigError(f"SmartInfinityStrategy(zero={zero!r}) is not a mapping.", "Pass zero={...}.")
+        raise ConfigError(f"zero={zero!r} of the smart_infinity strategy is not a mapping.", "Pass zero={...}.")
     user = dict(copy.deepcopy(zero)) if zero else {}
     _check(user)
     section: dict[str, Any] = {

@@ -43,7 +43,7 @@ def check_zero_section(section: Mapping[str, Any]) -> None:
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(
-            f"SmartInfinityStrategy(zero=...) was refused by DeepSpeed: {problems}.",
+            f"zero={{...}} of the smart_infinity strategy was refused by DeepSpeed: {problems}.",
             "Use the keys of DeepSpeed's zero_optimization section.",
         ) from error
     if zero.offload_param is not None and zero.offload_param.buffer_count < 1:

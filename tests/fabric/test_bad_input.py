@@ -73,6 +73,10 @@ MISUSES: dict[str, tuple[Misuse, tuple[str, ...]]] = {
         lambda fabric, model, optimizer, _: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
         ("add_param_group",),
     ),
+    "saving into the current folder": (
+        lambda fabric, model, *_: fabric.save("", {"model": model}),
+        ("'' names no folder",),
+    ),
     "the optimizer's state dict": (lambda fabric, model, optimizer, _: optimizer.state_dict(), ("fabric.save",)),
     "loading a state dict into the optimizer": (
         lambda fabric, model, optimizer, _: optimizer.load_state_dict({}),

@@ -18,6 +18,7 @@ from torch import nn
 from lightning_smartinfinity import (
     ConfigError,
     SmartInfinityError,
+    SmartInfinityFabricStrategy,
     SmartInfinityStrategy,
     StorageError,
     StorageFullError,
@@ -70,9 +71,11 @@ def assert_helpful(error: SmartInfinityError, *values: str) -> None:
 )
 def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: dict[str, Any], named: str) -> None:
     """Nothing is created: the strategy refuses at construction, naming the value."""
-    with pytest.raises((ConfigError, UnsupportedError)) as caught:
-        SmartInfinityStrategy(**settings)
-    assert_helpful(caught.value, named)
+    for strategy in (SmartInfinityStrategy, SmartInfinityFabricStrategy):
+        with pytest.raises((ConfigError, UnsupportedError)) as caught:
+            strategy(**settings)
+        assert_helpful(caught.value, named)
+        assert "SmartInfinityStrategy" not in str(caught.value) or strategy is SmartInfinityStrategy
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[LitTiny], Any], str]] = {
     "amsgrad": (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad"),
     "RMSprop": (lambda m: torch.optim.RMSprop(m.parameters()), "RMSprop"),
     "two optimizers": (_two, "several optimizers"),
-    "none": (lambda m: None, "_MockOptimizer"),
+    "none": (lambda m: None, "LitTiny.configure_optimizers returned None"),
 }
 
 
