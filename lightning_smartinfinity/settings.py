@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from lightning_smartinfinity.errors import CheckpointError, ConfigError
 __all__ = [
     "check_absent",
     "check_choices",
+    "check_lightning_options",
     "check_save_path",
     "checked_transfer",
     "is_16_bit",
@@ -20,6 +23,15 @@ __all__ = [
     "storage_folders",
 ]
 
+_FLAGS = ("exclude_frozen_parameters", "load_full_weights")
+# Kind, smallest and largest value.
+_NUMBERS: dict[str, tuple[type, int, float]] = {
+    "loss_scale": (float, 0, sys.float_info.max),
+    "initial_scale_power": (int, 0, 127),  # beyond, fp32 gradients overflow
+    "loss_scale_window": (int, 1, sys.maxsize),
+    "hysteresis": (int, 1, sys.maxsize),
+    "min_loss_scale": (float, 0, sys.float_info.max),
+}
 _CHOICES = {
     "update_device": ("auto", "host"),
     "state_format": ("fp32",),
@@ -57,7 +69,7 @@ def storage_folders(storage: str | Path | Sequence[str | Path] | None) -> tuple[
             f"storage={storage!r} of the smart_infinity strategy names no folder.",
             "Pass a folder or a list of folders.",
         )
-    resolved = tuple(Path(folder).expanduser().resolve() for folder in folders)
+    resolved = tuple(_resolved(folder, setting=f"storage={storage!r}") for folder in folders)
     if len(set(resolved)) != len(resolved):
         raise ConfigError(
             f"storage={storage!r} of the smart_infinity strategy names a folder twice.", "Name each folder once."
@@ -65,9 +77,34 @@ def storage_folders(storage: str | Path | Sequence[str | Path] | None) -> tuple[
     return resolved
 
 
+def check_lightning_options(options: Mapping[str, Any]) -> None:
+    """What Lightning hands on to DeepSpeed, which would refuse it late, only in fp16, or not at all."""
+    for name, value in options.items():
+        if name in _NUMBERS:
+            kind, minimum, maximum = _NUMBERS[name]
+            valid, wanted = _is_number(value, kind, minimum, maximum), f"{kind.__name__} from {minimum} to {maximum}"
+        elif name in _FLAGS:
+            valid, wanted = isinstance(value, bool), "bool"
+        elif name == "timeout":
+            valid, wanted = value is None or isinstance(value, timedelta), "datetime.timedelta"
+        else:
+            continue
+        if not valid:
+            raise ConfigError(
+                f"{name}={value!r} of the smart_infinity strategy is out of range.",
+                f"Pass a value of this kind: {wanted}.",
+            )
+
+
+def _is_number(value: object, kind: type, minimum: int, maximum: float) -> bool:
+    kinds = (int, float) if kind is float else (int,)
+    # A comparison with NaN is false.
+    return isinstance(value, kinds) and not isinstance(value, bool) and minimum <= value <= maximum
+
+
 def check_save_path(path: object) -> None:
     """A checkpoint has a folder of its own: the current one, which an empty path means, is nobody's choice."""
-    if not isinstance(path, (str, os.PathLike)) or os.fspath(path) in ("", os.curdir):
+    if not isinstance(path, (str, os.PathLike)) or os.fspath(path) in ("", os.curdir) or "\0" in str(path):
         raise CheckpointError(
             f"{path!r} names no folder to save a checkpoint into.", "Pass a path such as 'last.ckpt'."
         )
@@ -85,11 +122,22 @@ def checked_transfer(transfer: TransferConfig | None) -> TransferConfig:
     return transfer
 
 
-def nvme_path_of(zero: Mapping[str, Any] | None) -> str | None:
+def nvme_path_of(zero: Mapping[str, Any] | None) -> Path | None:
     """The folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for the parameters, if it does."""
     offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
     path = offload.get("nvme_path") if isinstance(offload, Mapping) else None
-    return None if path is None else str(path)
+    return (
+        None if path is None else _resolved(str(path), setting=f"zero={{'offload_param': {{'nvme_path': {path!r}}}}}")
+    )
+
+
+def _resolved(folder: str | Path, *, setting: str) -> Path:
+    try:
+        return Path(folder).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, links in a circle, a null byte
+        raise ConfigError(
+            f"{setting} of the smart_infinity strategy cannot be a folder: {error}.", "Pass the path of a folder."
+        ) from error
 
 
 def is_16_bit(config: Mapping[str, Any]) -> bool:

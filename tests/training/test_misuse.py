@@ -56,7 +56,7 @@ def test_saving_after_a_fit_that_failed_in_set_up(tmp_path: Path) -> None:
     assert not (tmp_path / "x.ckpt").exists()
 
 
-@pytest.mark.parametrize("path", ["", ".", Path(), None, 7])
+@pytest.mark.parametrize("path", ["", ".", Path(), None, 7, "a\0b"])
 def test_saving_into_no_folder_of_its_own(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty path is not taken for the current folder."""
     monkeypatch.chdir(tmp_path)
