@@ -14,7 +14,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import (
-    LightningOptimizer,
     _init_optimizers_and_lr_schedulers,
     _MockOptimizer,
     do_nothing_closure,
@@ -135,8 +134,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        self._optimizers = OptimizerList(optimizers)
-        self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(opt, self) for opt in optimizers]
+        DeepSpeedStrategy.optimizers.fset(self, OptimizerList(optimizers))  # type: ignore[attr-defined]
 
     @property
     @override
