@@ -234,6 +234,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.universal import load_universal
         from lightning_smartinfinity.zero3.universal_folder import is_universal
+        from lightning_smartinfinity.zero3.weight_loading import load_saved_weights
 
         if self.load_full_weights:
             with raising_together(), reading_checkpoint(checkpoint_path):
@@ -241,19 +242,15 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                 full_state_dict(loaded, checkpoint_path)
             return loaded
         assert self.lightning_module is not None
-        if is_universal(checkpoint_path):
-            client_state = load_universal(
-                self.model,
-                checkpoint_path,
-                with_optimizer=self.lightning_module.trainer.state.fn == TrainerFn.FITTING,
-                strict=self.lightning_module.strict_loading,
-            )
-            self._take_random_state(client_state)
-            return client_state
-        check_checkpoint(checkpoint_path, engine=self.model)
-        with reading_checkpoint(checkpoint_path):
-            client_state = super().load_checkpoint(checkpoint_path, weights_only)
-        if self._training_engine is not None and self.model is self._training_engine:
+        strict = self.lightning_module.strict_loading
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            client_state = load_saved_weights(self.model, checkpoint_path, strict=strict)
+        elif is_universal(checkpoint_path):
+            client_state = load_universal(self.model, checkpoint_path, strict=strict)
+        else:
+            check_checkpoint(checkpoint_path, engine=self.model)
+            with reading_checkpoint(checkpoint_path):
+                client_state = super().load_checkpoint(checkpoint_path, weights_only)
             check_same_save(self.model, client_state)
         self._take_random_state(client_state)
         return client_state

@@ -73,23 +73,7 @@ class _PortableEngine(DeepSpeedEngine):
 
 
 class EvaluationEngine(_PortableEngine):
-    """Engine without optimizer.
-
-    Args:
-        **kwargs: As ``deepspeed.initialize`` passes them to ``DeepSpeedEngine``.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        # The engine's own load_checkpoint calls this method, which stock leaves out where there is no optimizer. The
-        # masters of a checkpoint have been loaded into the module by then; there is nothing to restore.
-        self.optimizer._restore_from_bit16_weights = lambda: None
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
-        """As the base class, which would write into parameters that stayed gathered after a forward, and lose it."""
-        self.optimizer.partition_all_parameters()
-        loaded: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(*args, **kwargs)
-        return loaded
+    """Engine without optimizer."""
 
 
 class SmartInfinityEngine(_PortableEngine):
