@@ -1,10 +1,10 @@
-"""Memory and time of saving and loading a checkpoint of GPT-2, beside stock DeepSpeed on the same machine.
+"""Memory and time of saving, loading and evaluating a checkpoint of GPT-2, beside stock DeepSpeed on the same machine.
 
     python benchmarks/checkpoint_memory.py --size 355m --systems smart_infinity stock
 
-Each system trains one step in bf16 and saves in one process, and resumes in another. ``stock`` is Lightning's
-DeepSpeedStrategy(stage=3) with CPU offload and torch's AdamW: it holds the whole state in memory, so its share of the
-peaks is what a checkpoint adds to that.
+Each system trains one step in bf16 and saves in one process, resumes in another, and loads the weights alone, as for
+an evaluation, in a third. ``stock`` is Lightning's DeepSpeedStrategy(stage=3) with CPU offload and torch's AdamW: it
+holds the whole state in memory, so its share of the peaks is what a checkpoint adds to that.
 
 Measured are the anonymous memory (RssAnon, every 5 ms) and the resident set's high-water mark (VmHWM, reset before),
 each as growth over the moment before; the file's pages that a process maps count in the second only.
@@ -104,7 +104,7 @@ def strategy_of(system: str, folder: str) -> Any:
 
 
 def run(system: str, phase: str, size: str, folder: str) -> dict[str, float]:
-    """Save or load in this process."""
+    """Save, load or evaluate in this process."""
     import lightning.pytorch as pl
 
     strategy, watch, path = strategy_of(system, folder), Watch(), Path(folder) / "a.ckpt"
@@ -125,10 +125,15 @@ def run(system: str, phase: str, size: str, folder: str) -> dict[str, float]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        limit_predict_batches=0,
         default_root_dir=folder,
     )
     batches = partial(tokens, size=size, shape=(1, 32))
-    trainer.fit(lightning_module(size, 2, Probe(), batches), ckpt_path=path if phase == "load" else None)
+    module = lightning_module(size, 2, Probe(), batches)
+    if phase == "evaluate":
+        trainer.predict(module, module.train_dataloader(), ckpt_path=path)
+    else:
+        trainer.fit(module, ckpt_path=path if phase == "load" else None)
     if phase == "save":
         with watch:
             trainer.save_checkpoint(path)
@@ -162,7 +167,7 @@ def main() -> int:
     rows: dict[str, dict[str, float] | None] = {}
     for system in options.systems:
         with tempfile.TemporaryDirectory(dir=options.storage or ".") as folder:
-            for phase in ("save", "load"):
+            for phase in ("save", "load", "evaluate"):
                 name, size = f"{system}, {phase}", ["--size", options.size]
                 rows[name] = measure(name, __file__, "--child", system, phase, *size, "--storage", folder)
     print(describe("torch", "deepspeed", "lightning"))

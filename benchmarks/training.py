@@ -68,6 +68,9 @@ def lightning_module(size: str, steps: int, probe: Probe, batches: Batches) -> A
             super().__init__()
             self.model = GPT2(size)
 
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return self.model(tokens)
+
         def training_step(self, _: torch.Tensor, index: int) -> torch.Tensor:
             probe.begin()
             return self.model(batches(index))

@@ -24,6 +24,7 @@ from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
 from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
+from lightning_smartinfinity.settings import check_save_path
 
 __all__ = ["SmartInfinityFabricStrategy"]
 
@@ -233,6 +234,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.engine_checkpoint import save_engine
 
         _refuse_options(storage_options=storage_options, filter=filter)
+        check_save_path(path)
         engine, rest = self._split(state)
         if engine is not self._training_engine:
             raise UnsupportedError(

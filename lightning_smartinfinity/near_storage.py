@@ -18,6 +18,7 @@ from lightning_smartinfinity.lightning_options import attributes_of, check_optio
 from lightning_smartinfinity.settings import (
     check_absent,
     check_choices,
+    check_lightning_options,
     checked_transfer,
     is_16_bit,
     nvme_path_of,
@@ -66,6 +67,7 @@ class NearStorage:
         check_options(type(self).__name__, options, known)
         check_choices(update_device=update_device, state_format=state_format, overlap=overlap)
         check_absent(compression=compression, activations=activations)
+        check_lightning_options(options)
         self._storage = storage_folders(storage)
         self._transfer = checked_transfer(transfer)
         self._idle_key: tuple[tuple[Path, ...], str] | None = None

@@ -16,7 +16,7 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.transfer.staging import StagingBuffer
-from lightning_smartinfinity.transfer.state_access import StateAccess, Together
+from lightning_smartinfinity.transfer.state_access import StateAccess, Together, committing
 from lightning_smartinfinity.transfer.step import Step
 from lightning_smartinfinity.transfer.windows import Window
 
@@ -150,11 +150,27 @@ class TransferHandler:
             StorageError: As :meth:`wait`, or the commit record could not be written; the previous generation stays
                 current: roll back.
         """
-        step = self._require_step()
-        step.commit()
-        self._step = None
-        self._num_steps += 1
-        self._numel_updated += step.numel
+        self._require_step().commit()
+        self._end_step()
+
+    def take_step(self, plan: StepPlan, *, together: Together) -> None:
+        """A whole step, which this process and the others take, or none does.
+
+        Args:
+            plan: As for :meth:`begin_step`.
+            together: Entered around the step and its commit. With several ranks it must raise on each of them if its
+                body raised on one.
+
+        Raises:
+            ConfigError: As :meth:`begin_step`.
+            StorageError: The step failed, here or elsewhere; the previous generation is current: roll back if the step
+                is in flight. With one slot that cannot be done, and the generation is the one that was written last.
+        """
+        with committing(self._store, together):
+            self.begin_step(plan)
+            self.wait()
+            self._require_step().commit()
+        self._end_step()
 
     def rollback(self) -> None:
         """Abandon the step in flight: its parameters are restored in the partition from the current generation.
@@ -199,8 +215,8 @@ class TransferHandler:
         Args:
             fill: Called with each window, all of whose arrays it fills.
             steps: int64[num_parameters].
-            together: Entered around all that comes before the commit. With several ranks it must raise on each of them
-                if its body raised on one; so none commits what another could not write.
+            together: Entered around writing and committing. With several ranks it must raise on each of them if its
+                body raised on one; so none keeps a generation that another could not commit.
 
         Raises:
             StorageError: It could not be written.
@@ -294,6 +310,12 @@ class TransferHandler:
             self._step = None
         self._device.close()
         self._store.close(remove=remove)
+
+    def _end_step(self) -> None:
+        step = self._require_step()
+        self._step = None
+        self._num_steps += 1
+        self._numel_updated += step.numel
 
     def _require_step(self) -> Step:
         assert self._step is not None, "no step has begun"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -174,6 +174,8 @@ class PartTransfers:
         self._in_flight: deque[tuple[int, Callable[[], object]]] = deque()
         # Where the parts end that were written since the last synchronize().
         self._ends: dict[StoredParameter, int] = {}
+        # The parts that were read since then.
+        self._read: defaultdict[StoredParameter, list[range]] = defaultdict(list)
         self._block = whole[_NUM_PARTS * _PART_BYTES :]
         # The block held back: of what, where it begins, and which of its bytes are in memory.
         self._held: tuple[StoredParameter, int, int, int] | None = None
@@ -185,8 +187,8 @@ class PartTransfers:
         Raises:
             StorageError: This or an earlier transfer failed.
         """
-        if begin < self._ends.get(stored, 0):
-            self.synchronize()  # writes in flight may overtake each other
+        if begin < self._ends.get(stored, 0) or self._is_read(stored, begin, begin + values.numel()):
+            self.synchronize()  # transfers in flight may overtake each other
         self._ends[stored] = begin + values.numel()
         while values.numel():
             inside = begin % BLOCK_BYTES
@@ -209,6 +211,7 @@ class PartTransfers:
         """
         if self._ends:
             self.synchronize()
+        self._read[stored].append(range(begin, begin + values.numel()))
         while values.numel():
             inside = begin % BLOCK_BYTES
             count = min(values.numel(), _PART_BYTES - inside)
@@ -224,6 +227,7 @@ class PartTransfers:
             StorageError: Something failed; nothing of it is in flight any more.
         """
         self._ends.clear()
+        self._read.clear()
         try:
             self._write_held()
             while self._in_flight:
@@ -231,6 +235,9 @@ class PartTransfers:
         except BaseException:
             self._abandon()
             raise
+
+    def _is_read(self, stored: StoredParameter, begin: int, end: int) -> bool:
+        return any(part.start < end and begin < part.stop for part in self._read.get(stored, ()))
 
     def _start(self, ticket: int, then: Callable[[], object] = lambda: None) -> None:
         self._in_flight.append((ticket, then))

@@ -11,6 +11,7 @@ from lightning_smartinfinity.zero3.client_state import of_user
 from lightning_smartinfinity.zero3.full_weights import load_full_weights
 from lightning_smartinfinity.zero3.universal import load_universal
 from lightning_smartinfinity.zero3.universal_folder import is_universal
+from lightning_smartinfinity.zero3.weight_loading import load_saved_weights
 
 __all__ = ["load_engine", "load_weights", "save_engine"]
 
@@ -28,19 +29,16 @@ def load_engine(path: str | Path, engine: Any, *, with_optimizer: bool, strict: 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it is not one of this model.
     """
+    if not with_optimizer:
+        return load_saved_weights(engine, path, strict=strict)
     if is_universal(path):
-        return of_user(load_universal(engine, path, with_optimizer=with_optimizer, strict=strict))
+        return load_universal(engine, path, strict=strict)
     check_checkpoint(path, engine=engine)
     with reading_checkpoint(path):
         _, client_state = engine.load_checkpoint(
-            str(path),
-            tag=_TAG,
-            load_optimizer_states=with_optimizer,
-            load_lr_scheduler_states=False,
-            load_module_strict=strict,
+            str(path), tag=_TAG, load_lr_scheduler_states=False, load_module_strict=strict
         )
-    if with_optimizer:
-        check_same_save(engine, client_state)
+    check_same_save(engine, client_state)
     return of_user(client_state)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from lightning_smartinfinity.errors import SmartInfinityError, UnsupportedError
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.handler import TransferHandler
@@ -23,7 +24,7 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layou
 from lightning_smartinfinity.transfer.plan import StepPlan
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3 import checkpoint
-from lightning_smartinfinity.zero3.collectives import raise_together, sum_over_ranks
+from lightning_smartinfinity.zero3.collectives import failing_together, raise_together, raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.gradient_path import GradientPath
 from lightning_smartinfinity.zero3.outside_writes import OutsideWrites
@@ -103,10 +104,16 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             group["params"] = []
 
     def _create_buckets(self) -> None:
-        for dtype, bucket in self.ipg_buckets.items():
-            bucket.buffer = torch.empty(
-                self.reduce_bucket_size, dtype=dtype, device=get_accelerator().current_device_name()
-            )
+        device, numel = get_accelerator().current_device_name(), self.reduce_bucket_size
+        with raising_together(self.dp_process_group):
+            try:
+                for dtype, bucket in self.ipg_buckets.items():
+                    bucket.buffer = torch.empty(numel, dtype=dtype, device=device)
+            except RuntimeError as error:  # torch's for want of memory
+                raise ConfigError(
+                    f"zero={{'reduce_bucket_size': {numel}}}: there is no memory for a bucket on {device}.",
+                    "Lower it: as many elements as the largest parameter has are enough.",
+                ) from error
 
     # ---- the step
 
@@ -174,24 +181,14 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             gradient_scale=gradient_scale,
         )
         try:
-            self._run_together(plan)
-            self.handler.commit()
+            self.handler.take_step(plan, together=self._failing_together)
         except BaseException as error:
             self.rank_state.abandon_step(error)
             raise
         self.arena.reset()
 
-    def _run_together(self, plan: StepPlan) -> None:
-        """Run the step up to its commit; if it fails on one rank, it fails on all, and none commits it."""
-        failure: SmartInfinityError | None = None
-        try:
-            self.handler.begin_step(plan)
-            self.handler.wait()
-            self.handler.drain()
-        except SmartInfinityError as error:
-            failure = error
-        if self.sum_over_ranks(float(failure is not None)) > 0:
-            raise_together(failure, self.dp_process_group)
+    def _failing_together(self) -> AbstractContextManager[None]:
+        return failing_together(self.dp_process_group, torch.device(get_accelerator().current_device_name()))
 
     def sum_over_ranks(self, value: float) -> float:
         """Sum of one double over all ranks."""

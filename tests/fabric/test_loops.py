@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_smartinfinity import CheckpointError, RandomStates, SmartInfinityFabricStrategy, UnsupportedError
 from tests.fabric.worker import quiet_fabric
+from tests.helpers.damage import flip_bit_behind
 from tests.helpers.initialised import Initialised
 
 EPS = 1e-4  # as in tests.helpers.models: no full steps from rounding noise
@@ -204,6 +205,21 @@ def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric:
     fabric.load(tmp_path / "ckpt", {"model": model})
     assert losses_of(model) == expected
     assert set(optimizer.engine.optimizer.handler.steps) == {3}
+
+
+def test_weights_of_a_damaged_checkpoint_leave_a_training_as_it_was(fabric: Fabric, tmp_path: Path) -> None:
+    """A bit at the end of the masters: the error names the file, and what was written before it is put back."""
+    model, optimizer = set_up(fabric)
+    fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer})
+    fabric.backward(loss_of(model, 0))
+    optimizer.step()
+    expected = losses_of(model)
+    (file,) = tmp_path.rglob("*optim_states.pt")
+    (masters,) = torch.load(file, weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"]
+    flip_bit_behind(masters.numpy().tobytes()[:-1], file)
+    with pytest.raises(CheckpointError, match=file.name):
+        fabric.load(tmp_path / "ckpt", {"model": model})
+    assert losses_of(model) == expected
 
 
 def test_plain_weights_reach_the_model_and_its_masters(fabric: Fabric, tmp_path: Path) -> None:

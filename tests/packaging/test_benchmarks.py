@@ -17,7 +17,10 @@ from tests.training.worker import REPOSITORY
 BENCHMARKS = REPOSITORY / "benchmarks"
 # Arguments of a run that takes seconds, and what the lines of its table begin with.
 RUNS = {
-    "checkpoint_memory.py": (["--size", "tiny"], ["|  |", "| smart_infinity, save |", "| smart_infinity, load |"]),
+    "checkpoint_memory.py": (
+        ["--size", "tiny"],
+        ["|  |", "| smart_infinity, save |", "| smart_infinity, load |", "| smart_infinity, evaluate |"],
+    ),
     "import_time.py": (["--runs", "1"], ["import torch, autoload on", "  this package's entry point"]),
     "native_kernels.py": (["--tiny", "--folder", "."], ["sum of squares", "CRC-32C", "step compute", "whole step"]),
     "peak_memory.py": (

@@ -86,14 +86,24 @@ def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(tmp
 
 
 def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(tmp_path: Path) -> None:
-    """Rank 0, whose storage is sound, raises rank 1's error and stays at the generation that both have."""
-    done = run_module("tests.training.failing_rank_worker", tmp_path, ranks=2, timeout=120)
+    """Rank 0, whose storage is sound, raises rank 1's error and stays at the generation that both have.
+
+    Also where rank 0 has committed when rank 1 fails to; what is left can be saved.
+    """
+    done = run_module("tests.training.failing_rank_worker", tmp_path, ranks=2, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert seen[0] == seen[1]
-    assert seen[0]["met"].startswith("StorageError: ")
-    assert "rank-00001" in seen[0]["met"]
-    assert seen[0]["generation"] == seen[0]["steps"] == 2
+    for fault, kind, file in (
+        ("fail_write", "StorageError", "state.bin"),
+        ("fail_commit", "StorageFullError", "commit.bin"),
+    ):
+        met = seen[0][fault]
+        assert met["met"].startswith(f"{kind}: ")
+        assert "rank-00001" in met["met"]
+        assert file in met["met"]
+        assert met["generation"] == met["steps"] == 2
+    assert len(list((tmp_path / "rescued.ckpt").rglob("*optim_states.pt"))) == 2
 
 
 def test_delayed_transfers_change_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from lightning_smartinfinity import CheckpointError
 from tests.helpers import trainers
@@ -81,6 +82,17 @@ def test_a_stock_checkpoint_is_resumed(kind: str, saved: Path, tmp_path: Path) -
     losses = json.loads((saved / f"{kind}.json").read_text())
     tolerance = LOSS_TOLERANCE[recipe.precision.split("-")[0]]
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(losses[SAVE_AT:]), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stock_checkpoint_is_evaluated(kind: str, saved: Path, tmp_path: Path) -> None:
+    """Every parameter is what DeepSpeed's converter makes of it."""
+    module = LitTiny(dataclasses.replace(KINDS[kind][0], validate=True))
+    trainer = trainers.quiet_trainer(tmp_path, precision=module.recipe.precision)
+    trainer.validate(module, ckpt_path=saved / f"{kind}.ckpt", verbose=False)
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / f"{kind}.ckpt"))
+    for name, param in module.named_parameters(remove_duplicate=False):
+        assert torch.equal(param.ds_tensor, expected[name].flatten().to(param.dtype)), name
 
 
 MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {

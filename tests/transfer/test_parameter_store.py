@@ -14,7 +14,7 @@ import torch
 from lightning_smartinfinity.errors import StorageError, StorageFullError
 from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.transfer.host_memory import HostMemory
-from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers
+from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers, StoredParameter
 from tests.native.test_interrupt import interrupted
 
 BLOCK = 4096
@@ -31,6 +31,41 @@ def store(tmp_path: Path) -> Iterator[ParameterStore]:
 
 def noise(numel: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+class LateReads(ParameterStore):
+    """Reads start when they are waited for: what was written after them overtakes them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__([folder], job="default", rank=0, direct_io="auto")
+        self.late: dict[int, tuple[StoredParameter, torch.Tensor, int]] = {}
+
+    def read(self, stored: StoredParameter, memory: torch.Tensor, *, offset: int = 0) -> int:
+        number = -1 - len(self.late)
+        self.late[number] = (stored, memory, offset)
+        return number
+
+    def finish(self, ticket: int) -> None:
+        if ticket in self.late:
+            stored, memory, offset = self.late[ticket]
+            ticket = super().read(stored, memory, offset=offset)
+        super().finish(ticket)
+
+
+@pytest.mark.parametrize("begin", [0, BLOCK, 10])
+def test_a_read_is_not_overtaken_by_a_write(tmp_path: Path, begin: int) -> None:
+    """What was read before it was written again is what was there."""
+    store = LateReads(tmp_path)
+    parts = PartTransfers(store)
+    stored, old = store.add(3 * BLOCK), noise(3 * BLOCK, 0)
+    parts.put(stored, 0, old)
+    parts.synchronize()
+    values = torch.empty(3 * BLOCK, dtype=torch.uint8)
+    parts.get(stored, 0, values)
+    parts.put(stored, begin, noise(BLOCK, 1))
+    parts.synchronize()
+    assert torch.equal(values, old)
+    store.close()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -47,7 +47,7 @@ def test_engine_describes_its_parameters(name: str, parameters: list[str]) -> No
 def test_engine_loads_buffers_and_frozen_fragments() -> None:
     """The engine's own method takes what is left of a checkpoint beside masters and moments."""
     parameters = inspect.signature(DeepSpeedEngine.load_module_state_dict).parameters
-    assert {"checkpoint", "strict", "fetch_z3_params"} <= set(parameters)
+    assert {"checkpoint", "strict"} <= set(parameters)
     assert "checkpoint.get(FROZEN_PARAM_FRAGMENTS, None)" in inspect.getsource(DeepSpeedEngine.load_module_state_dict)
     for name in ("global_steps", "global_samples", "skipped_steps"):
         assert f"self.{name} = checkpoint" in inspect.getsource(DeepSpeedEngine._load_checkpoint)
