@@ -46,7 +46,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     Args:
         storage: A folder, or one per storage device. Default: ``smart_infinity`` below the current folder.
         update_device: Where the update runs: ``"host"`` (CPU), or ``"auto"``.
-        state_format: How optimizer state lies on storage: ``"fp32"``.
+        state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
+            ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4).
         overlap: What the update may run beside: ``"none"``, or ``"auto"``.
         compression: Not available in this version.
         activations: Not available in this version.

@@ -70,6 +70,7 @@ class NearStorage:
         check_lightning_options(options)
         self._storage = storage_folders(storage)
         self._transfer = checked_transfer(transfer)
+        self._state_format = state_format
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
         self._training_engine: Any = None
@@ -163,18 +164,24 @@ class NearStorage:
         from lightning_smartinfinity.zero3.partition import make_contiguous
         from lightning_smartinfinity.zero3.release import end_training, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
-        from lightning_smartinfinity.zero3.validation import check_dtype, check_model, check_optimizer
+        from lightning_smartinfinity.zero3.validation import (
+            check_dtype,
+            check_model,
+            check_optimizer,
+            check_state_format,
+        )
 
         assert self._storage is not None
         with raising_together():
             check_model(model)
             check_optimizer(optimizer)
             check_dtype(model, self.config)
+            check_state_format(self._state_format, self.config)
         self._release_storage()
         end_training(model)
         release_module(model)
         make_contiguous(model)
-        offload = OffloadSettings(storage=self._storage, transfer=self._transfer)
+        offload = OffloadSettings(storage=self._storage, transfer=self._transfer, state_format=self._state_format)
         with self._parameters_on_storage(), engine_with(offload):
             if self._parameters is not None:
                 require_parameter_space(

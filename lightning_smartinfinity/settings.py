@@ -34,7 +34,7 @@ _NUMBERS: dict[str, tuple[type, int, float]] = {
 }
 _CHOICES = {
     "update_device": ("auto", "host"),
-    "state_format": ("fp32",),
+    "state_format": ("fp32", "bf16", "int8", "int8_remainder"),
     "overlap": ("auto", "none"),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from lightning_smartinfinity.native._core import (
     AdamStep,
     Batch,
+    Blocks,
     Counters,
     CudaDevice,
     CudaEvent,
@@ -35,6 +36,7 @@ from lightning_smartinfinity.native._core import (
 __all__ = [
     "AdamStep",
     "Batch",
+    "Blocks",
     "Counters",
     "CudaDevice",
     "CudaEvent",

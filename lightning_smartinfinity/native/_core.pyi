@@ -1,5 +1,6 @@
 """The native core: I/O, update kernels, checksums and the transfer schedule."""
 
+import builtins
 import enum
 from collections.abc import Sequence
 from typing import overload
@@ -122,7 +123,7 @@ class HostBuffer:
     def unregister(self) -> None:
         """Idempotent."""
 
-    def memoryview(self) -> memoryview:
+    def memoryview(self) -> builtins.memoryview:
         """Writable bytes; they keep the buffer alive."""
 
 class StateFile:
@@ -167,7 +168,8 @@ class AdamStep:
     The scalars of one hyperparameter set at one step, as fp32.
 
     g = gradient * gradient_scale (+ l2 * p); m, v as in torch; p = p * decay
-    - step_size * (m / (sqrt(v) * inverse_sqrt_bias_correction2 + eps)).
+    - step_size * (m / (sqrt(v) * inverse_sqrt_bias_correction2 + eps)). `seed` is the
+    number of the update: that of stochastic rounding, in the formats that have it.
     """
 
     def __init__(
@@ -183,6 +185,7 @@ class AdamStep:
         step_size: float,
         inverse_sqrt_bias_correction2: float,
         eps: float,
+        seed: int = 0,
     ) -> None: ...
     @property
     def gradient_scale(self) -> float: ...
@@ -204,6 +207,8 @@ class AdamStep:
     def inverse_sqrt_bias_correction2(self) -> float: ...
     @property
     def eps(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
 
 class Segment:
     """
@@ -257,11 +262,23 @@ class Operation(enum.Enum):
     MODIFY = 3
     """Read, replace arrays from memory where there are some, write."""
 
+class Blocks:
+    """
+    How a tasklet's elements are cut into the blocks of 8-bit formats: at every multiple of 256 and
+    at `borders`, elements that begin a parameter.
+    """
+
+    def __init__(self, borders: Sequence[int]) -> None: ...
+    def count(self, numel: int) -> int:
+        """Blocks of a tasklet of this many elements."""
+
 class Tasklet:
     """
     One extent. Segments are in ascending order and do not overlap; elements outside are carried over
-    (WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters) the master is not read: it is
-    the parameter, and segments cover the whole tasklet.
+    (WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters; INT8_REMAINDER: bf16) the master
+    is not read, or only its remainder: it is the parameter, and segments cover the whole tasklet.
+    `offset` is that of the first element in the partition, a multiple of 256: stochastic rounding
+    depends on it. `blocks` tells where parameters meet, for formats that have blocks.
     """
 
     def __init__(
@@ -278,6 +295,8 @@ class Tasklet:
         write_generation: int,
         segments: Sequence[Segment],
         master_in_parameter: bool = False,
+        offset: int = 0,
+        blocks: Blocks | None = None,
     ) -> None: ...
     @property
     def index(self) -> int: ...
@@ -301,6 +320,8 @@ class Tasklet:
     def segments(self) -> list[Segment]: ...
     @property
     def master_in_parameter(self) -> bool: ...
+    @property
+    def offset(self) -> int: ...
 
 class Batch:
     """

@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["BLOCK_BYTES", "TASKLET_GRANULE", "Extent", "ExtentMap", "extent_bytes"]
+__all__ = [
+    "BLOCK_BYTES",
+    "CELL_NUMEL",
+    "STATE_FORMATS",
+    "Extent",
+    "ExtentMap",
+    "StateFormat",
+    "extent_bytes",
+]
 
 BLOCK_BYTES = 4096
 """Alignment of every region, extent and slot: what O_DIRECT asks for on today's devices."""
 
-TASKLET_GRANULE = 1024
-"""Tasklets hold a multiple of this many elements, so that their regions need no padding (1024 * 4 B = one block)."""
+CELL_NUMEL = 256
+"""Grid of the flat partition: 8-bit codes share an exponent within one cell and one parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateFormat:
+    """How an element's state lies in an extent; the native core's ``StateFormat`` and ``Regions`` say the same.
+
+    Args:
+        number: In every extent's trailer.
+        item_bytes: Bytes per element of each region; empty: one region of fp32 for each array.
+        has_blocks: A further region holds two bytes for each block of 8-bit codes.
+    """
+
+    number: int
+    item_bytes: tuple[int, ...]
+    has_blocks: bool = False
+
+    @property
+    def granule(self) -> int:
+        """Tasklets hold a multiple of this many elements: no region of elements needs padding, no cell is cut."""
+        return BLOCK_BYTES // min(self.item_bytes, default=4)
+
+    def region_bytes(self, numel: int, num_arrays: int, num_blocks: int) -> tuple[int, ...]:
+        """Of each region, in whole blocks."""
+        items = self.item_bytes or num_arrays * (4,)
+        exponents = (2 * num_blocks,) if self.has_blocks else ()
+        return tuple(_whole_blocks(used) for used in (*(item * numel for item in items), *exponents))
+
+
+STATE_FORMATS: Mapping[str, StateFormat] = {
+    "fp32": StateFormat(0, ()),
+    "bf16": StateFormat(1, (4, 2, 2)),
+    "int8": StateFormat(2, (4, 1, 1), has_blocks=True),
+    "int8_remainder": StateFormat(3, (2, 2, 1, 1), has_blocks=True),
+}
+"""By the name that users choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +84,12 @@ class ExtentMap:
 
     Args:
         numel: Elements of the partition.
-        tasklet_numel: Elements of every tasklet except the last, a multiple of ``TASKLET_GRANULE``.
-        num_arrays: fp32 arrays per element (Adam: master, exp_avg, exp_avg_sq).
+        tasklet_numel: Elements of every tasklet except the last, a multiple of the format's granule.
+        num_arrays: Arrays per element (Adam: master, exp_avg, exp_avg_sq).
         num_devices: Storage folders.
         num_slots: Places a tasklet's state may lie (1 or 2).
+        state_format: A name in ``STATE_FORMATS``.
+        borders: Elements off the grid of cells that begin a parameter, ascending: blocks end there.
     """
 
     numel: int
@@ -50,10 +97,18 @@ class ExtentMap:
     num_arrays: int
     num_devices: int
     num_slots: int
+    state_format: str = "fp32"
+    borders: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.numel >= 0 and self.num_arrays >= 1 and self.num_devices >= 1 and self.num_slots in (1, 2)
-        assert self.tasklet_numel > 0 and self.tasklet_numel % TASKLET_GRANULE == 0
+        assert self.tasklet_numel > 0 and self.tasklet_numel % self.format.granule == 0
+        assert not self.format.item_bytes or self.num_arrays == 3, "such a format holds a master and two moments"
+
+    @property
+    def format(self) -> StateFormat:
+        """How state lies in an extent."""
+        return STATE_FORMATS[self.state_format]
 
     @property
     def num_tasklets(self) -> int:
@@ -62,7 +117,21 @@ class ExtentMap:
     @cached_property
     def extents(self) -> tuple[Extent, ...]:
         """The extent of every tasklet, by tasklet index."""
-        return tuple(self._extent(index) for index in range(self.num_tasklets))
+        extents, ends = [], [0] * self.num_devices
+        for index in range(self.num_tasklets):
+            device = index % self.num_devices
+            extents.append(self._extent(index, device, ends[device]))
+            ends[device] += extents[-1].nbytes
+        return tuple(extents)
+
+    def borders_of(self, tasklet: int) -> tuple[int, ...]:
+        """Elements of a tasklet where a block ends beside the grid; none in a format without blocks."""
+        if not self.format.has_blocks:
+            return ()
+        begin = tasklet * self.tasklet_numel
+        end = min(begin + self.tasklet_numel, self.numel)
+        inside = self.borders[bisect_right(self.borders, begin) : bisect_left(self.borders, end)]
+        return tuple(border - begin for border in inside)
 
     def slot_bytes(self, device: int) -> int:
         """Bytes of one slot of all the tasklets of ``device``."""
@@ -78,15 +147,12 @@ class ExtentMap:
         extent = self.extents[tasklet]
         return slot * self._slot_bytes[extent.device] + extent.offset
 
-    def _extent(self, index: int) -> Extent:
+    def _extent(self, index: int, device: int, offset: int) -> Extent:
         numel = min(self.tasklet_numel, self.numel - index * self.tasklet_numel)
-        device, row = index % self.num_devices, index // self.num_devices
-        return Extent(
-            device=device,
-            numel=numel,
-            offset=row * extent_bytes(self.tasklet_numel, self.num_arrays),
-            nbytes=extent_bytes(numel, self.num_arrays),
+        nbytes = extent_bytes(
+            numel, self.num_arrays, state_format=self.state_format, num_borders=len(self.borders_of(index))
         )
+        return Extent(device=device, numel=numel, offset=offset, nbytes=nbytes)
 
     @cached_property
     def _slot_bytes(self) -> tuple[int, ...]:
@@ -96,7 +162,18 @@ class ExtentMap:
         return tuple(totals)
 
 
-def extent_bytes(numel: int, num_arrays: int) -> int:
-    """Bytes of an extent: ``num_arrays`` block-aligned fp32 regions and one block that ends in the trailer."""
-    region = -(-4 * numel // BLOCK_BYTES) * BLOCK_BYTES
-    return num_arrays * region + BLOCK_BYTES
+def extent_bytes(numel: int, num_arrays: int, *, state_format: str = "fp32", num_borders: int = 0) -> int:
+    """Bytes of an extent: its block-aligned regions and one block that ends in the trailer.
+
+    Args:
+        numel: Elements of the tasklet.
+        num_arrays: Arrays per element.
+        state_format: A name in ``STATE_FORMATS``.
+        num_borders: Blocks beyond one for each cell.
+    """
+    num_blocks = -(-numel // CELL_NUMEL) + num_borders
+    return sum(STATE_FORMATS[state_format].region_bytes(numel, num_arrays, num_blocks)) + BLOCK_BYTES
+
+
+def _whole_blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES

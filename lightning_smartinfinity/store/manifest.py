@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.errors import StorageCorruptError
-from lightning_smartinfinity.store.extents import ExtentMap
+from lightning_smartinfinity.store.extents import STATE_FORMATS, ExtentMap
 from lightning_smartinfinity.store.faults import storage_errors
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "StoreDescription", "read_manifest", "write_manifest"]
 
 FORMAT_NAME = "lightning-smartinfinity optimizer state"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 
@@ -46,7 +46,6 @@ class Manifest:
         job: 16 bytes that every extent and commit record of the store carries.
         rank: Of the owner.
         world_size: Number of ranks of the job.
-        state_format: How state lies in an extent: ``"fp32"``.
         durability: ``TransferConfig.durability``.
         keep: Whether a later job must leave this store alone.
         extents: Where tasklets lie.
@@ -64,7 +63,11 @@ class Manifest:
     description: StoreDescription
     folders: tuple[str, ...]
     device: int = 0
-    state_format: str = "fp32"
+
+    @property
+    def state_format(self) -> str:
+        """How state lies in an extent."""
+        return self.extents.state_format
 
     def for_device(self, device: int) -> Manifest:
         """The manifest that lies in another of the rank's storage folders."""
@@ -111,6 +114,12 @@ def read_manifest(path: Path) -> Manifest:
             f"{str(path)!r} has format version {version}; this package reads version {FORMAT_VERSION}.",
             "Use the version of the package that wrote it, or remove the folder to start anew.",
         )
+    if values.get("state_format") not in STATE_FORMATS:
+        raise StorageCorruptError(
+            f"{str(path)!r} says that the optimizer state is in the format {values.get('state_format')!r}; this package"
+            f" reads {', '.join(STATE_FORMATS)}.",
+            "Use the version of the package that wrote it, or remove the folder to start anew.",
+        )
     try:
         return _from_json(values)
     except (ValueError, KeyError, TypeError, AssertionError) as error:
@@ -129,7 +138,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "keep": manifest.keep,
         "folders": list(manifest.folders),
         "device": manifest.device,
-        "layout": asdict(manifest.extents),
+        "layout": {name: value for name, value in asdict(manifest.extents).items() if name != "state_format"},
         # asdict would copy the description of every parameter, field by field.
         **vars(manifest.description),
     }
@@ -140,12 +149,11 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
         job=uuid.UUID(values["job"]).bytes,
         rank=int(values["rank"]),
         world_size=int(values["world_size"]),
-        state_format=str(values["state_format"]),
         durability=str(values["durability"]),
         keep=bool(values["keep"]),
         folders=tuple(values["folders"]),
         device=int(values["device"]),
-        extents=ExtentMap(**{name: int(value) for name, value in values["layout"].items()}),
+        extents=_extents(str(values["state_format"]), values["layout"]),
         description=StoreDescription(
             optimizer=str(values["optimizer"]),
             arrays=tuple(values["arrays"]),
@@ -153,6 +161,11 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
             groups=tuple(values["groups"]),
         ),
     )
+
+
+def _extents(state_format: str, layout: Mapping[str, Any]) -> ExtentMap:
+    numbers = {name: int(value) for name, value in layout.items() if name != "borders"}
+    return ExtentMap(**numbers, state_format=state_format, borders=tuple(map(int, layout["borders"])))
 
 
 def _damaged(path: Path) -> StorageCorruptError:

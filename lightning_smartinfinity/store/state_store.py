@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,6 @@ from lightning_smartinfinity.store.manifest import (
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, place_bytes, write_record
 from lightning_smartinfinity.store.recovery import common_manifest, newest_complete
 from lightning_smartinfinity.store.space import measure_space, require_space
-from lightning_smartinfinity.store.trailer import STATE_FORMAT_FP32
 
 __all__ = ["StateStore"]
 
@@ -47,7 +47,8 @@ class StateStore:
         self, folders: Sequence[RankFolder], manifest: Manifest, record: CommitRecord, *, direct_io: str
     ) -> None:
         self.manifest = manifest
-        self.identity = native.Identity(job=manifest.job, rank=manifest.rank, state_format=STATE_FORMAT_FP32)
+        number = manifest.extents.format.number
+        self.identity = native.Identity(job=manifest.job, rank=manifest.rank, state_format=number)
         self._record = record
         self._previous: CommitRecord | None = None
         self._folders = tuple(folders)
@@ -123,6 +124,7 @@ class StateStore:
         rank: int = 0,
         newest: int | None = None,
         direct_io: str = "auto",
+        state_format: str | None = None,
     ) -> StateStore:
         """Open what an earlier process left, at its newest complete generation; newer ones are forgotten.
 
@@ -132,15 +134,18 @@ class StateStore:
             rank: Of this process.
             newest: Ignore generations above this one (the newest common to all ranks).
             direct_io: ``TransferConfig.direct_io``.
+            state_format: The format it must be in; None: any.
 
         Raises:
             StorageLockedError: A process owns one of the folders.
+            ConfigError: It is in another state format.
             StorageCorruptError: No complete generation, a foreign or newer format.
             StorageError: A folder or file cannot be read.
         """
         with ExitStack() as undo:
             claimed = _claim(folders, job=job, rank=rank, create=False, undo=undo)
             manifest = common_manifest([folder.path for folder in claimed], rank=rank)
+            _require_format(claimed[0].path, manifest, state_format)
             record = newest_complete([folder.path for folder in claimed], manifest, newest)
             store = cls(claimed, manifest, record, direct_io=direct_io)
             undo.pop_all()
@@ -150,6 +155,12 @@ class StateStore:
     def extents(self) -> ExtentMap:
         """Where tasklets lie."""
         return self.manifest.extents
+
+    @cached_property
+    def blocks(self) -> tuple[native.Blocks | None, ...]:
+        """How each tasklet's elements are cut into blocks, for the native core; None: on the grid alone."""
+        borders = (self.extents.borders_of(index) for index in range(self.extents.num_tasklets))
+        return tuple(native.Blocks(list(found)) if found else None for found in borders)
 
     @property
     def generation(self) -> int:
@@ -264,6 +275,15 @@ def _no_record(manifest: Manifest) -> CommitRecord:
         tasklet_generations=np.full(num_tasklets, -1, np.int64),
         steps=np.zeros(len(manifest.description.parameters), np.int64),
     )
+
+
+def _require_format(folder: Path, manifest: Manifest, state_format: str | None) -> None:
+    if state_format is not None and manifest.state_format != state_format:
+        raise ConfigError(
+            f"The optimizer state in {str(folder)!r} is in the format {manifest.state_format!r},"
+            f" state_format={state_format!r} was asked for.",
+            f"Use state_format={manifest.state_format!r}, or convert it with transfer.convert.convert_store.",
+        )
 
 
 def _claim(folders: Sequence[Path], *, job: str, rank: int, create: bool, undo: ExitStack) -> list[RankFolder]:

@@ -13,9 +13,8 @@ from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.record import CommitRecord
 
-__all__ = ["STATE_FORMAT_FP32", "TRAILER_BYTES", "first_mismatch"]
+__all__ = ["TRAILER_BYTES", "first_mismatch"]
 
-STATE_FORMAT_FP32 = 0
 TRAILER_BYTES = 128
 _MAGIC = b"LSIEXT01"
 _VERSION = 1
@@ -57,7 +56,7 @@ def _mismatch_in_file(
             if extent.device != device:
                 continue
             generation = int(record.tasklet_generations[tasklet])
-            expected = (_MAGIC, _VERSION, STATE_FORMAT_FP32, job, rank, extents.num_arrays, tasklet, generation)
+            expected = (_MAGIC, _VERSION, extents.format.number, job, rank, extents.num_arrays, tasklet, generation)
             offset = extents.slot_offset(tasklet, int(record.slots[tasklet])) + extent.nbytes - TRAILER_BYTES
             trailer = os.pread(descriptor, TRAILER_BYTES, offset)
             if not _fits(trailer, (*expected, extent.numel, extent.nbytes)):

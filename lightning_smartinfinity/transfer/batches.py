@@ -100,12 +100,14 @@ class Places(NamedTuple):
         next_slots: uint8[num_tasklets], of the tasklets that the batch writes.
         generations: int64[num_tasklets], current; -1: nothing there yet.
         next_generation: That the batch writes.
+        blocks: ``StateStore.blocks``.
     """
 
     slots: NDArray[np.uint8]
     next_slots: NDArray[np.uint8]
     generations: NDArray[np.int64]
     next_generation: int
+    blocks: Sequence[native.Blocks | None]
 
     def tasklet(
         self, layout: PartitionLayout, index: int, segments: list[native.Segment], *, master_in_parameter: bool = False
@@ -124,6 +126,8 @@ class Places(NamedTuple):
             write_generation=self.next_generation,
             segments=segments,
             master_in_parameter=master_in_parameter,
+            offset=where.offset,
+            blocks=self.blocks[index],
         )
 
 

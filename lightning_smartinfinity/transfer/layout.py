@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_smartinfinity.store.extents import BLOCK_BYTES, TASKLET_GRANULE, ExtentMap
+from lightning_smartinfinity.store.extents import BLOCK_BYTES, CELL_NUMEL, STATE_FORMATS, ExtentMap, extent_bytes
 
 __all__ = ["ParameterColumns", "ParameterSlice", "PartitionLayout", "SubGroupSlice", "TaskletSlice", "build_layout"]
 
@@ -204,6 +205,7 @@ def build_layout(
     num_arrays: int,
     num_devices: int,
     num_slots: int,
+    state_format: str = "fp32",
 ) -> PartitionLayout:
     """Cut a partition into tasklets.
 
@@ -211,21 +213,25 @@ def build_layout(
         parameters: Slices in partition order: one sub-group after the other, numbered from 0 without gaps. Their
             ``offset`` is ignored and computed here.
         tasklet_bytes: Largest extent in bytes.
-        num_arrays: fp32 arrays per element (Adam: 3).
+        num_arrays: Arrays per element (Adam: 3).
         num_devices: Storage folders, among which tasklets are dealt round robin.
         num_slots: Places a tasklet's state may lie (``TransferConfig.num_slots``).
+        state_format: A name in ``STATE_FORMATS``: the fewer bytes an element takes, the more a tasklet holds.
 
     Returns:
         The layout. A partition without elements has no tasklets.
     """
     placed = _place(parameters)
     numel = placed[-1].offset + placed[-1].numel if placed else 0
+    borders = _borders(placed, numel)
     extents = ExtentMap(
         numel=numel,
-        tasklet_numel=_tasklet_numel(tasklet_bytes, num_arrays),
+        tasklet_numel=_tasklet_numel(tasklet_bytes, num_arrays, state_format, borders),
         num_arrays=num_arrays,
         num_devices=num_devices,
         num_slots=num_slots,
+        state_format=state_format,
+        borders=borders,
     )
     return PartitionLayout(parameters=placed, sub_groups=_sub_groups(placed), extents=extents)
 
@@ -251,7 +257,22 @@ def _sub_groups(parameters: Sequence[ParameterSlice]) -> tuple[SubGroupSlice, ..
     return tuple(sub_groups)
 
 
-def _tasklet_numel(tasklet_bytes: int, num_arrays: int) -> int:
-    granules = (tasklet_bytes - BLOCK_BYTES) // (num_arrays * 4 * TASKLET_GRANULE)
+def _borders(parameters: Sequence[ParameterSlice], numel: int) -> tuple[int, ...]:
+    begins = {parameter.offset for parameter in parameters if parameter.offset % CELL_NUMEL}
+    return tuple(sorted(begin for begin in begins if begin < numel))
+
+
+def _tasklet_numel(tasklet_bytes: int, num_arrays: int, state_format: str, borders: Sequence[int]) -> int:
+    """About the most elements that a tasklet can hold wherever it lies: small parameters make more blocks."""
+    form = STATE_FORMATS[state_format]
+
+    def largest_extent(numel: int) -> int:
+        crowd = max(Counter(border // numel for border in borders).values(), default=0) if form.has_blocks else 0
+        return extent_bytes(numel, num_arrays, state_format=state_format, num_borders=crowd)
+
+    item_bytes = sum(form.item_bytes or num_arrays * (4,))
+    granules = (tasklet_bytes - BLOCK_BYTES) // (item_bytes * form.granule)
+    while granules > 1 and (nbytes := largest_extent(granules * form.granule)) > tasklet_bytes:
+        granules = max(1, min(granules - 1, granules * tasklet_bytes // nbytes))
     assert granules >= 1, f"tasklet_bytes={tasklet_bytes} holds no tasklet of {num_arrays} arrays"
-    return granules * TASKLET_GRANULE
+    return granules * form.granule

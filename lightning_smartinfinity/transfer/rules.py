@@ -26,7 +26,7 @@ class UpdateRule(ABC):
 
     Attributes:
         name: Class name of the torch optimizer, for messages.
-        arrays: Names of the fp32 arrays per element on storage; the first is ``"master"``, the others are torch's
+        arrays: Names of the arrays per element on storage; the first is ``"master"``, the others are torch's
             names in ``optimizer.state``.
     """
 
@@ -111,6 +111,7 @@ class AdamRule(UpdateRule):
             step_size=h.lr / (1 - h.beta1**step),
             inverse_sqrt_bias_correction2=1 / math.sqrt(1 - h.beta2**step),
             eps=h.eps,
+            seed=step,
         )
 
     def _number(self, name: str, value: Any, *, below: float = math.inf) -> float:

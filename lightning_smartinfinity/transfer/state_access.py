@@ -40,7 +40,7 @@ def places_of(store: StateStore) -> Places:
     """Where the store's extents lie and where the next generation's go."""
     # The other slot, unless there is none or nothing lies in the current one yet.
     flips = (store.tasklet_generations >= 0) & (store.extents.num_slots > 1)
-    return Places(store.slots, store.slots ^ flips, store.tasklet_generations, store.generation + 1)
+    return Places(store.slots, store.slots ^ flips, store.tasklet_generations, store.generation + 1, store.blocks)
 
 
 def commit_next(store: StateStore, tasklets: Sequence[int], steps: NDArray[np.int64]) -> None:

@@ -70,6 +70,12 @@ class Step:
         self._failure: SmartInfinityError | None = None
 
     @property
+    def _master_dtype(self) -> native.DType:
+        """Of parameters that storage need not be asked for."""
+        in_halves = self._layout.extents.state_format == "int8_remainder"
+        return native.DType.BFLOAT16 if in_halves else native.DType.FLOAT32
+
+    @property
     def numel(self) -> int:
         """Elements it updates."""
         return sum(piece.end - piece.begin for piece in self._pieces if piece.key >= 0)
@@ -146,8 +152,8 @@ class Step:
                 updates=self._updates,
                 gradients=gradients,
                 outputs=outputs,
-                # fp32 parameters in memory are the masters; a staging buffer only passes them on.
-                master_in_parameter=isinstance(outputs, FlatMemory) and outputs.dtype == native.DType.FLOAT32,
+                # Parameters in memory that are the masters, or half of them; a staging buffer only passes them on.
+                master_in_parameter=isinstance(outputs, FlatMemory) and outputs.dtype == self._master_dtype,
             )
 
         return make_batch

@@ -79,6 +79,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             num_arrays=len(rule.arrays),
             num_devices=len(self._offload.storage),
             num_slots=transfer.num_slots,
+            state_format=self._offload.state_format,
         )
         self.parameter_index = {param.ds_id: i for i, param in enumerate(_flatten(self.fp16_groups))}
         zero_padding(self, layout)

@@ -17,10 +17,12 @@ class OffloadSettings:
     Args:
         storage: One folder per storage device.
         transfer: Ring, engine and durability.
+        state_format: How it lies there.
     """
 
     storage: tuple[Path, ...]
     transfer: TransferConfig
+    state_format: str = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)

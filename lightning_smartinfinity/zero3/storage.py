@@ -118,6 +118,7 @@ def require_parameter_space(
         num_arrays=len(rule_for(optimizer).arrays),
         num_devices=len(offload.storage),
         num_slots=transfer.num_slots,
+        state_format=offload.state_format,
     ).extents
     requests: list[SpaceRequest] = []
     with raising_together():

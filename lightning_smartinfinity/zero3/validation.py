@@ -20,6 +20,7 @@ __all__ = [
     "check_dtype",
     "check_model",
     "check_optimizer",
+    "check_state_format",
     "check_zero_section",
     "find_ignored",
     "parameter_settings",
@@ -186,6 +187,23 @@ def check_dtype(model: torch.nn.Module, config: Mapping[str, Any]) -> None:
                 f"precision needs {wanted}.",
                 "Use the precision that it was first set up with, or build it anew and load a checkpoint.",
             )
+
+
+def check_state_format(state_format: str, config: Mapping[str, Any]) -> None:
+    """Refuse a format that the parameters' dtype does not go with.
+
+    Args:
+        state_format: The strategy's.
+        config: DeepSpeed's.
+
+    Raises:
+        ConfigError: Half of the master is to be the bf16 parameter, and parameters are not in bf16.
+    """
+    if state_format == "int8_remainder" and not config.get("bf16", {}).get("enabled"):
+        raise ConfigError(
+            "state_format='int8_remainder' needs parameters in bf16: they are the upper half of the masters.",
+            "Use precision='bf16-mixed' or 'bf16-true', or state_format='int8'.",
+        )
 
 
 def find_ignored(

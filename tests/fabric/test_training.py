@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ RESUME_AT = 2
 def _run(out: Path, precision: str, *, devices: int = 1) -> Run:
     recipe = dataclasses.replace(EVERYTHING, precision=precision)
     # fp16 with a scale that settles after the checkpoint, so that it is one of the things to resume.
-    options = {"initial_scale_power": 22, "hysteresis": 1} if precision.startswith("16") else {}
+    options: dict[str, Any] = {"initial_scale_power": 22, "hysteresis": 1} if precision.startswith("16") else {}
+    # How state is stored must not matter to what is resumed.
+    options["state_format"] = "bf16" if precision == "bf16-true" else "fp32"
     return Run(out=str(out), recipe=recipe, devices=devices, save_at=(RESUME_AT,), options=options)
 
 

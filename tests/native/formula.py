@@ -12,7 +12,7 @@ __all__ = ["Floats", "adam", "adam_step", "flush"]
 Floats = npt.NDArray[np.float32]
 
 
-def adam_step(**changes: float) -> AdamStep:
+def adam_step(*, seed: int = 0, **changes: float) -> AdamStep:
     """The tenth step of AdamW with torch's defaults, with changes."""
     step = 10
     values = {
@@ -27,7 +27,7 @@ def adam_step(**changes: float) -> AdamStep:
         "inverse_sqrt_bias_correction2": (1 - 0.999**step) ** -0.5,
         "eps": 1e-8,
     }
-    return AdamStep(**{**values, **changes})
+    return AdamStep(**{**values, **changes}, seed=seed)
 
 
 def flush(values: Floats) -> Floats:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from lightning_smartinfinity.native import (
     AdamStep,
     Batch,
+    Blocks,
     DType,
     Failure,
     Identity,
@@ -25,7 +26,7 @@ from lightning_smartinfinity.native import (
     Tasklet,
 )
 
-__all__ = ["JOB", "Run", "StoredState", "address_of", "align", "extent_bytes", "takes_direct"]
+__all__ = ["JOB", "Run", "StoredState", "address_of", "align", "extent_bytes", "region_bytes", "takes_direct"]
 
 Array = npt.NDArray[Any]
 
@@ -39,7 +40,19 @@ def align(nbytes: int) -> int:
 
 
 def extent_bytes(numel: int, num_arrays: int = 3) -> int:
+    """Of fp32."""
     return num_arrays * align(4 * numel) + _BLOCK
+
+
+def region_bytes(state_format: int, numel: int, num_blocks: int, num_arrays: int = 3) -> list[int]:
+    """Used bytes of each region, without what fills its last block."""
+    exponents = 2 * num_blocks
+    return {
+        0: num_arrays * [4 * numel],
+        1: [4 * numel, 2 * numel, 2 * numel],
+        2: [4 * numel, numel, numel, exponents],
+        3: [2 * numel, 2 * numel, numel, numel, exponents],
+    }[state_format]
 
 
 def address_of(array: Array | None) -> int:
@@ -94,6 +107,8 @@ class StoredState:
     Args:
         direct: None is direct I/O if the folder takes it.
         options: For the Pipeline.
+        borders: Where parameters meet.
+        offset: Of the first tasklet in the partition that the native core is told of.
     """
 
     folder: Path
@@ -106,6 +121,8 @@ class StoredState:
     options: dict[str, Any] = field(default_factory=dict)
     generation: int = 0
     slot: int = 0
+    borders: Sequence[int] = ()
+    offset: int = 0
 
     def __post_init__(self) -> None:
         self.tasklet_numel = self.tasklet_numel or self.numel
@@ -129,7 +146,31 @@ class StoredState:
 
     @property
     def extent_bytes(self) -> int:
-        return extent_bytes(self.tasklet_numel, self.num_arrays)
+        """Of the largest."""
+        return max(self.extent_bytes_of(index) for index in range(self.num_tasklets))
+
+    def numel_of(self, index: int) -> int:
+        return min(self.tasklet_numel, self.numel - index * self.tasklet_numel)
+
+    def borders_of(self, index: int) -> list[int]:
+        first = index * self.tasklet_numel
+        return [border - first for border in self.borders if first < border < first + self.numel_of(index)]
+
+    def region_bytes_of(self, index: int) -> list[int]:
+        num_blocks = Blocks(self.borders_of(index)).count(self.numel_of(index))
+        return region_bytes(self.identity.state_format, self.numel_of(index), num_blocks, self.num_arrays)
+
+    def extent_bytes_of(self, index: int) -> int:
+        return sum(align(used) for used in self.region_bytes_of(index)) + _BLOCK
+
+    def regions(self, index: int = 0) -> list[Array]:
+        """The bytes of each region as they lie on storage."""
+        content = np.fromfile(self.paths[index % self.num_files], np.uint8)
+        begin, found = self.extent_offset(index, self.slot), []
+        for used in self.region_bytes_of(index):
+            found.append(content[begin : begin + used])
+            begin += align(used)
+        return found
 
     def open_pipeline(self) -> Pipeline:
         files = [StateFile(str(path), direct=bool(self.direct)) for path in self.paths]
@@ -145,7 +186,7 @@ class StoredState:
 
     def tasklet(self, index: int, runs: Sequence[Run], master_in_parameter: bool = False) -> Tasklet:
         offset = index * self.tasklet_numel
-        numel = min(self.tasklet_numel, self.numel - offset)
+        numel = self.numel_of(index)
         segments = []
         for run in runs:
             first, last = max(offset, run.offset), min(offset + numel, run.offset + run.numel)
@@ -156,13 +197,15 @@ class StoredState:
             file=index % self.num_files,
             numel=numel,
             num_arrays=self.num_arrays,
-            extent_bytes=extent_bytes(numel, self.num_arrays),
+            extent_bytes=self.extent_bytes_of(index),
             read_offset=self.extent_offset(index, self.slot),
             read_generation=self.generation,
             write_offset=self.extent_offset(index, 1 - self.slot),
             write_generation=self.generation + 1,
             segments=segments,
             master_in_parameter=master_in_parameter,
+            offset=self.offset + offset,
+            blocks=Blocks(self.borders_of(index)) if self.borders else None,
         )
 
     def start(

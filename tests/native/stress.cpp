@@ -84,8 +84,8 @@ struct State {
 };
 
 const AdamStep kSteps[kNumSteps] = {
-    {0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f},
-    {1.0f, 0.3f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f},
+    {0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
+    {1.0f, 0.3f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0},
 };
 
 void update_element(const AdamStep& s, float gradient, float& p, float& m, float& v) {
@@ -130,7 +130,10 @@ class Scenario {
     }
 
  private:
-    std::size_t extent() const { return extent_bytes(tasklet_numel_, kNumArrays); }
+    std::size_t extent() const { return extent_of(tasklet_numel_); }
+    static std::size_t extent_of(std::size_t numel) {
+        return extent_bytes(Regions(StateFormat::kFp32, kNumArrays, numel, Blocks::grid()));
+    }
 
     void open(const std::string& folder) {
         const std::string path = folder + "/stress-" + std::to_string(::getpid());
@@ -190,7 +193,7 @@ class Scenario {
         tasklet.index = index;
         tasklet.numel = std::min(tasklet_numel_, numel_ - index * tasklet_numel_);
         tasklet.num_arrays = kNumArrays;
-        tasklet.extent_bytes = extent_bytes(tasklet.numel, kNumArrays);
+        tasklet.extent_bytes = extent_of(tasklet.numel);
         tasklet.read_offset = (2 * index + slot_[index]) * extent();
         tasklet.write_offset = (2 * index + (1 - slot_[index])) * extent();
         tasklet.read_generation = generation_;

@@ -1,4 +1,4 @@
-"""The pipeline under the compilers' sanitizers, in random scenarios (stress.cpp)."""
+"""The core under the compilers' sanitizers, in random scenarios (stress.cpp, stress_formats.cpp)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ def test_stress(tmp_path: Path, sanitizers: str) -> None:
     """No bad access, leak, undefined behaviour or race, and every bit as a plain loop computes it."""
     build = tmp_path / "build"
     configure(build, CMAKE_BUILD_TYPE="Debug", SMART_INFINITY_BUILD_STRESS="ON", SMART_INFINITY_SANITIZE=sanitizers)
-    run("cmake", "--build", build, "--target", "stress", "--parallel", "4")
+    run("cmake", "--build", build, "--target", "stress", "stress_formats", "--parallel", "4")
     completed = stress(build / "stress", tmp_path)
     assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
     assert completed.stdout == f"{NUM_SEEDS} scenarios\n"
+    if sanitizers != "thread":  # the formats have no threads
+        assert run(build / "stress_formats", "0", str(NUM_SEEDS)).stdout == f"{NUM_SEEDS} scenarios\n"
 
 
 def stress(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -161,6 +161,7 @@ def test_extend_asks_for_an_active_batch_of_the_same_operation(tmp_path: Path) -
         ({"buffer_bytes": 10_000}, "buffer_bytes"),
         ({"io_threads": 0}, "io_threads"),
         ({"compute_threads": 0}, "compute_threads"),
+        ({"identity": Identity(job=JOB, rank=0, state_format=4)}, "there is no state format 4"),
     ],
 )
 def test_bad_pipeline(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:

@@ -21,6 +21,14 @@ RUNS = {
         ["--size", "tiny"],
         ["|  |", "| smart_infinity, save |", "| smart_infinity, load |", "| smart_infinity, evaluate |"],
     ),
+    "engines.py": (
+        ["--tiny", "--folder", "."],
+        ["| engine |", "| io_uring | huge | yes |", "| threads | 4 KiB | no |", "| plain |"],
+    ),
+    "formats.py": (
+        ["--tiny"],
+        ["| format | read + written", "| format | seed 0 |", "| fp32 |", "| bf16 |", "| int8 |", "| int8_remainder |"],
+    ),
     "import_time.py": (["--runs", "1"], ["import torch, autoload on", "  this package's entry point"]),
     "native_kernels.py": (["--tiny", "--folder", "."], ["sum of squares", "CRC-32C", "step compute", "whole step"]),
     "peak_memory.py": (

@@ -213,8 +213,10 @@ class Scenarios:
         if self.system == "stock":
             sixteen = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
             module.configure_optimizers = lambda: _cpu_adam(module)  # type: ignore[method-assign]
-        self.trainer("sixteen", **sixteen).fit(module)
-        return {}
+        trainer = self.trainer("sixteen", **sixteen)
+        trainer.fit(module)
+        strategy: Any = trainer.strategy
+        return {"losses": module.losses, "bytes_per_parameter": strategy.state_bytes / strategy.state_numel}
 
     def preset(self) -> dict[str, Any]:
         """What the defaults of the strategy hold in memory for the update, and whether settings arrive."""

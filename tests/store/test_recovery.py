@@ -174,7 +174,8 @@ def change_manifest(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "format version 2"),
+        ({"version": 1}, "format version 1"),
+        ({"version": 3}, "format version 3"),
         ({"format": "another"}, "not a readable manifest"),
         ({"layout": {"numel": -1}}, "not a readable manifest"),
         ({"job": "no uuid"}, "not a readable manifest"),
@@ -182,7 +183,7 @@ def change_manifest(folder: Path, **changes: Any) -> None:
     ],
 )
 def test_manifest_of_another_format(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """Newer, damaged or foreign manifests are refused with the path and what to do."""
+    """Newer, older, damaged or foreign manifests are refused with the path and what to do."""
     store = create([tmp_path])
     commit_generation(store, 0)
     store.close(remove=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Case:
     num_devices: int = 1
     staged: bool = False
     durability: str = "step"
+    state_format: str = "fp32"
     compute_threads: int = 1
     shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
 
@@ -90,7 +91,10 @@ class Run:
                 description=StoreDescription(
                     optimizer=rule.name,
                     arrays=rule.arrays,
-                    parameters=tuple({"name": parameter.name} for parameter in self.layout.parameters),
+                    parameters=tuple(
+                        {**asdict(parameter), "dtype": str(case.dtype).removeprefix("torch.")}
+                        for parameter in self.layout.parameters
+                    ),
                 ),
             )
         self.handler = TransferHandler(self.layout, self.store, self.device, rule=rule)
@@ -192,6 +196,7 @@ def layout_of(case: Case) -> PartitionLayout:
         num_arrays=3,
         num_devices=case.num_devices,
         num_slots=1 if case.durability == "none" else 2,
+        state_format=case.state_format,
     )
 
 

@@ -47,13 +47,20 @@ def start(tmp_path: Path, link: FakeLink) -> Iterator[Callable[[Case], CudaRun]]
         run.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "state_format"), [*((dtype, "fp32") for dtype in DTYPES), (torch.bfloat16, "int8_remainder")]
+)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_and_rollbacks_give_the_bits_of_the_host(
-    tmp_path: Path, start: Callable[[Case], CudaRun], fake_cuda: FakeCuda, dtype: torch.dtype, seed: int
+    tmp_path: Path,
+    start: Callable[[Case], CudaRun],
+    fake_cuda: FakeCuda,
+    dtype: torch.dtype,
+    state_format: str,
+    seed: int,
 ) -> None:
     """Whatever time copies and storage take: state and partition are those of a partition in host memory."""
-    case = SMALL_RING.but(dtype=dtype, gradient_dtype=dtype)
+    case = SMALL_RING.but(dtype=dtype, gradient_dtype=dtype, state_format=state_format)
     with running(tmp_path / "host", case) as host:
         host.steps(range(3))
         expected = host.state()

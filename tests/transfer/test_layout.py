@@ -7,10 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_smartinfinity.store.extents import extent_bytes
+from lightning_smartinfinity.native import Blocks
+from lightning_smartinfinity.store.extents import STATE_FORMATS, extent_bytes
 from lightning_smartinfinity.transfer import layout as layout_module
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 
@@ -138,6 +140,53 @@ def test_sub_group_of_an_element(layout: PartitionLayout, data: st.DataObject) -
     assert group.offset <= offset < group.offset + group.numel
 
 
+@settings(deadline=None)
+@given(sizes, st.sampled_from(sorted(STATE_FORMATS)), st.integers(64 * 1024, 200 * 1024), st.integers(1, 3))
+def test_extents_of_every_format(numels: list[int], name: str, tasklet_bytes: int, devices: int) -> None:
+    """Extents fit their buffer, lie behind one another, and have room for the blocks that the native core counts."""
+    slices = [ParameterSlice(name="", numel=n, real_numel=n, group=0, sub_group=0) for n in numels]
+    layout = build_layout(
+        slices, tasklet_bytes=tasklet_bytes, num_arrays=3, num_devices=devices, num_slots=2, state_format=name
+    )
+    extents, ends = layout.extents, [0] * devices
+    begins = {parameter.offset for parameter in layout.parameters}
+    for tasklet, extent in zip(layout.tasklets, extents.extents, strict=True):
+        borders = extents.borders_of(tasklet.index)
+        cells = range(tasklet.offset, tasklet.offset + tasklet.numel, 256)
+        if extents.format.has_blocks:
+            inside = {begin for begin in begins if tasklet.offset < begin < tasklet.offset + tasklet.numel}
+            assert sorted(inside | set(cells)) == sorted({tasklet.offset + b for b in borders} | set(cells))
+            num_blocks = Blocks(list(borders)).count(tasklet.numel)
+            assert num_blocks == len(inside | set(cells))
+            assert extents.format.region_bytes(tasklet.numel, 3, num_blocks)[-1] >= 2 * num_blocks
+        assert extent.nbytes <= tasklet_bytes
+        assert extent.offset == ends[extent.device]
+        ends[extent.device] += extent.nbytes
+    assert [extents.file_bytes(device) for device in range(devices)] == [2 * end for end in ends]
+
+
+@pytest.mark.parametrize(
+    ("name", "item_bytes"), [("fp32", 12), ("bf16", 8), ("int8", 6 + 2 / 256), ("int8_remainder", 6 + 2 / 256)]
+)
+def test_bytes_per_parameter(name: str, item_bytes: float) -> None:
+    """Large parameters take what the format promises, but for a hundredth."""
+    slices = [ParameterSlice(name="", numel=50_000_000, real_numel=50_000_000, group=0, sub_group=0)]
+    layout = build_layout(slices, tasklet_bytes=4 << 20, num_arrays=3, num_devices=1, num_slots=1, state_format=name)
+    assert item_bytes <= layout.extents.file_bytes(0) / layout.numel < 1.01 * item_bytes
+    assert max(extent.nbytes for extent in layout.extents.extents) > 0.98 * (4 << 20)
+
+
+def test_crowds_of_tiny_parameters_fit_too() -> None:
+    """Parameters of one element need a block each; where they crowd, tasklets hold fewer."""
+    numels = [1_000_000, *[1] * 5_000, 1_000_000]
+    slices = [ParameterSlice(name="", numel=n, real_numel=n, group=0, sub_group=0) for n in numels]
+    for name in STATE_FORMATS:
+        layout = build_layout(
+            slices, tasklet_bytes=256 << 10, num_arrays=3, num_devices=1, num_slots=1, state_format=name
+        )
+        assert max(extent.nbytes for extent in layout.extents.extents) <= 256 << 10
+
+
 def test_small_tensors_share_tasklets() -> None:
     """Ten thousand small tensors need no more tasklets than one tensor of their size."""
     slices = [ParameterSlice(name=str(i), numel=10, real_numel=10, group=0, sub_group=0) for i in range(10_000)]
@@ -159,6 +208,7 @@ def test_layout_is_arithmetic_only() -> None:
     assert modules == {
         "__future__",
         "bisect",
+        "collections",
         "collections.abc",
         "dataclasses",
         "functools",

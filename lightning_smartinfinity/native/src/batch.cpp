@@ -8,13 +8,13 @@
 namespace smart_infinity {
 namespace {
 
-constexpr std::size_t kAdamArrays = 3;
 constexpr std::uint64_t kMaxNumel = std::uint64_t{1} << 40;  // keeps every product below far from overflowing
 constexpr std::uint64_t kMaxOffset = std::uint64_t{1} << 62;
 
 class Checker {
  public:
-    Checker(const Batch& batch, const Tasklet& tasklet) : batch_(batch), tasklet_(tasklet) {}
+    Checker(const Batch& batch, StateFormat format, const Tasklet& tasklet)
+        : batch_(batch), format_(format), tasklet_(tasklet) {}
 
     void check(std::size_t num_files, std::size_t buffer_bytes) const {
         check_sizes(num_files, buffer_bytes);
@@ -41,7 +41,8 @@ class Checker {
         if (tasklet_.num_arrays < 1 || tasklet_.num_arrays > kMaxArrays) {
             refuse("num_arrays " + std::to_string(tasklet_.num_arrays) + " is not in [1, 8]");
         }
-        const std::size_t expected = extent_bytes(tasklet_.numel, tasklet_.num_arrays);
+        if (format_ != StateFormat::kFp32) check_moments();
+        const std::size_t expected = extent_bytes(regions_of(format_, tasklet_));
         if (tasklet_.extent_bytes != expected) {
             refuse("extent_bytes is " + std::to_string(tasklet_.extent_bytes) + ", its arrays take " +
                    std::to_string(expected));
@@ -55,6 +56,15 @@ class Checker {
         if (writes(batch_.operation)) check_offset("write_offset", tasklet_.write_offset);
     }
 
+    void check_moments() const {
+        if (tasklet_.num_arrays != kMomentArrays) {
+            refuse("this state format needs 3 arrays: master, exp_avg and exp_avg_sq");
+        }
+        if (tasklet_.offset % kCellNumel != 0) {
+            refuse("offset " + std::to_string(tasklet_.offset) + " is not a multiple of 256");
+        }
+    }
+
     void check_offset(const char* name, std::uint64_t offset) const {
         if (offset % kBlockBytes != 0 || offset > kMaxOffset) {
             refuse(std::string(name) + " " + std::to_string(offset) + " is not a multiple of 4096 below 2**62");
@@ -62,7 +72,7 @@ class Checker {
     }
 
     void check_operation() const {
-        if (batch_.operation == Operation::kUpdate && tasklet_.num_arrays != kAdamArrays) {
+        if (batch_.operation == Operation::kUpdate && tasklet_.num_arrays != kMomentArrays) {
             refuse("UPDATE needs 3 arrays: master, exp_avg and exp_avg_sq");
         }
         if (!tasklet_.master_in_parameter) return;
@@ -104,20 +114,37 @@ class Checker {
             refuse("there is no step " + std::to_string(segment.step));
         }
         if (segment.step != kNoStep && segment.gradient == 0) refuse("a segment to update has no gradient address");
-        if (!tasklet_.master_in_parameter) return;
-        if (segment.parameter == 0 || segment.parameter_dtype != DType::kFloat32) {
-            refuse("master_in_parameter needs an fp32 parameter address in every segment");
+        if (has_blocks(format_)) check_blocks(segment);
+        if (tasklet_.master_in_parameter) check_master(segment);
+    }
+
+    // A block is rounded as a whole.
+    void check_blocks(const Segment& segment) const {
+        const Blocks& blocks = blocks_of(tasklet_);
+        const std::uint64_t end = segment.offset + segment.numel;
+        if (segment.numel == 0) return;
+        if (!blocks.begins_at(segment.offset) || (end != tasklet_.numel && !blocks.begins_at(end))) {
+            refuse("a segment to update ends inside a block");
+        }
+    }
+
+    void check_master(const Segment& segment) const {
+        const bool in_halves = format_ == StateFormat::kInt8Remainder;
+        if (segment.parameter == 0 || segment.parameter_dtype != (in_halves ? DType::kBFloat16 : DType::kFloat32)) {
+            refuse(std::string("master_in_parameter needs ") + (in_halves ? "a bf16" : "an fp32") +
+                   " parameter address in every segment");
         }
     }
 
     const Batch& batch_;
+    StateFormat format_;
     const Tasklet& tasklet_;
 };
 
 }  // namespace
 
-void validate(const Batch& batch, std::size_t num_files, std::size_t buffer_bytes) {
-    for (const Tasklet& tasklet : batch.tasklets) Checker(batch, tasklet).check(num_files, buffer_bytes);
+void validate(const Batch& batch, StateFormat format, std::size_t num_files, std::size_t buffer_bytes) {
+    for (const Tasklet& tasklet : batch.tasklets) Checker(batch, format, tasklet).check(num_files, buffer_bytes);
 }
 
 }  // namespace smart_infinity

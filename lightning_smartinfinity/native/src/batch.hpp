@@ -6,8 +6,10 @@
 #include <memory>
 #include <vector>
 
+#include "blocks.hpp"
 #include "dtype.hpp"
 #include "kernels.hpp"
+#include "state_format.hpp"
 
 namespace smart_infinity {
 
@@ -47,6 +49,8 @@ struct Tasklet {
     std::uint64_t write_generation = 0;
     std::vector<Segment> segments;
     bool master_in_parameter = false;
+    std::uint64_t offset = 0;              // of the first element in the partition, for stochastic rounding
+    std::shared_ptr<const Blocks> blocks;  // of a format that has some; none: the grid
 };
 
 struct Batch {
@@ -60,7 +64,8 @@ struct Batch {
 constexpr bool reads(Operation operation) { return operation != Operation::kWrite; }
 constexpr bool writes(Operation operation) { return operation != Operation::kRead; }
 
-// Throws std::invalid_argument, naming the tasklet, unless a pipeline of these sizes can work the batch.
-void validate(const Batch& batch, std::size_t num_files, std::size_t buffer_bytes);
+// Throws std::invalid_argument, naming the tasklet, unless a pipeline of this format and these sizes can work the
+// batch.
+void validate(const Batch& batch, StateFormat format, std::size_t num_files, std::size_t buffer_bytes);
 
 }  // namespace smart_infinity

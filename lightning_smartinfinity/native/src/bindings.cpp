@@ -275,12 +275,13 @@ void bind_adam_step(nb::module_& m) {
     nb::class_<AdamStep>(m, "AdamStep",
                          "The scalars of one hyperparameter set at one step, as fp32.\n\n"
                          "g = gradient * gradient_scale (+ l2 * p); m, v as in torch; p = p * decay\n"
-                         "- step_size * (m / (sqrt(v) * inverse_sqrt_bias_correction2 + eps)).")
+                         "- step_size * (m / (sqrt(v) * inverse_sqrt_bias_correction2 + eps)). `seed` is the\n"
+                         "number of the update: that of stochastic rounding, in the formats that have it.")
         .def(
             "__init__",
             [](AdamStep* self, float gradient_scale, float beta1, float one_minus_beta1, float beta2,
                float one_minus_beta2, float decay, float l2, float step_size, float inverse_sqrt_bias_correction2,
-               float eps) {
+               float eps, std::uint32_t seed) {
                 new (self) AdamStep{gradient_scale,
                                     beta1,
                                     one_minus_beta1,
@@ -290,10 +291,11 @@ void bind_adam_step(nb::module_& m) {
                                     l2,
                                     step_size,
                                     inverse_sqrt_bias_correction2,
-                                    eps};
+                                    eps,
+                                    seed};
             },
             nb::kw_only(), "gradient_scale"_a, "beta1"_a, "one_minus_beta1"_a, "beta2"_a, "one_minus_beta2"_a,
-            "decay"_a, "l2"_a, "step_size"_a, "inverse_sqrt_bias_correction2"_a, "eps"_a)
+            "decay"_a, "l2"_a, "step_size"_a, "inverse_sqrt_bias_correction2"_a, "eps"_a, "seed"_a = 0)
         .def_ro("gradient_scale", &AdamStep::gradient_scale)
         .def_ro("beta1", &AdamStep::beta1)
         .def_ro("one_minus_beta1", &AdamStep::one_minus_beta1)
@@ -303,7 +305,8 @@ void bind_adam_step(nb::module_& m) {
         .def_ro("l2", &AdamStep::l2)
         .def_ro("step_size", &AdamStep::step_size)
         .def_ro("inverse_sqrt_bias_correction2", &AdamStep::inverse_sqrt_bias_correction2)
-        .def_ro("eps", &AdamStep::eps);
+        .def_ro("eps", &AdamStep::eps)
+        .def_ro("seed", &AdamStep::seed);
 }
 
 void bind_segment(nb::module_& m) {
@@ -340,18 +343,29 @@ void bind_operation(nb::module_& m) {
         .value("MODIFY", Operation::kModify, "Read, replace arrays from memory where there are some, write.");
 }
 
+void bind_blocks(nb::module_& m) {
+    nb::class_<Blocks>(
+        m, "Blocks",
+        "How a tasklet's elements are cut into the blocks of 8-bit formats: at every multiple of 256 and\n"
+        "at `borders`, elements that begin a parameter.")
+        .def(nb::init<std::vector<std::uint64_t>>(), "borders"_a)
+        .def("count", &Blocks::count, "numel"_a, "Blocks of a tasklet of this many elements.");
+}
+
 void bind_tasklet(nb::module_& m) {
     nb::class_<Tasklet>(
         m, "Tasklet",
         "One extent. Segments are in ascending order and do not overlap; elements outside are carried over\n"
-        "(WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters) the master is not read: it is\n"
-        "the parameter, and segments cover the whole tasklet.")
+        "(WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters; INT8_REMAINDER: bf16) the master\n"
+        "is not read, or only its remainder: it is the parameter, and segments cover the whole tasklet.\n"
+        "`offset` is that of the first element in the partition, a multiple of 256: stochastic rounding\n"
+        "depends on it. `blocks` tells where parameters meet, for formats that have blocks.")
         .def(
             "__init__",
             [](Tasklet* self, std::uint64_t index, std::uint64_t file, std::uint64_t numel, std::uint64_t num_arrays,
                std::uint64_t extent_bytes, std::uint64_t read_offset, std::uint64_t read_generation,
                std::uint64_t write_offset, std::uint64_t write_generation, std::vector<Segment> segments,
-               bool master_in_parameter) {
+               bool master_in_parameter, std::uint64_t offset, std::shared_ptr<const Blocks> blocks) {
                 new (self) Tasklet{index,
                                    file,
                                    numel,
@@ -362,10 +376,13 @@ void bind_tasklet(nb::module_& m) {
                                    write_offset,
                                    write_generation,
                                    std::move(segments),
-                                   master_in_parameter};
+                                   master_in_parameter,
+                                   offset,
+                                   std::move(blocks)};
             },
             nb::kw_only(), "index"_a, "file"_a, "numel"_a, "num_arrays"_a, "extent_bytes"_a, "read_offset"_a,
-            "read_generation"_a, "write_offset"_a, "write_generation"_a, "segments"_a, "master_in_parameter"_a = false)
+            "read_generation"_a, "write_offset"_a, "write_generation"_a, "segments"_a, "master_in_parameter"_a = false,
+            "offset"_a = 0, "blocks"_a = nb::none())
         .def_ro("index", &Tasklet::index)
         .def_ro("file", &Tasklet::file)
         .def_ro("numel", &Tasklet::numel)
@@ -376,7 +393,8 @@ void bind_tasklet(nb::module_& m) {
         .def_ro("write_offset", &Tasklet::write_offset)
         .def_ro("write_generation", &Tasklet::write_generation)
         .def_ro("segments", &Tasklet::segments)
-        .def_ro("master_in_parameter", &Tasklet::master_in_parameter);
+        .def_ro("master_in_parameter", &Tasklet::master_in_parameter)
+        .def_ro("offset", &Tasklet::offset);
 }
 
 void bind_batch(nb::module_& m) {
@@ -652,6 +670,7 @@ NB_MODULE(_core, m) {
     bind_adam_step(m);
     bind_segment(m);
     bind_operation(m);
+    bind_blocks(m);
     bind_tasklet(m);
     bind_batch(m);
     bind_schedule(m);

@@ -1,8 +1,10 @@
 #include "compute.hpp"
 
 #include <algorithm>
-#include <cstring>
+#include <array>
+#include <vector>
 
+#include "codec.hpp"
 #include "crc32c.hpp"
 #include "flush_subnormals.hpp"
 #include "instruction_set.hpp"
@@ -10,15 +12,13 @@
 namespace smart_infinity {
 namespace {
 
-// Elements worked at a time: three arrays, gradient and parameter of a block stay in the second-level cache between the
-// update and the checksums. 48 KiB per array is also a whole number of the checksum's stretches.
-constexpr std::size_t kBlockNumel = 12288;
+// Elements worked at a time: arrays, gradient and parameter of a chunk stay in the second-level cache between the
+// update and the checksums. 48 KiB per fp32 array is also a whole number of the checksum's stretches; a number of
+// cells.
+constexpr std::size_t kChunkNumel = 12288;
+static_assert(kChunkNumel % kCellNumel == 0, "no chunk may end inside a block");
 
-constexpr std::size_t kMaster = 0;
-constexpr std::size_t kExpAvg = 1;
-constexpr std::size_t kExpAvgSq = 2;
-
-// The elements that a segment and a block share.
+// The elements that a segment and a chunk share.
 struct Part {
     const Segment& segment;
     std::size_t first;   // in the segment
@@ -31,42 +31,47 @@ struct Part {
         return address == 0 ? nullptr : reinterpret_cast<Type*>(address + first * item_bytes(dtype));
     }
     float* array(std::size_t index) const { return at<float>(segment.arrays[index]); }
-    void* parameter() const {
-        if (slot == nullptr || segment.parameter == 0) return at<void>(segment.parameter, segment.parameter_dtype);
+    std::byte* parameter() const {
+        if (slot == nullptr || segment.parameter == 0) return at<std::byte>(segment.parameter, segment.parameter_dtype);
         return slot + offset * item_bytes(segment.parameter_dtype);
     }
-    const void* gradient() const { return at<const void>(segment.gradient, segment.gradient_dtype); }
+    const std::byte* gradient() const { return at<const std::byte>(segment.gradient, segment.gradient_dtype); }
 };
-
-void copy(const float* from, float* to, std::size_t numel) { std::memcpy(to, from, numel * sizeof(float)); }
 
 std::size_t index_of(DType dtype) { return static_cast<std::size_t>(dtype); }
 
 class TaskletWork {
  public:
-    TaskletWork(const Batch& batch, const Tasklet& tasklet, std::byte* buffer, std::byte* slot)
-        : batch_(batch), tasklet_(tasklet), extent_(buffer, tasklet), slot_(slot), kernels_(kernels()) {}
+    TaskletWork(const Batch& batch, const Tasklet& tasklet, const Identity& identity, std::byte* buffer,
+                std::byte* slot)
+        : batch_(batch),
+          tasklet_(tasklet),
+          identity_(identity),
+          extent_(buffer, identity.format(), tasklet),
+          slot_(slot),
+          kernels_(kernels()),
+          codec_(extent_, identity.format(), tasklet, kernels_) {}
 
-    std::optional<Refusal> run(const Identity& identity) {
+    std::optional<Refusal> run() {
         if (reads(batch_.operation)) {
-            const std::size_t first_array = tasklet_.master_in_parameter ? kMaster + 1 : kMaster;
-            if (auto refusal = extent_.verify(identity, first_array)) return refusal;
+            if (auto refusal = extent_.verify(identity_, tasklet_.master_in_parameter ? 1 : 0)) return refusal;
         }
-        work_blocks();
-        if (writes(batch_.operation)) extent_.seal(identity, checksums_);
+        work_chunks();
+        if (writes(batch_.operation)) extent_.seal(identity_, checksums_);
         return std::nullopt;
     }
 
  private:
-    void work_blocks() {
+    void work_chunks() {
         auto segment = tasklet_.segments.begin();
-        for (std::size_t begin = 0; begin < tasklet_.numel; begin += kBlockNumel) {
-            const std::size_t end = std::min<std::size_t>(begin + kBlockNumel, tasklet_.numel);
-            if (batch_.operation == Operation::kWrite) clear(begin, end);
+        for (std::size_t begin = 0; begin < tasklet_.numel; begin += kChunkNumel) {
+            const std::size_t end = std::min<std::size_t>(begin + kChunkNumel, tasklet_.numel);
+            if (takes_arrays()) open_chunk(begin, end);
             for (; segment != tasklet_.segments.end(); ++segment) {
                 work_part(*segment, begin, end);
-                if (segment->offset + segment->numel > end) break;  // goes on in the next block
+                if (segment->offset + segment->numel > end) break;  // goes on in the next chunk
             }
+            if (takes_arrays()) close_chunk(begin, end);
             if (writes(batch_.operation)) extend_checksums(begin, end);
         }
     }
@@ -83,61 +88,90 @@ class TaskletWork {
                 return copy_out(part);
             case Operation::kWrite:
             case Operation::kModify:
-                return copy_in(part);
+                return copy_in(part, begin);
         }
     }
-
-    float* state(const Part& part, std::size_t index) const { return extent_.array(index) + part.offset; }
 
     void update(const Part& part) const {
-        const Segment& segment = part.segment;
-        if (tasklet_.master_in_parameter) {
-            copy(static_cast<const float*>(part.parameter()), state(part, kMaster), part.numel);
-        }
-        if (segment.step == kNoStep) return;
-        const std::size_t parameter_column = segment.parameter == 0 ? kNoParameter : index_of(segment.parameter_dtype);
-        const AdamArrays arrays{state(part, kMaster), state(part, kExpAvg), state(part, kExpAvgSq), part.gradient(),
-                                part.parameter()};
-        const AdamStep& step = batch_.steps[static_cast<std::size_t>(segment.step)];
-        kernels_.adam[index_of(segment.gradient_dtype)][parameter_column](step, arrays, part.numel);
+        if (tasklet_.master_in_parameter) codec_.take_masters(part.offset, part.numel, part.parameter());
+        if (part.segment.step == kNoStep) return;
+        const AdamStep& step = batch_.steps[static_cast<std::size_t>(part.segment.step)];
+        codec_.update(step, part.offset, part.numel, part.segment, part.gradient(), part.parameter());
     }
 
-    void copy_out(const Part& part) const {
-        for (std::size_t index = 0; index < part.segment.num_arrays; ++index) {
-            if (float* const array = part.array(index)) copy(state(part, index), array, part.numel);
+    void copy_out(const Part& part) {
+        for (std::size_t array = 0; array < part.segment.num_arrays; ++array) {
+            if (float* const out = part.array(array)) codec_.decode(array, part.offset, part.numel, out);
         }
         if (void* const parameter = part.parameter()) {
-            kernels_.narrow[index_of(part.segment.parameter_dtype)](state(part, kMaster), parameter, part.numel);
+            kernels_.narrow[index_of(part.segment.parameter_dtype)](masters(part), parameter, part.numel);
         }
     }
 
-    void copy_in(const Part& part) const {
+    const float* masters(const Part& part) {
+        if (const float* const stored = codec_.in_place(kMaster)) return stored + part.offset;
+        float* const decoded = memory(kMaster);
+        codec_.decode(kMaster, part.offset, part.numel, decoded);
+        return decoded;
+    }
+
+    // WRITE and MODIFY put arrays together in fp32, because segments may end inside blocks.
+    bool takes_arrays() const {
+        return batch_.operation == Operation::kWrite || batch_.operation == Operation::kModify;
+    }
+
+    void open_chunk(std::size_t begin, std::size_t end) {
+        for (std::size_t array = 0; array < tasklet_.num_arrays; ++array) {
+            float* const stored = codec_.in_place(array);
+            values_[array] = stored != nullptr ? stored + begin : memory(array);
+            if (batch_.operation == Operation::kWrite) {
+                std::fill(values_[array], values_[array] + (end - begin), 0.0f);
+            } else if (stored == nullptr) {
+                codec_.decode(array, begin, end - begin, values_[array]);
+            }
+        }
+    }
+
+    void copy_in(const Part& part, std::size_t begin) const {
+        const std::size_t offset = part.offset - begin;
         if (const void* const parameter = part.parameter()) {
-            kernels_.widen[index_of(part.segment.parameter_dtype)](parameter, state(part, kMaster), part.numel);
+            kernels_.widen[index_of(part.segment.parameter_dtype)](parameter, values_[kMaster] + offset, part.numel);
         }
-        for (std::size_t index = 0; index < part.segment.num_arrays; ++index) {
-            if (const float* const array = part.array(index)) copy(array, state(part, index), part.numel);
+        for (std::size_t array = 0; array < part.segment.num_arrays; ++array) {
+            if (const float* const in = part.array(array)) std::copy_n(in, part.numel, values_[array] + offset);
         }
     }
 
-    void clear(std::size_t begin, std::size_t end) const {
-        for (std::size_t index = 0; index < tasklet_.num_arrays; ++index) {
-            std::fill(extent_.array(index) + begin, extent_.array(index) + end, 0.0f);
+    void close_chunk(std::size_t begin, std::size_t end) const {
+        for (std::size_t array = 0; array < tasklet_.num_arrays; ++array) {
+            if (codec_.in_place(array) == nullptr) codec_.encode(array, begin, end - begin, values_[array]);
         }
+    }
+
+    // A chunk of an array that is not stored as fp32.
+    float* memory(std::size_t array) {
+        memory_[array].resize(kChunkNumel);
+        return memory_[array].data();
     }
 
     void extend_checksums(std::size_t begin, std::size_t end) {
-        for (std::size_t index = 0; index < tasklet_.num_arrays; ++index) {
-            const float* const block = extent_.array(index) + begin;
-            checksums_[index] = crc32c(block, (end - begin) * sizeof(float), checksums_[index]);
+        const Regions& regions = extent_.regions();
+        for (std::size_t index = 0; index < regions.count(); ++index) {
+            const std::size_t first = regions.bytes_before(index, begin);
+            const std::size_t last = regions.bytes_before(index, end);
+            checksums_[index] = crc32c(extent_.region(index) + first, last - first, checksums_[index]);
         }
     }
 
     const Batch& batch_;
     const Tasklet& tasklet_;
+    const Identity& identity_;
     Extent extent_;
     std::byte* slot_;
     const Kernels& kernels_;
+    Codec codec_;
+    std::array<float*, kMaxArrays> values_{};  // of the chunk being written
+    std::array<std::vector<float>, kMaxArrays> memory_;
     Checksums checksums_{};
 };
 
@@ -146,7 +180,7 @@ class TaskletWork {
 std::optional<Refusal> compute(const Batch& batch, const Tasklet& tasklet, const Identity& identity, std::byte* buffer,
                                std::byte* slot) {
     const FlushSubnormals flush;
-    return TaskletWork(batch, tasklet, buffer, slot).run(identity);
+    return TaskletWork(batch, tasklet, identity, buffer, slot).run();
 }
 
 }  // namespace smart_infinity

@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <stdexcept>
 
 #include "crc32c.hpp"
 
@@ -88,25 +89,30 @@ std::optional<Refusal> check_shape(const Trailer& trailer, const Tasklet& taskle
 
 }  // namespace
 
-std::uint32_t Extent::checksum(std::size_t index) const { return crc32c(array(index), tasklet_.numel * sizeof(float)); }
+StateFormat checked_format(std::uint32_t number) {
+    if (number < kNumStateFormats) return static_cast<StateFormat>(number);
+    throw std::invalid_argument("Identity: there is no state format " + std::to_string(number));
+}
 
-std::optional<Refusal> Extent::verify(const Identity& identity, std::size_t first_array) const {
+std::uint32_t Extent::checksum(std::size_t index) const { return crc32c(region(index), regions_.bytes(index)); }
+
+std::optional<Refusal> Extent::verify(const Identity& identity, std::size_t first_region) const {
     const Trailer trailer = load_trailer(data_, tasklet_.extent_bytes);
     if (auto refusal = check_integrity(trailer)) return refusal;
     if (auto refusal = check_owner(trailer, identity, tasklet_)) return refusal;
     if (auto refusal = check_shape(trailer, tasklet_)) return refusal;
-    for (std::size_t index = first_array; index < tasklet_.num_arrays; ++index) {
+    for (std::size_t index = first_region; index < regions_.count(); ++index) {
         if (checksum(index) != trailer.checksums[index]) {
-            return Refusal{FailureKind::kChecksum, "array " + std::to_string(index) + " does not match its checksum"};
+            return Refusal{FailureKind::kChecksum, "region " + std::to_string(index) + " does not match its checksum"};
         }
     }
     return std::nullopt;
 }
 
 void Extent::seal(const Identity& identity, const Checksums& checksums) const {
-    const std::size_t used = tasklet_.numel * sizeof(float);
-    for (std::size_t index = 0; index < tasklet_.num_arrays; ++index) {
-        std::memset(reinterpret_cast<std::byte*>(array(index)) + used, 0, region_bytes(tasklet_.numel) - used);
+    for (std::size_t index = 0; index < regions_.count(); ++index) {
+        const std::size_t used = regions_.bytes(index);
+        std::memset(region(index) + used, 0, regions_.padded_bytes(index) - used);
     }
     Trailer trailer{};
     trailer.magic = kMagic;

@@ -9,26 +9,34 @@
 #include "batch.hpp"
 #include "buffer.hpp"
 #include "failure.hpp"
+#include "state_format.hpp"
 
 namespace smart_infinity {
 
 constexpr std::size_t kTrailerPageBytes = kBlockBytes;
 constexpr std::size_t kJobBytes = 16;
 
-constexpr std::size_t region_bytes(std::size_t numel) { return align_up(numel * sizeof(float), kBlockBytes); }
+// Throws std::invalid_argument for a number that is no format's.
+StateFormat checked_format(std::uint32_t number);
 
-constexpr std::size_t extent_bytes(std::size_t numel, std::size_t num_arrays) {
-    return num_arrays * region_bytes(numel) + kTrailerPageBytes;
+inline const Blocks& blocks_of(const Tasklet& tasklet) { return tasklet.blocks ? *tasklet.blocks : Blocks::grid(); }
+
+inline Regions regions_of(StateFormat format, const Tasklet& tasklet) {
+    return Regions(format, tasklet.num_arrays, tasklet.numel, blocks_of(tasklet));
 }
+
+inline std::size_t extent_bytes(const Regions& regions) { return regions.total_bytes() + kTrailerPageBytes; }
 
 // What every extent of a store must carry.
 struct Identity {
     std::array<std::uint8_t, kJobBytes> job{};
     std::uint32_t rank = 0;
     std::uint32_t state_format = 0;
+
+    StateFormat format() const { return static_cast<StateFormat>(state_format); }
 };
 
-using Checksums = std::array<std::uint32_t, kMaxArrays>;
+using Checksums = std::array<std::uint32_t, kMaxRegions>;
 
 // Why an extent is refused.
 struct Refusal {
@@ -36,19 +44,19 @@ struct Refusal {
     std::string message;
 };
 
-// A tasklet's state in a ring buffer: regions of fp32, then the page whose last bytes are the trailer.
+// A tasklet's state in a ring buffer: its regions, then the page whose last bytes are the trailer.
 class Extent {
  public:
-    Extent(std::byte* data, const Tasklet& tasklet) : data_(data), tasklet_(tasklet) {}
+    Extent(std::byte* data, StateFormat format, const Tasklet& tasklet)
+        : data_(data), tasklet_(tasklet), regions_(regions_of(format, tasklet)) {}
 
-    float* array(std::size_t index) const {
-        return reinterpret_cast<float*>(data_ + index * region_bytes(tasklet_.numel));
-    }
-    std::uint32_t checksum(std::size_t index) const;
+    const Regions& regions() const { return regions_; }
+    std::byte* region(std::size_t index) const { return data_ + regions_.offset(index); }
+    std::uint32_t checksum(std::size_t region) const;
 
-    // Whether it is the extent the tasklet expects, with intact arrays from `first_array` on (the others were not
+    // Whether it is the extent the tasklet expects, with intact regions from `first_region` on (the others were not
     // read).
-    std::optional<Refusal> verify(const Identity& identity, std::size_t first_array) const;
+    std::optional<Refusal> verify(const Identity& identity, std::size_t first_region) const;
 
     // Fills the padding with zeros, so that no memory of another tasklet reaches storage, and writes the trailer.
     void seal(const Identity& identity, const Checksums& checksums) const;
@@ -56,6 +64,7 @@ class Extent {
  private:
     std::byte* data_;
     const Tasklet& tasklet_;
+    Regions regions_;
 };
 
 }  // namespace smart_infinity

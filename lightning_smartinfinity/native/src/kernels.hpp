@@ -7,6 +7,7 @@
 // linker for everybody.
 
 #include <cstddef>
+#include <cstdint>
 
 #include "dtype.hpp"
 
@@ -24,6 +25,7 @@ struct AdamStep {
     float step_size;  // lr / (1 - beta1 ** step)
     float inverse_sqrt_bias_correction2;
     float eps;
+    std::uint32_t seed;  // of stochastic rounding: the number of the update
 };
 
 // First elements of a run. The arrays must not overlap.
@@ -35,6 +37,22 @@ struct AdamArrays {
     void* parameter;
 };
 
+// Elements of the partition's grid: each cell has its own random bits, and no more of them share an exponent.
+constexpr std::size_t kCellNumel = 256;
+
+// Elements of a cell, and what their random bits are made of.
+struct CellPart {
+    std::uint32_t key;
+    std::uint32_t first;  // in the cell
+    std::size_t numel;
+};
+
+// A block of 8-bit codes, and the exponent that they share.
+struct Codes {
+    std::uint8_t* codes;
+    std::uint8_t* exponent;
+};
+
 constexpr std::size_t kNoParameter = kNumDTypes;  // column of Kernels::adam that writes no parameter
 
 struct Kernels {
@@ -42,11 +60,30 @@ struct Kernels {
     using Widen = void (*)(const void* values, float* out, std::size_t numel);
     using Narrow = void (*)(const float* values, void* out, std::size_t numel);
     using SumOfSquares = double (*)(const void* values, std::size_t numel);
+    using RoundBf16 = void (*)(const float* exp_avg, const float* exp_avg_sq, std::uint16_t* exp_avg_out,
+                               std::uint16_t* exp_avg_sq_out, const CellPart& cell);
+    using RoundInt8 = void (*)(const float* exp_avg, const float* exp_avg_sq, const Codes& exp_avg_out,
+                               const Codes& exp_avg_sq_out, const CellPart& cell);
+    using Encode = void (*)(const float* values, const Codes& out, std::size_t numel);
+    using Decode = void (*)(const Codes& codes, float* out, std::size_t numel);
+    using Split = void (*)(const float* values, std::uint16_t* parameter, std::uint16_t* remainder, std::size_t numel);
+    using Join = void (*)(const std::uint16_t* parameter, const std::uint16_t* remainder, float* out,
+                          std::size_t numel);
 
     Adam adam[kNumDTypes][kNumDTypes + 1];  // [gradient dtype][parameter dtype or kNoParameter]
     Widen widen[kNumDTypes];
     Narrow narrow[kNumDTypes];
     SumOfSquares sum_of_squares[kNumDTypes];
+
+    // State formats. A block has at most kCellNumel elements.
+    RoundBf16 round_bf16;   // stochastically
+    RoundInt8 round_int8;   // stochastically
+    Encode encode_exp_avg;  // to nearest
+    Encode encode_exp_avg_sq;
+    Decode decode_exp_avg;
+    Decode decode_exp_avg_sq;
+    Split split;  // fp32 into its bf16 and a remainder
+    Join join;
 };
 
 extern const Kernels kScalarKernels;

@@ -168,6 +168,197 @@ double sum_of_squares(const void* values, std::size_t numel) {
     return sums[0];
 }
 
+// ---- state formats
+
+// Thirty-two random bits of an element: a hash, so that they depend on neither threads nor tasklets.
+inline Bits random_bits(const CellPart& cell, std::size_t index) {
+    Bits x = cell.key + (cell.first + static_cast<Bits>(index));
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// To one of the two neighbours in bf16, to each as often as it is near. `random` has 16 bits.
+inline std::uint16_t round_to_bf16(float value, Bits random) {
+    const Bits bits = bits_of(value);
+    const bool finite = (bits & 0x7fffffffu) < 0x7f800000u;
+    return static_cast<std::uint16_t>(finite ? (bits + random) >> 16 : Bits{BFloat16::narrow(value)});
+}
+
+void round_bf16(const float* exp_avg, const float* exp_avg_sq, std::uint16_t* exp_avg_out,
+                std::uint16_t* exp_avg_sq_out, const CellPart& cell) {
+    const CellPart part = cell;
+    const float* __restrict m = exp_avg;
+    const float* __restrict v = exp_avg_sq;
+    std::uint16_t* __restrict m_out = exp_avg_out;
+    std::uint16_t* __restrict v_out = exp_avg_sq_out;
+    for (std::size_t i = 0; i < part.numel; ++i) {
+        const Bits random = random_bits(part, i);
+        m_out[i] = round_to_bf16(m[i], random & 0xffffu);
+        v_out[i] = round_to_bf16(v[i], random >> 16);
+    }
+}
+
+// Floating point of kExponents exponents and three bits of mantissa, relative to the exponent of a block: the largest
+// finite code stands for 1.75 * 2**exponent, the one above it for NaN (infinity becomes NaN, too), and codes below 8
+// are subnormal. The block's exponent is that of fp32, at least so large that every code is a normal fp32 number.
+template <Bits kExponents>
+struct Minifloat {
+    static constexpr Bits kMantissa = 20;  // bits of fp32 below a code
+    static constexpr Bits kNan = kExponents * 8 - 1;
+    static constexpr Bits kLargest = kNan - 1;
+    static constexpr Bits kSmallestExponent = kExponents + 2;
+    static constexpr Bits kLargestExponent = 254;
+
+    // Between a normal code and the upper 12 bits of its fp32.
+    static Bits bias(Bits exponent) { return (exponent - (kExponents - 1)) * 8; }
+    // Code 8, in fp32.
+    static Bits least_normal(Bits exponent) { return (exponent - (kExponents - 2)) << 23; }
+
+    // Of a block whose largest finite magnitude this is: the least that can hold it without rounding it down to
+    // kLargest.
+    static Bits exponent_for(Bits magnitude) {
+        const Bits fitting = (magnitude + 0x1fffffu) >> 23;
+        const Bits floored = fitting < kSmallestExponent ? kSmallestExponent : fitting;
+        return floored > kLargestExponent ? kLargestExponent : floored;
+    }
+
+    static Bits decode(Bits code, Bits exponent) {
+        const bool subnormal = code < 8;
+        const Bits shifted = (code + bias(exponent) + (subnormal ? 8u : 0u)) << kMantissa;
+        const float offset = subnormal ? float_of(least_normal(exponent)) : 0.0f;
+        return code == kNan ? 0x7fc00000u : bits_of(float_of(shifted) - offset);
+    }
+
+    // In units of 2**-20 of a code, before rounding. A subnormal gets the fp32 exponent whose ulp is its own.
+    static Bits scaled(Bits magnitude, Bits exponent) {
+        const bool subnormal = magnitude < least_normal(exponent);
+        const Bits shifted = bits_of(float_of(magnitude) + float_of(least_normal(exponent)));
+        return (subnormal ? shifted - (8u << kMantissa) : magnitude) - (bias(exponent) << kMantissa);
+    }
+
+    static Bits clamped(Bits code, Bits magnitude) {
+        const Bits finite = code > kLargest ? kLargest : code;
+        return magnitude >= 0x7f800000u ? kNan : finite;
+    }
+
+    static Bits nearest(Bits magnitude, Bits exponent) {
+        const Bits exact = scaled(magnitude, exponent);
+        return clamped((exact + 0x7ffffu + ((exact >> kMantissa) & 1u)) >> kMantissa, magnitude);
+    }
+
+    // `random` has 16 bits: they are centred in the 20 of a code.
+    static Bits stochastic(Bits magnitude, Bits exponent, Bits random) {
+        return clamped((scaled(magnitude, exponent) + (random * 16u + 8u)) >> kMantissa, magnitude);
+    }
+};
+
+struct ExpAvgCode : Minifloat<16> {
+    static Bits sign_of(Bits bits) { return (bits >> 24) & 0x80u; }
+    static Bits with_sign(Bits code, Bits bits, Bits) { return code | sign_of(bits); }
+    static float widen(Bits code, Bits exponent) {
+        return float_of(decode(code & 0x7fu, exponent) | (code & 0x80u) << 24);
+    }
+};
+
+struct ExpAvgSqCode : Minifloat<32> {
+    // Never zero unless it is zero: a second moment of zero would let the update explode.
+    static Bits with_sign(Bits code, Bits, Bits magnitude) {
+        return code == 0u && magnitude >= 0x00800000u ? 1u : code;
+    }
+    static float widen(Bits code, Bits exponent) { return float_of(decode(code, exponent)); }
+};
+
+inline Bits magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
+
+// Masked, and not chosen by a condition, which would keep the loops over it from being vectorised.
+inline Bits finite_magnitude_of(float value) {
+    const Bits magnitude = magnitude_of(value);
+    return magnitude & (0u - Bits{magnitude < 0x7f800000u});
+}
+
+inline Bits larger(Bits left, Bits right) { return left > right ? left : right; }
+
+template <class Code>
+void encode(const float* values, const Codes& out, std::size_t numel) {
+    const float* __restrict in = values;
+    std::uint8_t* __restrict codes = out.codes;
+    Bits largest = 0;
+    for (std::size_t i = 0; i < numel; ++i) largest = larger(largest, finite_magnitude_of(in[i]));
+    const Bits exponent = Code::exponent_for(largest);
+    for (std::size_t i = 0; i < numel; ++i) {
+        const Bits magnitude = magnitude_of(in[i]);
+        const Bits code = Code::nearest(magnitude, exponent);
+        codes[i] = static_cast<std::uint8_t>(Code::with_sign(code, bits_of(in[i]), magnitude));
+    }
+    *out.exponent = static_cast<std::uint8_t>(exponent);
+}
+
+template <class Code>
+void decode(const Codes& from, float* out, std::size_t numel) {
+    const std::uint8_t* __restrict codes = from.codes;
+    float* __restrict result = out;
+    const Bits exponent = *from.exponent;
+    for (std::size_t i = 0; i < numel; ++i) result[i] = Code::widen(codes[i], exponent);
+}
+
+template <class Code>
+inline std::uint8_t round_to(float value, Bits exponent, Bits random) {
+    const Bits magnitude = magnitude_of(value);
+    const Bits code = Code::stochastic(magnitude, exponent, random);
+    return static_cast<std::uint8_t>(Code::with_sign(code, bits_of(value), magnitude));
+}
+
+void round_int8(const float* exp_avg, const float* exp_avg_sq, const Codes& exp_avg_out, const Codes& exp_avg_sq_out,
+                const CellPart& cell) {
+    const CellPart part = cell;
+    const float* __restrict m = exp_avg;
+    const float* __restrict v = exp_avg_sq;
+    std::uint8_t* __restrict m_out = exp_avg_out.codes;
+    std::uint8_t* __restrict v_out = exp_avg_sq_out.codes;
+    Bits largest_m = 0;
+    Bits largest_v = 0;
+    for (std::size_t i = 0; i < part.numel; ++i) {
+        largest_m = larger(largest_m, finite_magnitude_of(m[i]));
+        largest_v = larger(largest_v, finite_magnitude_of(v[i]));
+    }
+    const Bits exponent_m = ExpAvgCode::exponent_for(largest_m);
+    const Bits exponent_v = ExpAvgSqCode::exponent_for(largest_v);
+    for (std::size_t i = 0; i < part.numel; ++i) {
+        const Bits random = random_bits(part, i);
+        m_out[i] = round_to<ExpAvgCode>(m[i], exponent_m, random & 0xffffu);
+        v_out[i] = round_to<ExpAvgSqCode>(v[i], exponent_v, random >> 16);
+    }
+    *exp_avg_out.exponent = static_cast<std::uint8_t>(exponent_m);
+    *exp_avg_sq_out.exponent = static_cast<std::uint8_t>(exponent_v);
+}
+
+// The bf16 is the nearest, to even as everywhere. One value in 2**17 lies half-way above an even one, where the
+// remainder would be 2**15: it is taken for its neighbour, 2**15 - 1, so that 16 bits tell them all apart.
+void split(const float* values, std::uint16_t* parameter, std::uint16_t* remainder, std::size_t numel) {
+    const float* __restrict in = values;
+    std::uint16_t* __restrict high = parameter;
+    std::uint16_t* __restrict low = remainder;
+    for (std::size_t i = 0; i < numel; ++i) {
+        const Bits bits = bits_of(in[i]);
+        const Bits nearest = BFloat16::narrow(in[i]);
+        const Bits rest = bits - (nearest << 16);
+        const Bits fitting = rest == 0x8000u ? 0x7fffu : rest;
+        high[i] = static_cast<std::uint16_t>(nearest);
+        low[i] = static_cast<std::uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0u : fitting);
+    }
+}
+
+void join(const std::uint16_t* parameter, const std::uint16_t* remainder, float* out, std::size_t numel) {
+    const std::uint16_t* __restrict high = parameter;
+    const std::uint16_t* __restrict low = remainder;
+    float* __restrict result = out;
+    for (std::size_t i = 0; i < numel; ++i) {
+        const Bits signed_low = (Bits{low[i]} ^ 0x8000u) - 0x8000u;
+        result[i] = float_of((Bits{high[i]} << 16) + signed_low);
+    }
+}
+
 }  // namespace
 
 #define SMART_INFINITY_ADAM_ROW(Gradient) \
@@ -179,6 +370,14 @@ const Kernels SMART_INFINITY_KERNELS = {
     {widen<Float32>, widen<Float16>, widen<BFloat16>},
     {narrow<Float32>, narrow<Float16>, narrow<BFloat16>},
     {sum_of_squares<Float32>, sum_of_squares<Float16>, sum_of_squares<BFloat16>},
+    round_bf16,
+    round_int8,
+    encode<ExpAvgCode>,
+    encode<ExpAvgSqCode>,
+    decode<ExpAvgCode>,
+    decode<ExpAvgSqCode>,
+    split,
+    join,
 };
 
 #undef SMART_INFINITY_ADAM_ROW

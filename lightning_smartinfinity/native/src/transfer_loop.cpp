@@ -24,6 +24,7 @@ PipelineOptions checked(PipelineOptions options) {
             "buffer_bytes must be a multiple of 4096, from 8192 on");
     require(options.io_threads >= 1 && options.io_threads <= 1024, "io_threads must be in [1, 1024]");
     require(options.compute_threads >= 1 && options.compute_threads <= 1024, "compute_threads must be in [1, 1024]");
+    (void)checked_format(options.identity.state_format);
     for (const StateFile& file : options.files) (void)file.descriptor();
     return options;
 }
@@ -84,7 +85,7 @@ TransferLoop::TransferLoop(PipelineOptions options)
 TransferLoop::~TransferLoop() { close(); }
 
 void TransferLoop::submit(Batch batch) {
-    validate(batch, options_.files.size(), options_.buffer_bytes);
+    validate(batch);
     if (slot_bytes(batch) == 0) batch.stream.reset();  // nothing travels
     auto run = std::make_shared<Run>(std::move(batch), options_.num_buffers);
     const std::lock_guard lock(mutex_);
@@ -95,8 +96,12 @@ void TransferLoop::submit(Batch batch) {
     start_ready();
 }
 
+void TransferLoop::validate(const Batch& batch) const {
+    smart_infinity::validate(batch, options_.identity.format(), options_.files.size(), options_.buffer_bytes);
+}
+
 void TransferLoop::extend(Batch more) {
-    validate(more, options_.files.size(), options_.buffer_bytes);
+    validate(more);
     const std::lock_guard lock(mutex_);
     require_open();
     require(run_ != nullptr, "no batch is active that could be extended");
@@ -250,8 +255,9 @@ void TransferLoop::start_transfer(const Action& action, Direction direction) {
     const Tasklet& tasklet = *items_[action.buffer].tasklet;
     const StateFile& file = options_.files[tasklet.file];
     const bool read = direction == Direction::kRead;
-    // The parameter is the master: only what lies behind the master's region is read.
-    const std::size_t skipped = read && tasklet.master_in_parameter ? region_bytes(tasklet.numel) : 0;
+    // The parameter is the master, or half of it: only what lies behind the first region is read.
+    const std::size_t skipped =
+        read && tasklet.master_in_parameter ? regions_of(options_.identity.format(), tasklet).offset(1) : 0;
     const IoRequest whole{direction,
                           file.descriptor(),
                           (read ? tasklet.read_offset : tasklet.write_offset) + skipped,

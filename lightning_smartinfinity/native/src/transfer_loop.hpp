@@ -90,6 +90,7 @@ class TransferLoop final : private CompletionHandler {
         std::optional<Failure> failure;
     };
 
+    void validate(const Batch& batch) const;
     void completed(const IoRequest& request, const IoResult& result) override;
     void compute_item(const Action& action);
     void copy_item(const Action& action);

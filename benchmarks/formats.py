@@ -1,0 +1,231 @@
+"""What each state format costs, and what it does to training.
+
+The first table is of the update alone: bytes per parameter, what one core computes (verification, update, rounding and
+checksums, of tasklets that fit the second-level cache, read from the page cache), and a whole step through the pipeline
+in a folder. The second trains a small model on text, with every format from the same seeds, and shows the loss on
+held-out text at the end. Usage::
+
+    python benchmarks/formats.py [--folder .] [--million 400] [--steps 300] [--seeds 3] [--json figures.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from machine import describe
+
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.devices.host import HostDevice
+from lightning_smartinfinity.native import DType, HostBuffer
+from lightning_smartinfinity.store import StateStore, StoreDescription
+from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.transfer.layout import ParameterSlice, build_layout
+from lightning_smartinfinity.transfer.plan import Flat, StepPlan
+from lightning_smartinfinity.transfer.rules import rule_for
+
+PRECISION = "bf16-mixed"
+
+
+class Update:
+    """One parameter in bf16 with its gradient and its state.
+
+    Args:
+        folder: Where the state lies.
+        numel: Elements.
+        state_format: A name in ``STATE_FORMATS``.
+        transfer: Ring and direct I/O.
+    """
+
+    def __init__(self, folder: Path, numel: int, state_format: str, transfer: TransferConfig) -> None:
+        whole = ParameterSlice(name="p", numel=numel, real_numel=numel, group=0, sub_group=0)
+        layout = build_layout(
+            [whole],
+            tasklet_bytes=transfer.tasklet_bytes,
+            num_arrays=3,
+            num_devices=1,
+            num_slots=transfer.num_slots,
+            state_format=state_format,
+        )
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        rule = rule_for(optimizer)
+        description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=({"name": "p"},))
+        store = StateStore.create([folder], config=transfer, extents=layout.extents, description=description)
+        self.handler = TransferHandler(layout, store, HostDevice(num_buffers=transfer.num_buffers), rule=rule)
+        self.handler.open()
+        # bf16 from the upper halves of random numbers, tile by tile.
+        values = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32).view(np.uint32) >> 16
+        self.memory = [HostBuffer(2 * numel) for _ in range(2)]
+        for buffer in self.memory:
+            np.copyto(np.frombuffer(buffer.memoryview(), np.uint16), np.resize(values.astype(np.uint16), numel))
+        gradients, parameters = ([Flat(buffer.address, numel, DType.BFLOAT16)] for buffer in self.memory)
+        self.handler.initialize(parameters)
+        self.plan = StepPlan(
+            active=np.ones(1, np.bool_), gradients=gradients, outputs=parameters, groups=optimizer.param_groups
+        )
+        self.numel = numel
+
+    def step(self) -> dict[str, float]:
+        """Seconds and bytes of one step."""
+        before, start = self.handler.traffic(), time.perf_counter()
+        self.handler.begin_step(self.plan)
+        self.handler.commit()
+        seconds, after = time.perf_counter() - start, self.handler.traffic()
+        return {
+            "seconds": seconds,
+            "compute": after.compute_seconds - before.compute_seconds,
+            "read": (after.shared_read_bytes - before.shared_read_bytes) / self.numel,
+            "written": (after.shared_write_bytes - before.shared_write_bytes) / self.numel,
+        }
+
+
+@contextmanager
+def updating(folder: Path, numel: int, state_format: str, transfer: TransferConfig) -> Iterator[Update]:
+    """An update whose files are removed again."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="formats-") as inside:
+        update = Update(Path(inside), numel, state_format, transfer)
+        try:
+            yield update
+        finally:
+            update.handler.close(remove=True)
+
+
+def updates(folder: Path, million: int, repeats: int, *, tiny: bool) -> list[dict[str, Any]]:
+    """Figures of every format."""
+    small = TransferConfig(tasklet_bytes=(64 if tiny else 256) << 10, num_buffers=2, direct_io="off")
+    found = []
+    for name in STATE_FORMATS:
+        with updating(folder, (1 if tiny else 8) << 20, name, small) as update:
+            compute = min(update.step()["compute"] for _ in range(repeats)) / update.numel
+        with updating(folder, million * 10**6, name, TransferConfig()) as update:
+            steps = [update.step() for _ in range(repeats)][-max(1, repeats - 1) :]
+        found.append(
+            {
+                "format": name,
+                "read": steps[-1]["read"],
+                "written": steps[-1]["written"],
+                "compute_per_second": 1 / compute,
+                "updates_per_second": million * 1e6 / statistics.median(step["seconds"] for step in steps),
+            }
+        )
+    return found
+
+
+def losses(size: str, steps: int, seeds: int) -> list[dict[str, Any]]:
+    """Held-out losses of every format at the end of training, one for each seed."""
+    _quieten()
+    found = []
+    for name in STATE_FORMATS:
+        values = []
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory(prefix="formats-") as folder:
+                values.append(_train(Path(folder), name, size, steps, seed))
+        found.append({"format": name, "losses": values})
+    return found
+
+
+def _train(folder: Path, state_format: str, size: str, steps: int, seed: int) -> float:
+    import lightning as L
+    from byte_lm import ByteLM
+    from text_folder import TextFolder
+
+    from lightning_smartinfinity import SmartInfinityStrategy
+
+    L.seed_everything(seed, verbose=False)
+    trainer = L.Trainer(
+        strategy=SmartInfinityStrategy(folder / "state", state_format=state_format),
+        accelerator="cpu",
+        devices=1,
+        precision=PRECISION,
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        val_check_interval=steps,
+        max_epochs=-1,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = ByteLM(size, block_size=64)
+    data = TextFolder(None, pattern="*.py", block_size=64, batch_size=8, seed=seed)
+    trainer.fit(model, data)
+    loss = float(trainer.callback_metrics["val_loss"])
+    trainer.strategy.close()  # type: ignore[attr-defined]
+    return loss
+
+
+def _quieten() -> None:
+    import lightning.pytorch  # noqa: F401  it sets the levels when it is imported
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+
+
+def print_updates(rows: list[dict[str, Any]]) -> None:
+    """A table in Markdown."""
+    print("\n| format | read + written, B/parameter | one core, G parameters/s | whole step, M parameters/s |")
+    print("|---|---|---|---|")
+    for row in rows:
+        moved = f"{row['read']:.2f} + {row['written']:.2f}"
+        print(
+            f"| {row['format']} | {moved} | {row['compute_per_second'] / 1e9:.2f} |"
+            f" {row['updates_per_second'] / 1e6:.1f} |"
+        )
+
+
+def print_losses(rows: list[dict[str, Any]]) -> None:
+    """A table in Markdown, each format beside fp32."""
+    base = rows[0]["losses"]
+    print("\n| format |" + "".join(f" seed {seed} |" for seed in range(len(base))) + " mean | mean less fp32's |")
+    print("|---|" + "---|" * (len(base) + 2))
+    for row in rows:
+        gaps = [value - other for value, other in zip(row["losses"], base, strict=True)]
+        values = "".join(f" {value:.4f} |" for value in row["losses"])
+        print(f"| {row['format']} |{values} {statistics.mean(row['losses']):.4f} | {statistics.mean(gaps):+.4f} |")
+
+
+def main() -> None:
+    """Print the machine and both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(), help="where state lies meanwhile")
+    parser.add_argument("--million", type=int, default=200, help="parameters of the whole step, in millions")
+    parser.add_argument("--repeats", type=int, default=6, help="updates; the first of a whole step does not count")
+    parser.add_argument("--size", default="tiny", help="of the model that is trained, as in examples/byte_lm.py")
+    parser.add_argument("--steps", type=int, default=300, help="of the training; 0: none")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--tiny", action="store_true", help="as small as it gets, to see that it works")
+    options = parser.parse_args()
+    if options.tiny:
+        options.million, options.repeats, options.size, options.steps, options.seeds = 1, 1, "nano", 2, 1
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    print(describe("torch", "lightning", "deepspeed"))
+    figures: dict[str, Any] = {"machine": describe("torch", "lightning", "deepspeed")}
+    figures["updates"] = updates(options.folder, options.million, options.repeats, tiny=options.tiny)
+    print_updates(figures["updates"])
+    if options.steps:
+        figures["losses"] = losses(options.size, options.steps, options.seeds)
+        print_losses(figures["losses"])
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+"""The state formats, byte for byte, beside an independent reference."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lightning_smartinfinity.native import (
+    DType,
+    Identity,
+    InstructionSet,
+    Operation,
+    select_instruction_set,
+    supported_instruction_sets,
+)
+from tests.native import codecs
+from tests.native.codecs import EXP_AVG, EXP_AVG_SQ, Minifloat
+from tests.native.formula import Floats, adam, adam_step
+from tests.native.stored import JOB, Run, StoredState
+from tests.native.test_update import assert_same_bits, random_state
+
+Bits = npt.NDArray[Any]
+
+BF16, INT8, REMAINDER = 1, 2, 3
+FORMATS = {"bf16": BF16, "int8": INT8, "int8_remainder": REMAINDER}
+# One element, a whole cell, odd ones, and borders inside a cell; the last parameter is long.
+BORDERS = [1, 256, 300, 301, 302, 511, 512, 1000, 1024, 1300, 1301, 5000]
+
+
+def stored(folder: Path, numel: int, state_format: int, **options: Any) -> StoredState:
+    return StoredState(folder, numel, identity=Identity(job=JOB, rank=3, state_format=state_format), **options)
+
+
+def moments(state: StoredState, borders: list[int]) -> tuple[Floats, Floats]:
+    """exp_avg and exp_avg_sq of a single tasklet, decoded from what lies on storage."""
+    *_, first, second, exponents = state.regions()
+    blocks = codecs.blocks_of(state.numel, borders)
+    return tuple(  # type: ignore[return-value]
+        np.concatenate([code.decode(codes[a:b], int(exponents[2 * i + k])) for i, (a, b) in enumerate(blocks)])
+        for k, (code, codes) in enumerate([(EXP_AVG, first), (EXP_AVG_SQ, second)])
+    )
+
+
+def regions_of(state_format: int, arrays: list[Floats], borders: list[int], random: Bits | None) -> list[Bits]:
+    """What a tasklet's regions hold of master, exp_avg and exp_avg_sq, rounded stochastically if there are bits."""
+    master, *rest = arrays
+    low, high = (None, None) if random is None else (random & 0xFFFF, random >> 16)
+    masters = list(codecs.split(master)) if state_format == REMAINDER else [master]
+    if state_format == BF16:
+        encoded = [
+            codecs.bf16_nearest(a) if r is None else codecs.bf16_stochastic(a, r)
+            for a, r in zip(rest, (low, high), strict=True)
+        ]
+        return [array.view(np.uint8) for array in (*masters, *encoded)]
+    codes, exponents = [np.empty(len(master), np.uint8) for _ in range(2)], []
+    for begin, end in codecs.blocks_of(len(master), borders):
+        for index, (code, bits) in enumerate([(EXP_AVG, low), (EXP_AVG_SQ, high)]):
+            values = rest[index][begin:end]
+            exponents.append(code.exponent_of(values))
+            codes[index][begin:end] = code.encode(values, exponents[-1], None if bits is None else bits[begin:end])
+    return [array.view(np.uint8) for array in (*masters, *codes, np.array(exponents, np.uint8))]
+
+
+def wide_state(numel: int, seed: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Gradient, master and moments over many orders of magnitude, zeros and subnormals among them."""
+    random = np.random.default_rng(seed)
+    g, p, m, v = random_state(numel, seed, special=False)
+    m = m * np.exp2(random.integers(-30, 3, numel)).astype(np.float32)
+    v = v * np.exp2(random.integers(-50, 3, numel)).astype(np.float32)
+    for array in (m, v):
+        array[random.integers(0, 9, numel) == 0] = 0
+        array[random.integers(0, 99, numel) == 0] = 1e-40
+    m[random.integers(0, 99, numel) == 0] = -0.0
+    return g, p, m.astype(np.float32), v.astype(np.float32)
+
+
+@pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
+def test_written_state(instruction_set: InstructionSet, tmp_path: Path, state_format: int) -> None:
+    """fp32 arrays are stored as the reference rounds them to nearest, and read back as what is stored."""
+    numel = 12_288 + 700
+    _, p, m, v = wide_state(numel, seed=1)
+    with stored(tmp_path, numel, state_format, borders=BORDERS) as state:
+        state.write(p, m, v)
+        for found, expected in zip(
+            state.regions(), regions_of(state_format, [p, m, v], BORDERS, random=None), strict=True
+        ):
+            np.testing.assert_array_equal(found, expected)
+        read = state.read()
+        if state_format != BF16:
+            for found, expected in zip(read[1:], moments(state, BORDERS), strict=True):
+                assert_same_bits(found, expected)
+        before = state.regions()
+        state.write(*read)
+        again = state.read()
+        for found, expected in zip(again, read, strict=True):
+            np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+        assert state_format != BF16 or all((a == b).all() for a, b in zip(before, state.regions(), strict=True))
+
+
+@pytest.mark.parametrize("offset", [0, 1 << 32, (1 << 40) + 256])
+@pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
+def test_update(instruction_set: InstructionSet, tmp_path: Path, state_format: int, offset: int) -> None:
+    """An update is the fp32 formula on what is stored, rounded stochastically with the reference's bits."""
+    numel = 12_288 + 700
+    g, p, m, v = wide_state(numel, seed=2)
+    step = adam_step(seed=7)
+    parameter = np.zeros(numel, np.uint16)
+    with stored(tmp_path, numel, state_format, borders=BORDERS) as state:
+        state.write(p, m, v)
+        before = state.read()
+        state.offset = offset
+        run = Run(0, numel, 0, g, parameter=parameter, parameter_dtype=DType.BFLOAT16)
+        assert state.work(Operation.UPDATE, [run], [step]) is None
+        expected = [np.ascontiguousarray(array) for array in adam(step, g, before)]  # type: ignore[arg-type]
+        random = codecs.random_bits(7, offset + np.arange(numel, dtype=np.uint64))
+        for found, wanted in zip(state.regions(), regions_of(state_format, expected, BORDERS, random), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(parameter, codecs.bf16_nearest(expected[0]))
+
+
+@pytest.mark.parametrize("code", [EXP_AVG, EXP_AVG_SQ], ids=["exp_avg", "exp_avg_sq"])
+def test_every_code(tmp_path: Path, code: Minifloat) -> None:
+    """Every code at every exponent, beside one that fixes the exponent, comes back as itself, and as its value."""
+    codes = np.arange(256, dtype=np.uint8)
+    codes[(codes & (0x7F if code.signed else 0xFF)) == code.nan] = 0
+    exponents = range(code.exponents + 2, 255)
+    values = np.concatenate([code.decode(codes, exponent) for exponent in exponents])
+    index = 1 if code is EXP_AVG else 2
+    arrays: list[Floats | None] = [None, None, None]
+    arrays[index] = values
+    with stored(tmp_path, len(values), INT8) as state:
+        state.write(*arrays)
+        regions = state.regions()
+        np.testing.assert_array_equal(regions[index], np.tile(codes, len(exponents)))
+        np.testing.assert_array_equal(regions[3][index - 1 :: 2], np.array(exponents))
+        assert_same_bits(state.read()[index], values)
+
+
+def test_every_bf16(tmp_path: Path) -> None:
+    """All 65536 of them, NaNs as NaNs."""
+    values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    with stored(tmp_path, 1 << 16, BF16) as state:
+        state.write(None, values, values)
+        for array in state.read()[1:]:
+            assert_same_bits(array, values)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 7, 15, 16, 17, 63, 255, 256, 257, 511, 2049])
+def test_lengths(tmp_path: Path, numel: int) -> None:
+    """No length changes a byte between instruction sets."""
+    g, p, m, v = wide_state(numel, seed=numel)
+    for state_format in FORMATS.values():
+        found = []
+        for choice in supported_instruction_sets():
+            select_instruction_set(choice)
+            with stored(tmp_path, numel, state_format) as state:
+                state.write(p, m, v)
+                assert state.work(Operation.UPDATE, [Run(0, numel, 0, g)], [adam_step(seed=3)]) is None
+                found.append(np.concatenate(state.regions()))
+        assert all((other == found[0]).all() for other in found)
+
+
+@pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
+def test_tasklets_do_not_change_results(tmp_path: Path, state_format: int) -> None:
+    """Neither where tasklets end, nor in how many segments a batch lists the elements."""
+    numel, seen = 10_000, []
+    g, p, m, v = wide_state(numel, seed=3)
+    whole = [Run(0, numel, 0, g)]
+    cut = [0, 1, 256, 302, 1024, 1300, 5000, numel]
+    parts = [Run(a, b - a, 0, g[a:]) for a, b in pairwise(cut)]
+    for tasklet_numel, runs in [(numel, whole), (256, whole), (1024, parts), (2560, parts)]:
+        with stored(tmp_path, numel, state_format, tasklet_numel=tasklet_numel, borders=BORDERS) as state:
+            state.write(p, m, v)
+            for number in (1, 2, 3):
+                assert state.work(Operation.UPDATE, runs, [adam_step(seed=number)]) is None
+            seen.append(state.read())
+    for other in seen[1:]:
+        for found, expected in zip(other, seen[0], strict=True):
+            np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
+def test_stochastic_rounding_is_unbiased(tmp_path: Path, state_format: int) -> None:
+    """Moments between two codes become either, and on average themselves; the next update draws anew."""
+    numel = 200_000
+    random = np.random.default_rng(4)
+    m = np.exp2(random.uniform(-1, 1, numel)).astype(np.float32)
+    v = np.exp2(random.uniform(-6, 1, numel)).astype(np.float32)
+    zero = np.zeros(numel, np.float32)
+    step = {"one_minus_beta1": 0.01, "beta2": 0.999, "one_minus_beta2": 0.0}
+    drawn = []
+    with stored(tmp_path, numel, state_format) as state:
+        for seed in (1, 1, 2):
+            state.write(zero, m, v)
+            before = state.read()
+            assert state.work(Operation.UPDATE, [Run(0, numel, 0, zero)], [adam_step(seed=seed, **step)]) is None
+            after = state.read()
+            for index, factor in ((1, 0.99), (2, 0.999)):
+                ratio = after[index].astype(np.float64) / before[index]
+                assert (ratio != np.float32(factor)).all()
+                error = 5 * ratio.std() / np.sqrt(numel)
+                assert abs(ratio.mean() - factor) < error < 2e-3
+            drawn.append(np.concatenate(after[1:]))
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert (drawn[0] != drawn[2]).any()
+
+
+def test_small_second_moments_stay_alive(tmp_path: Path) -> None:
+    """A second moment too small for its block becomes the smallest code, never zero; zero stays zero."""
+    v = np.array([1.0, 1e-20, 1e-30, 0.0, 2.0**-33], np.float32)
+    with stored(tmp_path, 5, INT8) as state:
+        state.write(None, None, v)
+        np.testing.assert_array_equal(state.read()[2], np.array([1.0, 2.0**-33, 2.0**-33, 0.0, 2.0**-33], np.float32))
+        zero = np.zeros(5, np.float32)
+        for seed in range(20):
+            assert state.work(Operation.UPDATE, [Run(0, 5, 0, zero)], [adam_step(seed=seed)]) is None
+        assert (state.read()[2] > 0).tolist() == [True, True, True, False, True]
+
+
+@pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
+def test_what_is_not_finite(instruction_set: InstructionSet, tmp_path: Path, state_format: int) -> None:
+    """It is not lost, written or computed: 8-bit formats make it NaN; what lies beside it keeps its value."""
+    numel = 300
+    g, p, m, v = random_state(numel, seed=5, special=False)
+    m[7], m[8], v[9], v[10], p[11] = np.inf, np.nan, np.inf, np.nan, np.nan
+    with stored(tmp_path, numel, state_format) as state:
+        state.write(p, m, v)
+        first = state.read()
+        assert not np.isfinite(first[1][7:9]).any() and not np.isfinite(first[2][9:11]).any() and np.isnan(first[0][11])
+        assert [int((~np.isfinite(array)).sum()) for array in first] == [1, 2, 2]
+        if state_format == BF16:
+            assert first[1][7] == first[2][9] == np.inf
+        g[20] = np.nan
+        parameter = np.zeros(numel, np.uint16)
+        run = Run(0, numel, 0, g, parameter=parameter, parameter_dtype=DType.BFLOAT16)
+        assert state.work(Operation.UPDATE, [run], [adam_step(seed=1)]) is None
+        second = state.read()
+        for array in second:
+            assert np.isnan(array[20])
+        master = (parameter.astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_array_equal(np.isnan(master), np.isnan(second[0]))
+        assert np.isfinite(np.delete(np.stack(second), [7, 8, 9, 10, 11, 20], axis=1)).all()
+
+
+def test_largest_values(tmp_path: Path) -> None:
+    """What no exponent reaches becomes the largest code, which is finite."""
+    values = np.array([3.4e38, -3.4e38, 1e38], np.float32)
+    with stored(tmp_path, 3, INT8) as state:
+        state.write(None, values, np.abs(values))
+        largest = np.float32(1.75 * 2.0**127)
+        assert state.read()[1].tolist()[:2] == [largest, -largest]
+        assert state.read()[2].tolist()[:2] == [largest, largest]
+
+
+def test_remainders(tmp_path: Path) -> None:
+    """Masters come back exactly, but for those half-way above an even bf16: they move by one place of fp32."""
+    random = np.random.default_rng(6)
+    bits = random.integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    bits[::3] = (bits[::3] & 0xFFFF0000) | 0x8000
+    bits[:4] = [0x7F7FFFFF, 0xFF7FFFFF, 0x00008000, 0x80018000]
+    masters = bits.view(np.float32)
+    expected = bits - ((bits & 0x1FFFF) == 0x8000).astype(np.uint32)
+    with stored(tmp_path, len(masters), REMAINDER) as state:
+        state.write(masters)
+        (found, *_) = state.read()
+        number = ~np.isnan(masters)
+        np.testing.assert_array_equal(found.view(np.uint32)[number], expected[number])
+        assert np.isnan(found[~number]).all()
+        parameter = np.zeros(len(masters), np.uint16)
+        run = Run(0, len(masters), parameter=parameter, parameter_dtype=DType.BFLOAT16)
+        assert state.work(Operation.READ, [run]) is None
+    np.testing.assert_array_equal(parameter[number], codecs.bf16_nearest(masters)[number])
+    assert np.isnan((parameter[~number].astype(np.uint32) << 16).view(np.float32)).all()
+
+
+@pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
+def test_modified_state(tmp_path: Path, state_format: int) -> None:
+    """Replacing some elements of a block leaves the others alone, unless they are too small beside the new ones."""
+    numel = 1000
+    _, p, m, v = random_state(numel, seed=8, special=False)
+    new = np.full(10, 1.5, np.float32)
+    with stored(tmp_path, numel, state_format, borders=[300]) as state:
+        state.write(p, m, v)
+        before = state.read()
+        assert state.work(Operation.MODIFY, [Run(400, 10, arrays=(None, new, None))]) is None
+        after = state.read()
+        before[1][400:410] = 1.5
+        for found, expected in zip(after, before, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        new[:] = 2.0**30
+        assert state.work(Operation.MODIFY, [Run(400, 10, arrays=(None, None, new))]) is None
+        last = state.read()
+        before[2][400:410] = new
+        same = np.r_[0:300, 400:410, 512:1000] if state_format != BF16 else np.r_[0:1000]
+        np.testing.assert_array_equal(last[2][same], before[2][same])
+        assert (last[2] > 0).all()
+
+
+def test_parts_of_blocks_are_read(tmp_path: Path) -> None:
+    """Any run of elements, wherever blocks begin."""
+    numel = 1000
+    arrays = wide_state(numel, seed=9)[1:]
+    with stored(tmp_path, numel, REMAINDER, borders=BORDERS) as state:
+        state.write(*arrays)
+        whole = state.read()
+        for begin, end in [(0, 1), (255, 257), (299, 303), (301, 302), (700, 1000), (5, 600)]:
+            out = [np.zeros(end - begin, np.float32) for _ in range(3)]
+            assert state.work(Operation.READ, [Run(begin, end - begin, arrays=out)]) is None
+            for found, expected in zip(out, whole, strict=True):
+                np.testing.assert_array_equal(found.view(np.uint32), expected[begin:end].view(np.uint32))
+
+
+@pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
+def test_masters_in_parameters_are_not_read(tmp_path: Path, state_format: int) -> None:
+    """The first region may hold anything: the update takes it from the parameter, and writes it."""
+    numel = 5000
+    g, p, m, v = wide_state(numel, seed=10)
+    with stored(tmp_path, numel, state_format, borders=BORDERS) as state:
+        state.write(p, m, v)
+        before = state.read()
+        sixteen = state_format == REMAINDER
+        parameter: Bits = codecs.split(p)[0] if sixteen else p.copy()
+        dtype = DType.BFLOAT16 if sixteen else DType.FLOAT32
+        with open(state.paths[0], "r+b") as file:
+            file.seek(state.extent_offset(0, state.slot))
+            file.write(bytes(state.region_bytes_of(0)[0]))
+        runs = [
+            Run(0, 1, parameter=parameter, parameter_dtype=dtype),
+            Run(1, numel - 1, 0, g[1:], parameter=parameter[1:], parameter_dtype=dtype),
+        ]
+        step = adam_step(seed=2)
+        failure = state.work(Operation.UPDATE, runs, [step], master_in_parameter=True)
+        assert failure is None, failure
+        after = state.read()
+    expected = adam(step, g, before)[0]  # type: ignore[arg-type]
+    assert_same_bits(after[0][:1], before[0][:1])
+    wanted = codecs.join(*codecs.split(np.ascontiguousarray(expected))) if sixteen else expected
+    assert_same_bits(after[0][1:], wanted[1:])
+    found = (parameter.astype(np.uint32) << 16).view(np.float32) if sixteen else parameter
+    rounded = (codecs.bf16_nearest(after[0]).astype(np.uint32) << 16).view(np.float32) if sixteen else after[0]
+    assert_same_bits(found, rounded)
+
+
+def test_every_region_is_checked(tmp_path: Path) -> None:
+    """A flipped bit anywhere is refused."""
+    numel = 5000
+    _, p, m, v = wide_state(numel, seed=11)
+    for state_format in FORMATS.values():
+        with stored(tmp_path, numel, state_format, borders=BORDERS) as state:
+            state.write(p, m, v)
+            begin = state.extent_offset(0, state.slot)
+            for region, used in enumerate(state.region_bytes_of(0)):
+                content = bytearray(state.paths[0].read_bytes())
+                content[begin + used - 1] ^= 4
+                original = state.paths[0].read_bytes()
+                state.paths[0].write_bytes(content)
+                failure = state.work(Operation.READ, [Run(0, numel)])
+                assert failure is not None and failure.kind == "checksum"
+                assert f"region {region} does not match" in failure.message
+                state.paths[0].write_bytes(original)
+                begin += -(-used // 4096) * 4096
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    """Extents of two formats may be equally long; the trailer tells them apart."""
+    with stored(tmp_path, 100, BF16) as state:
+        state.write(np.ones(100, np.float32))
+        state.pipeline.close()
+        state.identity = Identity(job=JOB, rank=3, state_format=0)
+        state.pipeline = state.open_pipeline()
+        failure = state.work(Operation.READ, [Run(0, 100)])
+        assert failure is not None and failure.kind == "format" and "state format is 1, expected 0" in failure.message
+
+
+def test_refused_batches(tmp_path: Path) -> None:
+    """What cannot be rounded block by block, or has no such format, never starts."""
+    g = np.zeros(1000, np.float32)
+    with stored(tmp_path, 1000, INT8, borders=[300]) as state:
+        state.write(g)
+        for begin, end in [(0, 100), (100, 256), (256, 299)]:
+            with pytest.raises(ValueError, match="ends inside a block"):
+                state.start(Operation.UPDATE, [Run(begin, end - begin, 0, g)], [adam_step()])
+        with pytest.raises(ValueError, match="needs an fp32 parameter address"):
+            state.start(Operation.UPDATE, [Run(0, 1000, 0, g)], [adam_step()], master_in_parameter=True)
+        state.offset = 100
+        with pytest.raises(ValueError, match="offset 100 is not a multiple of 256"):
+            state.start(Operation.UPDATE, [Run(0, 1000, 0, g)], [adam_step()])
+    run = Run(0, 1000, 0, g, parameter=np.zeros(1000, np.float32))
+    with stored(tmp_path, 1000, REMAINDER) as state, pytest.raises(ValueError, match="needs a bf16 parameter address"):
+        state.start(Operation.UPDATE, [run], [adam_step()], master_in_parameter=True)
