@@ -1,10 +1,10 @@
-"""Memory and time of saving and loading a checkpoint of GPT-2, beside stock DeepSpeed on the same machine.
+"""Memory and time of saving, loading and evaluating a checkpoint of GPT-2, beside stock DeepSpeed on the same machine.
 
     python benchmarks/checkpoint_memory.py --size 355m --systems smart_infinity stock
 
-Each system trains one step in bf16 and saves in one process, and resumes in another. ``stock`` is Lightning's
-DeepSpeedStrategy(stage=3) with CPU offload and torch's AdamW: it holds the whole state in memory, so its share of the
-peaks is what a checkpoint adds to that.
+Each system trains one step in bf16 and saves in one process, resumes in another, and loads the weights alone, as for
+an evaluation, in a third. ``stock`` is Lightning's DeepSpeedStrategy(stage=3) with CPU offload and torch's AdamW: it
+holds the whole state in memory, so its share of the peaks is what a checkpoint adds to that.
 
 Measured are the anonymous memory (RssAnon, every 5 ms) and the resident set's high-water mark (VmHWM, reset before),
 each as growth over the moment before; the file's pages that a process maps count in the second only.
@@ -13,20 +13,21 @@ each as growth over the moment before; the file's pages that a process maps coun
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from comparison import measure, report, table
 from gpt2 import SIZES
 from machine import describe
-from peak_memory import BUCKET, SUB_GROUP, Probe, lightning_module, resident
+from peak_memory import resident
+from training import BUCKET, SUB_GROUP, Probe, lightning_module, tokens
 
 SYSTEMS = ("smart_infinity", "stock")
 SAMPLING_SECONDS = 0.005
@@ -103,7 +104,7 @@ def strategy_of(system: str, folder: str) -> Any:
 
 
 def run(system: str, phase: str, size: str, folder: str) -> dict[str, float]:
-    """Save or load in this process."""
+    """Save, load or evaluate in this process."""
     import lightning.pytorch as pl
 
     strategy, watch, path = strategy_of(system, folder), Watch(), Path(folder) / "a.ckpt"
@@ -124,9 +125,15 @@ def run(system: str, phase: str, size: str, folder: str) -> dict[str, float]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        limit_predict_batches=0,
         default_root_dir=folder,
     )
-    trainer.fit(lightning_module(size, 2, Probe()), ckpt_path=path if phase == "load" else None)
+    batches = partial(tokens, size=size, shape=(1, 32))
+    module = lightning_module(size, 2, Probe(), batches)
+    if phase == "evaluate":
+        trainer.predict(module, module.train_dataloader(), ckpt_path=path)
+    else:
+        trainer.fit(module, ckpt_path=path if phase == "load" else None)
     if phase == "save":
         with watch:
             trainer.save_checkpoint(path)
@@ -142,25 +149,6 @@ COLUMNS = {  # of the table: key of the figures, digits
 }
 
 
-def table(rows: dict[str, dict[str, float]]) -> str:
-    """Markdown."""
-    lines = ["| " + " | ".join(["", *COLUMNS]) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
-    for name, row in rows.items():
-        lines.append("| " + " | ".join([name, *(f"{row[key]:.{digits}f}" for key, digits in COLUMNS.values())]) + " |")
-    return "\n".join(lines)
-
-
-def measure(system: str, phase: str, options: argparse.Namespace, folder: str) -> dict[str, float] | None:
-    """One phase in a process of its own; None if it fails, having said why."""
-    command = [sys.executable, __file__, "--child", system, phase, "--size", options.size, "--storage", folder]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        print(f"{system}, {phase} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}", file=sys.stderr)
-        return None
-    figures: dict[str, float] = json.loads(done.stdout.split("FIGURES ")[1].splitlines()[0])
-    return figures
-
-
 def main() -> int:
     """Measures each system and prints a table below the machine.
 
@@ -174,16 +162,17 @@ def main() -> int:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print("FIGURES " + json.dumps(run(*options.child, options.size, options.storage)))
+        report(run(*options.child, options.size, options.storage))
         return 0
     rows: dict[str, dict[str, float] | None] = {}
     for system in options.systems:
         with tempfile.TemporaryDirectory(dir=options.storage or ".") as folder:
-            for phase in ("save", "load"):
-                rows[f"{system}, {phase}"] = measure(system, phase, options, folder)
+            for phase in ("save", "load", "evaluate"):
+                name, size = f"{system}, {phase}", ["--size", options.size]
+                rows[name] = measure(name, __file__, "--child", system, phase, *size, "--storage", folder)
     print(describe("torch", "deepspeed", "lightning"))
     print(f"GPT-2 {options.size}, bf16\n")
-    print(table({name: row for name, row in rows.items() if row is not None}))
+    print(table({name: row for name, row in rows.items() if row is not None}, COLUMNS, head=""))
     return int(None in rows.values())
 
 

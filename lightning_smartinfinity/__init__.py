@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
     from lightning_smartinfinity.precision import SmartInfinityPrecision
+    from lightning_smartinfinity.rng import RandomStates
     from lightning_smartinfinity.strategy import SmartInfinityStrategy
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CudaError",
+    "RandomStates",
     "SmartInfinityError",
     "SmartInfinityFabricStrategy",
     "SmartInfinityPrecision",
@@ -53,6 +55,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "CudaError": "errors",
+    "RandomStates": "rng",
     "SmartInfinityError": "errors",
     "SmartInfinityFabricStrategy": "fabric",
     "SmartInfinityPrecision": "precision",

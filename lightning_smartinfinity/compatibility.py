@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_smartinfinity.errors import UnsupportedError
 
-__all__ = ["REFUSED_CALLBACKS", "Refusal", "accumulates", "adapt_callbacks"]
+__all__ = ["REFUSED_CALLBACKS", "OptimizerList", "Refusal", "accumulates", "adapt_callbacks"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,25 @@ def _error(callback: Callback, refusal: Refusal) -> UnsupportedError:
     return UnsupportedError(
         f"{name}{kind} does not work with the smart_infinity strategy: it {refusal.reason}.", refusal.remedy
     )
+
+
+class OptimizerList(list[Any]):
+    """A Trainer's optimizers, which say so when they are taken for the one optimizer that they hold.
+
+    DeepSpeed's is no ``torch.optim.Optimizer``, and so ``self.optimizers(use_pl_optimizer=False)`` returns the list.
+    """
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name not in _OF_AN_OPTIMIZER:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise UnsupportedError(
+            f"self.optimizers(use_pl_optimizer=False).{name}: with the smart_infinity strategy this is the list of "
+            "DeepSpeed's optimizer.",
+            f"Use self.optimizers().{name}.",
+        )
+
+
+_OF_AN_OPTIMIZER = ("add_param_group", "load_state_dict", "param_groups", "state", "state_dict", "step", "zero_grad")
 
 
 class _AnyStrategy:

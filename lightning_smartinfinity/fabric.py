@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
@@ -22,27 +21,20 @@ from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
-from lightning_smartinfinity.near_storage import NearStorage, check_options, indexed_device, swapped_precision
+from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
+from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
+from lightning_smartinfinity.settings import check_save_path
 
 __all__ = ["SmartInfinityFabricStrategy"]
 
 
-class FabricOptions(TypedDict, total=False):
+class FabricOptions(SharedOptions, total=False):
     """Settings that Lightning's own Fabric strategies take, passed on unchanged."""
 
     accelerator: Accelerator | None
-    parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None
     precision: Precision | None
-    process_group_backend: str | None
-    timeout: timedelta | None
-    loss_scale: float
-    initial_scale_power: int
-    loss_scale_window: int
-    hysteresis: int
-    min_loss_scale: int
-    exclude_frozen_parameters: bool
 
 
 class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
@@ -87,7 +79,6 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         zero: Mapping[str, Any] | None = None,
         **options: Unpack[FabricOptions],
     ) -> None:
-        check_options(type(self).__name__, options, FabricOptions)
         # DeepSpeedStrategy's own constructor is skipped: see _take_settings.
         super(DeepSpeedStrategy, self).__init__(
             accelerator=options.get("accelerator"),
@@ -99,6 +90,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         self._take_settings(
             storage,
             options,
+            known=FabricOptions,
             update_device=update_device,
             state_format=state_format,
             overlap=overlap,
@@ -157,7 +149,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def module_sharded_context(self) -> Iterator[None]:
         self._choose_storage(Path.cwd())
-        with self._building(super().module_sharded_context(), None):
+        with self._building(super().module_sharded_context, None):
             yield
 
     @override
@@ -241,8 +233,10 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         from lightning_smartinfinity.zero3.client_state import refuse_reserved
+        from lightning_smartinfinity.zero3.engine_checkpoint import save_engine
 
         _refuse_options(storage_options=storage_options, filter=filter)
+        check_save_path(path)
         engine, rest = self._split(state)
         if engine is not self._training_engine:
             raise UnsupportedError(
@@ -250,7 +244,10 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 "Save the model that is trained; the weights of others are in the checkpoint that they came from.",
             )
         refuse_reserved(rest)
-        self._save_engine(self.broadcast(path), self._convert_stateful_objects_in_state(rest, filter={}))
+        client_state = self._convert_stateful_objects_in_state(rest, filter={})
+        path = self.broadcast(path)
+        self._name_save(client_state)
+        save_engine(engine, path, client_state, exclude_frozen=self.exclude_frozen_parameters)
 
     @override
     def load_checkpoint(
@@ -260,9 +257,11 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        from lightning_smartinfinity.zero3.engine_checkpoint import load_engine
+
         if isinstance(state, Module):  # fabric.load_raw
             engine, _ = self._split({"model": state})
-            self._load_weights(self._read_weights(path), engine, strict=strict)
+            self._load_weights(self._read_file(path), engine, strict=strict)
             return {}
         if not isinstance(state, dict):
             raise UnsupportedError(
@@ -271,23 +270,45 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             )
         engine, rest = self._split(state)
         with_optimizer = len(rest) + 1 < len(state)
-        loaded = self._load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
+        if self.load_full_weights:
+            _refuse_optimizer(with_optimizer)
+            loaded = self._load_full(path, state, engine, strict=strict)
+        else:
+            loaded = load_engine(path, engine, with_optimizer=with_optimizer, strict=strict)
         _move_into(rest, loaded, path=path, strict=strict)
         state.update(rest)
         return loaded
 
-    def _read_weights(self, path: str | Path) -> Mapping[str, Any]:
+    def _load_full(self, path: str | Path, state: dict[str, Any], engine: Any, *, strict: bool) -> dict[str, Any]:
+        """Load weights from a file with the state's own keys; what else the file holds is returned."""
+        (key,) = (key for key, value in state.items() if value is engine)
+        contents = dict(self._read_file(path))
+        weights = contents.pop(key, None)
+        if not isinstance(weights, Mapping):
+            raise CheckpointError(
+                f"{path} holds no weights under {key!r}.",
+                f"Pass a file of torch.save({{{key!r}: module.state_dict()}}, path), or the state with the file's key.",
+            )
+        self._load_weights(weights, engine, strict=strict)
+        return contents
+
+    def _load_weights(self, weights: Mapping[str, Any], engine: Any, *, strict: bool) -> None:
+        from lightning_smartinfinity.zero3.engine_checkpoint import load_weights
+
+        load_weights(weights, engine, trained=engine is self._training_engine, strict=strict)
+
+    def _read_file(self, path: str | Path) -> Mapping[str, Any]:
         from lightning_smartinfinity.zero3.checkpoint_folder import reading_checkpoint
         from lightning_smartinfinity.zero3.collectives import raising_together
 
-        weights: Any = None
+        contents: Any = None
         with raising_together(), reading_checkpoint(path):
-            weights = self.checkpoint_io.load_checkpoint(path)
-            if not isinstance(weights, Mapping):
+            contents = self.checkpoint_io.load_checkpoint(path)
+            if not isinstance(contents, Mapping):
                 raise CheckpointError(
                     f"{path} holds no state dict.", "Pass what torch.save(module.state_dict()) wrote."
                 )
-        return weights
+        return contents
 
     def _split(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The engine in a state, and what is neither it nor its optimizer."""
@@ -334,6 +355,14 @@ def _refuse_options(**options: object) -> None:
                 f"fabric.save({name}=...) does not work with the smart_infinity strategy: DeepSpeed writes the files.",
                 f"Remove {name}.",
             )
+
+
+def _refuse_optimizer(with_optimizer: bool) -> None:
+    if with_optimizer:
+        raise UnsupportedError(
+            "SmartInfinityFabricStrategy(load_full_weights=True) was given a state with an optimizer.",
+            "It loads weights: leave the optimizer out, or load what fabric.save wrote, without load_full_weights.",
+        )
 
 
 def _move_into(state: dict[str, Any], loaded: dict[str, Any], *, path: str | Path, strict: bool) -> None:

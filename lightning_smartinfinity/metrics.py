@@ -179,7 +179,16 @@ class StorageCounters(Metric):
         return self.table(self.counters.reshape(-1, len(Phase), len(_FIELDS)), phase)
 
 
-class StorageBytes(StorageCounters):
+class _BytesMoved(StorageCounters):
+    """What counts bytes over a channel, in a direction; the base of the metrics below that take both."""
+
+    def __init__(self, channel: str = "all", direction: str = "both", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.channel = _one_of(self, "channel", channel, tuple(_CHANNELS))
+        self.direction = _one_of(self, "direction", direction, tuple(_DIRECTIONS))
+
+
+class StorageBytes(_BytesMoved):
     """Bytes moved in all phases, summed over ranks: int64 scalar.
 
     Args:
@@ -193,17 +202,12 @@ class StorageBytes(StorageCounters):
 
     higher_is_better = False
 
-    def __init__(self, channel: str = "all", direction: str = "both", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.channel = _one_of(self, "channel", channel, tuple(_CHANNELS))
-        self.direction = _one_of(self, "direction", direction, tuple(_DIRECTIONS))
-
     @override
     def compute(self) -> Tensor:
         return self._table().moved_bytes(self.channel, self.direction)
 
 
-class StorageBandwidth(StorageCounters):
+class StorageBandwidth(_BytesMoved):
     """Bytes per second in steps: the bytes of all ranks over the time of the slowest rank, float64 scalar.
 
     Args:
@@ -220,9 +224,7 @@ class StorageBandwidth(StorageCounters):
     higher_is_better = True
 
     def __init__(self, channel: str = "all", direction: str = "both", per: str = "wall", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.channel = _one_of(self, "channel", channel, tuple(_CHANNELS))
-        self.direction = _one_of(self, "direction", direction, tuple(_DIRECTIONS))
+        super().__init__(channel, direction, **kwargs)
         self.per = _one_of(self, "per", per, ("wall", "wait"))
 
     @override
@@ -253,7 +255,7 @@ class StorageWait(StorageCounters):
         return waited.max() if self.over_ranks == "max" else waited.mean()
 
 
-class BytesPerParameter(StorageCounters):
+class BytesPerParameter(_BytesMoved):
     """Bytes moved per updated element in steps, over all ranks: float64 scalar, NaN when nothing was updated.
 
     Args:
@@ -266,11 +268,6 @@ class BytesPerParameter(StorageCounters):
     """
 
     higher_is_better = False
-
-    def __init__(self, channel: str = "all", direction: str = "both", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.channel = _one_of(self, "channel", channel, tuple(_CHANNELS))
-        self.direction = _one_of(self, "direction", direction, tuple(_DIRECTIONS))
 
     @override
     def compute(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the strategies of Trainer and Fabric have in common: settings, the training engine and its storage."""
+"""What the strategies of Trainer and Fabric have in common: the training engine and its storage."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.lightning_options import attributes_of, check_options
 from lightning_smartinfinity.settings import (
     check_absent,
     check_choices,
+    check_lightning_options,
     checked_transfer,
     is_16_bit,
     nvme_path_of,
@@ -32,20 +31,9 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.param_swapper import ParameterSwapper
     from lightning_smartinfinity.zero3.rank_state import RankState
 
-__all__ = ["NearStorage", "check_options", "indexed_device", "swapped_precision"]
+__all__ = ["NearStorage"]
 
 T = TypeVar("T")
-
-# What DeepSpeedStrategy.__init__ sets from arguments of the same names.
-_LIGHTNING_DEFAULTS: dict[str, Any] = {
-    "exclude_frozen_parameters": False,
-    "load_full_weights": False,
-    "loss_scale": 0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
 
 
 class NearStorage:
@@ -55,13 +43,13 @@ class NearStorage:
     """
 
     config: Any
-    exclude_frozen_parameters: bool
 
     def _take_settings(
         self,
         storage: str | Path | Sequence[str | Path] | None,
         options: Mapping[str, Any],
         *,
+        known: type,
         update_device: str,
         state_format: str,
         overlap: str,
@@ -73,10 +61,13 @@ class NearStorage:
         """Check and keep what the user passed, and set what ``DeepSpeedStrategy.__init__`` would have set.
 
         That constructor imports deepspeed, which then settles on an accelerator for good, before the Trainer has
-        chosen one; so it is skipped.
+        chosen one; so it is skipped. ``options`` is what the user passed beyond our own settings, ``known`` a TypedDict
+        of what may be among them.
         """
+        check_options(type(self).__name__, options, known)
         check_choices(update_device=update_device, state_format=state_format, overlap=overlap)
         check_absent(compression=compression, activations=activations)
+        check_lightning_options(options)
         self._storage = storage_folders(storage)
         self._transfer = checked_transfer(transfer)
         self._state_format = state_format
@@ -87,11 +78,10 @@ class NearStorage:
         # What holds the parameters on storage, if they are there.
         self._parameters: ParameterSwapper | None = None
         self._nvme_path = nvme_path_of(zero)
-        self._timeout: timedelta | None = options.get("timeout", default_pg_timeout)
         self._config_initialized = False
         self.remote_device: str | None = None
-        for name, default in _LIGHTNING_DEFAULTS.items():
-            setattr(self, name, options.get(name, default))
+        for name, value in attributes_of(options).items():
+            setattr(self, name, value)
         self.config = build_deepspeed_config(zero)
 
     def close(self) -> None:
@@ -241,17 +231,19 @@ class NearStorage:
             yield
 
     @contextmanager
-    def _building(self, sharded: AbstractContextManager[None], module: torch.nn.Module | None) -> Iterator[None]:
+    def _building(
+        self, sharded: Callable[[], AbstractContextManager[None]], module: torch.nn.Module | None
+    ) -> Iterator[None]:
         """Around Lightning's context in which ZeRO-3 partitions what is built.
 
         Args:
-            sharded: That context.
+            sharded: Makes that context, which takes what holds the parameters as soon as it is made.
             module: What is built into, if it is there already.
         """
         from lightning_smartinfinity.zero3.gather_on_use import gathering_on_use
         from lightning_smartinfinity.zero3.pretrained import loading_pretrained
 
-        with self._parameters_on_storage(), sharded, gathering_on_use(module), loading_pretrained(self.config):
+        with self._parameters_on_storage(), sharded(), gathering_on_use(module), loading_pretrained(self.config):
             yield
 
     def _choose_storage(self, root: str | Path) -> None:
@@ -280,50 +272,6 @@ class NearStorage:
         if optimizer is not None:
             optimizer.save_id = client_state[SAVE_ID] = gather(uuid.uuid4().hex, None)[0]
 
-    def _save_engine(self, path: str | Path, client_state: dict[str, Any]) -> None:
-        """Save the trained model, its optimizer state and what else is to lie in the same files."""
-        engine = self._training_engine
-        self._name_save(client_state)
-        engine.save_checkpoint(
-            str(path),
-            client_state=client_state,
-            tag="checkpoint",
-            exclude_frozen_parameters=self.exclude_frozen_parameters,
-        )
-
-    def _load_engine(self, path: str | Path, engine: Any, *, with_optimizer: bool, strict: bool) -> dict[str, Any]:
-        """Load into an engine; what the user had saved beside it is returned."""
-        from lightning_smartinfinity.zero3.checkpoint_folder import (
-            check_checkpoint,
-            check_same_save,
-            reading_checkpoint,
-        )
-        from lightning_smartinfinity.zero3.client_state import of_user
-        from lightning_smartinfinity.zero3.universal import load_universal
-        from lightning_smartinfinity.zero3.universal_folder import is_universal
-
-        if is_universal(path):
-            return of_user(load_universal(engine, path, with_optimizer=with_optimizer, strict=strict))
-        check_checkpoint(path, engine=engine)
-        with reading_checkpoint(path):
-            _, client_state = engine.load_checkpoint(
-                str(path),
-                tag="checkpoint",
-                load_optimizer_states=with_optimizer,
-                load_lr_scheduler_states=False,
-                load_module_strict=strict,
-            )
-        if with_optimizer:
-            check_same_save(engine, client_state)
-        return of_user(client_state)
-
-    def _load_weights(self, weights: Mapping[str, Any], engine: Any, *, strict: bool) -> None:
-        """Load a plain state dict, alike on all ranks, into an engine, and into the masters of its training."""
-        from lightning_smartinfinity.zero3.full_weights import load_full_weights
-
-        writes = engine.optimizer.outside_writes if engine is self._training_engine else None
-        load_full_weights(engine.module, weights, writes=writes, strict=strict)
-
     def _become_idle(self) -> None:
         """Training is over; the state stays readable until the next one on the same storage."""
         optimizer = self._near_storage_optimizer
@@ -336,49 +284,3 @@ class NearStorage:
 
 # Strategies whose training is over but whose state is still readable, by folders and job: the next one there ends them.
 _IDLE: dict[tuple[tuple[Path, ...], str], weakref.ref[NearStorage]] = {}
-
-
-def check_options(strategy: str, options: Mapping[str, Any], known: type) -> None:
-    """Refuse settings that neither we nor Lightning know.
-
-    Args:
-        strategy: Class name, for the message.
-        options: What the user passed beyond our own settings.
-        known: A TypedDict of what Lightning takes.
-
-    Raises:
-        ConfigError: Naming those that are unknown.
-    """
-    unknown = sorted(set(options) - set(known.__annotations__))
-    if unknown:
-        raise ConfigError(
-            f"{strategy} has no setting {', '.join(map(repr, unknown))}.",
-            "Settings of ZeRO-3 go into zero={...}, settings of the transfer into transfer=TransferConfig(...).",
-        )
-
-
-def indexed_device(device: torch.device, local_rank: int) -> torch.device:
-    """The device with an integer index, which DeepSpeed needs also of a CPU."""
-    return torch.device("cpu", local_rank) if device.type == "cpu" else device
-
-
-def swapped_precision(plugin: Any, *, stock: type, own: Callable[[Any], Any], entry: str) -> Any:
-    """Our precision plugin for the stock one, which Lightning's connectors build for every ``DeepSpeedStrategy``.
-
-    Args:
-        plugin: What the connector or the user passes; None: not chosen yet.
-        stock: Class that the connector builds.
-        own: Builds ours from the precision's name.
-        entry: ``"Trainer"`` or ``"Fabric"``, for the message.
-
-    Raises:
-        UnsupportedError: It is a plugin that DeepSpeed cannot work with.
-    """
-    if plugin is None:
-        return None
-    if not isinstance(plugin, stock):
-        raise UnsupportedError(
-            f"{type(plugin).__name__} does not work with the smart_infinity strategy.",
-            f"Pass {entry}(precision=...) by name.",
-        )
-    return own(plugin.precision) if type(plugin) is stock else plugin  # type: ignore[attr-defined]

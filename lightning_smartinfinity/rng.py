@@ -1,4 +1,4 @@
-"""The random state of one rank, as a checkpoint carries it.
+"""The random state of one rank, as a checkpoint carries it: the Trainer's by itself, Fabric's as :class:`RandomStates`.
 
 :func:`capture` and :func:`restore` are all that a strategy needs: what the first returns goes into the rank's own part
 of the checkpoint, and the second takes it where the draws are to go on.
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed
 
-__all__ = ["RNG_KEY", "capture", "fits", "restore"]
+__all__ = ["RNG_KEY", "RandomStates", "capture", "fits", "restore"]
 
 RNG_KEY = "smart_infinity_rng"
 """Key of the random state in what is saved beside the optimizer's state; each rank's file holds its own."""
@@ -65,3 +66,39 @@ def fits(state: Mapping[str, Any], *, world_size: int, warn: bool) -> bool:
             stacklevel=2,
         )
     return False
+
+
+class RandomStates:
+    """The random generators of every rank, as a part of the state that a loop in Fabric saves and loads.
+
+    What is loaded by as many processes as saved it goes on where it was saved, on each rank; otherwise a warning says
+    that it does not. The generators are torch's (on the CPU and on the current CUDA device), numpy's and Python's.
+
+    Example::
+
+        state = {"model": model, "optimizer": optimizer, "random": RandomStates()}
+        fabric.save("step.ckpt", state)
+        fabric.load("step.ckpt", state)
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's random states now."""
+        return capture(_current_device(), world_size=_world_size())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let this rank's generators go on from there."""
+        if fits(state_dict, world_size=_world_size(), warn=not _is_distributed() or torch.distributed.get_rank() == 0):
+            restore(state_dict, _current_device())
+
+
+def _world_size() -> int:
+    return torch.distributed.get_world_size() if _is_distributed() else 1
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _current_device() -> torch.device:
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")

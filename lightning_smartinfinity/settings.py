@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.errors import CheckpointError, ConfigError
 
-__all__ = ["check_absent", "check_choices", "checked_transfer", "is_16_bit", "nvme_path_of", "storage_folders"]
+__all__ = [
+    "check_absent",
+    "check_choices",
+    "check_lightning_options",
+    "check_save_path",
+    "checked_transfer",
+    "is_16_bit",
+    "nvme_path_of",
+    "storage_folders",
+]
 
+_FLAGS = ("exclude_frozen_parameters", "load_full_weights")
+# Kind, smallest and largest value.
+_NUMBERS: dict[str, tuple[type, int, float]] = {
+    "loss_scale": (float, 0, sys.float_info.max),
+    "initial_scale_power": (int, 0, 127),  # beyond, fp32 gradients overflow
+    "loss_scale_window": (int, 1, sys.maxsize),
+    "hysteresis": (int, 1, sys.maxsize),
+    "min_loss_scale": (float, 0, sys.float_info.max),
+}
 _CHOICES = {
     "update_device": ("auto", "host"),
     "state_format": ("fp32", "bf16", "int8", "int8_remainder"),
@@ -23,7 +44,7 @@ def check_choices(**values: str) -> None:
     for name, value in values.items():
         if value not in _CHOICES[name]:
             raise ConfigError(
-                f"SmartInfinityStrategy({name}={value!r}) is not available.",
+                f"The smart_infinity strategy has no {name}={value!r}.",
                 f"Use one of: {', '.join(map(repr, _CHOICES[name]))}.",
             )
 
@@ -32,7 +53,9 @@ def check_absent(**values: object) -> None:
     """Nothing is passed for what this version does not have."""
     for name, value in values.items():
         if value is not None:
-            raise ConfigError(f"SmartInfinityStrategy({name}={value!r}) is not available.", f"Remove {name}.")
+            raise ConfigError(
+                f"The smart_infinity strategy has no {name}={value!r} in this version.", f"Remove {name}."
+            )
 
 
 def storage_folders(storage: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...] | None:
@@ -43,12 +66,48 @@ def storage_folders(storage: str | Path | Sequence[str | Path] | None) -> tuple[
     folders = [folder for folder in given if isinstance(folder, (str, Path)) and str(folder)]
     if not folders or len(folders) != len(given):
         raise ConfigError(
-            f"SmartInfinityStrategy(storage={storage!r}) names no folder.", "Pass a folder or a list of folders."
+            f"storage={storage!r} of the smart_infinity strategy names no folder.",
+            "Pass a folder or a list of folders.",
         )
-    resolved = tuple(Path(folder).expanduser().resolve() for folder in folders)
+    resolved = tuple(_resolved(folder, setting=f"storage={storage!r}") for folder in folders)
     if len(set(resolved)) != len(resolved):
-        raise ConfigError(f"SmartInfinityStrategy(storage={storage!r}) names a folder twice.", "Name each folder once.")
+        raise ConfigError(
+            f"storage={storage!r} of the smart_infinity strategy names a folder twice.", "Name each folder once."
+        )
     return resolved
+
+
+def check_lightning_options(options: Mapping[str, Any]) -> None:
+    """What Lightning hands on to DeepSpeed, which would refuse it late, only in fp16, or not at all."""
+    for name, value in options.items():
+        if name in _NUMBERS:
+            kind, minimum, maximum = _NUMBERS[name]
+            valid, wanted = _is_number(value, kind, minimum, maximum), f"{kind.__name__} from {minimum} to {maximum}"
+        elif name in _FLAGS:
+            valid, wanted = isinstance(value, bool), "bool"
+        elif name == "timeout":
+            valid, wanted = value is None or isinstance(value, timedelta), "datetime.timedelta"
+        else:
+            continue
+        if not valid:
+            raise ConfigError(
+                f"{name}={value!r} of the smart_infinity strategy is out of range.",
+                f"Pass a value of this kind: {wanted}.",
+            )
+
+
+def _is_number(value: object, kind: type, minimum: int, maximum: float) -> bool:
+    kinds = (int, float) if kind is float else (int,)
+    # A comparison with NaN is false.
+    return isinstance(value, kinds) and not isinstance(value, bool) and minimum <= value <= maximum
+
+
+def check_save_path(path: object) -> None:
+    """A checkpoint has a folder of its own: the current one, which an empty path means, is nobody's choice."""
+    if not isinstance(path, (str, os.PathLike)) or os.fspath(path) in ("", os.curdir) or "\0" in str(path):
+        raise CheckpointError(
+            f"{path!r} names no folder to save a checkpoint into.", "Pass a path such as 'last.ckpt'."
+        )
 
 
 def checked_transfer(transfer: TransferConfig | None) -> TransferConfig:
@@ -57,17 +116,28 @@ def checked_transfer(transfer: TransferConfig | None) -> TransferConfig:
         return TransferConfig()
     if not isinstance(transfer, TransferConfig):
         raise ConfigError(
-            f"SmartInfinityStrategy(transfer={transfer!r}) is not a TransferConfig.",
+            f"transfer={transfer!r} of the smart_infinity strategy is not a TransferConfig.",
             "Pass transfer=TransferConfig(...).",
         )
     return transfer
 
 
-def nvme_path_of(zero: Mapping[str, Any] | None) -> str | None:
+def nvme_path_of(zero: Mapping[str, Any] | None) -> Path | None:
     """The folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for the parameters, if it does."""
     offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
     path = offload.get("nvme_path") if isinstance(offload, Mapping) else None
-    return None if path is None else str(path)
+    return (
+        None if path is None else _resolved(str(path), setting=f"zero={{'offload_param': {{'nvme_path': {path!r}}}}}")
+    )
+
+
+def _resolved(folder: str | Path, *, setting: str) -> Path:
+    try:
+        return Path(folder).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, links in a circle, a null byte
+        raise ConfigError(
+            f"{setting} of the smart_infinity strategy cannot be a folder: {error}.", "Pass the path of a folder."
+        ) from error
 
 
 def is_16_bit(config: Mapping[str, Any]) -> bool:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, do_nothing_closure
+from lightning.pytorch.core.optimizer import (
+    _init_optimizers_and_lr_schedulers,
+    _MockOptimizer,
+    do_nothing_closure,
+)
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -22,33 +25,25 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smartinfinity.compatibility import accumulates, adapt_callbacks
+from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.near_storage import NearStorage, check_options, indexed_device, swapped_precision
+from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
+from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.resume import continue_epoch
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
+from lightning_smartinfinity.settings import check_save_path
 
 __all__ = ["SmartInfinityStrategy"]
 
 
-class LightningOptions(TypedDict, total=False):
+class LightningOptions(SharedOptions, total=False):
     """Settings that Lightning's own strategies take, passed on unchanged."""
 
     accelerator: Accelerator | None
-    parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None
     precision_plugin: Precision | None
-    process_group_backend: str | None
-    timeout: timedelta | None
-    loss_scale: float
-    initial_scale_power: int
-    loss_scale_window: int
-    hysteresis: int
-    min_loss_scale: int
-    exclude_frozen_parameters: bool
-    load_full_weights: bool
 
 
 class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
@@ -96,7 +91,6 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         zero: Mapping[str, Any] | None = None,
         **options: Unpack[LightningOptions],
     ) -> None:
-        check_options(type(self).__name__, options, LightningOptions)
         # DeepSpeedStrategy's own constructor is skipped: see _take_settings.
         super(DeepSpeedStrategy, self).__init__(
             accelerator=options.get("accelerator"),
@@ -108,6 +102,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._take_settings(
             storage,
             options,
+            known=LightningOptions,
             update_device=update_device,
             state_format=state_format,
             overlap=overlap,
@@ -133,6 +128,15 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._precision_plugin = swapped_precision(
             precision_plugin, stock=DeepSpeedPrecision, own=SmartInfinityPrecision, entry="Trainer"
         )
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        DeepSpeedStrategy.optimizers.fset(self, OptimizerList(optimizers))  # type: ignore[attr-defined]
 
     @property
     @override
@@ -185,7 +189,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         assert self.lightning_module is not None
         self._choose_storage(self.lightning_module.trainer.default_root_dir)
-        with self._building(super().model_sharded_context(), self.lightning_module):
+        with self._building(super().model_sharded_context, self.lightning_module):
             yield
 
     @override
@@ -230,6 +234,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        check_save_path(filepath)
         if self._training_engine is None:
             raise UnsupportedError(
                 "save_checkpoint was called on a Trainer that has trained nothing.",
@@ -260,6 +265,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.universal import load_universal
         from lightning_smartinfinity.zero3.universal_folder import is_universal
+        from lightning_smartinfinity.zero3.weight_loading import load_saved_weights
 
         if self.load_full_weights:
             with raising_together(), reading_checkpoint(checkpoint_path):
@@ -267,19 +273,15 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                 full_state_dict(loaded, checkpoint_path)
             return loaded
         assert self.lightning_module is not None
-        if is_universal(checkpoint_path):
-            client_state = load_universal(
-                self.model,
-                checkpoint_path,
-                with_optimizer=self.lightning_module.trainer.state.fn == TrainerFn.FITTING,
-                strict=self.lightning_module.strict_loading,
-            )
-            self._take_random_state(client_state)
-            return client_state
-        check_checkpoint(checkpoint_path, engine=self.model)
-        with reading_checkpoint(checkpoint_path):
-            client_state = super().load_checkpoint(checkpoint_path, weights_only)
-        if self._training_engine is not None and self.model is self._training_engine:
+        strict = self.lightning_module.strict_loading
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            client_state = load_saved_weights(self.model, checkpoint_path, strict=strict)
+        elif is_universal(checkpoint_path):
+            client_state = load_universal(self.model, checkpoint_path, strict=strict)
+        else:
+            check_checkpoint(checkpoint_path, engine=self.model)
+            with reading_checkpoint(checkpoint_path):
+                client_state = super().load_checkpoint(checkpoint_path, weights_only)
             check_same_save(self.model, client_state)
         self._take_random_state(client_state)
         return client_state
@@ -325,6 +327,11 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             raise
         if len(optimizers) != 1 or len(schedulers) > 1:
             raise _several_optimizers(f"{len(optimizers)} optimizers and {len(schedulers)} schedulers")
+        if isinstance(optimizers[0], _MockOptimizer):  # what Lightning puts in the place of None
+            raise UnsupportedError(
+                f"{type(self.lightning_module).__name__}.configure_optimizers returned None.",
+                "Return torch.optim.Adam or torch.optim.AdamW; without an optimizer, call validate, test or predict.",
+            )
         return optimizers[0], schedulers[0] if schedulers else None
 
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -21,6 +22,15 @@ _FORBIDDEN_SKIPS = pytest.StashKey[list[str]]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FORBIDDEN_SKIPS] = []
     config.pluginmanager.register(_SkipWatch(config.stash[_FORBIDDEN_SKIPS]))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is imported by now out of garbage collections, of which every fit makes several.
+
+    They would take most of a small fit's time. What tests make is collected as ever.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class _SkipWatch:

@@ -47,6 +47,22 @@ class Traffic:
     system_calls: int = 0
     io_cpu_seconds: float = 0.0
 
+    @classmethod
+    def over_shared_channel(cls, counters: native.Counters) -> Traffic:
+        """What the native core counted, all of it between host and storage."""
+        return cls(
+            shared_read_bytes=counters.read_bytes,
+            shared_write_bytes=counters.written_bytes,
+            read_calls=counters.read_calls,
+            write_calls=counters.write_calls,
+            read_seconds=counters.read_seconds,
+            write_seconds=counters.write_seconds,
+            compute_seconds=counters.compute_seconds,
+            wait_seconds=counters.wait_seconds,
+            system_calls=counters.system_calls,
+            io_cpu_seconds=counters.io_cpu_seconds,
+        )
+
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 

@@ -102,19 +102,7 @@ class HostDevice(StorageDevice):
         self.pipeline.abandon()
 
     def counters(self) -> Traffic:
-        counters = self.pipeline.counters()
-        return Traffic(
-            shared_read_bytes=counters.read_bytes,
-            shared_write_bytes=counters.written_bytes,
-            read_calls=counters.read_calls,
-            write_calls=counters.write_calls,
-            read_seconds=counters.read_seconds,
-            write_seconds=counters.write_seconds,
-            compute_seconds=counters.compute_seconds,
-            wait_seconds=counters.wait_seconds,
-            system_calls=counters.system_calls,
-            io_cpu_seconds=counters.io_cpu_seconds,
-        )
+        return Traffic.over_shared_channel(self.pipeline.counters())
 
     def close(self) -> None:
         if self._pipeline is not None:

@@ -510,6 +510,7 @@ class FileQueue:
     """
     Reads and writes files in the background; large requests run in parts, side by side.
 
+    `memory` is what most requests will name: an engine that gains by it registers it once.
     A direct file wants offset, address and nbytes to be multiples of 4096. Not usable in a forked child.
 
     Raises:
@@ -517,7 +518,7 @@ class FileQueue:
         OSError: Threads or the I/O engine are not to be had.
     """
 
-    def __init__(self, *, io_threads: int = 4, io_engine: str = "auto") -> None: ...
+    def __init__(self, *, io_threads: int = 4, io_engine: str = "auto", memory: HostBuffer | None = None) -> None: ...
     def read(self, file: StateFile, *, offset: int, address: int, nbytes: int) -> int:
         """
         Start reading; returns a ticket. The memory must stay until wait().
@@ -536,10 +537,13 @@ class FileQueue:
 
     def wait(self, ticket: int) -> Failure | None:
         """
-        Until the request has ended, all of it or with a failure; each ticket once.
+        Until the request has ended, all of it or with a failure, which only the first wait returns.
+
+        A signal handler that raises, as that of Ctrl-C, ends the wait; the request goes on, its ticket stays
+        open and its memory in use.
 
         Raises:
-            ValueError: The ticket is not open.
+            ValueError: There is no such ticket.
         """
 
     def counters(self) -> Counters: ...

@@ -50,6 +50,7 @@ class StateStore:
         number = manifest.extents.format.number
         self.identity = native.Identity(job=manifest.job, rank=manifest.rank, state_format=number)
         self._record = record
+        self._previous: CommitRecord | None = None
         self._folders = tuple(folders)
         self._commit_path = folders[0].path / COMMIT_NAME
         self._unusable: StorageError | None = None
@@ -220,13 +221,24 @@ class StateStore:
         )
         if flush:
             self._flush_files()
+        before = self._record
         try:
             write_record(self._commit_path, record, job=self.manifest.job, flush=flush)
-            self._record = record
+            self._previous, self._record = before, record
         except BaseException:  # an interrupt as well
             if self._record is not record:
                 self._forget(record, flush=flush)
             raise
+
+    def revert(self) -> None:
+        """Make the generation before the last :meth:`commit` current again; nothing may have been written since.
+
+        If the record cannot be erased, :meth:`require_usable` raises from now on.
+        """
+        assert self._previous is not None and self.manifest.extents.num_slots > 1
+        reverted, self._record = self._record, self._previous
+        self._previous = None
+        self._forget(reverted, flush=self.manifest.durability == "power")
 
     def close(self, *, remove: bool) -> None:
         """Close the files and release the lock; idempotent.
@@ -246,7 +258,7 @@ class StateStore:
                 file.sync()
 
     def _forget(self, record: CommitRecord, *, flush: bool) -> None:
-        # A record whose writing failed may still be readable after a crash. Its slots are written again after the
+        # A record that was given up may still be readable after a crash. Its slots are written again after the
         # rollback, so it must go; if it does not go, they must not be written.
         try:
             erase_record(self._commit_path, record, flush=flush)

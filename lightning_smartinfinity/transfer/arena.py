@@ -99,15 +99,13 @@ class GradientArena:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of this window."""
-        self.synchronize()
-        for index in np.flatnonzero(self.active):
-            self.gradient(int(index)).mul_(factor)
+        for run in self._active_runs():
+            run.mul_(factor)
 
     def clamp(self, limit: float) -> None:
         """Clamp the gradients of this window to ``[-limit, limit]``."""
-        self.synchronize()
-        for index in np.flatnonzero(self.active):
-            self.gradient(int(index)).clamp_(-limit, limit)
+        for run in self._active_runs():
+            run.clamp_(-limit, limit)
 
     def reset(self) -> None:
         """End the window: no parameter is active. Memory is left as it is."""
@@ -124,12 +122,9 @@ class GradientArena:
 
         Not finite if and only if an element of an active gradient is not finite.
         """
-        self.synchronize()
-        dtype, size = native_dtype(self.buffer.dtype), self.buffer.element_size()
-        base, total = self.buffer.data_ptr(), 0.0
-        for begin, end, is_active in spans_of(self._layout, self.active.astype(np.int64)):
-            if is_active:  # its padding is zero
-                total += native.sum_of_squares(base + begin * size, end - begin, dtype)
+        dtype, total = native_dtype(self.buffer.dtype), 0.0
+        for run in self._active_runs():
+            total += native.sum_of_squares(run.data_ptr(), run.numel(), dtype)
         return total
 
     def view(self, sub_group: int) -> torch.Tensor:
@@ -159,6 +154,12 @@ class GradientArena:
             self.synchronize()
         finally:
             self._memory.close()
+
+    def _active_runs(self) -> list[torch.Tensor]:
+        """The gradients of this window, neighbours of one sub-group as one; their padding is zero."""
+        self.synchronize()
+        spans = spans_of(self._layout, self.active.astype(np.int64))
+        return [self.buffer[begin:end] for begin, end, is_active in spans if is_active]
 
     @cached_property
     def _slices(self) -> tuple[torch.Tensor, ...]:

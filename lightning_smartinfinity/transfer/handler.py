@@ -16,7 +16,7 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.transfer.staging import StagingBuffer
-from lightning_smartinfinity.transfer.state_access import StateAccess, Together
+from lightning_smartinfinity.transfer.state_access import StateAccess, Together, committing
 from lightning_smartinfinity.transfer.step import Step
 from lightning_smartinfinity.transfer.windows import Window
 
@@ -184,15 +184,21 @@ class TransferHandler:
         if self._step is not None:
             self._step.drain()
 
-    def commit(self) -> None:
+    def commit(self, *, together: Together = nullcontext) -> None:
         """Make the step in flight the current generation; waits for all its writes.
 
+        Args:
+            together: Entered around waiting and committing. With several ranks it must raise on each of them if its
+                body raised on one; so none keeps a generation that another could not commit.
+
         Raises:
-            StorageError: As :meth:`wait`, or the commit record could not be written; the previous generation stays
-                current: roll back.
+            StorageError: As :meth:`wait`, or the commit record could not be written, or ``together`` raised; the
+                previous generation is current: roll back. With one slot that cannot be done, and the generation is the
+                one that was written last.
         """
         step = self._require_step()
-        step.commit()
+        with committing(self._store, step.generation, together):
+            step.commit()
         self._step = None
         self._num_steps += 1
         self._numel_updated += step.numel
@@ -240,8 +246,8 @@ class TransferHandler:
         Args:
             fill: Called with each window, all of whose arrays it fills.
             steps: int64[num_parameters].
-            together: Entered around all that comes before the commit. With several ranks it must raise on each of them
-                if its body raised on one; so none commits what another could not write.
+            together: Entered around writing and committing. With several ranks it must raise on each of them if its
+                body raised on one; so none keeps a generation that another could not commit.
 
         Raises:
             StorageError: It could not be written.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -65,6 +65,10 @@ class ParameterStore:
         except BaseException:
             self._files.close()
             raise
+        # Transfers that have not been waited for to their end, with their memory, which must stay until then.
+        self._open: dict[int, torch.Tensor] = {}
+        self._interrupted = False
+        self._failed: dict[int, native.Failure] = {}  # of those, once they had to be waited for
 
     @property
     def path(self) -> str:
@@ -91,46 +95,65 @@ class ParameterStore:
 
         Args:
             stored: What to read.
-            memory: uint8, block-aligned, whole blocks; it must stay until then.
+            memory: uint8, block-aligned, whole blocks; it is kept until then.
             offset: Whole blocks.
         """
-        file = self._files.files[stored.place.file]
-        where = stored.place.offset + offset
-        return self.queue.read(file, offset=where, address=memory.data_ptr(), nbytes=memory.numel())
+        return self._start(self.queue.read, stored, memory, offset)
 
     def write(self, stored: StoredParameter, memory: torch.Tensor, *, offset: int = 0) -> int:
         """Start writing, as :meth:`read`."""
-        file = self._files.files[stored.place.file]
-        where = stored.place.offset + offset
-        return self.queue.write(file, offset=where, address=memory.data_ptr(), nbytes=memory.numel())
+        return self._start(self.queue.write, stored, memory, offset)
 
     def finish(self, ticket: int) -> None:
         """Return when a transfer is complete.
 
+        Ctrl-C ends the wait, not the transfer: its memory is kept, and the next transfer starts, or raises, when it is
+        complete. A transfer that was finished already is complete.
+
         Raises:
             StorageError: It failed.
         """
-        failure = self.queue.wait(ticket)
+        failure = self._failed.pop(ticket, None) or self._wait(ticket)
         if failure is not None:
             raise failure_error(failure, what="Parameters")
 
     def traffic(self) -> Traffic:
         """Cumulative counters."""
-        counters = self.queue.counters()
-        return Traffic(
-            shared_read_bytes=counters.read_bytes,
-            shared_write_bytes=counters.written_bytes,
-            read_calls=counters.read_calls,
-            write_calls=counters.write_calls,
-            read_seconds=counters.read_seconds,
-            write_seconds=counters.write_seconds,
-            wait_seconds=counters.wait_seconds,
-        )
+        return Traffic.over_shared_channel(self.queue.counters())
 
     def close(self) -> None:
         """Wait for what is in flight and remove the files; idempotent."""
         self.queue.close()
+        self._open.clear()
         self._files.close()
+
+    def _start(self, begin: Callable[..., int], stored: StoredParameter, memory: torch.Tensor, offset: int) -> int:
+        if self._interrupted:
+            self._settle()
+        file = self._files.files[stored.place.file]
+        where = stored.place.offset + offset
+        ticket = begin(file, offset=where, address=memory.data_ptr(), nbytes=memory.numel())
+        self._open[ticket] = memory
+        return ticket
+
+    def _wait(self, ticket: int) -> native.Failure | None:
+        try:
+            failure = self.queue.wait(ticket)
+        except BaseException:  # what a signal handler raises
+            self._interrupted = True
+            raise
+        self._open.pop(ticket, None)
+        return failure
+
+    def _settle(self) -> None:
+        # Nobody may ever ask again for the transfer whose wait was interrupted, and what comes next could overtake it.
+        for ticket in list(self._open):
+            failure = self._wait(ticket)
+            if failure is not None:
+                self._failed[ticket] = failure
+        self._interrupted = False
+        if self._failed:
+            raise failure_error(next(iter(self._failed.values())), what="Parameters")
 
 
 class PartTransfers:
@@ -151,6 +174,8 @@ class PartTransfers:
         self._in_flight: deque[tuple[int, Callable[[], object]]] = deque()
         # Where the parts end that were written since the last synchronize().
         self._ends: dict[StoredParameter, int] = {}
+        # The parts that were read since then.
+        self._read: defaultdict[StoredParameter, list[range]] = defaultdict(list)
         self._block = whole[_NUM_PARTS * _PART_BYTES :]
         # The block held back: of what, where it begins, and which of its bytes are in memory.
         self._held: tuple[StoredParameter, int, int, int] | None = None
@@ -162,8 +187,8 @@ class PartTransfers:
         Raises:
             StorageError: This or an earlier transfer failed.
         """
-        if begin < self._ends.get(stored, 0):
-            self.synchronize()  # writes in flight may overtake each other
+        if begin < self._ends.get(stored, 0) or self._is_read(stored, begin, begin + values.numel()):
+            self.synchronize()  # transfers in flight may overtake each other
         self._ends[stored] = begin + values.numel()
         while values.numel():
             inside = begin % BLOCK_BYTES
@@ -186,6 +211,7 @@ class PartTransfers:
         """
         if self._ends:
             self.synchronize()
+        self._read[stored].append(range(begin, begin + values.numel()))
         while values.numel():
             inside = begin % BLOCK_BYTES
             count = min(values.numel(), _PART_BYTES - inside)
@@ -201,6 +227,7 @@ class PartTransfers:
             StorageError: Something failed; nothing of it is in flight any more.
         """
         self._ends.clear()
+        self._read.clear()
         try:
             self._write_held()
             while self._in_flight:
@@ -208,6 +235,9 @@ class PartTransfers:
         except BaseException:
             self._abandon()
             raise
+
+    def _is_read(self, stored: StoredParameter, begin: int, end: int) -> bool:
+        return any(part.start < end and begin < part.stop for part in self._read.get(stored, ()))
 
     def _start(self, ticket: int, then: Callable[[], object] = lambda: None) -> None:
         self._in_flight.append((ticket, then))
@@ -219,8 +249,14 @@ class PartTransfers:
         return self._buffers[-1]
 
     def _finish_first(self) -> None:
-        ticket, then = self._in_flight.popleft()
-        self._store.finish(ticket)
+        ticket, then = self._in_flight[0]
+        try:
+            self._store.finish(ticket)
+        except StorageError:
+            self._in_flight.popleft()
+            raise
+        # Not after an interrupt: the transfer still uses its buffer.
+        self._in_flight.popleft()
         then()
 
     def _hold(self, stored: StoredParameter, block: int, inside: int, values: torch.Tensor) -> None:
@@ -243,7 +279,8 @@ class PartTransfers:
             # Its neighbours may be on their way to storage.
             while self._in_flight:
                 self._finish_first()
-            self._store.finish(self._store.read(stored, buffer, offset=block))
+            self._start(self._store.read(stored, buffer, offset=block))
+            self._finish_first()
         buffer[first:end].copy_(self._block[first:end])
         self._start(self._store.write(stored, buffer, offset=block))
 
@@ -251,4 +288,4 @@ class PartTransfers:
         self._held = None
         while self._in_flight:
             with suppress(StorageError):
-                self._store.finish(self._in_flight.popleft()[0])
+                self._finish_first()

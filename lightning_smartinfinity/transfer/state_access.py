@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
+from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.batches import (
     FlatMemory,
@@ -27,7 +28,7 @@ from lightning_smartinfinity.transfer.staging import StagingBuffer, waves_of
 from lightning_smartinfinity.transfer.windows import Window, WindowWalk
 from lightning_smartinfinity.transfer.work import array_batch, start_batch
 
-__all__ = ["StateAccess", "Together", "commit_next", "places_of"]
+__all__ = ["StateAccess", "Together", "commit_next", "committing", "places_of"]
 
 Together = Callable[[], AbstractContextManager[object]]
 """Makes a context whose end raises if its body raised in another process of the training."""
@@ -59,6 +60,29 @@ def commit_next(store: StateStore, tasklets: Sequence[int], steps: NDArray[np.in
     slots[written] = places.next_slots[written]
     generations[written] = places.next_generation
     store.commit(generation=places.next_generation, slots=slots, tasklet_generations=generations, steps=steps)
+
+
+@contextmanager
+def committing(store: StateStore, generation: int, together: Together) -> Iterator[None]:
+    """Around writing and committing a generation; if another process could not commit it, it is taken back here.
+
+    With one slot there is nothing to go back to: the generation stays.
+
+    Args:
+        store: The store.
+        generation: The one to commit; current already if it was committed and its agreement was interrupted.
+        together: Entered around the body.
+
+    Raises:
+        SmartInfinityError: What the body raised, here or elsewhere.
+    """
+    try:
+        with together():
+            yield
+    except SmartInfinityError:
+        if store.generation == generation and store.extents.num_slots > 1:
+            store.revert()
+        raise
 
 
 class StateAccess:
@@ -106,9 +130,9 @@ class StateAccess:
 
     def replace(self, fill: Callable[[Window], object], *, steps: NDArray[np.int64], together: Together) -> None:
         assert len(steps) == len(self._layout.parameters)
-        with together():
+        with committing(self._store, self._store.generation + 1, together):
             self._walk(self._next_places()).write(fill)
-        commit_next(self._store, range(self._layout.extents.num_tasklets), np.asarray(steps, np.int64))
+            commit_next(self._store, range(self._layout.extents.num_tasklets), np.asarray(steps, np.int64))
 
     def read_parameter(self, parameter: int, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         numel = self._layout.parameters[parameter].real_numel
@@ -135,9 +159,9 @@ class StateAccess:
     def _modify(
         self, pieces: Sequence[Piece], addresses: Callable[[Piece], tuple[int, ...]], together: Together
     ) -> None:
-        with together():
+        with committing(self._store, self._store.generation + 1, together):
             self._move(native.Operation.MODIFY, pieces, self._next_places(), addresses)
-        commit_next(self._store, tasklets_in(pieces), self._store.steps)
+            commit_next(self._store, tasklets_in(pieces), self._store.steps)
 
     def _walk(self, places: Places) -> WindowWalk:
         return WindowWalk(self._layout, self._device, places, nbytes=self._device.ring_bytes)

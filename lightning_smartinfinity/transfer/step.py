@@ -58,7 +58,7 @@ class Step:
         self._rule = rule
         self._gradients = plan.gradients
         self.grows = grows
-        self._generation = store.generation + 1
+        self.generation = store.generation + 1
         self._outputs = plan.outputs
         self._staging = staging
         self._choose(plan, self._updates_of(plan))
@@ -165,7 +165,7 @@ class Step:
         assert not self.grows
         self.drain()
         # An interrupt may have come when it was done but for our knowing.
-        if self._store.generation < self._generation:
+        if self._store.generation < self.generation:
             self._guarded(lambda: commit_next(self._store, self._tasklets, self._store.steps + self._active))
 
     def stop(self) -> None:

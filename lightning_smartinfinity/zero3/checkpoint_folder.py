@@ -18,7 +18,14 @@ from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.folder_swap import restore_interrupted
 from lightning_smartinfinity.zero3.tensor_file import check_records
 
-__all__ = ["SAVE_ID", "check_checkpoint", "check_same_save", "reading_checkpoint"]
+__all__ = [
+    "SAVE_ID",
+    "check_checkpoint",
+    "check_same_save",
+    "check_weights",
+    "optimizer_files",
+    "reading_checkpoint",
+]
 
 SAVE_ID = "smart_infinity_save"
 """Key of the save's name in what Lightning saves beside the optimizer's state."""
@@ -27,31 +34,42 @@ _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
 
 def check_checkpoint(path: str | Path, *, engine: Any) -> None:
-    """Check that a folder is a ZeRO-3 checkpoint of this many processes and this precision, and its files are whole.
+    """Check that a folder is a ZeRO-3 checkpoint that an engine can go on from, and its files are whole.
 
     Collective: if one rank finds a fault, every rank raises.
 
     Args:
         path: The folder that Lightning saved.
-        engine: The DeepSpeed engine that will load it.
+        engine: The DeepSpeed engine that will load it; one that trains.
 
     Raises:
         CheckpointError: Naming the folder or file at fault.
     """
     with raising_together(), reading_checkpoint(path):
-        folder = _tagged_folder(Path(path))
-        files = sorted(folder.glob(_OPTIMIZER_FILES))
-        if not files:
-            raise CheckpointError(
-                f"{folder} holds no ZeRO-3 optimizer states.", "Pass a folder saved by this strategy."
-            )
-        _check_precision(files, engine)
-        # Weights alone are read from all files, whatever the number of processes.
-        if getattr(engine.optimizer, "handler", None) is not None:
-            _check_world_size(folder, files)
+        folder = _checked_folder(path, engine)
+        _check_world_size(folder)
         _check_own_share(folder)
-        if getattr(engine.optimizer, "handler", None) is not None:
-            _check_parameters(folder, engine)
+        _check_parameters(folder, engine)
+
+
+def check_weights(path: str | Path, *, engine: Any) -> Path:
+    """Check that a folder is a ZeRO-3 checkpoint of this precision, and its files are whole.
+
+    As :func:`check_checkpoint`, but for weights alone: any number of processes may have saved them.
+
+    Returns:
+        The folder with the files.
+    """
+    folder = Path(path)
+    with raising_together(), reading_checkpoint(path):
+        folder = _checked_folder(path, engine)
+        _check_own_share(folder)
+    return folder
+
+
+def optimizer_files(folder: Path) -> list[Path]:
+    """The files of optimizer states, of all processes, in no order that means anything."""
+    return sorted(folder.glob(_OPTIMIZER_FILES))
 
 
 def check_same_save(engine: Any, client_state: Mapping[str, Any]) -> None:
@@ -77,7 +95,7 @@ def reading_checkpoint(path: str | Path) -> Iterator[None]:
         yield
     except SmartInfinityError:
         raise
-    except (OSError, EOFError, RuntimeError, KeyError, AssertionError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, AssertionError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be loaded: {type(error).__name__}: {error}.",
             "Use an undamaged checkpoint of the same model, configuration and number of processes.",
@@ -100,6 +118,15 @@ def _tagged_folder(path: Path) -> Path:
     return path / tag
 
 
+def _checked_folder(path: str | Path, engine: Any) -> Path:
+    folder = _tagged_folder(Path(path))
+    files = optimizer_files(folder)
+    if not files:
+        raise CheckpointError(f"{folder} holds no ZeRO-3 optimizer states.", "Pass a folder saved by this strategy.")
+    _check_precision(files, engine)
+    return folder
+
+
 def _check_precision(files: list[Path], engine: Any) -> None:
     saved, wanted = files[0].name.startswith("bf16_"), bool(engine.bfloat16_enabled())
     if saved != wanted:
@@ -110,12 +137,12 @@ def _check_precision(files: list[Path], engine: Any) -> None:
         )
 
 
-def _check_world_size(folder: Path, files: list[Path]) -> None:
-    world_size = dist.get_world_size()
-    if len(files) != world_size:
+def _check_world_size(folder: Path) -> None:
+    num_saved, world_size = len(optimizer_files(folder)), dist.get_world_size()
+    if num_saved != world_size:
         raise CheckpointError(
-            f"{folder} was saved by {len(files)} processes, this run has {world_size}.",
-            f"Run on {len(files)} processes, or convert it by `{_conversion_command(folder)}` and pass the folder that "
+            f"{folder} was saved by {num_saved} processes, this run has {world_size}.",
+            f"Run on {num_saved} processes, or convert it by `{_conversion_command(folder)}` and pass the folder that "
             "this writes.",
         )
 

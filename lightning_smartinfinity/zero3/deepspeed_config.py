@@ -58,8 +58,8 @@ def build_deepspeed_config(zero: Mapping[str, Any] | None) -> dict[str, Any]:
         UnsupportedError: A key switches on a feature that the strategy refuses.
     """
     if zero is not None and not isinstance(zero, Mapping):
-        raise ConfigError(f"SmartInfinityStrategy(zero={zero!r}) is not a mapping.", "Pass zero={...}.")
-    user = dict(copy.deepcopy(zero)) if zero else {}
+        raise ConfigError(f"zero={zero!r} of the smart_infinity strategy is not a mapping.", "Pass zero={...}.")
+    user = _copied(zero) if zero else {}
     _check(user)
     section: dict[str, Any] = {
         "stage": 3,
@@ -94,8 +94,17 @@ def _complete_nvme(section: dict[str, Any]) -> None:
         section.setdefault("stage3_max_reuse_distance", 0)
 
 
+def _copied(zero: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(copy.deepcopy(zero))
+    except TypeError as error:
+        raise ConfigError(f"zero={zero!r} cannot be copied: {error}.", "Pass plain values.") from error
+
+
 def _check(user: Mapping[str, Any]) -> None:
     for key, value in user.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"zero={{{key!r}: {value!r}}} has a key that is no str.", f"Remove {key!r}.")
         if key in _OWNED:
             raise ConfigError(f"zero={{{key!r}: {value!r}}} cannot be set: {_OWNED[key]}.", f"Remove {key!r}.")
         if key in _DEPRECATED:

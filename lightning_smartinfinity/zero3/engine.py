@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.folder_swap import replacing
+from lightning_smartinfinity.zero3.foreign_step import refuse_foreign_steps
 from lightning_smartinfinity.zero3.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
@@ -47,6 +48,7 @@ class _PortableEngine(DeepSpeedEngine):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         refuse_plain_loading(self.module)
+        refuse_foreign_steps()
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         # zero.Init has given parameters their dtype, so the base class casts none; some came without it, by copying or
@@ -71,23 +73,7 @@ class _PortableEngine(DeepSpeedEngine):
 
 
 class EvaluationEngine(_PortableEngine):
-    """Engine without optimizer.
-
-    Args:
-        **kwargs: As ``deepspeed.initialize`` passes them to ``DeepSpeedEngine``.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        # The engine's own load_checkpoint calls this method, which stock leaves out where there is no optimizer. The
-        # masters of a checkpoint have been loaded into the module by then; there is nothing to restore.
-        self.optimizer._restore_from_bit16_weights = lambda: None
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
-        """As the base class, which would write into parameters that stayed gathered after a forward, and lose it."""
-        self.optimizer.partition_all_parameters()
-        loaded: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(*args, **kwargs)
-        return loaded
+    """Engine without optimizer."""
 
 
 class SmartInfinityEngine(_PortableEngine):

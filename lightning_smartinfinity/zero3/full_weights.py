@@ -112,8 +112,9 @@ def _refuse(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str,
         if loads and is_zero_param(param) and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
             raise UnsupportedError(
                 f"load_state_dict cannot write {prefix + name!r}: ZeRO-3 has partitioned it over the ranks.",
-                "Load weights before fit, by fit(ckpt_path=...) with SmartInfinityStrategy(load_full_weights=True), or "
-                "within deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0) on every rank.",
+                "Load weights before fit or fabric.setup, by Trainer.fit(ckpt_path=...) with "
+                "SmartInfinityStrategy(load_full_weights=True), by fabric.load_raw(path, model), or within "
+                "deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0) on every rank.",
             )
 
 

@@ -2,7 +2,7 @@
 
 The base class keeps everything that is ZeRO-3: gathers, hooks, buckets, reduce-scatter, loss scale. This subclass takes
 over what touches optimizer state: where reduced gradients go, the step, and the checkpoint. Every override is held to
-the installed DeepSpeed by tests/zero3/test_contract.py.
+the installed DeepSpeed by the tests of docs/seams.md.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
-from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.handler import TransferHandler
@@ -25,7 +26,7 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layou
 from lightning_smartinfinity.transfer.plan import StepPlan
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3 import checkpoint
-from lightning_smartinfinity.zero3.collectives import raise_together, sum_over_ranks
+from lightning_smartinfinity.zero3.collectives import failing_together, raise_together, raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.gradient_path import GradientPath
 from lightning_smartinfinity.zero3.outside_writes import OutsideWrites
@@ -124,10 +125,16 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             group["params"] = []
 
     def _create_buckets(self) -> None:
-        for dtype, bucket in self.ipg_buckets.items():
-            bucket.buffer = torch.empty(
-                self.reduce_bucket_size, dtype=dtype, device=get_accelerator().current_device_name()
-            )
+        device, numel = get_accelerator().current_device_name(), self.reduce_bucket_size
+        with raising_together(self.dp_process_group):
+            try:
+                for dtype, bucket in self.ipg_buckets.items():
+                    bucket.buffer = torch.empty(numel, dtype=dtype, device=device)
+            except RuntimeError as error:  # torch's for want of memory
+                raise ConfigError(
+                    f"zero={{'reduce_bucket_size': {numel}}}: there is no memory for a bucket on {device}.",
+                    "Lower it: as many elements as the largest parameter has are enough.",
+                ) from error
 
     # ---- the step
 
@@ -212,6 +219,10 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             self.update.abandon(error)
             raise
         self.arena.reset()
+
+    def failing_together(self) -> AbstractContextManager[None]:
+        """A context in which all ranks fail if one does; every rank enters and leaves it."""
+        return failing_together(self.dp_process_group, torch.device(get_accelerator().current_device_name()))
 
     def sum_over_ranks(self, value: float) -> float:
         """Sum of one double over all ranks."""

@@ -215,6 +215,8 @@ class ParameterSwapper:
     ) -> None:
         """Read partitions, or start to."""
         assert swap_in_buffers is None, "nobody reads into other buffers"
+        # DeepSpeed reads ahead along its trace, which names a parameter once for each use.
+        params = list(dict.fromkeys(params))
         if async_op:
             later = self.leaves_for_later
             # DeepSpeed names a parameter once for every use that is ahead.
@@ -316,7 +318,7 @@ class ParameterSwapper:
             for held in reading:
                 held.ticket = None
             self._finish(tickets)
-        except SmartInfinityError:
+        except BaseException:  # an interrupt as well: what is still being read is nobody's
             self.remove_partition_and_release_buffers([held.param for held in reading])
             raise
         for held in reading:

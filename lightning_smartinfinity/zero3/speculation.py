@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError
 from lightning_smartinfinity.transfer.plan import StepPlan
 
 __all__ = ["Hysteresis", "Speculation"]
@@ -103,7 +103,11 @@ class Speculation:
             for tasklet in layout.tasklets_of(slice(index, index + 1)):
                 self._missing[tasklet] += 1
         self._on = True
-        self._handler.begin_growing(plan)
+        try:
+            self._handler.begin_growing(plan)
+        except SmartInfinityError:
+            # The other ranks go on with this backward. The step cannot begin, either, and says so to all of them.
+            self._failed = True
 
     def arrived(self, params: Iterable[Any]) -> None:
         """Their gradients, as far as this backward goes, are in the arena."""
@@ -156,11 +160,20 @@ class Speculation:
 
         Returns:
             Whether the step is in flight.
+
+        Raises:
+            ConfigError: A hyperparameter is out of range; nothing is in flight.
         """
         if not self._on:
             return False
+        if not self._handler.in_flight:
+            self._on = False
+            return False
         try:
             right = self._handler.complete(plan)
+        except ConfigError:
+            self.lose()
+            raise
         except SmartInfinityError:
             # It has failed, and says so to whoever waits: to the settlement, on all ranks.
             right = True

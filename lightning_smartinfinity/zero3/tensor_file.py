@@ -243,12 +243,13 @@ def saved_with_room(state: Any, path: Path) -> TensorFile:
     return file
 
 
-def check_records(path: Path, *, tensors: bool) -> None:
+def check_records(path: Path, *, tensors: bool, remedy: str = "Use another checkpoint.") -> None:
     """Compare a file of ``torch.save`` with the CRC-32s that it keeps.
 
     Args:
         path: Of the file.
         tensors: Also read the tensors; without, only what describes them.
+        remedy: What to do about a damaged one.
 
     Raises:
         CheckpointError: They differ, or the file is no such file.
@@ -259,7 +260,7 @@ def check_records(path: Path, *, tensors: bool) -> None:
                 if tensors or _RECORD_FOLDER not in info.filename:
                     _read_through(archive, info)
     except (OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is damaged: {error}.", "Use another checkpoint.") from error
+        raise CheckpointError(f"{path} is damaged: {error}.", remedy) from error
 
 
 def _read_through(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:

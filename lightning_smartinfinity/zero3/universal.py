@@ -20,20 +20,20 @@ from lightning_smartinfinity.zero3.client_state import of_user
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
 from lightning_smartinfinity.zero3.universal_folder import MASTER_FILE, UniversalFolder
+from lightning_smartinfinity.zero3.weight_loading import check_names
 
 __all__ = ["load_universal"]
 
 
-def load_universal(engine: Any, path: str | Path, *, with_optimizer: bool, strict: bool) -> dict[str, Any]:
-    """Load a universal checkpoint into an engine.
+def load_universal(engine: Any, path: str | Path, *, strict: bool) -> dict[str, Any]:
+    """Load a universal checkpoint into an engine that trains, to go on from there.
 
     Collective: if one rank finds a fault, every rank raises, before anything has been changed.
 
     Args:
-        engine: A DeepSpeed engine of ZeRO-3.
+        engine: One of ours.
         path: The folder that ``ds_to_universal`` wrote.
-        with_optimizer: Load moments, step counts and hyperparameters, too; the engine is one of ours that trains.
-        strict: Whether buffers, and without the optimizer parameters, have to match exactly.
+        strict: Whether buffers have to match exactly.
 
     Returns:
         What was saved beside the model.
@@ -42,14 +42,6 @@ def load_universal(engine: Any, path: str | Path, *, with_optimizer: bool, stric
         CheckpointError: The checkpoint belongs to another model, optimizer or precision, or is damaged.
     """
     folder = UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
-    if with_optimizer:
-        _load_training(engine, folder, strict=strict)
-    else:
-        _load_weights(engine, folder, strict=strict)
-    return of_user(folder.model_states)
-
-
-def _load_training(engine: Any, folder: UniversalFolder, *, strict: bool) -> None:
     optimizer = engine.optimizer
 
     @contextmanager
@@ -58,11 +50,13 @@ def _load_training(engine: Any, folder: UniversalFolder, *, strict: bool) -> Non
             yield
 
     with together():
+        folder.check_states(with_optimizer=True)
         _check_model(engine, folder)
         _check_optimizer(optimizer, folder)
         saved_steps = folder.steps
         steps = np.array([saved_steps[piece.name] for piece in optimizer.layout.parameters], dtype=np.int64)
         _check_files(optimizer, folder)
+        folder.check_arrays((MASTER_FILE, *optimizer.rule.arrays[1:]))
         frozen = _frozen_slices(engine, folder)
     optimizer.checkpoint_event_prologue()
     optimizer.handler.replace(_filler(optimizer, folder), steps=steps, together=together)
@@ -71,30 +65,7 @@ def _load_training(engine: Any, folder: UniversalFolder, *, strict: bool) -> Non
     optimizer.checkpoint_event_epilogue()
     _restore_optimizer(optimizer, folder)
     _restore_counters(engine, folder.model_states)
-
-
-def _load_weights(engine: Any, folder: UniversalFolder, *, strict: bool) -> None:
-    with raising_together(), reading_checkpoint(folder.path):
-        states = folder.model_states
-        weights = {name: states["module"][name] for name in states["buffer_names"]}
-        for name, shape in folder.shapes.items():
-            weights[name] = folder.tensor(name, MASTER_FILE, numel=shape.numel()).view(shape)
-        for name, shape in (folder.frozen_shapes() or {}).items():
-            weights[name] = folder.frozen(name, 0, shape.numel()).view(shape)
-        weights |= {alias: weights[name] for alias, name in folder.shared.items() if name in weights}
-        if strict:
-            _check_names(_whole_shapes(engine.module), weights, folder)
-    trains = getattr(engine.optimizer, "handler", None) is not None
-    if trains:
-        engine.optimizer.checkpoint_event_prologue()
-    engine.load_module_state_dict(checkpoint={"module": weights}, strict=strict, fetch_z3_params=True)
-    if trains:
-        engine.optimizer._restore_from_bit16_weights()
-        engine.optimizer.checkpoint_event_epilogue()
-
-
-def _whole_shapes(module: torch.nn.Module) -> dict[str, torch.Size]:
-    return {name: getattr(t, "ds_shape", t.shape) for name, t in module.state_dict(keep_vars=True).items()}
+    return of_user(folder.model_states)
 
 
 # ---- filling this rank's partition
@@ -175,32 +146,10 @@ def _restore_counters(engine: Any, states: Mapping[str, Any]) -> None:
 
 def _check_model(engine: Any, folder: UniversalFolder) -> None:
     present = {name: shape for of_group in engine._get_zero_param_shapes() for name, shape in of_group.items()}
-    _check_names(present, folder.shapes, folder)
+    check_names(present, folder.shapes, folder.path)
     saved = folder.frozen_shapes()
     if saved is not None:
-        _check_names(engine._get_zero_frozen_param_attributes(engine._get_param_shape_func), saved, folder)
-
-
-def _check_names(present: Mapping[str, Any], saved: Mapping[str, Any], folder: UniversalFolder) -> None:
-    difference = next(
-        (
-            f"{name!r} is {_shape(saved, name)} there and {_shape(present, name)} here"
-            for name in sorted(present.keys() | saved.keys())
-            if _shape(saved, name) != _shape(present, name)
-        ),
-        None,
-    )
-    if difference is not None:
-        raise CheckpointError(
-            f"The parameters of {folder.path} differ from the model's: {difference}.",
-            "Build the model as it was when the checkpoint was saved, with the same parameters frozen.",
-        )
-
-
-def _shape(shapes: Mapping[str, Any], name: str) -> str:
-    if name not in shapes:
-        return "missing"
-    return f"of shape {tuple(getattr(shapes[name], 'shape', shapes[name]))}"
+        check_names(engine._get_zero_frozen_param_attributes(engine._get_param_shape_func), saved, folder.path)
 
 
 def _check_optimizer(optimizer: Any, folder: UniversalFolder) -> None:

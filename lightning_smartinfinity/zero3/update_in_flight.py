@@ -18,10 +18,9 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightning_smartinfinity.errors import ConfigError, SmartInfinityError
+from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.plan import CudaPartition, StepPlan
-from lightning_smartinfinity.zero3.collectives import raise_together
 from lightning_smartinfinity.zero3.prefetch import skip_in_prefetch
 from lightning_smartinfinity.zero3.stored_partition import release_prefetched
 
@@ -73,13 +72,11 @@ class UpdateInFlight:
         """Start a step and return at once; nothing is in flight but what backward has begun of it.
 
         Raises:
-            ConfigError: A hyperparameter is out of range, on every rank; nothing has begun.
+            SmartInfinityError: It could not begin, in a training of one process.
         """
         try:
             if not self._optimizer.speculation.take(plan):
                 self._handler.begin_step(plan)
-        except ConfigError:
-            raise
         except SmartInfinityError as error:
             self._failure = error
         except BaseException as error:
@@ -91,6 +88,8 @@ class UpdateInFlight:
         # Copies to a device have only been started when a wait is over: every stream that gathers waits for them.
         self._waits_once = not isinstance(plan.outputs, CudaPartition)
         self._uses.clear()
+        if self._failure is not None:
+            self._settle_alone()
 
     def is_untouched(self, param: Any) -> bool:
         """Whether the parameter is of the step in flight, and nobody has asked for it yet: alike on all ranks."""
@@ -130,7 +129,8 @@ class UpdateInFlight:
         Ctrl-C leaves it in flight, to be settled later.
 
         Raises:
-            StorageError: It failed on some rank, and was undone on all.
+            ConfigError: A hyperparameter was out of range on some rank; the step was taken on none.
+            StorageError: It failed on some rank, or could not be committed there, and was undone on all.
         """
         with self._lock:
             self._optimizer.speculation.lose()
@@ -138,9 +138,7 @@ class UpdateInFlight:
                 return
             self.quiesce()
             try:
-                if self._optimizer.sum_over_ranks(float(self._failure is not None)) > 0:
-                    raise_together(self._failure, self._optimizer.dp_process_group)
-                self._handler.commit()
+                self._commit()
             except SmartInfinityError as error:
                 self._end()
                 self._undo(error)
@@ -173,11 +171,23 @@ class UpdateInFlight:
             self._handler.wait(wanted)
         except SmartInfinityError as error:
             self._failure = error
-            if dist.get_world_size(self._optimizer.dp_process_group) == 1:
-                self.settle()
+            self._settle_alone()
             return
         if self._waits_once:
             self._awaited.difference_update(wanted)
+
+    def _settle_alone(self) -> None:
+        if dist.get_world_size(self._optimizer.dp_process_group) == 1:
+            self.settle()
+
+    def _commit(self) -> None:
+        """Commit on all ranks: where one fails to, those that have committed take it back, and all raise."""
+        together = self._optimizer.failing_together
+        if self._failure is None:
+            self._handler.commit(together=together)
+            return
+        with together():
+            raise self._failure
 
     def _end(self) -> None:
         self._begun, self._failure = False, None

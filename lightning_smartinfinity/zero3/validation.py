@@ -44,7 +44,7 @@ def check_zero_section(section: Mapping[str, Any]) -> None:
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(
-            f"SmartInfinityStrategy(zero=...) was refused by DeepSpeed: {problems}.",
+            f"zero={{...}} of the smart_infinity strategy was refused by DeepSpeed: {problems}.",
             "Use the keys of DeepSpeed's zero_optimization section.",
         ) from error
     if zero.offload_param is not None and zero.offload_param.buffer_count < 1:
@@ -55,7 +55,7 @@ def check_zero_section(section: Mapping[str, Any]) -> None:
 
 
 def parameter_settings(
-    section: Mapping[str, Any], *, storage: tuple[Path, ...], nvme_path: str | None, transfer: TransferConfig
+    section: Mapping[str, Any], *, storage: tuple[Path, ...], nvme_path: Path | None, transfer: TransferConfig
 ) -> ParameterSettings | None:
     """How parameters lie on storage, or None if they do not.
 
@@ -72,7 +72,7 @@ def parameter_settings(
     if offload is None or offload.device != "nvme":
         return None
     return ParameterSettings(
-        folders=storage if nvme_path is None else (Path(nvme_path).expanduser().resolve(),),
+        folders=storage if nvme_path is None else (nvme_path,),
         job=transfer.job,
         direct_io=transfer.file_access,
         io_engine=transfer.io_engine,

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from lightning_smartinfinity.devices.base import Traffic
@@ -22,6 +20,7 @@ from lightning_smartinfinity.metrics import (
     StorageWait,
     traffic_between,
 )
+from tests.helpers.processes import run_module
 
 ONE = Traffic(
     steps=1,
@@ -151,41 +150,10 @@ def test_unknown_choice(build: object, named: str) -> None:
     assert named in str(caught.value)
 
 
-def _sync(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    metrics = {
-        "bytes": StorageBytes(),
-        "bandwidth": StorageBandwidth("shared"),
-        "wait max": StorageWait(),
-        "wait mean": StorageWait("mean"),
-        "per parameter": BytesPerParameter(),
-    }
-    for metric in metrics.values():
-        metric.update(TWO if rank else ONE, seconds=2.0 + rank)
-    counted = StorageCounters()
-    counted.update(TWO if rank else ONE)
-    gathers, all_gather = [], dist.all_gather
-
-    def counting(*args: object, **kwargs: object) -> object:
-        gathers.append(1)
-        return all_gather(*args, **kwargs)
-
-    dist.all_gather = counting
-    counted.compute()
-    dist.all_gather = all_gather
-    values = {name: metric.compute().item() for name, metric in metrics.items()}
-    again = {name: metric.compute().item() for name, metric in metrics.items()}
-    metrics["bytes"].update(ONE)
-    torch.save(
-        {"values": values, "again": again, "gathers": len(gathers), "more": metrics["bytes"].compute().item()},
-        Path(folder) / f"rank{rank}.pt",
-    )
-    dist.destroy_process_group()
-
-
 def test_two_ranks(tmp_path: Path) -> None:
     """Ranks agree: bytes add up, the slowest rank's time counts, and one collective is enough."""
-    mp.spawn(_sync, args=(str(tmp_path),), nprocs=2)
+    done = run_module("tests.callbacks.metrics_worker", tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
     results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
     expected = {
         "bytes": 2100 + 6000,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,14 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
-from tests.training.worker import REPOSITORY
+from tests.helpers.processes import run_module
 
 
 def launch(out: Path, *, devices: int = 1, resume: Path | None = None) -> list[dict[str, Any]]:
     """Trains in fresh processes; what each rank saw."""
     arguments = [str(out), str(devices), *([str(resume)] if resume else [])]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.callbacks.worker", *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=fresh_environment(),
-    )
+    done = run_module("tests.callbacks.worker", *arguments, ranks=devices)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(devices)]
 

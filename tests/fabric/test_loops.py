@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_smartinfinity import SmartInfinityFabricStrategy
+from lightning_smartinfinity import CheckpointError, RandomStates, SmartInfinityFabricStrategy, UnsupportedError
 from tests.fabric.worker import quiet_fabric
+from tests.helpers.damage import flip_bit_behind
+from tests.helpers.initialised import Initialised
 
 EPS = 1e-4  # as in tests.helpers.models: no full steps from rounding noise
 
@@ -202,6 +207,21 @@ def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric:
     assert set(optimizer.engine.optimizer.handler.steps) == {3}
 
 
+def test_weights_of_a_damaged_checkpoint_leave_a_training_as_it_was(fabric: Fabric, tmp_path: Path) -> None:
+    """A bit at the end of the masters: the error names the file, and what was written before it is put back."""
+    model, optimizer = set_up(fabric)
+    fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer})
+    fabric.backward(loss_of(model, 0))
+    optimizer.step()
+    expected = losses_of(model)
+    (file,) = tmp_path.rglob("*optim_states.pt")
+    (masters,) = torch.load(file, weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"]
+    flip_bit_behind(masters.numpy().tobytes()[:-1], file)
+    with pytest.raises(CheckpointError, match=file.name):
+        fabric.load(tmp_path / "ckpt", {"model": model})
+    assert losses_of(model) == expected
+
+
 def test_plain_weights_reach_the_model_and_its_masters(fabric: Fabric, tmp_path: Path) -> None:
     """load_raw takes what torch.save(module.state_dict()) wrote; training goes on from there."""
     source = build_net()
@@ -218,6 +238,53 @@ def test_plain_weights_reach_the_model_and_its_masters(fabric: Fabric, tmp_path:
     optimizer.step()
     reference.step()
     torch.testing.assert_close(losses_of(model), losses_of(source), atol=5e-6, rtol=0)
+
+
+def test_full_weights_are_loaded_from_one_file(tmp_path: Path) -> None:
+    """load_full_weights: a file with the state's keys, as Lightning's strategies take it; no optimizer is in one."""
+    source = build_net()
+    nn.init.normal_(source[0].weight)
+    torch.save({"model": source.state_dict(), "step": 7, "more": 1}, tmp_path / "whole.pt")
+    fabric = quiet_fabric(tmp_path / "storage", options={"load_full_weights": True})
+    model, optimizer = set_up(fabric)
+    with pytest.raises(UnsupportedError, match="a state with an optimizer"):
+        fabric.load(tmp_path / "whole.pt", {"model": model, "optimizer": optimizer})
+    with pytest.raises(CheckpointError, match="no weights under 'net'"):
+        fabric.load(tmp_path / "whole.pt", {"net": model})
+    state = {"model": model, "step": 0}
+    assert fabric.load(tmp_path / "whole.pt", state) == {"more": 1}
+    assert state["step"] == 7
+    inner = optimizer.engine.optimizer
+    for name, param in model.module.named_parameters():
+        assert torch.equal(inner.get_full_hp_param(param), source.get_parameter(name).detach()), name
+    fabric.strategy.close()
+
+
+def test_random_states_go_on_where_they_were_saved(fabric: Fabric, tmp_path: Path) -> None:
+    """torch, numpy and Python draw after loading what they drew after saving; without RandomStates nothing is kept."""
+
+    def draws() -> tuple[float, float, float]:
+        return torch.rand(()).item(), float(np.random.rand()), random.random()
+
+    model, optimizer = set_up(fabric)
+    state = {"model": model, "optimizer": optimizer, "random": RandomStates()}
+    draws()
+    fabric.save(tmp_path / "ckpt", state)
+    expected = draws()
+    fabric.load(tmp_path / "ckpt", {"model": model, "optimizer": optimizer})
+    assert draws() != expected
+    fabric.load(tmp_path / "ckpt", state)
+    assert draws() == expected
+
+
+def test_random_states_of_other_processes_are_left_out() -> None:
+    """A warning says that draws do not go on; the generators are as they were."""
+    saved = {**RandomStates().state_dict(), "world_size": 2}
+    torch.rand(())
+    before = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="saved by 2 processes and is resumed by 1"):
+        RandomStates().load_state_dict(saved)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_second_model_evaluates_beside_the_one_that_trains(fabric: Fabric) -> None:
@@ -255,6 +322,40 @@ def test_model_built_in_init_module_trains_like_any(empty_init: bool | None, fab
         reference.step()
         reference.zero_grad()
     torch.testing.assert_close(losses_of(model), losses_of(plain), atol=5e-6, rtol=0)
+
+
+def test_layers_initialised_again_in_init_module_have_the_values_of_torch(fabric: Fabric, tmp_path: Path) -> None:
+    """In every way that plain torch knows, as in configure_model; tied parameters stay tied."""
+    with fabric.init_module():
+        torch.manual_seed(0)
+        net = Initialised()
+    torch.manual_seed(0)
+    expected = Initialised()
+    whole = {name for name, part in net.parts.items() if part.weight.numel() > 0}
+    assert whole == {"assigned", "copied", "parameter"}, "new parameters of finished layers wait for setup"
+    weights = dict(expected.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        different = [name for name, param in net.named_parameters() if not torch.equal(param, weights[name])]
+    assert not different
+    assert net.total == expected.total
+    assert net.parts["second"].weight is net.parts["first"].weight
+    inner = set_up(fabric, net)[1].engine.optimizer
+    for name, param in net.named_parameters():
+        assert torch.equal(inner.get_full_hp_param(param), weights[name].detach()), name
+
+
+def test_tensors_of_init_tensor_are_whole(tmp_path: Path) -> None:
+    """They have the precision's dtype and are not partitioned; a module built there is like any other."""
+    fabric = quiet_fabric(tmp_path, precision="bf16-true")
+    with fabric.init_tensor():
+        tensor, net = torch.ones(3), build_net()
+    assert tensor.dtype is torch.bfloat16 and tensor.numel() == 3
+    assert {(param.dtype, hasattr(param, "ds_id")) for param in net.parameters()} == {(torch.bfloat16, False)}
+    model, optimizer = set_up(fabric, net)
+    fabric.backward(model(batch(0).bfloat16()).square().mean())
+    optimizer.step()
+    assert set(optimizer.engine.optimizer.handler.steps) == {1}
+    fabric.strategy.close()
 
 
 def test_traffic_counts_until_the_storage_is_closed(fabric: Fabric, tmp_path: Path) -> None:

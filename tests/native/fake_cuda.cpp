@@ -190,7 +190,7 @@ Stream* find_stream(void* handle) {
 int copy(const char* call, void* to, const void* from, std::size_t bytes, void* handle, const void* host) {
     std::unique_lock<std::mutex> lock;
     Driver& self = driver();
-    const std::string detail = "stream=" + text(handle) + " bytes=" + text(bytes);
+    const std::string detail = text(host) + " " + text(bytes);
     if (const int result = self.enter(call, lock, detail)) return result;
     if (current() == nullptr) return kInvalidContext;
     Stream* const stream = find_stream(handle);
@@ -277,7 +277,9 @@ int cuCtxPopCurrent_v2(void** context) {
 
 int cuMemHostRegister_v2(void* data, std::size_t bytes, unsigned) {
     std::unique_lock<std::mutex> lock;
-    if (const int result = driver().enter("cuMemHostRegister_v2", lock, text(data))) return result;
+    if (const int result = driver().enter("cuMemHostRegister_v2", lock, text(data) + " " + text(bytes))) {
+        return result;
+    }
     if (current() == nullptr) return kInvalidContext;
     const auto begin = reinterpret_cast<std::uintptr_t>(data);
     for (const auto& [other, length] : driver().registered) {
@@ -320,6 +322,7 @@ int cuStreamCreate(void** stream, unsigned) {
 int cuStreamDestroy_v2(void* stream) {
     std::unique_lock<std::mutex> lock;
     if (const int result = driver().enter("cuStreamDestroy_v2", lock)) return result;
+    if (current() == nullptr) return kInvalidContext;
     auto node = driver().streams.extract(stream);
     lock.unlock();
     return node.empty() ? kInvalidHandle : kSuccess;
@@ -359,6 +362,7 @@ int cuEventCreate(void** event, unsigned) {
 int cuEventDestroy_v2(void* event) {
     std::unique_lock<std::mutex> lock;
     if (const int result = driver().enter("cuEventDestroy_v2", lock)) return result;
+    if (current() == nullptr) return kInvalidContext;
     return driver().events.erase(event) == 1 ? kSuccess : kInvalidHandle;
 }
 
@@ -375,6 +379,7 @@ int cuEventRecord(void* event, void* stream) {
 int cuEventSynchronize(void* event) {
     std::unique_lock<std::mutex> lock;
     if (const int result = driver().enter("cuEventSynchronize", lock)) return result;
+    if (current() == nullptr) return kInvalidContext;
     bool exists = false;
     const auto point = point_of(event, exists);
     lock.unlock();
@@ -466,6 +471,13 @@ void* fake_stream() {
     cuStreamCreate(&stream, 0);
     context_stack.pop_back();
     return stream;
+}
+
+int fake_destroy(void* stream) {
+    context_stack.push_back(&driver().contexts[0]);
+    const int result = cuStreamDestroy_v2(stream);
+    context_stack.pop_back();
+    return result;
 }
 
 // A kernel on a stream: `microseconds` of work, then to = from (or to += from).

@@ -37,7 +37,7 @@ class FakeCuda:
         calls.fake_stream.restype = address
         calls.fake_gate.restype = address
         calls.fake_gate.argtypes = calls.fake_open.argtypes = calls.fake_wait.argtypes = [address]
-        calls.cuStreamDestroy_v2.argtypes = [address]
+        calls.fake_destroy.argtypes = [address]
         calls.fake_kernel.argtypes = [address, number, address, address, size, number]
         calls.fake_delay.argtypes = [ctypes.c_uint64, number]
 
@@ -62,7 +62,7 @@ class FakeCuda:
         self._calls.fake_deinitialize()
 
     def log(self) -> list[str]:
-        """Calls, with details, since the last :meth:`clear`."""
+        """Calls since the last :meth:`clear`: of copies and registrations with host address and bytes."""
         return str(self._calls.fake_log().decode()).splitlines()
 
     def clear(self) -> None:
@@ -81,7 +81,7 @@ class FakeCuda:
         """End a stream, with the work in it; gates that a failed test left closed are opened."""
         for gate in self._gates[:]:
             self.open(gate)
-        assert self._calls.cuStreamDestroy_v2(stream) == 0
+        assert self._calls.fake_destroy(stream) == 0
 
     def kernel(
         self, stream: int, to: NDArray[np.float32], values: NDArray[np.float32], *, us: int = 0, add: bool = False

@@ -17,7 +17,14 @@ from tests.training.worker import REPOSITORY
 BENCHMARKS = REPOSITORY / "benchmarks"
 # Arguments of a run that takes seconds, and what the lines of its table begin with.
 RUNS = {
-    "checkpoint_memory.py": (["--size", "tiny"], ["|  |", "| smart_infinity, save |", "| smart_infinity, load |"]),
+    "checkpoint_memory.py": (
+        ["--size", "tiny"],
+        ["|  |", "| smart_infinity, save |", "| smart_infinity, load |", "| smart_infinity, evaluate |"],
+    ),
+    "engines.py": (
+        ["--tiny", "--folder", "."],
+        ["| engine |", "| io_uring | huge | yes |", "| threads | 4 KiB | no |", "| plain |"],
+    ),
     "formats.py": (
         ["--tiny"],
         ["| format | read + written", "| format | seed 0 |", "| fp32 |", "| bf16 |", "| int8 |", "| int8_remainder |"],

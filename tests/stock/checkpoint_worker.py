@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
-from tests.stock.worker import Hook, StockOnCpu
+from tests.stock.systems import Hook, StockOnCpu
 
 SAVE_AT, NUM_STEPS = 3, 6
 KINDS: dict[str, tuple[Recipe, dict[str, Any]]] = {
@@ -40,7 +40,7 @@ def save(kind: str, folder: Path, devices: int) -> None:
         stage=3, zero_allow_untested_optimizer=True, reduce_bucket_size=1_000_000, sub_group_size=9000, **settings
     )
     assert isinstance(strategy.config, dict)
-    strategy.config |= {"zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0}
+    strategy.config["zero_force_ds_cpu_optimizer"] = False
     hook = Hook(SAVE_AT, lambda trainer: trainer.save_checkpoint(folder / f"{kind}.ckpt"))
     module = LitTiny(recipe)
     trainer = quiet_trainer(

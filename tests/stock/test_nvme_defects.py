@@ -1,7 +1,7 @@
 """What stock DeepSpeed gets wrong with optimizer state on NVMe, beside what this strategy does.
 
-Every test runs twice: once for stock, where it is expected to fail for the reason given (strictly: the day that it
-passes, the reason is gone), and once for ours.
+Every test runs twice: once for stock, where it passes or is expected to fail for the reason given (strictly: the day
+that it passes, the reason is gone), and once for ours.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ import torch
 from tests.helpers import reference
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import Recipe
+from tests.stock.comparison import OURS, stock_fails
 from tests.stock.worker import ACCUMULATED, SAVE_AT, THREADS, UNUSED
 from tests.training.worker import REPOSITORY
 
-OURS = "smart_infinity"
 Outcomes: TypeAlias = "dict[str, dict[str, Any]]"
 
 
-def stock_fails(reason: str) -> pytest.MarkDecorator:
-    """Run the test for both systems; stock's run is documented to fail."""
-    failing = pytest.param(
-        "stock", marks=pytest.mark.xfail(reason=f"stock: {reason}", strict=True, raises=AssertionError)
-    )
-    return pytest.mark.parametrize("outcomes", [OURS, failing], indirect=True)
+def both(reason: str) -> pytest.MarkDecorator:
+    """Ours passes, stock is documented to fail."""
+    return pytest.mark.parametrize("outcomes", [OURS, stock_fails(reason)], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -82,47 +79,47 @@ def test_both_train_alike_while_nothing_happens(outcomes: Outcomes) -> None:
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] / 2
 
 
-@stock_fails("moments and step are not in the checkpoint, and resume goes on from zeros without a word")
+@both("moments and step are not in the checkpoint, and resume goes on from zeros without a word")
 def test_resume_goes_on_as_if_never_stopped(outcomes: Outcomes) -> None:
     """The losses after a resume are those of the training that did not stop."""
     assert outcomes["resume"].get("losses") == outcomes["resume"].get("expected") != []
 
 
-@stock_fails("FileExistsError, as Lightning's last.ckpt finds out")
+@both("FileExistsError, as Lightning's last.ckpt finds out")
 def test_saving_twice_to_one_path(outcomes: Outcomes) -> None:
     """A second save replaces the first."""
     assert "error" not in outcomes["save_twice"]
 
 
-@stock_fails("fails on the empty partitions in its own checkpoint")
+@both("fails on the empty partitions in its own checkpoint")
 def test_zero_to_fp32_reads_the_checkpoint(outcomes: Outcomes) -> None:
     """DeepSpeed's script finds the masters of every parameter."""
     assert "error" not in outcomes["zero_to_fp32"]
     assert all(outcomes["zero_to_fp32"]["equal"])
 
 
-@stock_fails("fails on the empty partitions in its own checkpoint")
+@both("fails on the empty partitions in its own checkpoint")
 def test_ds_to_universal_reads_the_checkpoint(outcomes: Outcomes) -> None:
     """DeepSpeed's script finds the moments of every parameter."""
     assert "error" not in outcomes["ds_to_universal"]
     assert all(outcomes["ds_to_universal"]["moments"])
 
 
-@stock_fails("fails on the empty partitions in its own checkpoint")
+@both("fails on the empty partitions in its own checkpoint")
 def test_validating_a_checkpoint_in_a_fresh_trainer(outcomes: Outcomes) -> None:
     """Trainer.validate(ckpt_path=...) evaluates the saved weights."""
     assert "error" not in outcomes["validate"]
     assert outcomes["validate"]["loss"] < outcomes["straight"]["losses"][SAVE_AT - 1] + 0.5
 
 
-@stock_fails("writes that fail are not noticed, training goes on with what was never stored")
+@both("writes that fail are not noticed, training goes on with what was never stored")
 def test_full_disk_is_noticed(outcomes: Outcomes) -> None:
     """When files cannot grow any further the training stops with an error that names file and remedy."""
     assert outcomes["full_disk"]["noticed"] in ("StorageError", "StorageFullError")
     assert "state.bin" in outcomes["full_disk"]["message"]
 
 
-@stock_fails("a bare AssertionError in the middle of the set-up")
+@both("a bare AssertionError in the middle of the set-up")
 def test_state_in_16_bit_trains(outcomes: Outcomes) -> None:
     """Moments in bf16 take 8 bytes per parameter instead of 12 in each slot, and losses stay near those with fp32."""
     assert "error" not in outcomes["state_in_16_bit"]
@@ -131,45 +128,45 @@ def test_state_in_16_bit_trains(outcomes: Outcomes) -> None:
     torch.testing.assert_close(losses, expected, rtol=0, atol=2e-2)
 
 
-@stock_fails("the second job writes into the first one's files, and its losses change")
+@both("the second job writes into the first one's files, and its losses change")
 def test_second_job_on_one_folder_is_refused(outcomes: Outcomes) -> None:
     """A second job with the same folder is locked out, the first one does not notice."""
     assert outcomes["two_jobs"]["locked"]
     assert outcomes["two_jobs"]["losses"] == outcomes["straight"]["losses"]
 
 
-@stock_fails("its files stay for ever")
+@both("its files stay for ever")
 def test_no_state_is_left_on_storage(outcomes: Outcomes, folder: Path) -> None:
     """After the process there is nothing left in the storage folders."""
     assert outcomes
     assert [path for path in (folder / "storage").rglob("*") if path.is_file()] == []
 
 
-@stock_fails("with its preset every swap buffer is as large as the model's partition: 16 bytes per parameter")
+@both("with its preset every swap buffer is as large as the model's partition: 16 bytes per parameter")
 def test_defaults_hold_no_buffer_of_the_models_size(outcomes: Outcomes) -> None:
     """The buffers of the update are a ring of fixed size."""
     assert outcomes["preset"]["buffers"] < 4 * outcomes["preset"]["numel"]
 
 
-@stock_fails("Lightning passes thread_count under a name that DeepSpeed does not read")
+@both("Lightning passes thread_count under a name that DeepSpeed does not read")
 def test_setting_of_parallelism_arrives(outcomes: Outcomes) -> None:
     """What the user sets is what runs."""
     assert outcomes["preset"]["setting"] == THREADS
 
 
-@stock_fails("a parameter without gradient is stepped again with its last one")
+@both("a parameter without gradient is stepped again with its last one")
 def test_unused_parameter_is_left_alone(outcomes: Outcomes) -> None:
     """Steps that do not use a parameter leave it alone, as torch's optimizers do."""
     _assert_like_torch(outcomes["unused_parameter"]["losses"], UNUSED)
 
 
-@stock_fails("Lightning's loop and DeepSpeed's engine both divide the loss by the window, and clipping goes by that")
-def test_accumulation_divides_once(outcomes: Outcomes) -> None:
+@pytest.mark.parametrize("outcomes", [OURS, "stock"], indirect=True)
+def test_accumulation_is_clipped_like_torch(outcomes: Outcomes) -> None:
     """Clipped steps over windows of two micro-batches are torch's."""
     _assert_like_torch(outcomes["accumulation"]["losses"], ACCUMULATED)
 
 
-@stock_fails("gradients travel to the disk and back with the state")
+@both("gradients travel to the disk and back with the state")
 def test_only_state_travels(outcomes: Outcomes) -> None:
     """A step reads and writes 12 bytes per parameter each, and up to 2 % for trailers and alignment."""
     assert 24 <= outcomes["straight"]["bytes_per_parameter"] < 24.5

@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import resource
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
+from tests.stock.systems import Hook, StockOnCpu
 from tests.training.worker import REPOSITORY
 
 # Wide enough that DeepSpeed swaps at all: it keeps tensors below 1 MiB in memory.
@@ -37,23 +32,6 @@ ACCUMULATED = dataclasses.replace(RECIPE, precision="32-true", accumulate=2, cli
 SAVE_AT = 3
 THREADS = 4
 TASKLET_BYTES = 256 * 1024
-
-
-class StockOnCpu(DeepSpeedStrategy):
-    """Lightning's strategy as it is, but for what keeps it from starting on a CPU."""
-
-    @property
-    def root_device(self) -> torch.device:
-        return torch.device("cpu", self.local_rank)
-
-    def setup_environment(self) -> None:
-        os.environ["LOCAL_SIZE"] = str(self.num_processes)
-        super(DeepSpeedStrategy, self).setup_environment()
-
-    def setup_distributed(self) -> None:
-        reset_seed()
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
 
 
 def stock_strategy(folder: Path, **config: Any) -> Any:
@@ -71,7 +49,7 @@ def stock_strategy(folder: Path, **config: Any) -> Any:
         reduce_bucket_size=1_000_000,
     )
     assert isinstance(strategy.config, dict)
-    strategy.config |= {"zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0, **config}
+    strategy.config |= {"zero_force_ds_cpu_optimizer": False, **config}
     return strategy
 
 
@@ -84,17 +62,6 @@ def our_strategy(folder: Path, **settings: Any) -> Any:
         zero={"reduce_bucket_size": 1_000_000},
         **settings,
     )
-
-
-class Hook(pl.Callback):
-    """Calls a function before the step of a given number."""
-
-    def __init__(self, step: int, action: Callable[[pl.Trainer], None]) -> None:
-        self.step, self.action = step, action
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.action(trainer)
 
 
 class Scenarios:

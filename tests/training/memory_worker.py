@@ -1,6 +1,6 @@
 """Trains a stack of wide layers and prints its memory as JSON: ``... memory_worker FOLDER DEPTH training|saving``.
 
-With ``saving`` it also saves a checkpoint and resumes from it.
+With ``saving`` it also saves a checkpoint, evaluates it and resumes from it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,16 @@ class Wide(pl.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.layers(batch).float().square().mean()
 
+    def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layers(batch)  # type: ignore[no-any-return]
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
     def train_dataloader(self) -> Any:
         return DataLoader(torch.randn(8, WIDTH), batch_size=2)
+
+    predict_dataloader = train_dataloader
 
 
 class Watch(pl.Callback):
@@ -101,6 +106,21 @@ def growth(action: Callable[[], object]) -> int:
     return status("VmHWM") - before
 
 
+def watched_trainer(folder: str, figures: dict[str, Any], name: str) -> pl.Trainer:
+    """Notes under ``name`` how much memory loading a checkpoint takes."""
+    trainer = trainer_of(folder, steps=STEPS)
+    strategy: Any = trainer.strategy
+    load = strategy.load_checkpoint
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        client_state: list[Any] = []
+        figures[name] = growth(lambda: client_state.append(load(*args, **kwargs)))
+        return client_state[0]
+
+    strategy.load_checkpoint = watched
+    return trainer
+
+
 def main() -> None:
     folder, depth, saves = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "saving"
     watch = Watch()
@@ -109,17 +129,9 @@ def main() -> None:
     if saves:
         path = Path(folder) / "a.ckpt"
         watch.figures["saving"] = growth(lambda: trainer.save_checkpoint(path))
-        resumed = trainer_of(folder, steps=STEPS)
-        strategy: Any = resumed.strategy
-        load = strategy.load_checkpoint
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            client_state: list[Any] = []
-            watch.figures["loading"] = growth(lambda: client_state.append(load(*args, **kwargs)))
-            return client_state[0]
-
-        strategy.load_checkpoint = watched
-        resumed.fit(Wide(depth), ckpt_path=path)
+        evaluating = watched_trainer(folder, watch.figures, "evaluating")
+        evaluating.predict(Wide(depth), ckpt_path=path)
+        watched_trainer(folder, watch.figures, "loading").fit(Wide(depth), ckpt_path=path)
     sys.stdout.write(f"FIGURES {json.dumps(watch.figures)}\n")
 
 

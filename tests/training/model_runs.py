@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +17,9 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.hard_models import Case, HardModule, Trained, train_plainly
+from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
-from tests.training.worker import REPOSITORY
 
 # Every parameter is gathered and released around its modules, however small: DeepSpeed would keep these all in memory.
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
@@ -97,14 +95,7 @@ def launch_cases(names: Sequence[str], root: Path, *, devices: int = 2) -> dict[
     """Train named cases one after the other in fresh processes."""
     config = root / "cases.json"
     config.write_text(json.dumps({"names": list(names), "root": str(root), "devices": devices}))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.model_runs", str(config)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=fresh_environment(),
-    )
+    done = run_module("tests.training.model_runs", config, ranks=devices)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return {
         name: Trained(**torch.load(root / f"case-{number}" / "trained.pt", weights_only=True))

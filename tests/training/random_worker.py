@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.processes import run_module
 from tests.helpers.random_fit import LitRandom, SaveAt, seed
 from tests.helpers.trainers import quiet_trainer
-from tests.training.worker import REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -66,14 +64,7 @@ def launch(*jobs: Job, timeout: float = 600) -> list[list[Left]]:
     config = Path(jobs[0].out) / "jobs.json"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.random_worker", str(config)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=fresh_environment(),
-    )
+    done = run_module("tests.training.random_worker", config, ranks=jobs[0].devices, timeout=timeout)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return [[_left(job, rank) for rank in range(job.devices)] for job in jobs]
 

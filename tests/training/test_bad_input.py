@@ -18,6 +18,7 @@ from torch import nn
 from lightning_smartinfinity import (
     ConfigError,
     SmartInfinityError,
+    SmartInfinityFabricStrategy,
     SmartInfinityStrategy,
     StorageError,
     StorageFullError,
@@ -66,13 +67,29 @@ def assert_helpful(error: SmartInfinityError, *values: str) -> None:
         ({"zero": {"mics_shard_size": 2}}, "MiCS"),
         ({"zero": {"zenflow": {"topk_ratio": 0.1}}}, "ZenFlow"),
         ({"zero": 7}, "7"),
+        ({"zero": {7: 1}}, "7"),
+        ({"zero": {"reduce_bucket_size": (_ for _ in ())}}, "reduce_bucket_size"),
+        ({"zero": {"offload_param": {"nvme_path": "a\0b"}}}, "nvme_path"),
+        ({"storage": "a\0b"}, "null"),
+        ({"storage": ["a", "~nobody-of-this-name/a"]}, "~nobody-of-this-name"),
+        ({"loss_scale": -1.0}, "loss_scale=-1.0"),
+        ({"loss_scale": float("nan")}, "nan"),
+        ({"min_loss_scale": "1"}, "min_loss_scale='1'"),
+        ({"initial_scale_power": 10**30}, "127"),
+        ({"initial_scale_power": 16.0}, "int"),
+        ({"loss_scale_window": 0}, "loss_scale_window=0"),
+        ({"hysteresis": True}, "hysteresis=True"),
+        ({"exclude_frozen_parameters": 1}, "bool"),
+        ({"timeout": 60}, "timedelta"),
     ],
 )
 def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: dict[str, Any], named: str) -> None:
     """Nothing is created: the strategy refuses at construction, naming the value."""
-    with pytest.raises((ConfigError, UnsupportedError)) as caught:
-        SmartInfinityStrategy(**settings)
-    assert_helpful(caught.value, named)
+    for strategy in (SmartInfinityStrategy, SmartInfinityFabricStrategy):
+        with pytest.raises((ConfigError, UnsupportedError)) as caught:
+            strategy(**settings)
+        assert_helpful(caught.value, named)
+        assert "SmartInfinityStrategy" not in str(caught.value) or strategy is SmartInfinityStrategy
 
 
 @pytest.mark.parametrize(
@@ -106,6 +123,14 @@ def test_zero_settings_are_validated_before_anything_is_written(tmp_path: Path) 
     assert not (tmp_path / "s").exists()
 
 
+def test_a_bucket_larger_than_memory_is_refused(tmp_path: Path) -> None:
+    """The setting is named, and no folder appears."""
+    with pytest.raises(ConfigError) as caught:
+        fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s", zero={"reduce_bucket_size": 10**16}), tmp_path)
+    assert_helpful(caught.value, "'reduce_bucket_size': 10000000000000000")
+    assert not (tmp_path / "s").exists()
+
+
 class Custom(torch.optim.AdamW):
     """A subclass may do anything in its step()."""
 
@@ -121,7 +146,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[LitTiny], Any], str]] = {
     "amsgrad": (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad"),
     "RMSprop": (lambda m: torch.optim.RMSprop(m.parameters()), "RMSprop"),
     "two optimizers": (_two, "several optimizers"),
-    "none": (lambda m: None, "_MockOptimizer"),
+    "none": (lambda m: None, "LitTiny.configure_optimizers returned None"),
 }
 
 

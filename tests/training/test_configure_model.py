@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,9 @@ import torch
 from torch import nn
 
 from lightning_smartinfinity import UnsupportedError
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.initialised import WIDTH, Initialised, Table
+from tests.helpers.processes import run_module
 from tests.training.configure_model_worker import Built, fit, inputs, squares
-from tests.training.worker import REPOSITORY
 
 
 def built_whole() -> Initialised:
@@ -51,14 +48,7 @@ def test_every_way_to_initialise_gives_the_values_of_torch(
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the worker left."""
     out = tmp_path_factory.mktemp("two")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.configure_model_worker", str(out), "32-true", "bf16-mixed"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=fresh_environment(),
-    )
+    done = run_module("tests.training.configure_model_worker", out, "32-true", "bf16-mixed", ranks=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return out
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.processes import run_module
 from tests.helpers.runif import RunIf
 from tests.training.configure_model_worker import fit
 from tests.training.transformers_worker import BuiltOnTokens, construct, language_loss, load, tokens
-from tests.training.worker import REPOSITORY
 
 pytestmark = RunIf(package="transformers")
 
@@ -71,14 +68,7 @@ def test_pretrained_weights_are_loaded(tmp_path: Path) -> None:
 def test_two_processes_have_the_same_weights(tmp_path: Path) -> None:
     """Constructed and loaded, both ranks have what plain torch has."""
     expected = {"constructed": constructed_whole("gpt2"), "loaded": saved_whole(tmp_path / "weights")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.transformers_worker", str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=fresh_environment(),
-    )
+    done = run_module("tests.training.transformers_worker", tmp_path, ranks=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     for how, model in expected.items():
         for rank in range(2):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,10 @@ from lightning_smartinfinity import (
     StorageFullError,
 )
 from lightning_smartinfinity.native import testing
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
-from tests.training.worker import REPOSITORY, Run, train
+from tests.training.worker import Run, train
 
 RECIPE = Recipe(precision="bf16-mixed", max_steps=6)
 
@@ -87,23 +85,26 @@ def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(tmp
     assert all(torch.equal(a.masters[name], b.masters[name]) for name in a.masters)
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap: str, tmp_path: Path) -> None:
-    """Rank 0, whose storage is sound, raises rank 1's error and stays at the generation that both have."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.failing_rank_worker", str(tmp_path), overlap],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    """Rank 0, whose storage is sound, raises rank 1's error and stays at the generation that both have.
+
+    Also where rank 0 has committed when rank 1 fails to; what is left can be saved.
+    """
+    done = run_module("tests.training.failing_rank_worker", tmp_path, overlap, ranks=2, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert seen[0] == seen[1]
-    assert seen[0]["met"].startswith("StorageError: ")
-    assert "rank-00001" in seen[0]["met"]
-    assert seen[0]["generation"] == seen[0]["steps"] == 2
+    for fault, kind, file in (
+        ("fail_write", "StorageError", "state.bin"),
+        ("fail_commit", "StorageFullError", "commit.bin"),
+    ):
+        met = seen[0][fault]
+        assert met["met"].startswith(f"{kind}: ")
+        assert "rank-00001" in met["met"]
+        assert file in met["met"]
+        assert met["generation"] == met["steps"] == 2
+    assert len(list((tmp_path / "rescued.ckpt").rglob("*optim_states.pt"))) == 2
 
 
 def test_delayed_transfers_change_nothing(tmp_path: Path) -> None:

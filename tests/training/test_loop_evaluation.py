@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.plain import RECIPE, Everything, assert_like_plain_lightning
+from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 from tests.training.predict_worker import predict_around_a_fit
-from tests.training.worker import REPOSITORY
 
 
 def evaluate(trainer: Any, module: Any = None, **options: Any) -> list[Any]:
@@ -158,14 +155,7 @@ def test_another_precision_for_the_same_module_is_refused(precision: Any, tmp_pa
 def test_two_processes_predict_what_one_does(tmp_path: Path) -> None:
     """Each rank predicts its share of the samples, before a fit and with the weights of a fit; together one's."""
     before, after = predict_around_a_fit(quiet_trainer(tmp_path, precision="32-true", max_steps=1))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.predict_worker", str(tmp_path)],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_module("tests.training.predict_worker", tmp_path, ranks=2, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     shares = [torch.tensor(json.loads((tmp_path / f"predicted-{rank}.json").read_text())) for rank in range(2)]
     together = torch.stack(shares, 2).flatten(1)

@@ -15,6 +15,7 @@ from tests.training.worker import REPOSITORY
 
 MIB = 1024 * 1024
 DEPTHS = (10, 30)
+WINDOW_BYTES = 16 * MIB
 RING_BYTES = NUM_BUFFERS * TASKLET_BYTES
 # 16-bit parameter, 16-bit arena, and at the peak 2 B more, of a gradient or of DeepSpeed's copy while it partitions:
 # 6.25 B measured, as allocations are rounded up to huge pages. Optimizer state in memory would add 12.
@@ -83,3 +84,11 @@ def test_checkpoints_pass_through_a_window(what: str, figures: list[dict[str, An
     allowed = 2 * RING_BYTES + 64 * MIB
     assert 12 * small["state_numel"] > 6 * allowed
     assert small[what] < allowed
+
+
+def test_a_checkpoint_is_evaluated_through_a_window(figures: list[dict[str, Any]]) -> None:
+    """Loading it takes a window and a constant, of which half of the masters would be more."""
+    small = figures[0]
+    allowed = WINDOW_BYTES + 64 * MIB
+    assert 4 * small["state_numel"] > 2 * allowed
+    assert small["evaluating"] < allowed

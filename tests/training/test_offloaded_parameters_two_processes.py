@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import Recipe
+from tests.helpers.processes import run_module
 from tests.training.test_offloaded_parameters import NVME, SMALL_RING
-from tests.training.worker import REPOSITORY, Run, launch
+from tests.training.worker import Run, launch
 
 RECIPE = Recipe(width=64, groups=True, frozen=True, odd=True, accumulate=2, max_steps=3)
 ZERO = {
@@ -63,14 +61,7 @@ def test_two_processes_train_to_the_same_bits_and_compile_nothing(tmp_path: Path
 
 def test_a_read_that_fails_on_one_rank_raises_on_both(tmp_path: Path) -> None:
     """In the middle of forward; neither waits for the other, and nothing is left on storage."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.offload_failure_worker", str(tmp_path)],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_module("tests.training.offload_failure_worker", tmp_path, ranks=2, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert seen[0] == seen[1] == {"met": seen[0]["met"], "left": []}

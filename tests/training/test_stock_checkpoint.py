@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +12,21 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from lightning_smartinfinity import CheckpointError
 from tests.helpers import trainers
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.processes import run_module
 from tests.stock.checkpoint_worker import KINDS, NUM_STEPS, SAVE_AT
 from tests.training.test_parity import LOSS_TOLERANCE
-from tests.training.worker import REPOSITORY
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What stock DeepSpeed saved, in a process of its own."""
     folder = tmp_path_factory.mktemp("stock")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stock.checkpoint_worker", str(folder), "1"],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = run_module("tests.stock.checkpoint_worker", folder, "1")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -90,6 +82,17 @@ def test_a_stock_checkpoint_is_resumed(kind: str, saved: Path, tmp_path: Path) -
     losses = json.loads((saved / f"{kind}.json").read_text())
     tolerance = LOSS_TOLERANCE[recipe.precision.split("-")[0]]
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(losses[SAVE_AT:]), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stock_checkpoint_is_evaluated(kind: str, saved: Path, tmp_path: Path) -> None:
+    """Every parameter is what DeepSpeed's converter makes of it."""
+    module = LitTiny(dataclasses.replace(KINDS[kind][0], validate=True))
+    trainer = trainers.quiet_trainer(tmp_path, precision=module.recipe.precision)
+    trainer.validate(module, ckpt_path=saved / f"{kind}.ckpt", verbose=False)
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / f"{kind}.ckpt"))
+    for name, param in module.named_parameters(remove_duplicate=False):
+        assert torch.equal(param.ds_tensor, expected[name].flatten().to(param.dtype)), name
 
 
 MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {

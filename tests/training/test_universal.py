@@ -6,8 +6,10 @@ import dataclasses
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,12 +107,27 @@ def shorten(file: Path) -> None:
     torch.save(torch.load(file)[:-1].clone(), file)
 
 
+def flip(file: Path) -> None:
+    """One bit in the middle of the file's largest tensor: a value changes, and nothing else."""
+    with zipfile.ZipFile(file) as archive:
+        records = [info for info in archive.infolist() if "/data/" in info.filename]
+    info = max(records, key=lambda info: info.file_size)
+    content = bytearray(file.read_bytes())
+    name_and_extra = sum(struct.unpack_from("<HH", content, info.header_offset + 26))
+    content[info.header_offset + 30 + name_and_extra + info.file_size // 2] ^= 1
+    file.write_bytes(content)
+
+
+MODEL_STATES = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a moment is missing": (lambda u: (u / "zero/model.norm.bias/exp_avg.pt").unlink(), r"norm\.bias/exp_avg\.pt"),
     "a moment is cut short": (lambda u: cut_short(u / "zero/model.norm.bias/exp_avg_sq.pt"), "is damaged"),
     "a master has too few elements": (lambda u: shorten(u / "zero/model.norm.bias/fp32.pt"), "does not hold 32 elem"),
     "it was not converted to the end": (lambda u: (u / "zero/optimizer_state.pt").unlink(), r"optimizer_state\.pt"),
-    "it has no model states": (lambda u: (u / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink(), "model_states"),
+    "it has no model states": (lambda u: (u / MODEL_STATES).unlink(), "model_states"),
+    "a bit of a master": (lambda u: flip(u / "zero/model.norm.bias/fp32.pt"), r"norm\.bias/fp32\.pt is damaged"),
+    "a bit of a moment": (lambda u: flip(u / "zero/model.norm.bias/exp_avg.pt"), r"bias/exp_avg\.pt is damaged"),
+    "a bit of the model's states": (lambda u: flip(u / MODEL_STATES), r"model_states\.pt is damaged"),
 }
 
 
@@ -132,6 +149,36 @@ def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(name: s
         if param.requires_grad:
             assert torch.equal(optimizer.get_full_hp_param(param), expected[param_name].detach()), param_name
             assert torch.equal(param.ds_tensor, expected[param_name].detach().flatten()), param_name
+
+
+def test_weights_of_a_damaged_universal_checkpoint_are_refused(tiny: Path, tmp_path: Path) -> None:
+    """Validation reads the masters alone, and verifies them too."""
+    folder = shutil.copytree(tiny, tmp_path / "copy")
+    flip(folder / "zero/model.norm.bias/exp_avg.pt")  # not read
+    trainer = quiet_trainer(tmp_path, precision="32-true")
+    recipe = dataclasses.replace(TINY, validate=True)
+    trainer.validate(LitTiny(recipe), ckpt_path=folder, verbose=False)
+    flip(folder / "zero/model.norm.bias/fp32.pt")
+    with pytest.raises(CheckpointError, match=r"norm\.bias/fp32\.pt is damaged"):
+        trainer.validate(LitTiny(recipe), ckpt_path=folder, verbose=False)
+
+
+def test_a_universal_checkpoint_resumes_with_parameters_on_storage(tiny: Path, tmp_path: Path) -> None:
+    """Masters, losses and the parameters on storage are those of a run whose parameters are in memory."""
+    recipe = dataclasses.replace(TINY, max_steps=4)
+    zero = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0, "sub_group_size": 3000}
+    outcomes = []
+    for name, options in (("memory", {}), ("storage", {"zero": zero})):
+        run = Run(out=str(tmp_path / name), recipe=recipe, options=options, resume=str(tiny))
+        module, trainer, recorder = train(run)
+        strategy: Any = trainer.strategy
+        outcomes.append((module.losses, recorder.extra["steps"], recorder.masters))
+        assert (strategy.parameter_bytes > 0) == (name == "storage")
+        strategy.close()
+    (losses, steps, masters), (expected_losses, expected_steps, expected) = outcomes[1], outcomes[0]
+    assert losses == expected_losses and len(losses) == 2 and steps == expected_steps
+    for master_name, master in expected.items():
+        assert torch.equal(masters[master_name], master), master_name
 
 
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {

@@ -42,7 +42,10 @@ def test_weights_only_checkpoints(tmp_path: Path) -> None:
         quiet_trainer(tmp_path / "c", max_steps=4).fit(LitTiny(RECIPE), ckpt_path=path)
     assert "convert_zero_checkpoint_to_fp32_state_dict" in caught.value.remedy
 
-    convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path / "one.ckpt")
-    loaded = LitTiny.load_from_checkpoint(tmp_path / "one.ckpt", recipe=RECIPE, weights_only=False)
-    for name, param in loaded.model.named_parameters():
-        assert torch.equal(param, masters[name]), name
+    for folder in (path, tmp_path / "whole.ckpt"):
+        with pytest.raises(IsADirectoryError):  # Lightning's; docs/troubleshooting.md says what to do
+            LitTiny.load_from_checkpoint(folder, recipe=RECIPE, weights_only=False)
+        convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "one.ckpt")
+        loaded = LitTiny.load_from_checkpoint(tmp_path / "one.ckpt", recipe=RECIPE, weights_only=False)
+        for name, param in loaded.model.named_parameters():
+            assert torch.equal(param, masters[name]), name

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.processes import run_module
 from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
-from tests.training.worker import REPOSITORY
 from tests.training.writes_worker import EDITS, NAMES, SCALE, Seen, expected, only_gathered, run
 
 ON_TWO_PROCESSES = ("bf16-mixed",)
@@ -59,14 +56,7 @@ def test_what_is_written_from_outside_lasts(precision: str, tmp_path: Path) -> N
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the worker left."""
     out = tmp_path_factory.mktemp("two")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.writes_worker", str(out), *ON_TWO_PROCESSES],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=fresh_environment(),
-    )
+    done = run_module("tests.training.writes_worker", out, *ON_TWO_PROCESSES, ranks=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return out
 

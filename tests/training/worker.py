@@ -20,8 +20,7 @@ import torch
 from lightning_smartinfinity.native import testing
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.helpers.processes import REPOSITORY, run_module
 
 
 @dataclass(frozen=True)
@@ -63,24 +62,32 @@ def launch(
     Args:
         *runs: Of the dataclass that the worker parses.
         timeout: Seconds.
-        env: Further environment variables.
+        env: Further environment variables. With any, as on a GPU, processes are new interpreters, and Lightning starts
+            those of the other ranks; else they are forked.
         worker: Module to run.
     """
     assert len({run.devices for run in runs}) == 1
     config = Path(runs[0].out) / "runs.json"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps([dataclasses.asdict(run) for run in runs]))
-    done = subprocess.run(
+    if env or runs[0].accelerator != "cpu":
+        done = _run_anew(worker, config, timeout, env or {})
+    else:
+        done = run_module(worker, config, ranks=runs[0].devices, timeout=timeout)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return [_outcome(Path(run.out), output) for run in runs]
+
+
+def _run_anew(worker: str, config: Path, timeout: float, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", worker, str(config)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=timeout,
-        env={**fresh_environment(), **(env or {})},
+        env={**fresh_environment(), **env},
     )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-6000:]
-    return [_outcome(Path(run.out), output) for run in runs]
 
 
 def _outcome(out: Path, output: str) -> Outcome:

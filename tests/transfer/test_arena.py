@@ -50,6 +50,26 @@ def test_first_writes_later_add(arrivals: list[tuple[int, int]], arena_dtype: to
     arena.close()
 
 
+@pytest.mark.parametrize("change", ["scale", "clamp"])
+def test_a_whole_window_is_scaled_and_clamped(change: str) -> None:
+    """What arrived is, to the bit as parameter by parameter; what did not stays as a former window left it."""
+    arena = GradientArena(LAYOUT)
+    arena.buffer.fill_(7.0)
+    arrived = [0, 1, 3, 4]
+    for parameter in arrived:
+        arena.arrive(parameter, gradient(parameter, 0))
+    arena.scale(0.3) if change == "scale" else arena.clamp(0.5)
+    for parameter in range(len(REAL)):
+        stored, value = arena.gradient(parameter), gradient(parameter, 0)
+        if parameter not in arrived:
+            assert (stored == 7.0).all()
+            continue
+        expected = value * 0.3 if change == "scale" else value.clamp(-0.5, 0.5)
+        assert torch.equal(stored[: REAL[parameter]], expected)
+        assert not stored[REAL[parameter] :].any()
+    arena.close()
+
+
 def test_surplus_is_padding_and_what_is_missing_is_zero() -> None:
     """A slice as long as the padded partition is cut; a shorter one is zero-filled, and may grow later."""
     arena = GradientArena(LAYOUT)

@@ -14,6 +14,7 @@ import torch
 
 from lightning_smartinfinity.errors import CudaError, StorageError
 from lightning_smartinfinity.native.testing import inject
+from lightning_smartinfinity.store.parameter_files import whole_blocks
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.cuda import link_to
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
@@ -325,6 +326,35 @@ def test_everything_is_given_back(tmp_path: Path, fake_cuda: FakeCuda) -> None:
     del run, link
     gc.collect()
     assert fake_cuda.held() == {"events": 0, "streams": 0, "registered": 0, "contexts": 0}
+
+
+def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, link: FakeLink) -> None:
+    """Every copy, of whatever part of a run, lies within one of the two; the ring's pages stay pageable."""
+    link.fake.clear()
+    run = CudaRun(tmp_path, SMALL_RING.but(dtype=torch.bfloat16), link)
+    run.steps(range(2))
+    run.handler.begin_step(run.collect(1))
+    run.handler.rollback()
+    run.read()
+    ring_bytes = SMALL_RING.num_buffers * max(extent.nbytes for extent in run.layout.extents.extents)
+    slots_bytes = run.handler.ring_bytes - ring_bytes
+    arena = (run.arena.buffer.data_ptr(), whole_blocks(run.arena.buffer.nbytes))
+    run.close()
+    registered: dict[int, int] = {}
+    seen, num_copies = [], 0
+    for call, *numbers in map(str.split, link.fake.log()):
+        address, nbytes = [*map(int, filter(str.isdigit, numbers)), 0, 0][:2]
+        if call == "cuMemHostRegister_v2":
+            registered[address] = nbytes
+            seen.append((address, nbytes))
+        elif call == "cuMemHostUnregister":
+            del registered[address]
+        elif call.startswith("cuMemcpy"):
+            num_copies += 1
+            assert any(begin <= address and address + nbytes <= begin + size for begin, size in registered.items())
+    assert not registered
+    assert num_copies > 2 * len(run.layout.tasklets)
+    assert seen[0] == arena and [size for _, size in seen[1:]] == [whole_blocks(slots_bytes)]
 
 
 def test_memory_is_bounded(start: Callable[[Case], CudaRun]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +208,67 @@ def test_commit_record_in_doubt_ends_training(tmp_path: Path) -> None:
         assert_equal(run.state(), before)
         with pytest.raises(StorageError, match=r"commit\.bin"):
             run.handler.begin_step(run.collect(2))
+
+
+@contextmanager
+def failing_elsewhere() -> Iterator[None]:
+    """What happens here succeeds, and another rank reports that it could not commit."""
+    yield
+    raise StorageFullError("Writing the commit record of another rank failed.", "Free space.")
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_step_that_another_rank_could_not_commit(tmp_path: Path, case: Case) -> None:
+    """The generation that was committed here is taken back, to the bit, on storage too; the step can be taken again."""
+    expected = undisturbed(tmp_path / "undisturbed", case, 3)
+    with running(tmp_path / "disturbed", case) as run:
+        run.steps(range(2))
+        before, plan = run.state(), run.collect(2)
+        run.handler.begin_step(plan)
+        with pytest.raises(StorageFullError, match="another rank"):
+            run.handler.commit(together=failing_elsewhere)
+        assert run.handler.generation == 2
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+        run.handler.begin_step(plan)
+        run.handler.commit()
+        assert_equal(run.state(), expected)
+        assert run.handler.traffic().steps == 3
+        run.handler.begin_step(run.collect(3))
+        with pytest.raises(StorageFullError):
+            run.handler.commit(together=failing_elsewhere)
+        run.close(remove=False)
+        with running(tmp_path / "disturbed", case, recover=True) as again:
+            assert again.handler.generation == 3
+            again.partition = run.partition
+            for name in ("master", "exp_avg", "exp_avg_sq", "steps"):
+                assert torch.equal(again.state()[name], expected[name]), name
+
+
+def test_modification_that_another_rank_could_not_commit(tmp_path: Path) -> None:
+    """Writes from outside are taken back as well."""
+    with running(tmp_path, Case()) as run:
+        run.step(1)
+        before = run.state()
+        ones = {"exp_avg": np.ones(12_000, np.float32)}
+        with pytest.raises(StorageFullError, match="another rank"):
+            run.handler.modify({1: ones}, together=failing_elsewhere)
+        with pytest.raises(StorageFullError, match="another rank"):
+            run.handler.replace(lambda _: None, steps=run.handler.steps + 7, together=failing_elsewhere)
+        assert run.handler.generation == 1
+        assert_equal(run.state(), before)
+        run.handler.modify({1: ones})
+        assert run.handler.generation == 2
+
+
+def test_one_slot_cannot_take_back_what_it_committed(tmp_path: Path) -> None:
+    """With durability none the step stays committed here; undoing it is refused."""
+    with running(tmp_path, Case(durability="none")) as run:
+        run.handler.begin_step(run.collect(1))
+        with pytest.raises(StorageFullError, match="another rank"):
+            run.handler.commit(together=failing_elsewhere)
+        with pytest.raises(StorageError, match="durability='none'"):
+            run.handler.rollback()
 
 
 @pytest.mark.parametrize("offset_in_extent", [100, 20_480 + 9, 40_960 + 4_000, 61_440 + 4_095])

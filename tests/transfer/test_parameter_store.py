@@ -14,7 +14,8 @@ import torch
 from lightning_smartinfinity.errors import StorageError, StorageFullError
 from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.transfer.host_memory import HostMemory
-from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers
+from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers, StoredParameter
+from tests.native.test_interrupt import interrupted
 
 BLOCK = 4096
 # Two of the small buffers and a piece of a block.
@@ -30,6 +31,41 @@ def store(tmp_path: Path) -> Iterator[ParameterStore]:
 
 def noise(numel: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+class LateReads(ParameterStore):
+    """Reads start when they are waited for: what was written after them overtakes them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__([folder], job="default", rank=0, direct_io="auto")
+        self.late: dict[int, tuple[StoredParameter, torch.Tensor, int]] = {}
+
+    def read(self, stored: StoredParameter, memory: torch.Tensor, *, offset: int = 0) -> int:
+        number = -1 - len(self.late)
+        self.late[number] = (stored, memory, offset)
+        return number
+
+    def finish(self, ticket: int) -> None:
+        if ticket in self.late:
+            stored, memory, offset = self.late[ticket]
+            ticket = super().read(stored, memory, offset=offset)
+        super().finish(ticket)
+
+
+@pytest.mark.parametrize("begin", [0, BLOCK, 10])
+def test_a_read_is_not_overtaken_by_a_write(tmp_path: Path, begin: int) -> None:
+    """What was read before it was written again is what was there."""
+    store = LateReads(tmp_path)
+    parts = PartTransfers(store)
+    stored, old = store.add(3 * BLOCK), noise(3 * BLOCK, 0)
+    parts.put(stored, 0, old)
+    parts.synchronize()
+    values = torch.empty(3 * BLOCK, dtype=torch.uint8)
+    parts.get(stored, 0, values)
+    parts.put(stored, begin, noise(BLOCK, 1))
+    parts.synchronize()
+    assert torch.equal(values, old)
+    store.close()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -105,6 +141,52 @@ def test_a_read_that_fails(store: ParameterStore) -> None:
     parts.get(parameter, 0, torch.empty(BLOCK, dtype=torch.uint8))
     with pytest.raises(StorageError, match=r"Parameters: reading .*parameters\.bin"):
         parts.synchronize()
+
+
+def test_an_interrupted_wait_keeps_memory_and_order(store: ParameterStore) -> None:
+    """Who gives up after Ctrl-C gives up no buffer in use, and what is read next is what was being written."""
+    pool, parameter, values = HostMemory(), store.add(64 * BLOCK), noise(64 * BLOCK, 0)
+    pool.limit = 1 << 20
+    memory = pool.take(values.numel())
+    memory.copy_(values)
+    inject(store.queue, seed=1, max_delay_us=200_000, short_transfer_every=1)
+    ticket = store.write(parameter, memory)
+    with interrupted():
+        store.finish(ticket)
+    del memory
+    found = pool.take(values.numel())
+    found.zero_()
+    store.finish(store.read(parameter, found))
+    assert torch.equal(found, values)
+
+
+def test_a_failure_after_an_interrupted_wait_is_raised_by_the_next_transfer(store: ParameterStore) -> None:
+    """Nobody asks again for a write whose wait was interrupted; that it failed is not lost."""
+    parameter, memory = store.add(64 * BLOCK), HostMemory().take(64 * BLOCK)
+    inject(store.queue, seed=1, max_delay_us=200_000, short_transfer_every=1, fail_write_at=3)
+    ticket = store.write(parameter, memory)
+    with interrupted():
+        store.finish(ticket)
+    with pytest.raises(StorageError, match=r"Parameters: writing .*parameters\.bin"):
+        store.read(parameter, memory)
+    store.finish(store.read(parameter, memory))
+
+
+def test_parts_after_an_interrupt(store: ParameterStore) -> None:
+    """Buffers that are still being written are not filled again."""
+    parts, values = PartTransfers(store), noise(5 << 20, 0)
+    first, second = store.add(values.numel()), store.add(1 << 20)
+    inject(store.queue, seed=1, max_delay_us=200_000, short_transfer_every=1)
+    parts.put(first, 0, values[: 4 << 20])
+    with interrupted():
+        parts.put(first, 4 << 20, values[4 << 20 :])  # waits for the first buffer
+    parts.put(second, 0, torch.ones(1 << 20, dtype=torch.uint8))
+    parts.synchronize()
+    inject(store.queue)
+    found = torch.empty(4 << 20, dtype=torch.uint8)
+    parts.get(first, 0, found)
+    parts.synchronize()
+    assert torch.equal(found, values[: found.numel()])
 
 
 def test_a_parameter_nobody_refers_to_gives_its_place_back(store: ParameterStore) -> None:

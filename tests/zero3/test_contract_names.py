@@ -4,27 +4,69 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import deepspeed.runtime.engine as engine
+import pydantic
+import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator
+from deepspeed.checkpoint import constants
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
 
 
-def test_active_modules_of_a_parameter_are_a_set() -> None:
-    """A parameter is released only when no module uses it; what we clear after an abandoned step is that set."""
-    assert "param.ds_active_sub_modules = set()" in inspect.getsource(partition_parameters)
-    assert "ds_active_sub_modules.add(" in inspect.getsource(partitioned_param_coordinator)
+def test_zero_section_has_the_fields_that_are_read() -> None:
+    """zero3/validation.py reads these of DeepSpeed's own parsing of the section, which forbids unknown keys."""
+    zero = DeepSpeedZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/nowhere"})
+    assert zero.offload_param is not None and zero.offload_param.device == "nvme"
+    assert zero.offload_param.buffer_count >= 1 and zero.offload_param.buffer_size > 0
+    assert "buffer_size" not in zero.offload_param.model_fields_set, "defaults would look like the user's"
+    assert zero.param_persistence_threshold > 0
+    with pytest.raises(pydantic.ValidationError):
+        DeepSpeedZeroConfig(stage=3, unknown_key=1)
 
 
-def test_leftovers_of_backward_are_released_by_the_offload() -> None:
-    """The method that is postponed while a graph is retained is the one that the end of backward calls."""
-    assert callable(parameter_offload.DeepSpeedZeRoOffload.release_backward_leftovers)
-    assert "self.parameter_offload.release_backward_leftovers()" in inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
+def test_keys_of_checkpoints_are_those_of_files_that_exist() -> None:
+    """Files that were saved keep their keys: zero3/checkpoint.py and the readers of universal and stock ones."""
+    assert (constants.OPTIMIZER_STATE_DICT, constants.FP32_FLAT_GROUPS) == ("optimizer_state_dict", "fp32_flat_groups")
+    assert (constants.PARTITION_COUNT, constants.ZERO_STAGE) == ("partition_count", "zero_stage")
+    assert (constants.LOSS_SCALER, constants.PARAM_SHAPES) == ("loss_scaler", "param_shapes")
+    assert constants.FROZEN_PARAM_FRAGMENTS == "frozen_param_fragments"
+    assert constants.FROZEN_PARAM_SHAPES == "frozen_param_shapes"
+    assert ZeroStageEnum.weights == 3
+
+
+def test_process_groups_have_a_default_timeout() -> None:
+    """lightning_options.py takes it, as Lightning does, where the user gives none."""
+    theirs = inspect.signature(DeepSpeedStrategy.__init__).parameters["timeout"].default
+    assert default_pg_timeout == theirs, "process groups of ours would time out at another time than stock's"
+
+
+def test_a_module_loads_its_own_part_of_a_state_dict() -> None:
+    """zero3/full_weights.py descends as ``load_state_dict`` does, by these; buffers and misfits included."""
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    weights = {name: tensor + 1 for name, tensor in module.state_dict().items()}
+    missing, unexpected, errors = [], [], []  # type: ignore[var-annotated]
+    metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+    (child,) = module._modules.values()
+    assert child is not None
+    child._load_from_state_dict(weights, "0.", metadata["0"], True, missing, unexpected, errors)
+    assert (missing, unexpected, errors) == ([], [], [])
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in module.state_dict().items())
+
+
+def test_fabric_converts_stateful_objects() -> None:
+    """What has a ``state_dict`` is replaced by it, the rest is passed on (fabric.py, save_checkpoint)."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.ones(1, requires_grad=True)]), lambda _: 1.0)
+    state = SmartInfinityFabricStrategy()._convert_stateful_objects_in_state({"a": scheduler, "b": 1}, filter={})
+    assert state == {"a": scheduler.state_dict(), "b": 1}
 
 
 def test_fp32_state_is_gathered_from_a_parameter_and_its_slice() -> None:
@@ -33,16 +75,17 @@ def test_fp32_state_is_gathered_from_a_parameter_and_its_slice() -> None:
     assert list(inspect.signature(gather).parameters) == ["self", "param", "fp32_state_partition"]
 
 
-def test_engine_names_parameters_and_hands_the_names_on() -> None:
-    """``param_names`` maps parameters to names, in the engine and in the optimizer that it builds."""
-    source = inspect.getsource(engine.DeepSpeedEngine)
-    assert "self.param_names = {param: name for name, param in model.named_parameters()}" in source
-    assert "param_names" in inspect.signature(DeepSpeedZeroOptimizer_Stage3.__init__).parameters
-
-
 def test_schedulers_ask_the_optimizer_whether_it_stepped() -> None:
-    """A scheduler warns of stepping first by an attribute that our step has to set itself."""
-    assert '"_opt_called"' in inspect.getsource(torch.optim.lr_scheduler.LRScheduler.step)
+    """A scheduler warns of stepping first by an attribute that our step has to set itself (zero3/optimizer.py)."""
+    for stepped in (False, True):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        if stepped:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scheduler.step()
+        assert bool(caught) != stepped, "every training with a scheduler would warn"
 
 
 def test_accelerator_says_how_its_streams_behave() -> None:

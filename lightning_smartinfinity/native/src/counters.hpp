@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "io_engine.hpp"
@@ -19,6 +20,15 @@ struct Counters {
     std::uint64_t system_calls = 0;      // of the I/O engine
     double io_cpu_seconds = 0;           // of its threads
     std::uint64_t registered_bytes = 0;  // of memory pinned for it, now
+
+    // A call has ended.
+    void count(Direction direction, const IoResult& result) {
+        const auto bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(result.transferred, 0));
+        const bool read = direction == Direction::kRead;
+        (read ? read_bytes : written_bytes) += bytes;
+        (read ? read_calls : write_calls) += 1;
+        (read ? read_seconds : write_seconds) += result.seconds;
+    }
 };
 
 inline Counters with_usage(Counters counters, const IoUsage& usage) {

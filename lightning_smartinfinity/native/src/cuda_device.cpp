@@ -49,16 +49,7 @@ std::string CudaDevice::registration_failure() const {
     return registration_failure_;
 }
 
-void CudaDevice::unregister_host(void* data) const noexcept {
-    if (!is_usable()) return;
-    try {
-        const Current current(*this);
-        (void)driver_->attempt(driver_->host_unregister, data);
-    } catch (const CudaError&) {
-        // The context is gone, and the registration with it.
-        return;
-    }
-}
+void CudaDevice::unregister_host(void* data) const noexcept { give_back(driver_->host_unregister, data); }
 
 void CudaDevice::copy_to_device(Address device, const void* host, std::size_t bytes, CudaStreamHandle stream) const {
     const Current current(*this);
@@ -78,7 +69,7 @@ CudaEvent::CudaEvent(std::shared_ptr<const CudaDevice> device) : device_(std::mo
 
 CudaEvent::~CudaEvent() {
     // An event that is not complete yet is kept by the driver until it is.
-    if (device_->is_usable()) (void)device_->driver().attempt(device_->driver().event_destroy, event_);
+    device_->give_back(device_->driver().event_destroy, event_);
 }
 
 void CudaEvent::record(CudaStreamHandle stream) const {
@@ -105,9 +96,7 @@ CudaStream::CudaStream(std::shared_ptr<const CudaDevice> device) : device_(std::
     driver.call(driver.stream_create, &stream_, kNonBlocking);
 }
 
-CudaStream::~CudaStream() {
-    if (device_->is_usable()) (void)device_->driver().attempt(device_->driver().stream_destroy, stream_);
-}
+CudaStream::~CudaStream() { device_->give_back(device_->driver().stream_destroy, stream_); }
 
 void CudaStream::follow(CudaStreamHandle other) const {
     const CudaEvent point(device_);

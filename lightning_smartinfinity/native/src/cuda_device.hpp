@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
 
 #include "batch.hpp"
 #include "cuda_driver.hpp"
@@ -27,7 +28,8 @@ class CudaDevice {
     const CudaDriver& driver() const { return *driver_; }
     bool is_usable() const { return process_.is_current(); }
 
-    // Returns whether it worked, and remembers the first failure.
+    // Returns whether it worked, and remembers the first failure. Only what copies touch is worth it: the gradient
+    // arena and the slots of travelling parameters. Pages of the ring, whose state stays on the host, stay pageable.
     bool register_host(void* data, std::size_t bytes) const;
     void unregister_host(void* data) const noexcept;
     // Why memory could not be registered; empty if it always could.
@@ -48,6 +50,20 @@ class CudaDevice {
      private:
         const CudaDriver& driver_;
     };
+
+    // Calls an entry point that gives something back, on a thread that may have no context.
+    template <class... Parameters>
+    void give_back(const CudaEntry<Parameters...>& entry,
+                   std::type_identity_t<Parameters>... arguments) const noexcept {
+        if (!is_usable()) return;
+        try {
+            const Current current(*this);
+            (void)driver_->attempt(entry, arguments...);
+        } catch (const CudaError&) {
+            // The context is gone, and with it what was to be given back.
+            return;
+        }
+    }
 
  private:
     int index_;

@@ -58,18 +58,29 @@ class FileQueue::Loop final : private CompletionHandler {
         return ticket;
     }
 
-    std::optional<Failure> wait(Ticket ticket) {
+    std::optional<Failure> wait(Ticket ticket, const Poll& poll) {
         const Stopwatch stopwatch;
         std::unique_lock lock(mutex_);
-        require(requests_.count(ticket) == 1, "ticket " + std::to_string(ticket) + " is not open");
-        changed_.wait(lock, [&] { return requests_.at(ticket).parts_left == 0; });
+        require(ticket < next_ticket_, "there is no ticket " + std::to_string(ticket));
+        const auto ended = [&] {
+            const auto request = requests_.find(ticket);
+            return request == requests_.end() || request->second.parts_left == 0;
+        };
+        while (!changed_.wait_for(lock, kPollInterval, ended)) {
+            lock.unlock();
+            poll();
+            lock.lock();
+        }
+        // Once more, while the ticket is open: raised later, a failure would be lost.
+        lock.unlock();
+        poll();
+        lock.lock();
         counters_.wait_seconds += stopwatch.seconds();
-        std::optional<Failure> failure = std::move(requests_.at(ticket).failure);
-        requests_.erase(ticket);
-        return failure;
+        const auto node = requests_.extract(ticket);
+        return node.empty() ? std::nullopt : std::move(node.mapped().failure);
     }
 
-    Counters counters() const {
+    Counters report() const {
         const std::lock_guard lock(mutex_);
         return with_usage(counters_, engine_->usage());
     }
@@ -103,7 +114,7 @@ class FileQueue::Loop final : private CompletionHandler {
     void completed(const IoRequest& request, const IoResult& result) override {
         const std::lock_guard lock(mutex_);
         Part& part = parts_.at(request.tag);
-        count(request.direction, result);
+        counters_.count(request.direction, result);
         const Transfer::Progress progress = part.transfer.advance(result);
         if (progress == Transfer::Progress::kAgain) return engine_->submit(part.transfer.rest(), *this);
         Request& whole = requests_.at(part.ticket);
@@ -113,14 +124,6 @@ class FileQueue::Loop final : private CompletionHandler {
         --whole.parts_left;
         parts_.erase(request.tag);
         changed_.notify_all();
-    }
-
-    void count(Direction direction, const IoResult& result) {
-        const auto bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(result.transferred, 0));
-        const bool read = direction == Direction::kRead;
-        (read ? counters_.read_bytes : counters_.written_bytes) += bytes;
-        (read ? counters_.read_calls : counters_.write_calls) += 1;
-        (read ? counters_.read_seconds : counters_.write_seconds) += result.seconds;
     }
 
     mutable std::mutex mutex_;
@@ -134,17 +137,14 @@ class FileQueue::Loop final : private CompletionHandler {
     std::unique_ptr<IoEngine> engine_;  // last: its destructor waits for threads that use all of the above
 };
 
-FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine) {
-    require(io_threads >= 1 && io_threads <= 1024, "io_threads must be in [1, 1024]");
-    loop_ = std::make_shared<Loop>(IoOptions{io_engine, io_threads, {}, {}});
-}
+FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine, MemoryRange memory)
+    : loop_("FileQueue", make_loop({io_engine, io_threads, {}, memory})) {}
 
-FileQueue::~FileQueue() {
-    if (process_.is_current()) {
-        close();
-    } else {
-        (void)new std::shared_ptr<Loop>(std::move(loop_));  // lost on purpose: it cannot be destroyed here
-    }
+FileQueue::~FileQueue() = default;
+
+std::shared_ptr<FileQueue::Loop> FileQueue::make_loop(const IoOptions& options) {
+    require(options.threads >= 1 && options.threads <= 1024, "io_threads must be in [1, 1024]");
+    return std::make_shared<Loop>(options);
 }
 
 FileQueue::Ticket FileQueue::submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data,
@@ -153,38 +153,15 @@ FileQueue::Ticket FileQueue::submit(Direction direction, const StateFile& file, 
     const bool aligned = offset % kBlockBytes == 0 && bytes % kBlockBytes == 0 &&
                          reinterpret_cast<std::uintptr_t>(data) % kBlockBytes == 0;
     require(aligned || file.access() == Access::kBuffered, "direct I/O wants whole blocks of 4096 bytes");
-    return loop()->submit(IoRequest{direction, file.descriptor(), offset, data, bytes, 0}, file);
+    return loop_.get()->submit(IoRequest{direction, file.descriptor(), offset, data, bytes, 0}, file);
 }
 
-std::optional<Failure> FileQueue::wait(Ticket ticket) { return loop()->wait(ticket); }
+std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) { return loop_.get()->wait(ticket, poll); }
 
-Counters FileQueue::counters() const {
-    process_.require_current("FileQueue");
-    const std::lock_guard lock(mutex_);
-    return loop_ ? loop_->counters() : final_counters_;
-}
+Counters FileQueue::counters() const { return loop_.report(); }
 
-void FileQueue::close() {
-    if (!process_.is_current()) return;
-    std::shared_ptr<Loop> closing;
-    {
-        const std::lock_guard lock(mutex_);
-        closing = loop_;
-    }
-    if (!closing) return;
-    closing->close();
-    const std::lock_guard lock(mutex_);
-    final_counters_ = closing->counters();
-    loop_.reset();
-}
+void FileQueue::close() { loop_.close(); }
 
-void FileQueue::decorate_engine(const Decorate& decorate) { loop()->decorate_engine(decorate); }
-
-std::shared_ptr<FileQueue::Loop> FileQueue::loop() const {
-    process_.require_current("FileQueue");
-    const std::lock_guard lock(mutex_);
-    if (!loop_) throw std::invalid_argument("FileQueue: it is closed");
-    return loop_;
-}
+void FileQueue::decorate_engine(const Decorate& decorate) { loop_.get()->decorate_engine(decorate); }
 
 }  // namespace smart_infinity

@@ -1,24 +1,22 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 
+#include "closable.hpp"
 #include "counters.hpp"
 #include "failure.hpp"
 #include "io_engines.hpp"
-#include "process.hpp"
 #include "state_file.hpp"
 
 namespace smart_infinity {
 
 // Bytes between memory and files, in the background: plain content, without tasklets. The memory of a request must stay
 // until it has been waited for.
-//
-// Like a Pipeline it has an end: close() may come while other threads wait, and a forked child leaves it alone.
 class FileQueue {
  public:
     using Ticket = std::uint64_t;
@@ -26,15 +24,24 @@ class FileQueue {
 
     // Throws std::invalid_argument for a number of threads out of range, SystemError for an engine that is not to be
     // had.
-    explicit FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine = std::nullopt);
+    // `memory`, which must stay until the end of the queue, is registered with an engine that gains by it; requests may
+    // name any other.
+    explicit FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine = std::nullopt,
+                       MemoryRange memory = {});
     ~FileQueue();
     FileQueue(const FileQueue&) = delete;
     FileQueue& operator=(const FileQueue&) = delete;
 
     // Returns at once. Throws std::invalid_argument for no bytes, or what direct I/O cannot transfer.
     Ticket submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data, std::size_t bytes);
-    // Until the request has ended; its ticket is used up. Throws std::invalid_argument for a ticket that is not open.
-    std::optional<Failure> wait(Ticket ticket);
+    // Until the request has ended; its ticket is used up, and waiting for it again finds no failure. Throws
+    // std::invalid_argument for a ticket that was never given out.
+    //
+    // `poll` is called every kPollInterval and at the end, holding no lock. What it throws ends the wait; the request
+    // goes on and its ticket stays open.
+    using Poll = std::function<void()>;
+    static constexpr std::chrono::milliseconds kPollInterval{50};
+    std::optional<Failure> wait(Ticket ticket, const Poll& poll = [] {});
     Counters counters() const;
     // Waits for what is in flight, then gives back threads and descriptors. Idempotent.
     void close();
@@ -43,12 +50,9 @@ class FileQueue {
 
  private:
     class Loop;
-    std::shared_ptr<Loop> loop() const;  // throws std::invalid_argument when closed
+    static std::shared_ptr<Loop> make_loop(const IoOptions& options);
 
-    Process process_;
-    mutable std::mutex mutex_;  // of loop_ and final_counters_
-    std::shared_ptr<Loop> loop_;
-    Counters final_counters_;
+    Closable<Loop, Counters> loop_;
 };
 
 }  // namespace smart_infinity

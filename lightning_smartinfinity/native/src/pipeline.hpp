@@ -1,24 +1,18 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
-#include "process.hpp"
+#include "closable.hpp"
 #include "transfer_loop.hpp"
 
 namespace smart_infinity {
 
-// A TransferLoop with an end: close() may come while other threads wait, and a forked child, which has neither the
-// loop's threads nor its ring and may find its locks held for ever, leaves it alone.
+// A TransferLoop with an end.
 class Pipeline {
  public:
     explicit Pipeline(PipelineOptions options);
-    ~Pipeline();
-    Pipeline(const Pipeline&) = delete;
-    Pipeline& operator=(const Pipeline&) = delete;
 
     // Of the buffers, and of the slots for parameters on a device from the first batch that has some.
     std::size_t ring_bytes() const;
@@ -38,20 +32,14 @@ class Pipeline {
     // Ends the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done.
     void abandon();
     Counters counters() const;
-    IoEngineKind io_engine() const { return loop()->io_engine(); }
+    IoEngineKind io_engine() const { return loop_.get()->io_engine(); }
     // Abandons the batch, whose waiters get a failure, and gives back threads, ring and descriptors once nothing is in
     // flight. Idempotent.
     void close();
     void decorate_engine(const TransferLoop::Decorate& decorate);
 
  private:
-    std::shared_ptr<TransferLoop> loop() const;  // throws std::invalid_argument when closed
-
-    Process process_;
-    mutable std::mutex mutex_;            // of what follows
-    std::shared_ptr<TransferLoop> loop_;  // none when closed
-    Counters final_counters_;
-    std::size_t final_ring_bytes_ = 0;
+    Closable<TransferLoop, TransferLoop::Report> loop_;
 };
 
 }  // namespace smart_infinity

@@ -1,5 +1,7 @@
 #include "transfer.hpp"
 
+#include <sys/resource.h>
+
 #include <cerrno>
 
 #include "buffer.hpp"
@@ -11,10 +13,19 @@ namespace {
 // than one, because a signal can cut an attempt short as well.
 constexpr int kMaxStalls = 16;
 
+// Whether a write would pass this process's file size limit. The kernel cuts such a write at the limit; inside a block,
+// direct I/O then fails for not being aligned, or stalls there.
+bool beyond_size_limit(const IoRequest& request) {
+    rlimit limit{};
+    return request.direction == Direction::kWrite && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
+           limit.rlim_cur != RLIM_INFINITY && request.offset + request.bytes > limit.rlim_cur;
+}
+
 }  // namespace
 
 Transfer::Progress Transfer::advance(const IoResult& result) {
     if (result.transferred == -EINTR) return Progress::kAgain;
+    if (result.transferred == -EINVAL && beyond_size_limit(rest_)) return fail(EFBIG);
     if (result.transferred < 0) return fail(static_cast<int>(-result.transferred));
     const auto transferred = static_cast<std::size_t>(result.transferred);
     if (transferred >= rest_.bytes) return Progress::kDone;
@@ -31,7 +42,8 @@ Transfer::Progress Transfer::advance(const IoResult& result) {
 
 Transfer::Progress Transfer::stalled() {
     if (++stalls_ < kMaxStalls) return Progress::kAgain;
-    return rest_.direction == Direction::kRead ? Progress::kEndOfFile : fail(EIO);
+    if (rest_.direction == Direction::kRead) return Progress::kEndOfFile;
+    return fail(beyond_size_limit(rest_) ? EFBIG : EIO);
 }
 
 Transfer::Progress Transfer::fail(int error) {

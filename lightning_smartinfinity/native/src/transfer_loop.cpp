@@ -160,9 +160,9 @@ std::optional<Failure> TransferLoop::drain(const Poll& poll) {
     return run->failure;
 }
 
-Counters TransferLoop::counters() const {
+TransferLoop::Report TransferLoop::report() const {
     const std::lock_guard lock(mutex_);
-    return with_usage(counters_, engine_->usage());
+    return {with_usage(counters_, engine_->usage()), ring_.bytes() + (slots_ ? slots_->bytes() : 0)};
 }
 
 IoEngineKind TransferLoop::io_engine() const { return chosen(io_options()); }
@@ -210,11 +210,6 @@ void TransferLoop::decorate_engine(const Decorate& decorate) {
 }
 
 void TransferLoop::require_open() const { require(!closed_, "it is closed"); }
-
-std::size_t TransferLoop::ring_bytes() const {
-    const std::lock_guard lock(mutex_);
-    return ring_.bytes() + (slots_ ? slots_->bytes() : 0);
-}
 
 // Made once: every batch of a run has tasklets, and a stream, like those of the first.
 void TransferLoop::prepare_slots(const Batch& batch) {
@@ -278,7 +273,7 @@ void TransferLoop::completed(const IoRequest& request, const IoResult& result) {
     Transfer& transfer = transfers_[request.tag];
     const Transfer::Progress progress = transfer.advance(result);
     const std::lock_guard lock(mutex_);
-    count(request.direction, result);
+    counters_.count(request.direction, result);
     if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
     end(request.direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[request.tag],
         failure_of(transfer, progress, *items_[request.tag].tasklet));
@@ -325,14 +320,6 @@ void TransferLoop::end(Work work, std::size_t tasklet, std::optional<Failure> fa
     }
     start_ready();
     changed_.notify_all();
-}
-
-void TransferLoop::count(Direction direction, const IoResult& result) {
-    const auto bytes = static_cast<std::uint64_t>(result.transferred > 0 ? result.transferred : 0);
-    const bool read = direction == Direction::kRead;
-    (read ? counters_.read_bytes : counters_.written_bytes) += bytes;
-    (read ? counters_.read_calls : counters_.write_calls) += 1;
-    (read ? counters_.read_seconds : counters_.write_seconds) += result.seconds;
 }
 
 std::optional<Failure> TransferLoop::failure_of(const Transfer& transfer, Transfer::Progress progress,

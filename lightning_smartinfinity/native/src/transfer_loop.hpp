@@ -47,14 +47,17 @@ class TransferLoop final : private CompletionHandler {
     using Poll = std::function<void()>;
     static constexpr std::chrono::milliseconds kPollInterval{50};
 
-    // Of the buffers, and of the slots for parameters on a device from the first batch that has some.
-    std::size_t ring_bytes() const;
+    struct Report {
+        Counters counters;
+        std::size_t ring_bytes = 0;  // of the buffers, and of the slots from the first batch that needs some
+    };
+
+    Report report() const;
     void submit(Batch batch);
     void extend(Batch more);
     std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll);
     std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const Poll& poll);
     std::optional<Failure> drain(const Poll& poll);
-    Counters counters() const;
     IoEngineKind io_engine() const;
 
     // Ends the batch, whose waiters get a failure, before its time: what is in flight is waited for, nothing is begun.
@@ -106,7 +109,6 @@ class TransferLoop final : private CompletionHandler {
     void start(const Action& action);
     void start_transfer(const Action& action, Direction direction);
     void end(Work work, std::size_t tasklet, std::optional<Failure> failure);
-    void count(Direction direction, const IoResult& result);
 
     IoOptions io_options() const;
     std::byte* buffer(std::size_t index) const { return ring_.data() + index * options_.buffer_bytes; }

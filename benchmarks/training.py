@@ -1,0 +1,148 @@
+"""Training GPT-2 in this package's strategy and in stock DeepSpeed, with the parts of each step timed."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpt2 import GPT2, VOCAB
+
+SUB_GROUP = BUCKET = 20_000_000
+WARMUP = 2
+PARTS = ("forward", "backward", "update")
+
+Batches = Callable[[int], torch.Tensor]
+
+
+class Probe:
+    """Marks of the clock through training steps.
+
+    Args:
+        synchronize: Called before the clock is read: what a device was given has to be done.
+    """
+
+    def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._marks: list[float] = []
+        self._synchronize = synchronize
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._marks.clear()
+        self.mark()
+
+    def mark(self) -> None:
+        """A part of the step has ended."""
+        self._synchronize()
+        self._marks.append(time.perf_counter())
+
+    def end(self) -> None:
+        """The step has ended."""
+        self.mark()
+        parts = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        self.steps.append(dict(zip(PARTS, parts, strict=True)))
+
+    def medians(self) -> dict[str, float]:
+        """Seconds of the parts of a step and of all of it, after the warm-up."""
+        measured = self.steps[WARMUP:]
+        parts = {part: statistics.median(step[part] for step in measured) for part in PARTS}
+        return {**parts, "total": statistics.median(sum(step.values()) for step in measured)}
+
+
+def tokens(step: int, size: str, shape: tuple[int, int]) -> torch.Tensor:
+    """The same for every system."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, VOCAB if size != "tiny" else 512, shape, generator=generator)
+
+
+def lightning_module(size: str, steps: int, probe: Probe, batches: Batches) -> Any:
+    """The model as a LightningModule whose hooks mark the parts of a step. Lightning is imported by its system only."""
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = GPT2(size)
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return self.model(tokens)
+
+        def training_step(self, _: torch.Tensor, index: int) -> torch.Tensor:
+            probe.begin()
+            return self.model(batches(index))
+
+        def on_before_backward(self, loss: torch.Tensor) -> None:
+            probe.mark()
+
+        def on_after_backward(self) -> None:
+            probe.mark()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            probe.end()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.zeros(steps, 1), batch_size=1)
+
+    return Module()
+
+
+def train_near_storage(
+    size: str, steps: int, folder: str, *, accelerator: str, probe: Probe, batches: Batches, **zero: Any
+) -> Any:
+    """This package, through Lightning's Trainer; returns the strategy."""
+    import lightning.pytorch as pl
+
+    from lightning_smartinfinity import SmartInfinityStrategy
+
+    strategy = SmartInfinityStrategy(folder, zero={"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **zero})
+    pl.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        strategy=strategy,
+        precision="bf16-mixed",
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    ).fit(lightning_module(size, steps, probe, batches))
+    return strategy
+
+
+def train_stock(size: str, steps: int, config: dict[str, Any], *, probe: Probe, batches: Batches) -> int:
+    """DeepSpeed without Lightning, with its own Adam for the CPU; returns the number of parameters.
+
+    Args:
+        size: One of ``gpt2.SIZES``.
+        steps: How many.
+        config: DeepSpeed's; its ``zero_optimization`` is completed here.
+        probe: Takes the times.
+        batches: The tokens of a step.
+    """
+    os.environ |= {"LOCAL_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29531")}
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    section = {"stage": 3, "sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **config["zero_optimization"]}
+    config = {**config, "bf16": {"enabled": True}, "gradient_clipping": 0.0, "zero_optimization": section}
+    model = GPT2(size)
+    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for step in range(steps):
+        probe.begin()
+        loss = engine(batches(step))
+        probe.mark()
+        engine.backward(loss)
+        probe.mark()
+        engine.step()
+        probe.end()
+    return sum(param.ds_numel for param in model.parameters())

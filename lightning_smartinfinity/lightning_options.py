@@ -1,0 +1,93 @@
+"""What Lightning's own strategies take, and hand to ours: further options, the precision plugin, the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypedDict
+
+import torch
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+
+__all__ = ["SharedOptions", "attributes_of", "check_options", "indexed_device", "swapped_precision"]
+
+
+class SharedOptions(TypedDict, total=False):
+    """Settings that the strategies of Trainer and Fabric both take from Lightning's."""
+
+    parallel_devices: list[torch.device] | None
+    process_group_backend: str | None
+    timeout: timedelta | None
+    loss_scale: float
+    initial_scale_power: int
+    loss_scale_window: int
+    hysteresis: int
+    min_loss_scale: int
+    exclude_frozen_parameters: bool
+    load_full_weights: bool
+
+
+# What DeepSpeedStrategy.__init__ keeps of arguments of the same names.
+_DEFAULTS: dict[str, Any] = {
+    "exclude_frozen_parameters": False,
+    "load_full_weights": False,
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+
+
+def attributes_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``DeepSpeedStrategy.__init__`` would have set from these options and its defaults."""
+    kept = {name: options.get(name, default) for name, default in _DEFAULTS.items()}
+    return {**kept, "_timeout": options.get("timeout", default_pg_timeout)}
+
+
+def check_options(strategy: str, options: Mapping[str, Any], known: type) -> None:
+    """Refuse settings that neither we nor Lightning know.
+
+    Args:
+        strategy: Class name, for the message.
+        options: What the user passed beyond our own settings.
+        known: A TypedDict of what Lightning takes.
+
+    Raises:
+        ConfigError: Naming those that are unknown.
+    """
+    unknown = sorted(set(options) - set(known.__annotations__))
+    if unknown:
+        raise ConfigError(
+            f"{strategy} has no setting {', '.join(map(repr, unknown))}.",
+            "Settings of ZeRO-3 go into zero={...}, settings of the transfer into transfer=TransferConfig(...).",
+        )
+
+
+def indexed_device(device: torch.device, local_rank: int) -> torch.device:
+    """The device with an integer index, which DeepSpeed needs also of a CPU."""
+    return torch.device("cpu", local_rank) if device.type == "cpu" else device
+
+
+def swapped_precision(plugin: Any, *, stock: type, own: Callable[[Any], Any], entry: str) -> Any:
+    """Our precision plugin for the stock one, which Lightning's connectors build for every ``DeepSpeedStrategy``.
+
+    Args:
+        plugin: What the connector or the user passes; None: not chosen yet.
+        stock: Class that the connector builds.
+        own: Builds ours from the precision's name.
+        entry: ``"Trainer"`` or ``"Fabric"``, for the message.
+
+    Raises:
+        UnsupportedError: It is a plugin that DeepSpeed cannot work with.
+    """
+    if plugin is None:
+        return None
+    if not isinstance(plugin, stock):
+        raise UnsupportedError(
+            f"{type(plugin).__name__} does not work with the smart_infinity strategy.",
+            f"Pass {entry}(precision=...) by name.",
+        )
+    return own(plugin.precision) if type(plugin) is stock else plugin  # type: ignore[attr-defined]

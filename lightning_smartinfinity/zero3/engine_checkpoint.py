@@ -1,0 +1,48 @@
+"""A training engine's checkpoint, written and read on behalf of Fabric: the model, its state and what a user adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_smartinfinity.zero3.checkpoint_folder import check_checkpoint, check_same_save, reading_checkpoint
+from lightning_smartinfinity.zero3.client_state import of_user
+from lightning_smartinfinity.zero3.full_weights import load_full_weights
+from lightning_smartinfinity.zero3.universal import load_universal
+from lightning_smartinfinity.zero3.universal_folder import is_universal
+from lightning_smartinfinity.zero3.weight_loading import load_saved_weights
+
+__all__ = ["load_engine", "load_weights", "save_engine"]
+
+_TAG = "checkpoint"
+
+
+def save_engine(engine: Any, path: str | Path, client_state: dict[str, Any], *, exclude_frozen: bool) -> None:
+    """Save the trained model, its optimizer state and what else is to lie in the same files."""
+    engine.save_checkpoint(str(path), client_state=client_state, tag=_TAG, exclude_frozen_parameters=exclude_frozen)
+
+
+def load_engine(path: str | Path, engine: Any, *, with_optimizer: bool, strict: bool) -> dict[str, Any]:
+    """Load into an engine; what the user had saved beside it is returned.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, or it is not one of this model.
+    """
+    if not with_optimizer:
+        return load_saved_weights(engine, path, strict=strict)
+    if is_universal(path):
+        return load_universal(engine, path, strict=strict)
+    check_checkpoint(path, engine=engine)
+    with reading_checkpoint(path):
+        _, client_state = engine.load_checkpoint(
+            str(path), tag=_TAG, load_lr_scheduler_states=False, load_module_strict=strict
+        )
+    check_same_save(engine, client_state)
+    return of_user(client_state)
+
+
+def load_weights(weights: Mapping[str, Any], engine: Any, *, trained: bool, strict: bool) -> None:
+    """Load a plain state dict, alike on all ranks, into an engine, and into the masters if it is being trained."""
+    writes = engine.optimizer.outside_writes if trained else None
+    load_full_weights(engine.module, weights, writes=writes, strict=strict)

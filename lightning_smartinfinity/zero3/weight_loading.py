@@ -1,0 +1,172 @@
+"""Weights of a checkpoint into an engine, without the optimizer's state: to evaluate, or to train on from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
+from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.zero3.checkpoint_folder import check_weights, reading_checkpoint
+from lightning_smartinfinity.zero3.client_state import of_user
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.param_swapper import stored_parameter
+from lightning_smartinfinity.zero3.partition import write_range
+from lightning_smartinfinity.zero3.saved_weights import SavedWeights
+from lightning_smartinfinity.zero3.universal_folder import UniversalFolder, is_universal
+from lightning_smartinfinity.zero3.zero_folder import ZeroFolder
+
+__all__ = ["check_names", "load_saved_weights"]
+
+
+def load_saved_weights(engine: Any, path: str | Path, *, strict: bool) -> dict[str, Any]:
+    """Load a checkpoint's weights, saved by any number of processes, ordinary or universal.
+
+    Every rank reads what its slices need, a window at a time. Collective: if one rank finds a fault, every rank
+    raises. What an engine trains has its masters' values then; one that evaluates may hold a part of the checkpoint.
+
+    Args:
+        engine: A DeepSpeed engine of ZeRO-3, with or without optimizer; moments and step counts stay as they are.
+        path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or by ``ds_to_universal``.
+        strict: Whether names of parameters and buffers have to be the same.
+
+    Returns:
+        What was saved beside the model.
+
+    Raises:
+        CheckpointError: The checkpoint belongs to another model or precision, or is damaged.
+    """
+    saved = _opened(engine, path)
+    targets: dict[str, list[Any]] = {}
+    with raising_together(), reading_checkpoint(saved.path):
+        saved.require_whole()
+        targets = _targets(engine.module, saved, strict=strict)
+    optimizer = engine.optimizer
+    trains = getattr(optimizer, "handler", None) is not None
+    # Nothing may stay gathered: it would hide what is written into the partition.
+    if trains:
+        optimizer.checkpoint_event_prologue()
+    else:
+        optimizer.partition_all_parameters()
+    undone = _undone_on_failure(optimizer) if trains else nullcontext()
+    with undone, raising_together(), reading_checkpoint(saved.path):
+        engine.load_module_state_dict(checkpoint={"module": _without_parameters(saved)}, strict=strict)
+        _fill(targets, saved)
+    if trains:
+        optimizer._restore_from_bit16_weights()
+        optimizer.checkpoint_event_epilogue()
+    return of_user(saved.model_states)
+
+
+def check_names(present: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:
+    """Compare parameters by names and shapes.
+
+    Raises:
+        CheckpointError: Naming the first that differs.
+    """
+    difference = next(
+        (
+            f"{name!r} is {_shape(saved, name)} there and {_shape(present, name)} here"
+            for name in sorted(present.keys() | saved.keys())
+            if _shape(saved, name) != _shape(present, name)
+        ),
+        None,
+    )
+    if difference is not None:
+        raise CheckpointError(
+            f"The parameters of {path} differ from the model's: {difference}.",
+            "Build the model as it was when the checkpoint was saved, with the same parameters frozen.",
+        )
+
+
+def _shape(shapes: Mapping[str, Any], name: str) -> str:
+    if name not in shapes:
+        return "missing"
+    return f"of shape {tuple(getattr(shapes[name], 'shape', shapes[name]))}"
+
+
+def _opened(engine: Any, path: str | Path) -> SavedWeights:
+    if is_universal(path):
+        return UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
+    return ZeroFolder(check_weights(path, engine=engine), rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def _saved_shapes(saved: SavedWeights) -> dict[str, torch.Size]:
+    """Of every parameter that was saved, by each of its names."""
+    shapes = {**saved.shapes, **(saved.frozen_shapes() or {})}
+    return shapes | {alias: shapes[name] for alias, name in saved.shared.items() if name in shapes}
+
+
+def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> dict[str, list[Any]]:
+    """The parameters that take the values of each saved one; tied there and not here, they are several."""
+    parameters: list[tuple[str, Any]] = list(module.named_parameters(remove_duplicate=False))
+    there, here = _saved_shapes(saved), {name: param.ds_shape for name, param in parameters}
+    common = there.keys() & here.keys()
+    compared = there.keys() | here.keys() if strict else common
+    here_compared, there_compared = ({name: of[name] for name in compared if name in of} for of in (here, there))
+    check_names(here_compared, there_compared, saved.path)
+    # As load_state_dict: of several names that a parameter has here, the last one counts.
+    sources = {param: saved.shared.get(name, name) for name, param in parameters if name in common}
+    targets: dict[str, list[Any]] = {}
+    for param, name in sources.items():
+        targets.setdefault(name, []).append(param)
+    return targets
+
+
+def _without_parameters(saved: SavedWeights) -> dict[str, Any]:
+    """What ``load_state_dict`` is given: buffers, and parameters without elements, which are what it finds."""
+    nothing = torch.empty(0)
+    return {**saved.module, **dict.fromkeys(_saved_shapes(saved).keys() & saved.module.keys(), nothing)}
+
+
+def _fill(targets: Mapping[str, list[Any]], saved: SavedWeights) -> None:
+    wanted = {name: _own_elements(params[0]) for name, params in targets.items()}
+    swappers = {param.nvme_swapper for params in targets.values() for param in params if stored_parameter(param)}
+    for swapper in swappers:
+        swapper.release_prefetched()
+
+    def put(name: str, begin: int, values: torch.Tensor) -> None:
+        for param in targets[name]:
+            _write(param, begin - wanted[name].start, values)
+
+    saved.read_masters(wanted, put)
+    saved.read_frozen(wanted, put)
+    for swapper in swappers:
+        swapper.parts.synchronize()
+
+
+def _own_elements(param: Any) -> range:
+    numel, whole = param.partition_numel(), param.ds_numel
+    rank = dist.get_rank(param.ds_process_group)
+    return range(min(rank * numel, whole), min((rank + 1) * numel, whole))
+
+
+def _write(param: Any, begin: int, values: torch.Tensor) -> None:
+    """Replace elements of this rank's slice, rounding them to the parameter's dtype."""
+    stored = stored_parameter(param)
+    if stored is None:
+        param.ds_tensor.data[begin : begin + len(values)].copy_(values)
+    else:
+        rounded = values.to(param.dtype)
+        param.nvme_swapper.parts.put(stored, begin * rounded.itemsize, rounded.view(torch.uint8))
+
+
+@contextmanager
+def _undone_on_failure(optimizer: Any) -> Iterator[None]:
+    """Give the parameters of a training the values of their masters again, which a failed load has not touched."""
+
+    def put_back(window: Window) -> None:
+        write_range(optimizer, optimizer.layout, window.begin, torch.from_numpy(window.arrays[0]))
+
+    try:
+        yield
+    except SmartInfinityError:
+        with raising_together():
+            optimizer.handler.scan(put_back)
+        optimizer.checkpoint_event_epilogue()
+        raise

@@ -1,0 +1,86 @@
+"""The folder that ZeRO-3 saves, ours and stock's: every process's slices in files of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT
+from typing_extensions import override
+
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.checkpoint import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, optimizer_files
+from lightning_smartinfinity.zero3.saved_weights import Put, SavedWeights, Wanted, pieces_of, reaches, read_pieces
+from lightning_smartinfinity.zero3.tensor_file import TensorFile
+
+__all__ = ["ZeroFolder"]
+
+
+class ZeroFolder(SavedWeights):
+    """The weights of an ordinary checkpoint, of any number of processes.
+
+    A process reads the whole files in which something of its slices lies: its own file if as many processes saved the
+    checkpoint, otherwise about as many bytes of several.
+    """
+
+    remedy = "Use another checkpoint."
+
+    @property
+    @override
+    def module(self) -> Mapping[str, Any]:
+        # Alike on all ranks, whatever their number: as if one process had saved the checkpoint.
+        module: Mapping[str, Any] = self._first_model_states["module"]
+        return module
+
+    @override
+    def require_whole(self) -> None:
+        found, saved = len(optimizer_files(self.path)), self.model_states["dp_world_size"]
+        if found != saved:
+            raise CheckpointError(
+                f"{self.path} holds the optimizer states of {found} processes; {saved} saved the checkpoint.",
+                self.remedy,
+            )
+
+    @override
+    def read_masters(self, wanted: Wanted, put: Put) -> None:
+        shapes = self.shapes
+        for rank in range(self.num_saved):
+            pieces = pieces_of(shapes, rank=rank, world_size=self.num_saved)
+            if reaches(pieces, wanted):
+                with closing(TensorFile(self._optimizer_file(rank))) as file:
+                    numel = sum(piece.end - piece.begin + piece.padding for piece in pieces)
+                    read_pieces(file, self._masters(file, rank, numel), pieces, wanted, put)
+
+    def _optimizer_file(self, rank: int) -> Path:
+        prefix = optimizer_files(self.path)[0].name.partition("zero_pp_rank_")[0]
+        return self.path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+    def _masters(self, file: TensorFile, rank: int, numel: int) -> list[torch.Tensor]:
+        state = file.state[OPTIMIZER_STATE_DICT]
+        masters: list[torch.Tensor] = state[FP32_FLAT_GROUPS]
+        found = sum(master.numel() for master in masters)
+        if numel and not found:
+            raise CheckpointError(
+                f"{self.path} was saved by stock DeepSpeed with its optimizer state on NVMe: masters are not in it.",
+                "Resume that training in DeepSpeed without NVMe and save again.",
+            )
+        if (found, state[PARTITION_COUNT]) != (numel, self.num_saved) or any(
+            master.dtype != torch.float32 for master in masters
+        ):
+            raise CheckpointError(
+                f"{self._optimizer_file(rank)} holds {found} elements of {state[PARTITION_COUNT]} processes where "
+                f"{numel} elements of float32 of {self.num_saved} belong.",
+                self.remedy,
+            )
+        saves = {states[SAVE_ID] for states in (self._first_model_states, self.model_states) if SAVE_ID in states}
+        # What an engine saved by itself has no name.
+        if saves and EXTRA_KEY in state and saves != {state[EXTRA_KEY]["save_id"]}:
+            raise CheckpointError(
+                "The checkpoint's files come from different saves.",
+                "Copy checkpoints as whole folders, or use another one.",
+            )
+        return masters

@@ -1,0 +1,82 @@
+"""Parameters on storage, and compiled modules: a loop in Fabric gets the bits that it gets without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fabric.test_loops import loss_of, set_up
+from tests.fabric.worker import Run, quiet_fabric, train
+from tests.helpers.models import Recipe
+
+NVME: dict[str, Any] = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
+RECIPE = Recipe(
+    precision="bf16-mixed", groups=True, accumulate=2, skip_side_at=(1,), frozen=True, odd=True, max_steps=4
+)
+
+
+def test_parameters_on_storage_train_and_resume_to_the_same_bits(tmp_path: Path) -> None:
+    """Losses and masters of the loop with its parameters in memory, straight on and from a checkpoint."""
+    plain = train(Run(out=str(tmp_path / "a"), recipe=RECIPE))
+    options = {"zero": {**NVME, "sub_group_size": 3000}}
+    straight = train(Run(out=str(tmp_path / "b"), recipe=RECIPE, options=options, save_at=(2,)))
+    assert not list((tmp_path / "b" / "storage").rglob("*.bin"))
+    checkpoint = str(tmp_path / "b" / "step-2.ckpt")
+    resumed = train(Run(out=str(tmp_path / "c"), recipe=RECIPE, options=options, resume=checkpoint))
+    assert straight.losses == plain.losses
+    assert resumed.losses == plain.losses[4:]
+    for name, master in plain.masters.items():
+        assert torch.equal(straight.masters[name], master), name
+        assert torch.equal(resumed.masters[name], master), name
+
+
+def wide() -> nn.Sequential:
+    """Weights of at least a block, which go to storage."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(256, 256), nn.Tanh())
+    return nn.Sequential(nn.Linear(8, 256), inner, nn.Linear(256, 8))
+
+
+def compiled() -> nn.Sequential:
+    """The same, with a submodule compiled in place."""
+    net = wide()
+    net[1].compile(backend="eager")
+    return net
+
+
+def losses_of_steps(build: Callable[[], nn.Module], root: Path, *, partitioned: bool = False, **options: Any) -> Any:
+    """Three steps, and whether parameters lay on storage."""
+    fabric = quiet_fabric(root, options=options)
+    with fabric.init_module() if partitioned else nullcontext():
+        net = build()
+    model, optimizer = set_up(fabric, net)
+    strategy: Any = fabric.strategy
+    losses, stored = [], strategy.parameter_bytes > 0
+    for step in range(3):
+        loss = loss_of(model, step)
+        fabric.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    strategy.close()
+    return losses, stored
+
+
+def test_a_model_built_into_storage_trains_to_the_same_bits(tmp_path: Path) -> None:
+    """Under init_module parameters go to storage as they are made."""
+    expected, _ = losses_of_steps(wide, tmp_path / "a")
+    assert losses_of_steps(wide, tmp_path / "b", partitioned=True, zero=NVME) == (expected, True)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": NVME}], ids=["memory", "storage"])
+def test_a_submodule_compiled_in_place_trains_to_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
+    """With its parameters in memory and on storage."""
+    torch._dynamo.reset()
+    expected, _ = losses_of_steps(wide, tmp_path / "a")
+    assert losses_of_steps(compiled, tmp_path / "b", **options) == (expected, bool(options))
+    assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0

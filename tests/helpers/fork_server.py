@@ -1,0 +1,96 @@
+"""Forks processes that have everything imported: ``python -m tests.helpers.fork_server DESCRIPTOR``.
+
+To import torch, Lightning and DeepSpeed takes several seconds, most of what a small training takes in a process of its
+own. The server imports them once, does nothing else, and forks for every job that arrives on its socket (a line of
+JSON, answered by the exit status). What is forked has a server's memory, but nothing was computed there: it runs the
+module as ``python -m`` does and ends as an interpreter does.
+
+Ranks are told who they are by the environment, as by torchrun. They share one seed of hashes, which interpreters that
+Lightning starts do not.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+# Of these, the later ones are what DeepSpeed imports when an engine starts.
+PRELOADED = (
+    "lightning_smartinfinity.strategy",
+    "lightning_smartinfinity.fabric",
+    "lightning_smartinfinity.callbacks",
+    "lightning_smartinfinity.zero3.engine",
+    "lightning_smartinfinity.zero3.storage",
+    "deepspeed.module_inject",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    # Collections of the forked processes then leave these pages alone, and shared.
+    gc.collect()
+    gc.freeze()
+    job = _serve(control)
+    if job is not None:
+        control.close()
+        sys.argv[1:] = job["arguments"]
+        runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+
+
+def _serve(control: socket.socket) -> dict[str, Any] | None:
+    """Forks for job after job: returns it in a process forked for it, and None in the server when there are no more."""
+    with control.makefile("rw") as lines:
+        for line in lines:
+            job: dict[str, Any] = json.loads(line)
+            ranks = set()
+            for environment in job["environments"]:
+                if (rank := os.fork()) == 0:
+                    _become(job, environment)
+                    return job
+                ranks.add(rank)
+            print(_wait(ranks), file=lines, flush=True)
+    return None
+
+
+def _become(job: dict[str, Any], environment: dict[str, str]) -> None:
+    """Gives a forked process what a new one would have been given."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(job[name], os.O_WRONLY | os.O_APPEND), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    rank_zero_only.rank = int(environment.get("RANK", "0"))  # as Lightning finds it when it is imported
+    np.random.seed()
+    torch.seed()
+
+
+def _wait(ranks: set[int]) -> int:
+    """The first exit status that is not 0, after which the others are killed, or 0."""
+    first = 0
+    while ranks:
+        rank, status = os.wait()
+        ranks.discard(rank)
+        if first == 0 and (first := os.waitstatus_to_exitcode(status)) != 0:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+    return first
+
+
+if __name__ == "__main__":
+    main()

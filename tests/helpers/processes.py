@@ -1,0 +1,102 @@
+"""Runs modules in processes of their own that need not import everything anew."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+from tests.helpers.fresh_python import fresh_environment
+
+__all__ = ["REPOSITORY", "run_module"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run_module(
+    module: str, *arguments: str | Path, ranks: int = 1, timeout: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module arguments`` in forked processes (see :mod:`tests.helpers.fork_server`).
+
+    For runs on the CPU, of which neither the imports nor the launcher is what is tested.
+
+    Args:
+        module: Of the repository.
+        *arguments: Its arguments.
+        ranks: Processes; more than one find each other as if torchrun had started them.
+        timeout: Seconds.
+    """
+    command = [module, *map(str, arguments)]
+    with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
+        job = {
+            "module": module,
+            "arguments": command[1:],
+            "environments": _environments(ranks),
+            "stdout": stdout.name,
+            "stderr": stderr.name,
+        }
+        status = _server().run(job, timeout)
+        return subprocess.CompletedProcess(command, status, stdout.read(), stderr.read())
+
+
+def _environments(ranks: int) -> list[dict[str, str]]:
+    """What every rank's environment is."""
+    if ranks == 1:
+        return [fresh_environment()]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "WORLD_SIZE": str(ranks)}
+    return [
+        {**fresh_environment(), **group, "NODE_RANK": "0", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(ranks)
+    ]
+
+
+class _Server:
+    """A fork server and the socket to it; ends with this process."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.fork_server", str(theirs.fileno())],
+            cwd=REPOSITORY,
+            # Before a fork there may be no threads, and DeepSpeed chooses an accelerator as it is imported.
+            env={**fresh_environment(), "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        atexit.register(self.kill)
+
+    def run(self, job: dict[str, object], timeout: float) -> int:
+        """The job's exit status. If there is none in time, the server is killed with all that it forked."""
+        self._control.settimeout(timeout)
+        try:
+            with self._control.makefile("rw") as lines:
+                print(json.dumps(job), file=lines, flush=True)
+                return int(lines.readline())
+        except BaseException:
+            self.kill()
+            _server.cache_clear()
+            raise
+
+    def kill(self) -> None:
+        """The server and all that it forked, at once."""
+        atexit.unregister(self.kill)
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._control.close()
+
+
+@functools.cache
+def _server() -> _Server:
+    """The server of this process, started when first needed."""
+    return _Server()

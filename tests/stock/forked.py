@@ -1,0 +1,100 @@
+"""Runs situations: ``python -m tests.stock.forked FOLDER``; every one, for every system, in processes of its own.
+
+They are forked from this one, which has imported everything. Rank 0 leaves in ``FOLDER/<devices>/<system>/<name>.pt``
+what the situation returned or the error that it ended with.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+# One thread: a process that has more must not be forked.
+os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+import torch
+
+from tests.stock.situations import ON_ONE, ON_TWO
+from tests.stock.systems import maker
+
+SITUATIONS = {1: ON_ONE, 2: ON_TWO}
+SYSTEMS = {1: ("plain", "stock", "smart_infinity"), 2: ("stock", "smart_infinity")}
+TIMEOUT_SECONDS = 120
+# What a first fit would import.
+LATE = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "lightning_smartinfinity.zero3.engine",
+)
+
+
+def run(system: str, name: str, folder: Path, devices: int) -> None:
+    """In this process."""
+    root = folder / name
+    root.mkdir(parents=True, exist_ok=True)
+    outcome: dict[str, Any] = {}
+    try:
+        outcome["result"] = SITUATIONS[devices][name](maker(system, root, devices), root)
+    except Exception as error:
+        traceback.print_exc()
+        outcome["error"] = f"{type(error).__name__}: {error}"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        torch.save(outcome, folder / f"{name}.pt")
+
+
+def fork(system: str, name: str, folder: Path, **environment: str) -> int:
+    """The number of the process that runs one rank."""
+    child = os.fork()
+    if child:
+        return child
+    signal.alarm(TIMEOUT_SECONDS)
+    os.environ |= environment
+    try:
+        run(system, name, folder, int(environment.get("LOCAL_SIZE", "1")))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def fork_ranks(system: str, name: str, folder: Path, devices: int) -> None:
+    """Lightning launches none itself where it finds these variables."""
+    port = _free_port()
+    children = []
+    for rank in range(devices):
+        launched = (
+            {"LOCAL_RANK": str(rank), "LOCAL_SIZE": str(devices), "MASTER_PORT": str(port)} if devices > 1 else {}
+        )
+        children.append(fork(system, name, folder, **launched))
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def main() -> None:
+    for module in LATE:
+        importlib.import_module(module)
+    # DeepSpeed collects garbage in every set-up; what is imported need not be looked at again.
+    gc.freeze()
+    for devices, situations in SITUATIONS.items():
+        for system in SYSTEMS[devices]:
+            for name in situations:
+                fork_ranks(system, name, Path(sys.argv[1]) / str(devices) / system, devices)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The three systems that :mod:`tests.stock.situations` is run on, and how Trainers for them are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from tests.helpers.trainers import quiet_trainer
+
+# Every parameter is gathered and released around its modules, however small.
+_NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
+
+
+class StockOnCpu(DeepSpeedStrategy):
+    """Lightning's strategy as it is, but for what keeps it from starting on a CPU."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", self.local_rank)
+
+    def setup_environment(self) -> None:
+        os.environ["LOCAL_SIZE"] = str(self.num_processes)
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+
+def _stock(zero: dict[str, Any]) -> Any:
+    """Optimizer state in memory, updated by torch's AdamW."""
+    strategy = StockOnCpu(stage=3, offload_optimizer=True, zero_allow_untested_optimizer=True)
+    assert isinstance(strategy.config, dict)
+    strategy.config["zero_force_ds_cpu_optimizer"] = False
+    strategy.config["zero_optimization"] |= {**_NOTHING_PERSISTS, **zero}
+    return strategy
+
+
+def maker(system: str, root: Path, devices: int) -> Callable[..., pl.Trainer]:
+    """Makes Trainers: settings as for ``quiet_trainer``, and ``zero`` with those of ZeRO-3."""
+
+    def make(*, zero: dict[str, Any] | None = None, **settings: Any) -> pl.Trainer:
+        strategy: Any = "auto"
+        if system == "stock":
+            strategy = _stock(zero or {})
+        elif system == "smart_infinity":
+            from lightning_smartinfinity import SmartInfinityStrategy
+
+            strategy = SmartInfinityStrategy(root / "storage", zero={**_NOTHING_PERSISTS, **(zero or {})})
+        short = {"num_sanity_val_steps": 0, "limit_val_batches": 2, "use_distributed_sampler": False}
+        return quiet_trainer(root, strategy, **{"precision": "32-true", "devices": devices, **short, **settings})
+
+    return make
+
+
+class Hook(pl.Callback):
+    """Calls a function when a given number of steps is done."""
+
+    def __init__(self, step: int, action: Callable[[pl.Trainer], None]) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.action(trainer)
+
+
+def masters(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, torch.Tensor]:
+    """The fp32 weights by name."""
+    optimizer: Any = trainer.strategy.optimizers[0]
+    full = getattr(optimizer, "get_full_hp_param", lambda param: param)
+    return {name: full(param).detach().clone() for name, param in module.named_parameters()}

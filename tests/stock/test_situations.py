@@ -1,0 +1,158 @@
+"""Situations of :mod:`tests.stock.situations` with stock's optimizer state in memory, where stock is at its best.
+
+Every test runs twice: for stock, where it passes or is expected to fail for the reason given, and for ours.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from tests.helpers import reference
+from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.hard_models import train_plainly
+from tests.helpers.plain import assert_alike
+from tests.stock.comparison import OURS, stock_fails
+from tests.stock.situations import OWN_BATCHES, SHARED_WEIGHTS
+from tests.training.worker import REPOSITORY
+
+Outcomes: TypeAlias = "dict[str, dict[str, Any]]"
+
+EQUAL = ("automatic", "clipped_windows", "fit_after_failed_start", "init_by_apply", "manual", "two_fits")
+UNLIKE_PLAIN = {
+    "checkpointing": "a gradient that arrives when its bucket has left overwrites what arrived before",
+    "clipping_by_value": "refused by name",
+    "evaluated_checkpoint": "an AttributeError in the loading of its own checkpoint",
+    "fit_after_exception": "the parameters stay gathered, and the next fit fails on that",
+    "gathered_writes": "the next step overwrites what was written with the masters, which never heard of it",
+    "incomplete_windows": "the window at an epoch's end goes on in the next epoch, without a step",
+    "init_like_transformers": "weights are written into tensors of zero elements without a word",
+    "manual_clipping": "clip_gradients does nothing without a word",
+    "penalty": "parameters are released when the second backward pass comes",
+    "scheduled_accumulation": "refused by name",
+    "several_backwards": "only the last backward pass before a step counts",
+    "skipped_batch": "refused by name",
+    "strided": "parameters that are not contiguous break the set-up",
+}
+ERRORS = {
+    "clipping_by_value": "MisconfigurationException: DeepSpeed does not support clipping gradients by value",
+    "evaluated_checkpoint": "AttributeError: .* has no attribute '_restore_from_bit16_weights'",
+    "fit_after_exception": "RuntimeError: Cannot free a ZeRO-3 parameter while it is still active",
+    "penalty": "RuntimeError: mat2 must be a matrix",
+    "scheduled_accumulation": "RuntimeError: .* does not support `accumulate_grad_batches` changing between epochs",
+    "skipped_batch": "MisconfigurationException: Skipping backward by returning `None`",
+    "strided": r"RuntimeError: self.stride\(-1\) must be 1",
+}
+"""What stock says; everything else goes wrong without an error."""
+
+
+def like_plain() -> list[Any]:
+    """Every situation, for ours and for stock."""
+    ours = [pytest.param(OURS, name) for name in (*EQUAL, *UNLIKE_PLAIN)]
+    equal = [pytest.param("stock", name) for name in EQUAL]
+    return ours + equal + [stock_fails(reason, name) for name, reason in UNLIKE_PLAIN.items()]
+
+
+def both(reason: str) -> pytest.MarkDecorator:
+    """Ours passes, stock is documented to fail."""
+    return pytest.mark.parametrize("system", [OURS, stock_fails(reason)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one process and its children leave the outcomes of every situation."""
+    folder = tmp_path_factory.mktemp("situations")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.stock.forked", str(folder)],
+        cwd=REPOSITORY,
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    # Not an assertion: that would pass for stock's documented failures.
+    if done.returncode != 0:
+        raise RuntimeError((done.stdout + done.stderr)[-6000:])
+    return folder
+
+
+def outcomes_in(folder: Path) -> Outcomes:
+    return {file.stem: torch.load(file, weights_only=True) for file in folder.glob("*.pt")}
+
+
+@pytest.fixture(scope="module")
+def on_one(folder: Path) -> dict[str, Outcomes]:
+    """By system and situation."""
+    return {system: outcomes_in(folder / "1" / system) for system in ("plain", "stock", OURS)}
+
+
+@pytest.fixture(scope="module")
+def on_two(folder: Path) -> dict[str, Outcomes]:
+    """The same of two processes."""
+    return {system: outcomes_in(folder / "2" / system) for system in ("stock", OURS)}
+
+
+def result(outcome: dict[str, Any]) -> Any:
+    """Of a situation that ended without an error."""
+    assert "error" not in outcome, outcome["error"]
+    return outcome["result"]
+
+
+@pytest.mark.parametrize(("system", "name"), like_plain())
+def test_like_plain_lightning(system: str, name: str, on_one: dict[str, Outcomes]) -> None:
+    """What the user sees is what Lightning's own strategy for one CPU gives, numbers to rounding."""
+    assert_alike(result(on_one[system][name]), on_one["plain"][name]["result"])
+
+
+def test_stock_fails_in_the_way_that_is_described(on_one: dict[str, Outcomes], on_two: dict[str, Outcomes]) -> None:
+    """An expected failure is the one meant: these errors and no others."""
+    outcomes = on_one["stock"]
+    assert {name for name, outcome in outcomes.items() if "error" in outcome} == ERRORS.keys()
+    for name, error in ERRORS.items():
+        assert re.match(error, outcomes[name]["error"]), name
+    assert not [name for name, outcome in on_two["stock"].items() if "error" in outcome]
+
+
+@both("as plain Lightning, it saves no random states: after a resume others are drawn")
+def test_random_numbers_go_on_after_a_resume(system: str, on_one: dict[str, Outcomes]) -> None:
+    """Shuffling, augmentation and dropout after an epoch's end are those of the run that did not stop."""
+    losses = result(on_one[system]["random_states"])
+    assert losses["resumed"] == losses["straight"] != []
+
+
+@both("trains on with what it read")
+def test_a_flipped_bit_is_noticed(system: str, on_one: dict[str, Outcomes]) -> None:
+    """A checkpoint with one bit changed is refused."""
+    assert "damaged" in result(on_one[system]["flipped_bit"])["noticed"]
+
+
+@both("it writes over the checkpoint that is there: neither the old nor the new one is left")
+def test_a_failed_save_leaves_the_checkpoint_before_it(system: str, on_one: dict[str, Outcomes]) -> None:
+    """When the disk is full in the middle of a save the older checkpoint at that path still resumes."""
+    seen = result(on_one[system]["failed_save"])
+    if not seen["saving"]:
+        raise RuntimeError("the save did not fail")
+    assert not seen["resuming"]
+    assert seen["resumed"] == seen["straight"][1:]
+
+
+@pytest.mark.parametrize("system", [OURS, "stock"])
+@pytest.mark.parametrize("name", OWN_BATCHES)
+def test_two_processes_are_one_torch_process(name: str, system: str, on_two: dict[str, Outcomes]) -> None:
+    """Both train on the batches of both; a step that is not finite on one rank is left out on both."""
+    recipe = OWN_BATCHES[name]
+    expected = reference.train(recipe, world_size=2, skipped=recipe.nan_at)
+    assert_alike(result(on_two[system][name]), expected.losses)
+
+
+@pytest.mark.parametrize("system", [OURS, stock_fails(UNLIKE_PLAIN["checkpointing"])])
+def test_two_processes_share_weights_under_checkpoints(system: str, on_two: dict[str, Outcomes]) -> None:
+    """Losses and masters are plain torch's, however the buckets fall."""
+    expected = train_plainly(SHARED_WEIGHTS, world_size=2)
+    assert_alike(result(on_two[system]["checkpointing"]), (expected.losses, expected.masters))

@@ -1,0 +1,36 @@
+"""The table of docs/beside_stock.md is that of the tests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.stock.test_situations import EQUAL, UNLIKE_PLAIN
+
+TESTS = Path(__file__).parents[1]
+TABLE = (TESTS.parent / "docs" / "beside_stock.md").read_text()
+SHORT = {"nvme": "stock/test_nvme_defects.py", "situations": "stock/test_situations.py"}
+CITED = {(SHORT.get(file, file), test) for file, test in re.findall(r"`([\w/.]+)::(test_\w+)`", TABLE)}
+
+
+def defined_in(file: str) -> set[str]:
+    return set(re.findall(r"^def (test_\w+)", (TESTS / file).read_text(), re.MULTILINE))
+
+
+def test_every_test_in_the_table_exists() -> None:
+    """No row names a test that is gone."""
+    assert CITED
+    assert [(file, test) for file, test in CITED if test not in defined_in(file)] == []
+
+
+def test_every_comparison_has_a_row() -> None:
+    """Nothing that stock is run for is left out, whatever came of it."""
+    about_the_comparison = {"test_like_plain_lightning", "test_stock_fails_in_the_way_that_is_described"}
+    assert {(file, test) for file in SHORT.values() for test in defined_in(file) - about_the_comparison} <= CITED
+    assert set(re.findall(r"like_plain\[(\w+)\]", TABLE)) == {*EQUAL, *UNLIKE_PLAIN}
+
+
+def test_rows_say_equal_where_stock_is_right() -> None:
+    """The word stands in the rows of the situations that stock passes, and in no row of one that it fails."""
+    rows = {name: row for row in TABLE.splitlines() for name in re.findall(r"like_plain\[(\w+)\]", row)}
+    assert {name for name, row in rows.items() if row.split("|")[2].strip().startswith("equal")} == set(EQUAL)

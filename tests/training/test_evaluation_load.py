@@ -1,0 +1,132 @@
+"""Loading a checkpoint to evaluate: the values of DeepSpeed's converter, whoever saved them, and all of it verified."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from lightning_smartinfinity import CheckpointError
+from tests.helpers.damage import flip_bit_behind
+from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.models import Recipe
+from tests.helpers.trainers import quiet_trainer
+from tests.helpers.universal import convert
+from tests.training.evaluation_worker import RECIPE, Buffered, evaluated_values, train_and_save
+from tests.training.worker import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process saved."""
+    folder = tmp_path_factory.mktemp("one")
+    train_and_save(quiet_trainer(folder, max_steps=2), folder / "one.ckpt")
+    return folder / "one.ckpt"
+
+
+@pytest.fixture(scope="module")
+def universal(saved: Path) -> Path:
+    """The same, converted."""
+    return convert(saved)
+
+
+def converted(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """By DeepSpeed's own converter, which reads everything into memory."""
+    return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))  # type: ignore[no-any-return]
+
+
+def assert_loaded(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert loaded.keys() == expected.keys()
+    for name, values in loaded.items():
+        assert torch.equal(values, expected[name].to(values.dtype)), name
+
+
+@pytest.mark.parametrize("kind", ["saved", "universal"])
+def test_values_are_those_of_the_converter(
+    kind: str, saved: Path, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Trained, frozen and tied parameters, ones of few elements, and buffers, though another seed built the model."""
+    expected = converted(saved)
+    loaded = evaluated_values(quiet_trainer(tmp_path), request.getfixturevalue(kind))
+    assert_loaded(loaded, expected)
+    assert float(loaded["seen"]) == 2
+
+
+def test_weights_that_are_tied_there_and_not_here(saved: Path, tmp_path: Path) -> None:
+    """Both take the values; and the other way round the name that comes last counts, as in load_state_dict."""
+    untied = dataclasses.replace(RECIPE, tied=False)
+    loaded = evaluated_values(quiet_trainer(tmp_path / "a"), saved, untied)
+    assert_loaded(loaded, converted(saved))
+    train_and_save(quiet_trainer(tmp_path / "b", max_steps=1), tmp_path / "untied.ckpt", untied)
+    expected = converted(tmp_path / "untied.ckpt")
+    again = evaluated_values(quiet_trainer(tmp_path / "c"), tmp_path / "untied.ckpt")
+    assert not torch.equal(expected["model.tokens.weight"], expected["model.head.weight"])
+    assert_loaded(again, {**expected, "model.tokens.weight": expected["model.head.weight"]})
+
+
+def test_other_numbers_of_processes(saved: Path, tmp_path: Path) -> None:
+    """Two processes load what one saved, and one what two saved."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.evaluation_worker", str(tmp_path), str(saved)],
+        cwd=REPOSITORY,
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for rank in range(2):
+        loaded = torch.load(tmp_path / f"loaded-{rank}.pt", weights_only=True)
+        assert_loaded(loaded, converted(saved))
+    assert_loaded(evaluated_values(quiet_trainer(tmp_path), tmp_path / "two.ckpt"), converted(tmp_path / "two.ckpt"))
+
+
+def test_models_of_other_parameters(saved: Path, tmp_path: Path) -> None:
+    """The first difference is named; with strict_loading=False what both have is loaded."""
+    deeper = dataclasses.replace(RECIPE, depth=3)
+    with pytest.raises(CheckpointError, match=r"'model\.blocks\.2\..*' is missing there") as caught:
+        evaluated_values(quiet_trainer(tmp_path / "a"), saved, deeper)
+    assert caught.value.remedy.endswith(".")
+    expected = converted(saved)
+    loaded = evaluated_values(quiet_trainer(tmp_path / "b"), saved, deeper, strict=False)
+    assert_loaded({name: values for name, values in loaded.items() if name in expected}, expected)
+    wider = dataclasses.replace(RECIPE, width=64)
+    with pytest.raises(CheckpointError, match=r"of shape .* there and of shape .* here"):
+        evaluated_values(quiet_trainer(tmp_path / "c"), saved, wider, strict=False)
+
+
+def test_a_buffer_that_the_checkpoint_lacks(saved: Path, tmp_path: Path) -> None:
+    """An error that names it."""
+
+    class More(Buffered):
+        def __init__(self, recipe: Recipe) -> None:
+            super().__init__(recipe)
+            self.register_buffer("more", torch.zeros(1))
+
+    with pytest.raises(CheckpointError, match="more"):
+        quiet_trainer(tmp_path).validate(More(RECIPE), ckpt_path=saved, verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "damaged"),
+    [
+        ("saved", "checkpoint/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("universal", "zero/model.tokens.weight/fp32.pt"),
+    ],
+)
+def test_a_flipped_bit_in_the_masters_is_reported(
+    kind: str, damaged: str, saved: Path, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """By the name of the file."""
+    folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / "damaged")
+    master = converted(saved)["model.tokens.weight"].numpy().tobytes()
+    flip_bit_behind(master[: len(master) // 2], folder / damaged)
+    with pytest.raises(CheckpointError, match=Path(damaged).name.replace(".", r"\.")) as caught:
+        quiet_trainer(tmp_path).validate(Buffered(RECIPE), ckpt_path=folder, verbose=False)
+    assert caught.value.remedy.endswith(".")

@@ -1,0 +1,78 @@
+"""Calls that make no sense with the strategy: an error of our own that says what to call instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity import CheckpointError, UnsupportedError
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import fit, quiet_trainer
+from tests.training.test_bad_input import assert_helpful
+
+RECIPE = Recipe(depth=1)
+
+
+class RawOptimizer(LitTiny):
+    """Manual optimization on what Lightning says is the optimizer."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers(use_pl_optimizer=False)
+        assert len(optimizers) == 1
+        assert not hasattr(optimizers, "anything else")
+        self.manual_backward(self.model(batch))
+        optimizers.step()
+
+
+def test_the_list_of_optimizers_taken_for_an_optimizer(tmp_path: Path) -> None:
+    """Lightning returns a list, since DeepSpeed's optimizer is none of torch's; the message says what to call."""
+    with pytest.raises(UnsupportedError) as caught:
+        fit(RawOptimizer(RECIPE), tmp_path)
+    assert_helpful(caught.value, "use_pl_optimizer=False", "self.optimizers().step")
+
+
+class WithoutOptimizer(LitTiny):
+    """Returns nothing from configure_optimizers."""
+
+    def configure_optimizers(self) -> None:
+        pass
+
+
+def test_saving_after_a_fit_that_failed_in_set_up(tmp_path: Path) -> None:
+    """There is nothing to save, and nothing is written."""
+    trainer = quiet_trainer(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"WithoutOptimizer\.configure_optimizers returned None"):
+        trainer.fit(WithoutOptimizer(RECIPE))
+    with pytest.raises(UnsupportedError) as caught:
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert_helpful(caught.value, "save_checkpoint", "trained nothing")
+    assert not (tmp_path / "x.ckpt").exists()
+
+
+@pytest.mark.parametrize("path", ["", ".", Path(), None, 7, "a\0b"])
+def test_saving_into_no_folder_of_its_own(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty path is not taken for the current folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        fit(LitTiny(RECIPE), tmp_path, max_steps=1).save_checkpoint(path)
+    assert_helpful(caught.value, repr(path))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["storage"]
+
+
+def test_another_strategy_after_ours(tmp_path: Path) -> None:
+    """A partitioned module evaluates anywhere; an optimizer of torch's cannot train it, but every other module."""
+    module = LitTiny(RECIPE)
+    fit(module, tmp_path, precision="32-true")
+    plain = quiet_trainer(tmp_path, "auto", precision="32-true")
+    plain.validate(module, LitTiny(RECIPE).recipe.validation_loader(), verbose=False)
+    with pytest.raises(UnsupportedError) as caught:
+        plain.fit(module)
+    assert_helpful(caught.value, "AdamW", "partitioned", "(64, 32)")
+    assert fit(LitTiny(RECIPE), tmp_path, "auto", precision="32-true").global_step == 3

@@ -1,0 +1,367 @@
+"""Who calls whom, in which order, in the installed DeepSpeed and Lightning: seen in a small training."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_smartinfinity.zero3.client_state import RESERVED_KEYS
+from lightning_smartinfinity.zero3.release import release_module
+from tests.helpers.models import Recipe
+from tests.helpers.plain import Everything
+from tests.helpers.trainers import quiet_trainer
+from tests.zero3.observed import Calls, observing
+
+STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
+OURS = "SmartInfinityOptimizer"
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Watched(Everything):
+    """Notes what DeepSpeed has on the module in the middle of a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe(epoch_batches=4, depth=1, scheduler="step"))
+        self.in_forward: list[Any] = []
+        self.stack: list[Any] = []
+        norm: Any = self.model.norm
+        norm.register_forward_pre_hook(self.look)
+
+    def look(self, module: torch.nn.Module, _: Any) -> None:
+        self.in_forward.append(getattr(module._parameters, "_in_forward", None))
+        self.stack.append(self.model in parameter_offload.FWD_MODULE_STACK)
+
+
+@dataclass
+class Observed:
+    """A training that is over but for its engine."""
+
+    calls: Calls
+    module: Watched
+    engine: Any
+    param: Any
+    depths: list[int]
+    masters: list[torch.Tensor]
+    model_states: Path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.calls, name)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+    """Fit, writes from outside, a checkpoint, a resumed fit and a validation."""
+    root, settings = tmp_path_factory.mktemp("observed"), {"limit_train_batches": 2, "limit_val_batches": 1}
+    module, depths, masters = Watched(), [], []
+    with observing() as calls:
+        trainer = quiet_trainer(
+            root, max_epochs=1, gradient_clip_val=1.0, callbacks=[GradientAccumulationScheduler({0: 1})], **settings
+        )
+        trainer.fit(module)
+        engine: Any = trainer.strategy.model
+        param: Any = module.model.norm.weight
+        masters.append(safe_get_full_fp32_param(param))
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+            depths.append(getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR))
+            param.data.fill_(2)
+        masters.append(safe_get_full_fp32_param(param))
+        safe_set_full_fp32_param(param, masters[0])
+        safe_get_full_grad(param)
+        trainer.save_checkpoint(root / "checkpoint")
+        resumed = quiet_trainer(root / "resumed", max_epochs=2, **settings)
+        resumed.fit(Watched(), ckpt_path=root / "checkpoint")
+        resumed.validate(Watched(), ckpt_path=root / "checkpoint", verbose=False)
+    (model_states,) = (root / "checkpoint" / "checkpoint").glob("*model_states.pt")
+    yield Observed(calls, module, engine, param, depths, masters, model_states)
+    for strategy in (trainer.strategy, resumed.strategy):
+        strategy.close()  # type: ignore[attr-defined]
+
+
+# ---- the engine and the optimizer come to be
+
+
+def test_initialize_builds_the_engine_from_its_module_global(seen: Observed) -> None:
+    """deepspeed.initialize looks DeepSpeedEngine up by its global name, where ours stand in (zero3/engine.py)."""
+    assert seen.has("initialize", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
+    assert seen.has("initialize", "_PortableEngine.__init__"), "stock engines would evaluate instead of ours"
+
+
+def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None:
+    """_configure_zero_optimizer finds our subclass under the stage-3 class's name (zero3/engine.py)."""
+    built = seen.callers(f"{OURS}.__init__")
+    assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
+
+
+def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
+    """The base constructor builds partitions, then calls our _setup_for_real_optimizer, then positions and hooks."""
+    assert seen.in_order(
+        f"{STAGE3}.__init__",
+        f"{STAGE3}._create_fp16_partitions_with_defragmentation",
+        f"{OURS}._setup_for_real_optimizer",
+        f"{STAGE3}.set_grad_positions",
+        f"{STAGE3}.create_reduce_and_remove_grad_hooks",
+    ), "zero3/optimizer.py opens storage in _setup_for_real_optimizer, from partitions that are there"
+
+
+def test_engine_names_parameters_and_hands_the_names_on(seen: Observed) -> None:
+    """``param_names`` maps parameters to names, in the engine and in the optimizer that it builds."""
+    names = {param: f"{name}" for name, param in seen.engine.module.named_parameters()}
+    assert seen.engine.param_names == names, "names in checkpoints and messages (zero3/partition.py, engine.py)"
+    assert seen.engine.optimizer.param_names == names
+
+
+def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
+    """Attributes of the stage-3 optimizer that describe its partition, its loss scale and its buckets."""
+    optimizer = seen.engine.optimizer
+    assert len(optimizer.fp16_groups) == len(optimizer.fp16_partitioned_groups_flat), "zero3/partition.py"
+    assert set(optimizer.sub_group_to_group_id) == set(range(len(optimizer.fp16_groups))), "zero3/partition.py"
+    assert optimizer.fp32_partitioned_groups_flat, "zero3/optimizer.py"
+    for bucket in optimizer.ipg_buckets.values():
+        assert bucket.params == [] and bucket.elements == 0, "zero_grad of zero3/gradient_path.py empties buckets"
+    assert optimizer.reduce_bucket_size > 0 and optimizer.dtype is torch.bfloat16, "zero3/optimizer.py"
+    assert optimizer.partition_count and optimizer.loss_scaler is not None, "zero3/checkpoint.py"
+    assert optimizer.dynamic_loss_scale is False and optimizer.overflow is False, "zero3/checkpoint.py"
+    assert optimizer.clip_grad == 1.0, "precision.py sets it, zero3/optimizer.py reads it"
+    assert optimizer.dp_process_group is not None and optimizer._grad_acc_hooks is not None, "zero3/gradient_path.py"
+    assert optimizer.reduce_and_partition_stream is not None or not torch.cuda.is_available(), "zero3/gradient_path.py"
+    assert isinstance(optimizer.parameter_offload, parameter_offload.DeepSpeedZeRoOffload), "zero3/gradient_path.py"
+    assert seen.engine._config is not None, "zero3/engine.py passes it to the checkpoint engine"
+
+
+def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
+    """Attributes that zero.Init gives a parameter."""
+    param = seen.param
+    assert (param.ds_numel, tuple(param.ds_shape)) == (32, (32,)), "zero3/partition.py, gather_on_use.py"
+    assert param.partition_numel() == param.ds_tensor.numel() == param.ds_tensor.ds_numel == 32, "zero3/partition.py"
+    assert isinstance(param.ds_id, int) and isinstance(param.ds_status, ZeroParamStatus), "zero3/gather_on_use.py"
+    assert param.ds_process_group is not None and param.ds_summary()["shape"], "zero3/gather_on_use.py"
+    assert param._z3_optimizer is seen.engine.optimizer, "safe_get_* and zero3/release.py find the training by it"
+    assert callable(param.all_gather) and callable(param.partition), "zero3/gather_on_use.py, outside_writes.py"
+
+
+# ---- gradients and gathers
+
+
+def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
+    """Hooks hand gradients to the bucket, and reduced buckets to partition_grads, alone (zero3/gradient_path.py)."""
+    hook = f"{STAGE3}.create_reduce_and_remove_grad_hooks.<locals>.wrapper.<locals>.reduce_partition_and_remove_grads"
+    assert seen.callers("GradientPath.reduce_ready_partitions_and_remove_grads") == {hook}, "the arena would be empty"
+    assert seen.callers("GradientPath.partition_grads") == {f"{STAGE3}.__reduce_and_partition_ipg_grads"}
+
+
+def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
+    """The engine's epilogue calls the optimizer's, where graphs that are no longer retained are released."""
+    assert seen.callers("GradientPath.backward_epilogue") == {"DeepSpeedEngine._backward_epilogue"}
+    assert seen.callers("SmartInfinityEngine.backward") == {"DeepSpeedPrecision.backward"}, "retain_graph goes unseen"
+
+
+@pytest.mark.parametrize(
+    ("ours", "hook"),
+    [
+        ("_noticing.<locals>.noticing", "_run_before_backward_function"),
+        ("_unless_retained.<locals>.releasing", "_run_after_backward_function"),
+        ("_unless_retained.<locals>.releasing", "_post_forward_module_hook"),
+    ],
+)
+def test_module_hooks_look_up_what_gathers_and_releases(seen: Observed, ours: str, hook: str) -> None:
+    """The hooks call the offload's methods by name, so that ours can stand before them (zero3/retained_graphs.py)."""
+    caller = f"DeepSpeedZeRoOffload._register_deepspeed_module.<locals>.{hook}"
+    assert caller in seen.callers(f"RetainedGraphs.{ours}"), "parameters of retained graphs would be released"
+
+
+def test_leftovers_of_backward_are_released_by_the_offload(seen: Observed) -> None:
+    """The method that is postponed while a graph is retained is the one that the end of backward calls."""
+    assert seen.has(f"{STAGE3}.backward_epilogue", "RetainedGraphs._unless_retained.<locals>.releasing")
+    assert seen.has(
+        "RetainedGraphs._unless_retained.<locals>.releasing", "DeepSpeedZeRoOffload.release_backward_leftovers"
+    )
+
+
+def test_active_modules_of_a_parameter_are_a_set(seen: Observed) -> None:
+    """A parameter is released only when no module uses it; zero3/release.py clears that set after a broken step."""
+    sets = [param.ds_active_sub_modules for param in seen.engine.module.parameters()]
+    assert all(isinstance(users, set) and not users for users in sets), "abandoned parameters would stay gathered"
+
+
+# ---- the step
+
+
+@pytest.mark.parametrize(
+    "verb", ["_pre_step", "_partition_all_parameters", "_loss_scale_update_and_overflow_cleanup", "_post_step"]
+)
+def test_step_calls_the_verbs_of_the_base(seen: Observed, verb: str) -> None:
+    """The engine calls our step, and our step the base's verbs around an update (zero3/optimizer.py)."""
+    assert "DeepSpeedEngine._take_model_step" in seen.callers(f"{OURS}.step")
+    assert seen.has(f"{OURS}.step", f"{STAGE3}.{verb}"), f"the step stands on {verb}"
+
+
+# ---- what is on a module
+
+
+def test_hooks_of_deepspeed_can_be_told_by_their_module(seen: Observed) -> None:
+    """Every hook of an engine is a function of a module of deepspeed's; zero3/release.py takes those off, no other."""
+    owned = {
+        name: [hook.__module__ for child in seen.module.modules() for hook in getattr(child, name).values()]
+        for name in HOOKS
+    }
+    theirs = {name: [m for m in modules if m.startswith("deepspeed.")] for name, modules in owned.items()}
+    assert theirs["_forward_pre_hooks"] and theirs["_forward_hooks"], "an engine leaves no hook of its own to be told"
+    assert sum(map(len, owned.values())) - sum(map(len, theirs.values())) == 1, "beside the one of this test"
+    release_module(seen.module)
+    left = [
+        hook.__module__ for child in seen.module.modules() for name in HOOKS for hook in getattr(child, name).values()
+    ]
+    assert left == [__name__], "a second fit of the module would run hooks of the first one's engine"
+
+
+def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed) -> None:
+    """In a forward pass modules are on a stack and their parameters marked; zero3/release.py undoes both."""
+    assert seen.module.in_forward and all(seen.module.in_forward), "after a broken forward whoever reads one gathers it"
+    assert isinstance(parameter_offload.FWD_MODULE_STACK, list) and any(seen.module.stack)
+    children = [child for child in seen.module.modules() if child._parameters]
+    assert all(isinstance(child._parameters, parameter_offload.ZeROOrderedDict) for child in children)
+    assert not any(child._parameters._in_forward for child in children)
+    assert len(seen.engine.module.ds_inflight_param_registry) == 0, "gathers in flight are waited for there"
+
+
+# ---- writes from outside
+
+
+def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observed) -> None:
+    """GatheredParameters ends in param.partition, which ours stands before: masters learn of writes."""
+    callers = {caller for caller in seen.callers("_Watched.__call__") if caller.startswith("GatheredParameters.")}
+    assert callers, "zero3/outside_writes.py would miss what is written in GatheredParameters"
+    before, after = seen.masters
+    assert (after == 2).all() and (before != 2).any(), "the masters on storage are those before the write"
+
+
+def test_the_watched_partition_method_takes_what_the_original_takes(seen: Observed) -> None:
+    """zero.Init installs ``partition`` on each parameter; that of zero3/outside_writes.py has the same parameters."""
+    original = inspect.signature(seen.param.partition.original).parameters.values()
+    ours = list(inspect.signature(seen.param.partition).parameters.values())
+    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in original]
+
+
+def test_gathered_parameters_are_marked(seen: Observed) -> None:
+    """Inside GatheredParameters a parameter carries the mark that lets load_state_dict through, and only there."""
+    assert seen.depths == [1], "zero3/full_weights.py would refuse load_state_dict also inside GatheredParameters"
+    assert getattr(seen.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) == 0
+
+
+def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
+    """safe_get_* and safe_set_* end in the methods that zero3/state_by_parameter.py overrides."""
+    assert seen.callers("StateByParameter.set_full_hp_param"), "safe_set_full_fp32_param would write into no master"
+    assert seen.callers("StateByParameter._get_fp32_opt_state_partition"), "safe_get_full_fp32_param"
+    assert seen.callers("StateByParameter.get_fp32_grad_for_param"), "safe_get_full_grad"
+
+
+# ---- checkpoints
+
+
+def test_every_rank_saves_two_files(seen: Observed) -> None:
+    """Model states, then optimizer states, by the checkpoint engine: its save is collective."""
+    savers = ["DeepSpeedEngine._save_checkpoint", "DeepSpeedEngine._save_zero_checkpoint"]
+    assert seen.callers("SmartInfinityCheckpointEngine.save") == set(savers), "zero3/checkpoint_engine.py would hang"
+    assert seen.in_order("DeepSpeedEngine.save_checkpoint", *savers)
+    assert seen.callers("SmartInfinityEngine._configure_checkpointing") == {"DeepSpeedEngine.__init__"}
+
+
+def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(seen: Observed) -> None:
+    """What zero3/checkpoint.py describes is saved, and handed to the optimizer as it was read."""
+    assert seen.callers(f"{OURS}._rigid_state_dict") == {f"{STAGE3}.state_dict"}
+    assert seen.has("DeepSpeedEngine._save_zero_checkpoint", f"{STAGE3}.state_dict")
+    assert "DeepSpeedEngine._get_all_zero_checkpoint_state_dicts" in seen.callers("SmartInfinityCheckpointEngine.load")
+    assert seen.callers(f"{OURS}._rigid_load_state_dict") == {f"{STAGE3}.load_state_dict"}
+
+
+def test_names_and_shapes_of_parameters_lie_in_the_model_states(seen: Observed) -> None:
+    """zero3/checkpoint_folder.py compares them before anything is loaded."""
+    assert seen.has("DeepSpeedEngine._common_checkpoint_state", "DeepSpeedEngine._get_zero_param_shapes")
+    ((name, shape), *_) = seen.engine._get_zero_param_shapes()[0].items()
+    assert name in dict(seen.engine.module.named_parameters()) and isinstance(shape, torch.Size)
+    assert seen.engine._get_ckpt_name("folder", "tag").startswith(str(Path("folder", "tag")))
+
+
+def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed) -> None:
+    """Whatever DeepSpeed puts beside a user's entries, in one dictionary, is reserved (zero3/client_state.py)."""
+    names = set(seen.engine._common_checkpoint_state({}, zero_optimizer_state=False, save_frozen_param=True))
+    assert "module" in names
+    assert names <= RESERVED_KEYS, "a user's entry of that name would be lost or replace DeepSpeed's"
+    saved = set(torch.load(seen.model_states, weights_only=False, mmap=True))
+    assert {"epoch", "loops"} <= saved - names, "what the user saves does not lie beside DeepSpeed's any more"
+    assert saved & RESERVED_KEYS >= names
+
+
+def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -> None:
+    """Parameters are partitioned before, and the persistent ones gathered after; skipped steps call the same."""
+    prologue, epilogue = f"{STAGE3}.checkpoint_event_prologue", f"{STAGE3}.checkpoint_event_epilogue"
+    assert seen.in_order("DeepSpeedEngine.load_checkpoint", prologue, "DeepSpeedEngine._load_checkpoint", epilogue)
+    assert seen.in_order("DeepSpeedEngine.save_checkpoint", prologue, "DeepSpeedEngine._save_checkpoint", epilogue)
+    assert seen.has(prologue, f"{STAGE3}._partition_all_parameters"), "zero3/universal.py would load into gathered ones"
+    assert seen.has(epilogue, "Init._convert_to_deepspeed_param.<locals>.all_gather"), (
+        "zero3/optimizer.py, skipped step"
+    )
+
+
+# ---- Lightning's loops
+
+
+def test_callbacks_are_complete_before_setup_environment_and_set_up_after_it(seen: Observed) -> None:
+    """compatibility.py refuses callbacks in setup_environment: after configure_callbacks, before any callback acts."""
+    assert seen.in_order(
+        "Trainer._run",
+        "_CallbackConnector._attach_model_callbacks",
+        "SmartInfinityStrategy.setup_environment",
+        "_call_setup_hook",
+        "_call_configure_model",
+    ), "refused callbacks would have acted, or be unknown yet"
+
+
+def test_the_accumulation_scheduler_asks_its_trainer_for_the_strategy(seen: Observed) -> None:
+    """Its check reads trainer.strategy, in a method that the Trainer looks up on the instance (compatibility.py)."""
+    assert seen.has("_call_callback_hooks", "_check_schedule"), "GradientAccumulationScheduler would raise again"
+    assert seen.has("GradientAccumulationScheduler.on_train_start", "_AnyStrategy.__getattr__")
+
+
+def test_on_train_start_is_the_last_hook_before_the_first_epoch(seen: Observed) -> None:
+    """rng.py restores random states in the strategy's hook: after all others, and after the iterator was created."""
+    assert seen.made_by("_FitLoop.on_run_start")[-1] == "_call_strategy_hook", "a hook draws after the restoration"
+    assert seen.in_order(
+        "_FitLoop.run", "_FitLoop.setup_data", "_FitLoop.reset", "_FitLoop.on_run_start", "_FitLoop.on_advance_start"
+    )
+    assert seen.has("SmartInfinityStrategy.on_train_start", "continue_epoch"), "nothing was restored"
+
+
+def test_set_up_of_training_and_evaluation_goes_through_the_overridden_hooks(seen: Observed) -> None:
+    """strategy.py replaces these methods of DeepSpeedStrategy and calls those of its own that it left."""
+    train = "DeepSpeedStrategy._initialize_deepspeed_train"
+    assert seen.has("SmartInfinityStrategy.init_deepspeed", train)
+    for hook in ("_init_optimizers", "_setup_model_and_optimizer"):
+        assert seen.callers(f"SmartInfinityStrategy.{hook}") == {train}, hook
+    assert seen.has("SmartInfinityStrategy.init_deepspeed", "SmartInfinityStrategy._initialize_deepspeed_inference")
+    assert seen.has("SmartInfinityStrategy.setup_distributed", "DeepSpeedStrategy._init_deepspeed_distributed")
+    assert seen.callers("SmartInfinityStrategy._format_config"), (
+        "gradient clipping and accumulation would be DeepSpeed's"
+    )
+
+
+def test_clipping_comes_after_the_closure_and_before_the_step(seen: Observed) -> None:
+    """precision.py clips in _clip_gradients, which _after_closure calls, and knows that the step follows."""
+    assert seen.in_order("SmartInfinityPrecision.optimizer_step", "Precision._after_closure", "DeepSpeedEngine.step")
+    assert seen.callers("SmartInfinityPrecision._clip_gradients") == {"Precision._after_closure"}
+    assert seen.callers("SmartInfinityPrecision.clip_gradients") == {"LightningModule.clip_gradients"}

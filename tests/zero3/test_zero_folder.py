@@ -1,0 +1,129 @@
+"""Weights are read from the files of any number of processes, for any other number."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3 import saved_weights
+from lightning_smartinfinity.zero3.zero_folder import ZeroFolder
+
+SHAPES = {"one": torch.Size([1]), "three": torch.Size([3]), "many": torch.Size([5, 7]), "even": torch.Size([2, 6])}
+FROZEN = {"base": torch.Size([11])}
+
+
+def values_of(name: str) -> torch.Tensor:
+    shape = {**SHAPES, **FROZEN}[name]
+    return torch.arange(shape.numel(), dtype=torch.float32) + 16 * len(name)
+
+
+def slice_of(name: str, rank: int, world_size: int) -> torch.Tensor:
+    """As ZeRO-3 cuts and pads: an independent statement of the layout, with padding that must never be seen."""
+    values = values_of(name)
+    numel = (len(values) + world_size - 1) // world_size
+    padded = torch.cat([values, torch.full((numel * world_size - len(values),), torch.nan)])
+    return padded[rank * numel : (rank + 1) * numel].clone()
+
+
+def save(folder: Path, world_size: int) -> None:
+    """The files of a ZeRO-3 checkpoint, with two sub-groups, whose border lies within a parameter."""
+    for rank in range(world_size):
+        flat = torch.cat([slice_of(name, rank, world_size) for name in SHAPES])
+        torch.save(
+            {
+                "param_shapes": [{n: SHAPES[n] for n in ("one", "three")}, {n: SHAPES[n] for n in ("many", "even")}],
+                "frozen_param_shapes": FROZEN,
+                "frozen_param_fragments": {name: slice_of(name, rank, world_size).bfloat16() for name in FROZEN},
+                "shared_params": {},
+                "dp_world_size": world_size,
+            },
+            folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
+        )
+        state = {"partition_count": world_size, "fp32_flat_groups": [flat[:4].clone(), flat[4:].clone()]}
+        torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def read(folder: Path, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The slices of one of so many processes; what nobody reads is NaN."""
+    wanted, slices = {}, {}
+    for name in [*SHAPES, *FROZEN]:
+        numel = len(values_of(name))
+        per_rank = -(-numel // world_size)
+        wanted[name] = range(min(rank * per_rank, numel), min((rank + 1) * per_rank, numel))
+        slices[name] = torch.full((len(wanted[name]),), torch.nan)
+
+    def put(name: str, begin: int, values: torch.Tensor) -> None:
+        at = begin - wanted[name].start
+        assert slices[name][at : at + len(values)].isnan().all(), "read twice"
+        slices[name][at : at + len(values)] = values
+
+    weights = ZeroFolder(folder, rank=rank, world_size=world_size)
+    weights.require_whole()
+    weights.read_masters(wanted, put)
+    weights.read_frozen(wanted, put)
+    return slices
+
+
+@pytest.mark.parametrize("window", [3, 1 << 22])
+@pytest.mark.parametrize("num_saved", [1, 2, 3, 12])
+def test_all_slices_together_are_the_parameters(
+    num_saved: int, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the windows, each element is read once, by the process that keeps it."""
+    monkeypatch.setattr(saved_weights, "WINDOW_NUMEL", window)
+    save(tmp_path, num_saved)
+    for world_size in (1, 2, 3, 5):
+        slices = [read(tmp_path, rank, world_size) for rank in range(world_size)]
+        for name in [*SHAPES, *FROZEN]:
+            assert torch.equal(torch.cat([of_rank[name] for of_rank in slices]), values_of(name)), (name, world_size)
+
+
+def test_a_process_reads_its_own_file_alone(tmp_path: Path) -> None:
+    """If as many processes saved the checkpoint, nothing of the other's file is needed."""
+    save(tmp_path, 2)
+    (tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt").write_bytes(b"")
+    read(tmp_path, 0, 2)
+
+
+@pytest.mark.parametrize("lost", ["model_states", "optim_states"])
+def test_a_lost_file_is_noticed(lost: str, tmp_path: Path) -> None:
+    """Before anything is read."""
+    save(tmp_path, 3)
+    (tmp_path / f"zero_pp_rank_1_mp_rank_00_{lost}.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"3.*saved"):
+        ZeroFolder(tmp_path, rank=0, world_size=1).require_whole()
+
+
+def change(folder: Path, **changes: object) -> None:
+    file = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = torch.load(file, weights_only=False)
+    content["optimizer_state_dict"].update(changes)
+    torch.save(content, file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"fp32_flat_groups": [torch.empty(0)]}, "NVMe: masters are not in it"),
+        ({"fp32_flat_groups": [torch.zeros(9)]}, "holds 9 elements of 1 processes where 51 elements"),
+        ({"fp32_flat_groups": [torch.zeros(51, dtype=torch.float16)]}, "float32"),
+        ({"partition_count": 2}, "51 elements of 2 processes"),
+        ({"smart_infinity": {"save_id": "b"}}, "different saves"),
+    ],
+)
+def test_files_that_do_not_belong_together(changes: dict[str, object], named: str, tmp_path: Path) -> None:
+    """The error says what is wrong; nothing has been read."""
+    save(tmp_path, 1)
+    change(tmp_path, **changes)
+    file = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file, weights_only=False), "smart_infinity_save": "a"}, file)
+    with pytest.raises(CheckpointError, match=named) as caught:
+        read(tmp_path, 0, 1)
+    assert caught.value.remedy.endswith(".")
