@@ -27,7 +27,7 @@ from lightning_smartinfinity.zero3.foreign_step import refuse_foreign_steps
 from lightning_smartinfinity.zero3.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
-from lightning_smartinfinity.zero3.release import release_module
+from lightning_smartinfinity.zero3.release import release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.validation import check_dtype
 
@@ -207,12 +207,11 @@ def refuse_trained(module: torch.nn.Module) -> None:
     Raises:
         UnsupportedError: It has such parameters.
     """
-    for owner in {getattr(param, "_z3_optimizer", None) for param in module.parameters()}:
-        if isinstance(owner, SmartInfinityOptimizer) and owner.rank_state.is_open:
-            raise UnsupportedError(
-                f"{type(module).__name__} is being trained; it cannot be set up once more without its optimizer.",
-                "Use the model that fabric.setup returned with the optimizer, after model.eval().",
-            )
+    if any(owner.rank_state.is_open for owner in trainings_of(module)):
+        raise UnsupportedError(
+            f"{type(module).__name__} is being trained; it cannot be set up once more without its optimizer.",
+            "Use the model that fabric.setup returned with the optimizer, after model.eval().",
+        )
 
 
 def build_evaluation_engine(

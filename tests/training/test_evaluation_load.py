@@ -113,6 +113,28 @@ def test_a_buffer_that_the_checkpoint_lacks(saved: Path, tmp_path: Path) -> None
         quiet_trainer(tmp_path).validate(More(RECIPE), ckpt_path=saved, verbose=False)
 
 
+def damaged_copy(checkpoint: Path, file: str, saved: Path, root: Path, name: str = "model.tokens.weight") -> Path:
+    folder = shutil.copytree(checkpoint, root / "damaged")
+    master = converted(saved)[name].numpy().tobytes()
+    flip_bit_behind(master[: len(master) // 2], folder / file)
+    return folder
+
+
+def test_a_training_outlives_a_damaged_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """After a fit its module keeps the weights of that fit when those of a checkpoint cannot be loaded."""
+    file = "checkpoint/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    folder = damaged_copy(saved, file, saved, tmp_path, name="model.side.weight")
+    trainer, module = quiet_trainer(tmp_path, max_steps=1), Buffered(RECIPE)
+    trainer.fit(module)
+    trainer.validate(module, verbose=False)
+    before = module.loaded
+    with pytest.raises(CheckpointError, match="damaged"):
+        trainer.validate(module, ckpt_path=folder, verbose=False)
+    trainer.validate(module, verbose=False)
+    trained = [name for name, param in module.named_parameters() if param.requires_grad]
+    assert_loaded(*({name: values[name] for name in trained} for values in (module.loaded, before)))
+
+
 @pytest.mark.parametrize(
     ("kind", "damaged"),
     [
@@ -124,9 +146,7 @@ def test_a_flipped_bit_in_the_masters_is_reported(
     kind: str, damaged: str, saved: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """By the name of the file."""
-    folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / "damaged")
-    master = converted(saved)["model.tokens.weight"].numpy().tobytes()
-    flip_bit_behind(master[: len(master) // 2], folder / damaged)
+    folder = damaged_copy(request.getfixturevalue(kind), damaged, saved, tmp_path)
     with pytest.raises(CheckpointError, match=Path(damaged).name.replace(".", r"\.")) as caught:
         quiet_trainer(tmp_path).validate(Buffered(RECIPE), ckpt_path=folder, verbose=False)
     assert caught.value.remedy.endswith(".")
