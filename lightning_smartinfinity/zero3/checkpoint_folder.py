@@ -47,6 +47,10 @@ def check_checkpoint(path: str | Path, *, engine: Any) -> None:
     """
     with raising_together(), reading_checkpoint(path):
         folder = _checked_folder(path, engine)
+        if not (folder.parent / "latest").is_file():
+            raise CheckpointError(
+                f"{path} has no file 'latest': the checkpoint is not whole.", "Copy checkpoints as whole folders."
+            )
         _check_world_size(folder)
         _check_own_share(folder)
         _check_parameters(folder, engine)
