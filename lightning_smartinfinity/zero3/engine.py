@@ -25,6 +25,7 @@ from lightning_smartinfinity.zero3.checkpoint_engine import SmartInfinityCheckpo
 from lightning_smartinfinity.zero3.folder_swap import replacing
 from lightning_smartinfinity.zero3.foreign_step import refuse_foreign_steps
 from lightning_smartinfinity.zero3.full_weights import refuse_plain_loading
+from lightning_smartinfinity.zero3.late_uses import learn_late_uses
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
@@ -47,6 +48,7 @@ class _PortableEngine(DeepSpeedEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        learn_late_uses(getattr(self.optimizer, "parameter_offload", self.optimizer))
         refuse_plain_loading(self.module)
         refuse_foreign_steps()
 
@@ -60,6 +62,9 @@ class _PortableEngine(DeepSpeedEngine):
                 if not is_zero_param(param) and param.is_floating_point():
                     param.data = param.data.to(dtype)
         super()._configure_distributed_model(model)
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                _cast_statistics(module)
 
     def _do_sanity_check(self) -> None:
         # DeepSpeed wants oneDNN's fp16 kernels of a CPU; torch has kernels of its own, slower but everywhere.
@@ -183,6 +188,17 @@ class SmartInfinityEngine(_PortableEngine):
             "DeepSpeedEngine.offload_states does not work with the smart_infinity strategy.",
             "Remove the call: optimizer state is on storage already.",
         )
+
+
+def _cast_statistics(norm: Any) -> None:
+    """Give running statistics the dtype of the weights, as bf16-true does: torch's kernels take no others with them.
+
+    DeepSpeed casts parameters alone.
+    """
+    for name in ("running_mean", "running_var"):
+        statistic = getattr(norm, name)
+        if statistic is not None and norm.weight is not None:
+            setattr(norm, name, statistic.to(norm.weight.dtype))
 
 
 def _computes_fp16() -> bool:
