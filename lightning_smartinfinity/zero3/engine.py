@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,15 @@ class SmartInfinityEngine(_PortableEngine):
             functools.partial(SmartInfinityOptimizer, offload=self._offload),
         ):
             return super()._configure_zero_optimizer(optimizer)
+
+    def _check_for_duplicates(self, optimizer: torch.optim.Optimizer) -> None:
+        # The base class counts in lists: with many parameters that takes longer than everything else here.
+        counts = Counter(id(param) for group in optimizer.param_groups for param in group["params"])
+        for name, param in self.module.named_parameters():
+            if counts[id(param)] > 1:
+                raise UnsupportedError(
+                    f"Parameter {name!r} is given to the optimizer {counts[id(param)]} times.", "Give it once."
+                )
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unknown: Any

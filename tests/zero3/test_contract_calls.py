@@ -107,6 +107,17 @@ def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None
     assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
 
 
+def test_engine_looks_for_duplicates_in_the_overridden_method(seen: Observed) -> None:
+    """Before the optimizer is built; the base's own way is quadratic (zero3/engine.py)."""
+    looked = seen.callers("SmartInfinityEngine._check_for_duplicates")
+    assert looked == {"DeepSpeedEngine._configure_optimizer"}, "ten thousand parameters would take seconds more"
+    assert seen.in_order(
+        "DeepSpeedEngine._configure_optimizer",
+        "SmartInfinityEngine._check_for_duplicates",
+        "SmartInfinityEngine._configure_zero_optimizer",
+    )
+
+
 def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
     """The base constructor builds partitions, then calls our _setup_for_real_optimizer, then positions and hooks."""
     assert seen.in_order(
