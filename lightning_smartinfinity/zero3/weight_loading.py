@@ -19,6 +19,7 @@ from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.partition import write_range
 from lightning_smartinfinity.zero3.release import trainings_of
+from lightning_smartinfinity.zero3.renamed_keys import saved_names
 from lightning_smartinfinity.zero3.saved_weights import SavedWeights
 from lightning_smartinfinity.zero3.universal_folder import UniversalFolder, is_universal
 from lightning_smartinfinity.zero3.zero_folder import ZeroFolder
@@ -109,13 +110,16 @@ def _saved_shapes(saved: SavedWeights) -> dict[str, torch.Size]:
 def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> dict[str, list[Any]]:
     """The parameters that take the values of each saved one; tied there and not here, they are several."""
     parameters: list[tuple[str, Any]] = list(module.named_parameters(remove_duplicate=False))
-    there, here = _saved_shapes(saved), {name: param.ds_shape for name, param in parameters}
-    common = there.keys() & here.keys()
-    compared = there.keys() | here.keys() if strict else common
-    here_compared, there_compared = ({name: of[name] for name in compared if name in of} for of in (here, there))
-    check_names(here_compared, there_compared, saved.path)
+    shapes, here = _saved_shapes(saved), {name: param.ds_shape for name, param in parameters}
+    origins = saved_names(module, shapes, saved.module, saved.path)
+    there = {name: shapes[origin] for name, origin in origins.items()}
+    if strict:
+        unused = shapes.keys() - set(origins.values())
+        check_names(here, {**{name: shapes[name] for name in unused}, **there}, saved.path)
+    else:
+        check_names({name: here[name] for name in there}, there, saved.path)
     # As load_state_dict: of several names that a parameter has here, the last one counts.
-    sources = {param: saved.shared.get(name, name) for name, param in parameters if name in common}
+    sources = {param: saved.shared.get(origins[name], origins[name]) for name, param in parameters if name in origins}
     targets: dict[str, list[Any]] = {}
     for param, name in sources.items():
         targets.setdefault(name, []).append(param)
