@@ -318,6 +318,13 @@ def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed
     assert saved & RESERVED_KEYS >= names
 
 
+def test_engine_counts_steps_and_samples(seen: Observed) -> None:
+    """In attributes of the engine, saved by their names; zero3/universal.py sets them."""
+    saved = torch.load(seen.model_states, weights_only=False, mmap=True)
+    for name, count in {"global_steps": 2, "global_samples": 2, "skipped_steps": 0}.items():
+        assert saved[name] == getattr(seen.engine, name) == count, name
+
+
 def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -> None:
     """Parameters are partitioned before, and the persistent ones gathered after; skipped steps call the same."""
     prologue, epilogue = f"{STAGE3}.checkpoint_event_prologue", f"{STAGE3}.checkpoint_event_epilogue"
