@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -36,6 +37,10 @@ from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path
 
 __all__ = ["SmartInfinityStrategy"]
+
+
+_VERSION_KEY = "pytorch-lightning_version"
+_RESUMED_FROM = (_VERSION_KEY, "loops", "lr_schedulers")
 
 
 class LightningOptions(SharedOptions, total=False):
@@ -256,16 +261,10 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        from lightning_smartinfinity.zero3.checkpoint_folder import (
-            check_checkpoint,
-            check_same_save,
-            reading_checkpoint,
-        )
+        from lightning_smartinfinity.zero3.checkpoint_folder import reading_checkpoint
         from lightning_smartinfinity.zero3.collectives import raising_together
+        from lightning_smartinfinity.zero3.engine_checkpoint import load_engine
         from lightning_smartinfinity.zero3.full_weights import full_state_dict
-        from lightning_smartinfinity.zero3.universal import load_universal
-        from lightning_smartinfinity.zero3.universal_folder import is_universal
-        from lightning_smartinfinity.zero3.weight_loading import load_saved_weights
 
         if self.load_full_weights:
             with raising_together(), reading_checkpoint(checkpoint_path):
@@ -273,16 +272,16 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                 full_state_dict(loaded, checkpoint_path)
             return loaded
         assert self.lightning_module is not None
-        strict = self.lightning_module.strict_loading
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            client_state = load_saved_weights(self.model, checkpoint_path, strict=strict)
-        elif is_universal(checkpoint_path):
-            client_state = load_universal(self.model, checkpoint_path, strict=strict)
-        else:
-            check_checkpoint(checkpoint_path, engine=self.model)
-            with reading_checkpoint(checkpoint_path):
-                client_state = super().load_checkpoint(checkpoint_path, weights_only)
-            check_same_save(self.model, client_state)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        # DeepSpeedStrategy's own version takes no folders but Lightning's own.
+        client_state = load_engine(
+            checkpoint_path,
+            self.model,
+            with_optimizer=fitting,
+            strict=self.lightning_module.strict_loading,
+            needed=_RESUMED_FROM,
+        )
+        client_state.setdefault(_VERSION_KEY, lightning.__version__)  # Lightning asks before an evaluation, too
         self._take_random_state(client_state)
         return client_state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +21,7 @@ from lightning_smartinfinity.zero3.tensor_file import check_records
 __all__ = [
     "SAVE_ID",
     "check_checkpoint",
+    "check_needed",
     "check_same_save",
     "check_weights",
     "optimizer_files",
@@ -33,23 +34,35 @@ SAVE_ID = "smart_infinity_save"
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
 
-def check_checkpoint(path: str | Path, *, engine: Any) -> None:
+def check_checkpoint(path: str | Path, *, engine: Any, needed: Collection[str] = ()) -> Path:
     """Check that a folder is a ZeRO-3 checkpoint that an engine can go on from, and its files are whole.
 
     Collective: if one rank finds a fault, every rank raises.
 
     Args:
-        path: The folder that Lightning saved.
+        path: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
         engine: The DeepSpeed engine that will load it; one that trains.
+        needed: Keys of what has to lie beside the model.
+
+    Returns:
+        The folder with the files; its name is DeepSpeed's tag.
 
     Raises:
         CheckpointError: Naming the folder or file at fault.
     """
+    folder = Path(path)
     with raising_together(), reading_checkpoint(path):
         folder = _checked_folder(path, engine)
+        if not (folder.parent / "latest").is_file():
+            raise CheckpointError(
+                f"{path} has no file 'latest': the checkpoint is not whole.", "Copy checkpoints as whole folders."
+            )
         _check_world_size(folder)
         _check_own_share(folder)
-        _check_parameters(folder, engine)
+        states = _own_model_states(folder, engine)
+        check_needed(states, needed, path)
+        _check_parameters(states, engine)
+    return folder
 
 
 def check_weights(path: str | Path, *, engine: Any) -> Path:
@@ -65,6 +78,22 @@ def check_weights(path: str | Path, *, engine: Any) -> Path:
         folder = _checked_folder(path, engine)
         _check_own_share(folder)
     return folder
+
+
+def check_needed(states: Mapping[str, Any], needed: Collection[str], path: str | Path) -> None:
+    """Check that what a Trainer goes on from lies beside the model.
+
+    Raises:
+        CheckpointError: DeepSpeed itself saved it, or Lightning without the state of the training.
+    """
+    missing = sorted(set(needed) - states.keys())
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {', '.join(map(repr, missing))}: it was saved by DeepSpeed itself or as weights only, and a "
+            "Trainer cannot go on from it.",
+            "Evaluate it, go on from it in Fabric, or start from its weights: before fit, module.load_state_dict("
+            "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(path)).",
+        )
 
 
 def optimizer_files(folder: Path) -> list[Path]:
@@ -110,11 +139,16 @@ def _tagged_folder(path: Path) -> Path:
             f"The checkpoint {path} is a file; the smart_infinity strategy saves folders.",
             "Load a plain checkpoint's weights with LightningModule.load_from_checkpoint before fit.",
         )
+    if optimizer_files(path):  # of several saves that lie in one folder, the one that is wanted
+        return path
     latest = path / "latest"
     tag = latest.read_text().strip() if latest.is_file() else "checkpoint"
     restore_interrupted(path, tag)
     if not (path / tag).is_dir():
-        raise CheckpointError(f"{path} has no folder {tag!r}: it is not a ZeRO-3 checkpoint.", "Check the path.")
+        raise CheckpointError(
+            f"{path} has no folder {tag!r}: it is not a ZeRO-3 checkpoint.",
+            "Check the path, or pass the folder in it that holds the files of the processes.",
+        )
     return path / tag
 
 
@@ -122,7 +156,7 @@ def _checked_folder(path: str | Path, engine: Any) -> Path:
     folder = _tagged_folder(Path(path))
     files = optimizer_files(folder)
     if not files:
-        raise CheckpointError(f"{folder} holds no ZeRO-3 optimizer states.", "Pass a folder saved by this strategy.")
+        raise CheckpointError(f"{folder} holds no ZeRO-3 optimizer states.", "Pass a ZeRO-3 checkpoint.")
     _check_precision(files, engine)
     return folder
 
@@ -158,14 +192,18 @@ def _check_own_share(folder: Path) -> None:
         check_records(file, tensors=not file.match(_OPTIMIZER_FILES))
 
 
-def _check_parameters(folder: Path, engine: Any) -> None:
-    """Compare names and shapes, in the order in which they lie in the optimizer's state."""
+def _own_model_states(folder: Path, engine: Any) -> Mapping[str, Any]:
     path = engine._get_ckpt_name(str(folder.parent), folder.name)
     with reading_checkpoint(path):
-        groups = torch.load(path, map_location="cpu", mmap=True, weights_only=False)[PARAM_SHAPES]
+        states: Mapping[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    return states
+
+
+def _check_parameters(states: Mapping[str, Any], engine: Any) -> None:
+    """Compare names and shapes, in the order in which they lie in the optimizer's state."""
     saved, expected = (
         [(name, tuple(shape)) for group in of_one for name, shape in group.items()]
-        for of_one in (groups, engine._get_zero_param_shapes())
+        for of_one in (states[PARAM_SHAPES], engine._get_zero_param_shapes())
     )
     for number, (there, here) in enumerate(zip_longest(saved, expected)):
         if there != here:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +26,10 @@ from lightning_smartinfinity.zero3.checkpoint_engine import SmartInfinityCheckpo
 from lightning_smartinfinity.zero3.folder_swap import replacing
 from lightning_smartinfinity.zero3.foreign_step import refuse_foreign_steps
 from lightning_smartinfinity.zero3.full_weights import refuse_plain_loading
+from lightning_smartinfinity.zero3.late_uses import learn_late_uses
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
-from lightning_smartinfinity.zero3.release import release_module
+from lightning_smartinfinity.zero3.release import release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.validation import check_dtype
 
@@ -47,6 +49,7 @@ class _PortableEngine(DeepSpeedEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        learn_late_uses(getattr(self.optimizer, "parameter_offload", self.optimizer))
         refuse_plain_loading(self.module)
         refuse_foreign_steps()
 
@@ -60,6 +63,9 @@ class _PortableEngine(DeepSpeedEngine):
                 if not is_zero_param(param) and param.is_floating_point():
                     param.data = param.data.to(dtype)
         super()._configure_distributed_model(model)
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                _cast_statistics(module)
 
     def _do_sanity_check(self) -> None:
         # DeepSpeed wants oneDNN's fp16 kernels of a CPU; torch has kernels of its own, slower but everywhere.
@@ -105,6 +111,15 @@ class SmartInfinityEngine(_PortableEngine):
             functools.partial(SmartInfinityOptimizer, offload=self._offload),
         ):
             return super()._configure_zero_optimizer(optimizer)
+
+    def _check_for_duplicates(self, optimizer: torch.optim.Optimizer) -> None:
+        # The base class counts in lists: with many parameters that takes longer than everything else here.
+        counts = Counter(id(param) for group in optimizer.param_groups for param in group["params"])
+        for name, param in self.module.named_parameters():
+            if counts[id(param)] > 1:
+                raise UnsupportedError(
+                    f"Parameter {name!r} is given to the optimizer {counts[id(param)]} times.", "Give it once."
+                )
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unknown: Any
@@ -186,6 +201,17 @@ class SmartInfinityEngine(_PortableEngine):
         )
 
 
+def _cast_statistics(norm: Any) -> None:
+    """Give running statistics the dtype of the weights, as bf16-true does: torch's kernels take no others with them.
+
+    DeepSpeed casts parameters alone.
+    """
+    for name in ("running_mean", "running_var"):
+        statistic = getattr(norm, name)
+        if statistic is not None and norm.weight is not None:
+            setattr(norm, name, statistic.to(norm.weight.dtype))
+
+
 def _computes_fp16() -> bool:
     """Whether a matrix product in fp16, forward and backward, runs on the training device."""
     device = get_accelerator().current_device_name()
@@ -208,12 +234,11 @@ def refuse_trained(module: torch.nn.Module) -> None:
     Raises:
         UnsupportedError: It has such parameters.
     """
-    for owner in {getattr(param, "_z3_optimizer", None) for param in module.parameters()}:
-        if isinstance(owner, SmartInfinityOptimizer) and owner.rank_state.is_open:
-            raise UnsupportedError(
-                f"{type(module).__name__} is being trained; it cannot be set up once more without its optimizer.",
-                "Use the model that fabric.setup returned with the optimizer, after model.eval().",
-            )
+    if any(owner.rank_state.is_open for owner in trainings_of(module)):
+        raise UnsupportedError(
+            f"{type(module).__name__} is being trained; it cannot be set up once more without its optimizer.",
+            "Use the model that fabric.setup returned with the optimizer, after model.eval().",
+        )
 
 
 def build_evaluation_engine(

@@ -1,8 +1,8 @@
-"""A training engine's checkpoint, written and read on behalf of Fabric: the model, its state and what a user adds."""
+"""An engine's checkpoint, read for Trainer and Fabric, written for Fabric: model, its state and what a user adds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,17 @@ def save_engine(engine: Any, path: str | Path, client_state: dict[str, Any], *, 
     engine.save_checkpoint(str(path), client_state=client_state, tag=_TAG, exclude_frozen_parameters=exclude_frozen)
 
 
-def load_engine(path: str | Path, engine: Any, *, with_optimizer: bool, strict: bool) -> dict[str, Any]:
+def load_engine(
+    path: str | Path, engine: Any, *, with_optimizer: bool, strict: bool, needed: Collection[str] = ()
+) -> dict[str, Any]:
     """Load into an engine; what the user had saved beside it is returned.
+
+    Args:
+        path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or by ``ds_to_universal``.
+        engine: One of ours.
+        with_optimizer: Whether to go on from there, or to load weights alone.
+        strict: Whether names of parameters and buffers have to be the same.
+        needed: Keys of what has to lie beside the model, if training goes on.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it is not one of this model.
@@ -32,11 +41,11 @@ def load_engine(path: str | Path, engine: Any, *, with_optimizer: bool, strict: 
     if not with_optimizer:
         return load_saved_weights(engine, path, strict=strict)
     if is_universal(path):
-        return load_universal(engine, path, strict=strict)
-    check_checkpoint(path, engine=engine)
+        return load_universal(engine, path, strict=strict, needed=needed)
+    folder = check_checkpoint(path, engine=engine, needed=needed)
     with reading_checkpoint(path):
         _, client_state = engine.load_checkpoint(
-            str(path), tag=_TAG, load_lr_scheduler_states=False, load_module_strict=strict
+            str(folder.parent), tag=folder.name, load_lr_scheduler_states=False, load_module_strict=strict
         )
     check_same_save(engine, client_state)
     return of_user(client_state)

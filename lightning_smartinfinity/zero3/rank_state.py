@@ -44,6 +44,11 @@ class RankState:
         return self._handler is not None
 
     @property
+    def is_usable(self) -> bool:
+        """Whether that state can be read and written: not after a step that could not be undone."""
+        return self.is_open and self._lost is None
+
+    @property
     def layout(self) -> PartitionLayout:
         """This rank's partition."""
         assert self._layout is not None, "the layout is made before anything asks for it"

@@ -11,19 +11,24 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 
-__all__ = ["end_training", "release_module"]
+__all__ = ["end_training", "release_module", "trainings_of"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # What torch keeps beside a hook, by its id.
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
+def trainings_of(module: torch.nn.Module) -> list[SmartInfinityOptimizer]:
+    """Whoever trains parameters of a module, or has trained them last, by whatever strategy."""
+    owners = dict.fromkeys(getattr(param, "_z3_optimizer", None) for param in module.parameters())
+    return [owner for owner in owners if isinstance(owner, SmartInfinityOptimizer)]
+
+
 def end_training(module: torch.nn.Module) -> None:
     """End earlier trainings of a module, by whatever strategy: their storage is closed."""
-    for owner in {getattr(param, "_z3_optimizer", None) for param in module.parameters()}:
-        if isinstance(owner, SmartInfinityOptimizer):
-            owner.rank_state.close()
-            owner.destroy()
+    for owner in trainings_of(module):
+        owner.rank_state.close()
+        owner.destroy()
 
 
 def release_module(module: torch.nn.Module) -> None:

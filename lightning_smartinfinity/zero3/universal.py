@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
-from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, check_needed, reading_checkpoint
 from lightning_smartinfinity.zero3.client_state import of_user
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
@@ -25,7 +25,7 @@ from lightning_smartinfinity.zero3.weight_loading import check_names
 __all__ = ["load_universal"]
 
 
-def load_universal(engine: Any, path: str | Path, *, strict: bool) -> dict[str, Any]:
+def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Collection[str] = ()) -> dict[str, Any]:
     """Load a universal checkpoint into an engine that trains, to go on from there.
 
     Collective: if one rank finds a fault, every rank raises, before anything has been changed.
@@ -34,6 +34,7 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool) -> dict[str, 
         engine: One of ours.
         path: The folder that ``ds_to_universal`` wrote.
         strict: Whether buffers have to match exactly.
+        needed: Keys of what has to lie beside the model.
 
     Returns:
         What was saved beside the model.
@@ -51,6 +52,7 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool) -> dict[str, 
 
     with together():
         folder.check_states(with_optimizer=True)
+        check_needed(folder.model_states, needed, folder.path)
         _check_model(engine, folder)
         _check_optimizer(optimizer, folder)
         saved_steps = folder.steps

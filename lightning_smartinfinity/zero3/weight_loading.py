@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoint_folder import check_weights, reading_checkpoint
 from lightning_smartinfinity.zero3.client_state import of_user
-from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.partition import write_range
+from lightning_smartinfinity.zero3.release import trainings_of
+from lightning_smartinfinity.zero3.renamed_keys import saved_names
 from lightning_smartinfinity.zero3.saved_weights import SavedWeights
 from lightning_smartinfinity.zero3.universal_folder import UniversalFolder, is_universal
 from lightning_smartinfinity.zero3.zero_folder import ZeroFolder
@@ -27,8 +30,9 @@ __all__ = ["check_names", "load_saved_weights"]
 def load_saved_weights(engine: Any, path: str | Path, *, strict: bool) -> dict[str, Any]:
     """Load a checkpoint's weights, saved by any number of processes, ordinary or universal.
 
-    Every rank reads what its slices need, a window at a time. Collective: if one rank finds a fault, every rank
-    raises. What an engine trains has its masters' values then; one that evaluates may hold a part of the checkpoint.
+    Every rank reads what its slices need, a window at a time. A training of the module takes the values as its masters,
+    also one that is over but can still be saved. Collective: if one rank finds a fault, every rank raises; then what is
+    trained has its masters' values again, and a module that is only evaluated may hold a part of the checkpoint.
 
     Args:
         engine: A DeepSpeed engine of ZeRO-3, with or without optimizer; moments and step counts stay as they are.
@@ -48,17 +52,21 @@ def load_saved_weights(engine: Any, path: str | Path, *, strict: bool) -> dict[s
         targets = _targets(engine.module, saved, strict=strict)
     optimizer = engine.optimizer
     trains = getattr(optimizer, "handler", None) is not None
+    trainings = [optimizer] if trains else _idle_trainings(engine.module)
+    for training in trainings:
+        # After a fit that was broken off a step may be in flight; undone later, it would take back what is loaded.
+        training.update.settle()
     # Nothing may stay gathered: it would hide what is written into the partition.
     if trains:
         optimizer.checkpoint_event_prologue()
     else:
         optimizer.partition_all_parameters()
-    undone = _undone_on_failure(optimizer) if trains else nullcontext()
-    with undone, raising_together(), reading_checkpoint(saved.path):
+    with _undone_on_failure(trainings, engine), raising_together(), reading_checkpoint(saved.path):
         engine.load_module_state_dict(checkpoint={"module": _without_parameters(saved)}, strict=strict)
         _fill(targets, saved)
+    for training in trainings:
+        training._restore_from_bit16_weights()
     if trains:
-        optimizer._restore_from_bit16_weights()
         optimizer.checkpoint_event_epilogue()
     return of_user(saved.model_states)
 
@@ -105,13 +113,16 @@ def _saved_shapes(saved: SavedWeights) -> dict[str, torch.Size]:
 def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> dict[str, list[Any]]:
     """The parameters that take the values of each saved one; tied there and not here, they are several."""
     parameters: list[tuple[str, Any]] = list(module.named_parameters(remove_duplicate=False))
-    there, here = _saved_shapes(saved), {name: param.ds_shape for name, param in parameters}
-    common = there.keys() & here.keys()
-    compared = there.keys() | here.keys() if strict else common
-    here_compared, there_compared = ({name: of[name] for name in compared if name in of} for of in (here, there))
-    check_names(here_compared, there_compared, saved.path)
+    shapes, here = _saved_shapes(saved), {name: param.ds_shape for name, param in parameters}
+    origins = saved_names(module, shapes, saved.module, saved.path)
+    there = {name: shapes[origin] for name, origin in origins.items()}
+    if strict:
+        unused = shapes.keys() - set(origins.values())
+        check_names(here, {**{name: shapes[name] for name in unused}, **there}, saved.path)
+    else:
+        check_names({name: here[name] for name in there}, there, saved.path)
     # As load_state_dict: of several names that a parameter has here, the last one counts.
-    sources = {param: saved.shared.get(name, name) for name, param in parameters if name in common}
+    sources = {param: saved.shared.get(origins[name], origins[name]) for name, param in parameters if name in origins}
     targets: dict[str, list[Any]] = {}
     for param, name in sources.items():
         targets.setdefault(name, []).append(param)
@@ -156,17 +167,28 @@ def _write(param: Any, begin: int, values: torch.Tensor) -> None:
         param.nvme_swapper.parts.put(stored, begin * rounded.itemsize, rounded.view(torch.uint8))
 
 
+def _idle_trainings(module: torch.nn.Module) -> list[Any]:
+    """Of this module, those that are over and can still be saved, on every rank."""
+    return [
+        training
+        for training in trainings_of(module)
+        if all(gather(training.rank_state.is_usable, training.dp_process_group))
+    ]
+
+
 @contextmanager
-def _undone_on_failure(optimizer: Any) -> Iterator[None]:
-    """Give the parameters of a training the values of their masters again, which a failed load has not touched."""
-
-    def put_back(window: Window) -> None:
-        write_range(optimizer, optimizer.layout, window.begin, torch.from_numpy(window.arrays[0]))
-
+def _undone_on_failure(trainings: Iterable[Any], engine: Any) -> Iterator[None]:
+    """Give what is trained the values of its masters again, which a failed load has not touched."""
     try:
         yield
     except SmartInfinityError:
-        with raising_together():
-            optimizer.handler.scan(put_back)
-        optimizer.checkpoint_event_epilogue()
+        for optimizer in trainings:
+            with raising_together():
+                optimizer.handler.scan(partial(_put_back, optimizer))
+            if optimizer is engine.optimizer:
+                optimizer.checkpoint_event_epilogue()
         raise
+
+
+def _put_back(optimizer: Any, window: Window) -> None:
+    write_range(optimizer, optimizer.layout, window.begin, torch.from_numpy(window.arrays[0]))

@@ -131,6 +131,19 @@ class SometimesUsed(HardModule):
         return mean_square(self.back(x))
 
 
+class UsedLate(Stack):
+    """Reads a parameter of a child itself, from the third step on; beside it a batch norm with its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.child = Bias()
+
+    def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
+        x = self.norm(x)
+        return x + self.child.bias if when >= 2 else x
+
+
 class Thawing(Stack):
     """A layer that is frozen in every other step, by ``requires_grad_`` in the step itself."""
 

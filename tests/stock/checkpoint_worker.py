@@ -1,6 +1,7 @@
 """Saves checkpoints with stock DeepSpeed: ``python -m tests.stock.checkpoint_worker FOLDER DEVICES``.
 
-For each of ``KINDS`` a run of six steps saves ``<kind>.ckpt`` after three; rank 0 writes its losses to ``<kind>.json``.
+For each of ``KINDS`` a run of six steps saves ``<kind>.ckpt`` after three, and by DeepSpeed's engine alone, without
+Lightning, into ``<kind>.engine``; rank 0 writes its losses to ``<kind>.json``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ KINDS: dict[str, tuple[Recipe, dict[str, Any]]] = {
 }
 
 
+def _save_twice(trainer: Any, path: Path) -> None:
+    trainer.save_checkpoint(path.with_suffix(".ckpt"))
+    trainer.strategy.deepspeed_engine.save_checkpoint(path.with_suffix(".engine"))
+
+
 def save(kind: str, folder: Path, devices: int) -> None:
     recipe, settings = KINDS[kind]
     strategy = StockOnCpu(
@@ -41,7 +47,7 @@ def save(kind: str, folder: Path, devices: int) -> None:
     )
     assert isinstance(strategy.config, dict)
     strategy.config["zero_force_ds_cpu_optimizer"] = False
-    hook = Hook(SAVE_AT, lambda trainer: trainer.save_checkpoint(folder / f"{kind}.ckpt"))
+    hook = Hook(SAVE_AT, lambda trainer: _save_twice(trainer, folder / kind))
     module = LitTiny(recipe)
     trainer = quiet_trainer(
         folder, strategy, devices=devices, precision=recipe.precision, max_steps=NUM_STEPS, callbacks=[hook]

@@ -33,18 +33,25 @@ class Buffered(LitTiny):
             self.loaded = {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
 
 
-def train_and_save(trainer: pl.Trainer, path: Path, recipe: Recipe = RECIPE) -> None:
+def train_and_save(
+    trainer: pl.Trainer, path: Path, recipe: Recipe = RECIPE, *, module_class: type[Buffered] = Buffered
+) -> None:
     """A few steps, and a checkpoint."""
-    trainer.fit(Buffered(recipe))
+    trainer.fit(module_class(recipe))
     trainer.save_checkpoint(path)
     trainer.strategy.close()  # type: ignore[attr-defined]
 
 
 def evaluated_values(
-    trainer: pl.Trainer, path: Path, recipe: Recipe = RECIPE, *, strict: bool = True
+    trainer: pl.Trainer,
+    path: Path,
+    recipe: Recipe = RECIPE,
+    *,
+    strict: bool = True,
+    module_class: type[Buffered] = Buffered,
 ) -> dict[str, torch.Tensor]:
     """Every value of a module that was validated from a checkpoint and held only zeros before."""
-    module: Any = Buffered(recipe)
+    module: Any = module_class(recipe)
     for tensor in (*module.parameters(), *module.buffers()):
         torch.nn.init.zeros_(tensor)
     module.strict_loading = strict

@@ -30,6 +30,7 @@ from tests.helpers.hard_structures import (
     Tiny,
     TwoBackwards,
     TwoForwards,
+    UsedLate,
 )
 
 # 16 bit: a difference in the last bit of an update now and then turns into one rounding of a parameter.
@@ -74,6 +75,8 @@ CHECKPOINTS = {
 }
 UNUSED = {
     "in fp32": Case(SometimesUsed, steps=5),
+    "by another module": Case(UsedLate, steps=4),
+    "by another module, in bf16 beside a batch norm": Case(UsedLate, steps=4, precision="bf16-mixed", **IN_16_BIT),
     "because they are frozen then": Case(Thawing),
     "in bf16": Case(SometimesUsed, steps=5, precision="bf16-mixed", **IN_16_BIT),
     "in fp16": Case(SometimesUsed, steps=5, precision="16-mixed", **IN_16_BIT),

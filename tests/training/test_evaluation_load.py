@@ -101,6 +101,75 @@ def test_models_of_other_parameters(saved: Path, tmp_path: Path) -> None:
         evaluated_values(quiet_trainer(tmp_path / "c"), saved, wider, strict=False)
 
 
+class Grown(Buffered):
+    """A later version of the model: a module has another name, and load_state_dict takes the old one too."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.branch = self.model.side
+        self.model.side = torch.nn.Identity()  # type: ignore[assignment]
+        self._register_load_state_dict_pre_hook(self.rename)
+
+    def rename(self, state: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
+        """Of keys that an older version saved."""
+        for name in ("weight", "bias"):
+            if (old := f"{prefix}model.side.{name}") in state:
+                state[f"{prefix}branch.{name}"] = self.value(state.pop(old))
+
+    def value(self, saved: torch.Tensor) -> torch.Tensor:
+        return saved
+
+
+class Halved(Grown):
+    """Its hook wants values."""
+
+    def value(self, saved: torch.Tensor) -> torch.Tensor:
+        return saved / 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("kind", ["saved", "universal"])
+def test_hooks_that_rename_keys(
+    kind: str, strict: bool, saved: Path, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Renamed parameters take the values that were saved under the old names."""
+    expected = converted(saved)
+    for name in ("weight", "bias"):
+        expected[f"branch.{name}"] = expected.pop(f"model.side.{name}")
+    loaded = evaluated_values(quiet_trainer(tmp_path), request.getfixturevalue(kind), strict=strict, module_class=Grown)
+    assert_loaded(loaded, expected)
+
+
+class Published(Buffered):
+    """Its keys are not its attributes' names, neither in a state dict nor, as strictly, when it loads one."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._register_state_dict_hook(lambda _, state, prefix, *__: self.rename(state, "model.side", "adapter"))
+        self._register_load_state_dict_pre_hook(lambda state, *_: self.rename(state, "adapter", "model.side"))
+
+    def rename(self, state: dict[str, torch.Tensor], old: str, new: str) -> None:
+        for name in ("weight", "bias"):
+            state[f"{new}.{name}"] = state.pop(f"{old}.{name}")
+
+
+def test_hooks_that_rename_keys_both_ways(tmp_path: Path) -> None:
+    """Values are found whatever a state dict calls them."""
+    train_and_save(quiet_trainer(tmp_path, max_steps=1), tmp_path / "one.ckpt", module_class=Published)
+    expected = converted(tmp_path / "one.ckpt")
+    for name in ("weight", "bias"):
+        expected[f"adapter.{name}"] = expected.pop(f"model.side.{name}")
+    loaded = evaluated_values(quiet_trainer(tmp_path), tmp_path / "one.ckpt", module_class=Published)
+    assert_loaded(loaded, expected)
+
+
+def test_hooks_that_compute_values_are_refused(saved: Path, tmp_path: Path) -> None:
+    """By the parameter's name, also where names may differ: nothing stays as it was without a word."""
+    with pytest.raises(CheckpointError, match=r"Halved computes 'branch\.bias'") as caught:
+        evaluated_values(quiet_trainer(tmp_path), saved, strict=False, module_class=Halved)
+    assert "load_full_weights" in caught.value.remedy
+
+
 def test_a_buffer_that_the_checkpoint_lacks(saved: Path, tmp_path: Path) -> None:
     """An error that names it."""
 
@@ -111,6 +180,28 @@ def test_a_buffer_that_the_checkpoint_lacks(saved: Path, tmp_path: Path) -> None
 
     with pytest.raises(CheckpointError, match="more"):
         quiet_trainer(tmp_path).validate(More(RECIPE), ckpt_path=saved, verbose=False)
+
+
+def damaged_copy(checkpoint: Path, file: str, saved: Path, root: Path, name: str = "model.tokens.weight") -> Path:
+    folder = shutil.copytree(checkpoint, root / "damaged")
+    master = converted(saved)[name].numpy().tobytes()
+    flip_bit_behind(master[: len(master) // 2], folder / file)
+    return folder
+
+
+def test_a_training_outlives_a_damaged_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """After a fit its module keeps the weights of that fit when those of a checkpoint cannot be loaded."""
+    file = "checkpoint/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    folder = damaged_copy(saved, file, saved, tmp_path, name="model.side.weight")
+    trainer, module = quiet_trainer(tmp_path, max_steps=1), Buffered(RECIPE)
+    trainer.fit(module)
+    trainer.validate(module, verbose=False)
+    before = module.loaded
+    with pytest.raises(CheckpointError, match="damaged"):
+        trainer.validate(module, ckpt_path=folder, verbose=False)
+    trainer.validate(module, verbose=False)
+    trained = [name for name, param in module.named_parameters() if param.requires_grad]
+    assert_loaded(*({name: values[name] for name in trained} for values in (module.loaded, before)))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +215,7 @@ def test_a_flipped_bit_in_the_masters_is_reported(
     kind: str, damaged: str, saved: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """By the name of the file."""
-    folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / "damaged")
-    master = converted(saved)["model.tokens.weight"].numpy().tobytes()
-    flip_bit_behind(master[: len(master) // 2], folder / damaged)
+    folder = damaged_copy(request.getfixturevalue(kind), damaged, saved, tmp_path)
     with pytest.raises(CheckpointError, match=Path(damaged).name.replace(".", r"\.")) as caught:
         quiet_trainer(tmp_path).validate(Buffered(RECIPE), ckpt_path=folder, verbose=False)
     assert caught.value.remedy.endswith(".")

@@ -106,7 +106,13 @@ def _damage(folder: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [_truncate, _lose_a_file, _damage], ids=lambda damage: damage.__name__.strip("_"))
+def _lose_the_tag(folder: Path) -> None:
+    (folder / "latest").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage", [_truncate, _lose_a_file, _lose_the_tag, _damage], ids=lambda damage: damage.__name__.strip("_")
+)
 def test_damaged_checkpoints_are_refused(damage: Any, tmp_path: Path) -> None:
     """A file cut short, missing or overwritten: CheckpointError naming the folder."""
     train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_after_fit=str(tmp_path / "a.ckpt")))

@@ -77,6 +77,32 @@ def test_loading_for_evaluation_does_not_touch_a_later_fit(tmp_path: Path) -> No
     assert_like_plain_lightning(scenario, tmp_path)
 
 
+def test_what_was_loaded_for_evaluation_is_what_is_saved(tmp_path: Path) -> None:
+    """After validate(ckpt_path=...) a checkpoint of the same Trainer holds those weights and buffers, as plain."""
+
+    class Counting(Everything):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            self.seen += 1
+            return super().training_step(batch, batch_idx)
+
+    def scenario(make: Any, root: Path) -> Any:
+        trainer, module, fresh = make(max_steps=1), Counting(), Counting()
+        trainer.fit(module)
+        trainer.save_checkpoint(root / "early.ckpt")
+        trainer.fit_loop.epoch_loop.max_steps = 3
+        trainer.fit(module)
+        early = trainer.validate(module, ckpt_path=root / "early.ckpt", verbose=False)
+        trainer.save_checkpoint(root / "saved.ckpt")
+        return early, make().validate(fresh, ckpt_path=root / "saved.ckpt", verbose=False), fresh.seen
+
+    early, saved, _ = assert_like_plain_lightning(scenario, tmp_path)
+    assert saved == early
+
+
 def test_another_module_between_fits_leaves_the_first_ones_state_alone(tmp_path: Path) -> None:
     """Validating module B after fitting A: A can still be saved, and resumes to the bit."""
     recipe = dataclasses.replace(RECIPE, precision="bf16-mixed", max_steps=3)

@@ -89,6 +89,18 @@ def test_models_that_cannot_be_partitioned_are_refused(
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_given_twice_is_refused(tmp_path: Path) -> None:
+    """Torch only warns of it in one group; the parameter is named, and no state is left."""
+    module = LitTiny(Recipe())
+    params = [*module.parameters(), module.model.side.weight]
+    module.configure_optimizers = lambda: torch.optim.AdamW(params)  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError) as caught:
+        fit(module, SmartInfinityStrategy(tmp_path / "s"), tmp_path)
+    assert_helpful(caught.value, "'model.side.weight'", "2 times")
+    assert not (tmp_path / "s").exists()
+
+
 class SparseAtRunTime(LitTiny):
     """No module says sparse=True, but the forward does."""
 

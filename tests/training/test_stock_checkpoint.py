@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from lightning.fabric.strategies.deepspeed import _validate_checkpoint_directory
 
 from lightning_smartinfinity import CheckpointError
+from tests.fabric.worker import quiet_fabric
 from tests.helpers import trainers
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
@@ -36,21 +39,30 @@ def optimizer_state(checkpoint: Path) -> dict[str, Any]:
     return torch.load(file, weights_only=False)["optimizer_state_dict"]  # type: ignore[no-any-return]
 
 
+def saved_arrays(state: dict[str, Any]) -> list[torch.Tensor]:
+    """Masters and both moments, flat."""
+    of_groups = state["optimizer_state_dict"]["state"]
+    moments = ([of_groups[i][name] for i in range(len(of_groups))] for name in ("exp_avg", "exp_avg_sq"))
+    return [torch.cat(tensors) for tensors in (state["fp32_flat_groups"], *moments)]
+
+
+def copy_window(arrays: list[Any], window: Any) -> None:
+    """What a scan shows, into whole arrays."""
+    for array, values in zip(arrays, window.arrays, strict=True):
+        array[window.begin : window.end] = values
+
+
 class Look(pl.Callback):
     """Keeps what was loaded, before the first step."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         optimizer: Any = trainer.strategy.optimizers[0]
         self.arrays = [np.empty(optimizer.layout.numel, np.float32) for _ in range(3)]
-        optimizer.handler.scan(self._keep)
+        optimizer.handler.scan(partial(copy_window, self.arrays))
         self.partition = torch.cat(optimizer.fp16_partitioned_groups_flat).clone()
         self.steps = optimizer.handler.steps.tolist()
         self.loss_scale = float(optimizer.loss_scale)
         self.lr = [group["lr"] for group in optimizer.param_groups]
-
-    def _keep(self, window: Any) -> None:
-        for array, values in zip(self.arrays, window.arrays, strict=True):
-            array[window.begin : window.end] = values
 
 
 def resume(root: Path, recipe: Recipe, checkpoint: Path, *callbacks: pl.Callback) -> LitTiny:
@@ -69,10 +81,7 @@ def test_a_stock_checkpoint_is_resumed(kind: str, saved: Path, tmp_path: Path) -
     module = resume(tmp_path, recipe, saved / f"{kind}.ckpt", look)
     state = optimizer_state(saved / f"{kind}.ckpt")
     groups = state["optimizer_state_dict"]
-    expected = [torch.cat(state["fp32_flat_groups"])]
-    expected += [
-        torch.cat([groups["state"][i][name] for i in range(len(groups["state"]))]) for name in ("exp_avg", "exp_avg_sq")
-    ]
+    expected = saved_arrays(state)
     for array, values in zip(look.arrays, expected, strict=True):
         assert torch.equal(torch.from_numpy(array), values)
     assert torch.equal(look.partition, expected[0].to(look.partition.dtype))
@@ -93,6 +102,56 @@ def test_a_stock_checkpoint_is_evaluated(kind: str, saved: Path, tmp_path: Path)
     expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / f"{kind}.ckpt"))
     for name, param in module.named_parameters(remove_duplicate=False):
         assert torch.equal(param.ds_tensor, expected[name].flatten().to(param.dtype)), name
+
+
+def test_a_stock_checkpoint_with_deepspeeds_own_tag_is_resumed(saved: Path, tmp_path: Path) -> None:
+    """Without Lightning's fixed tag DeepSpeed names the folder inside for the step, and ``latest`` says so."""
+    checkpoint = shutil.copytree(saved / "fp32.ckpt", tmp_path / "tagged.ckpt")
+    (checkpoint / "checkpoint").rename(checkpoint / f"global_step{SAVE_AT}")
+    (checkpoint / "latest").write_text(f"global_step{SAVE_AT}")
+    module = resume(tmp_path, KINDS["fp32"][0], checkpoint)
+    losses = json.loads((saved / "fp32.json").read_text())
+    torch.testing.assert_close(
+        torch.tensor(module.losses), torch.tensor(losses[SAVE_AT:]), atol=LOSS_TOLERANCE["32"], rtol=0
+    )
+
+
+# ---- what DeepSpeed's engine saved without Lightning: fp32.engine/latest, fp32.engine/global_step3/
+
+
+def test_what_an_engine_saved_is_evaluated(saved: Path, tmp_path: Path) -> None:
+    """By a Trainer, although nothing of a Trainer is in it."""
+    module = LitTiny(dataclasses.replace(KINDS["fp32"][0], validate=True))
+    trainer = trainers.quiet_trainer(tmp_path, precision="32-true")
+    trainer.validate(module, ckpt_path=saved / "fp32.engine", verbose=False)
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / "fp32.ckpt"))
+    for name, param in module.named_parameters(remove_duplicate=False):
+        assert torch.equal(param.ds_tensor, expected[name].flatten()), name
+
+
+@pytest.mark.parametrize("inside", ["", f"global_step{SAVE_AT}"])
+def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_path: Path) -> None:
+    """Masters, moments and step counts are stock's to the bit; of several tags, any can be named."""
+    fabric = quiet_fabric(tmp_path / "storage")
+    module = LitTiny(KINDS["fp32"][0])
+    model, optimizer = fabric.setup(module, module.configure_optimizers()["optimizer"])
+    assert fabric.load(saved / "fp32.engine" / inside, {"model": model, "optimizer": optimizer}) == {}
+    inner, state = optimizer.engine.optimizer, optimizer_state(saved / "fp32.engine")
+    arrays = [np.empty(inner.layout.numel, np.float32) for _ in range(3)]
+    inner.handler.scan(partial(copy_window, arrays))
+    for array, values in zip(arrays, saved_arrays(state), strict=True):
+        assert torch.equal(torch.from_numpy(array), values)
+    assert set(inner.handler.steps.tolist()) == {SAVE_AT}
+    fabric.strategy.close()
+
+
+def test_a_trainer_does_not_go_on_from_what_an_engine_saved(saved: Path, tmp_path: Path) -> None:
+    """It has no progress to go on from; Lightning's own strategy and Fabric take no such folder at all."""
+    with pytest.raises(FileNotFoundError, match="not a valid DeepSpeed checkpoint"):
+        _validate_checkpoint_directory(saved / "fp32.engine")
+    with pytest.raises(CheckpointError, match=r"lacks 'loops', .*saved by DeepSpeed itself") as caught:
+        resume(tmp_path, KINDS["fp32"][0], saved / "fp32.engine")
+    assert "Fabric" in caught.value.remedy
 
 
 MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {

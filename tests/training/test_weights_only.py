@@ -40,7 +40,7 @@ def test_weights_only_checkpoints(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="weights only") as caught:
         quiet_trainer(tmp_path / "c", max_steps=4).fit(LitTiny(RECIPE), ckpt_path=path)
-    assert "convert_zero_checkpoint_to_fp32_state_dict" in caught.value.remedy
+    assert "get_fp32_state_dict_from_zero_checkpoint" in caught.value.remedy
 
     for folder in (path, tmp_path / "whole.ckpt"):
         with pytest.raises(IsADirectoryError):  # Lightning's; docs/troubleshooting.md says what to do

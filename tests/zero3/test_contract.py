@@ -38,6 +38,7 @@ OVERRIDDEN_OF_ENGINE = [
     "_configure_zero_optimizer",
     "_configure_distributed_model",
     "_configure_checkpointing",
+    "_check_for_duplicates",
     "_do_sanity_check",
     "_get_param_fragment_func",
     "offload_states",

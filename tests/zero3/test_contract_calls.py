@@ -107,6 +107,17 @@ def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None
     assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
 
 
+def test_engine_looks_for_duplicates_in_the_overridden_method(seen: Observed) -> None:
+    """Before the optimizer is built; the base's own way is quadratic (zero3/engine.py)."""
+    looked = seen.callers("SmartInfinityEngine._check_for_duplicates")
+    assert looked == {"DeepSpeedEngine._configure_optimizer"}, "ten thousand parameters would take seconds more"
+    assert seen.in_order(
+        "DeepSpeedEngine._configure_optimizer",
+        "SmartInfinityEngine._check_for_duplicates",
+        "SmartInfinityEngine._configure_zero_optimizer",
+    )
+
+
 def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
     """The base constructor builds partitions, then calls our _setup_for_real_optimizer, then positions and hooks."""
     assert seen.in_order(
@@ -305,6 +316,13 @@ def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed
     saved = set(torch.load(seen.model_states, weights_only=False, mmap=True))
     assert {"epoch", "loops"} <= saved - names, "what the user saves does not lie beside DeepSpeed's any more"
     assert saved & RESERVED_KEYS >= names
+
+
+def test_engine_counts_steps_and_samples(seen: Observed) -> None:
+    """In attributes of the engine, saved by their names; zero3/universal.py sets them."""
+    saved = torch.load(seen.model_states, weights_only=False, mmap=True)
+    for name, count in {"global_steps": 2, "global_samples": 2, "skipped_steps": 0}.items():
+        assert saved[name] == getattr(seen.engine, name) == count, name
 
 
 def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -> None:

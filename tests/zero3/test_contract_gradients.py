@@ -9,6 +9,9 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3, IPGBucketZ3
 
 
@@ -43,3 +46,21 @@ def test_autograd_tells_whether_its_graph_is_retained() -> None:
     torch.autograd.grad(loss, x, create_graph=True)
     loss.backward()
     assert seen == [True, True, False]
+
+
+def test_the_order_of_gathering_can_be_learnt_anew() -> None:
+    """zero3/late_uses.py: uses of other modules' parameters are kept on the module, and the trace can be dropped."""
+    coordinator = PartitionedParameterCoordinator
+    assert "_external_params" in inspect.getsource(register_external_parameter), "late uses would go unseen"
+    assert list(inspect.signature(coordinator._invalidate_trace).parameters) == ["self"]
+    assert list(inspect.signature(coordinator.is_complete_trace).parameters) == ["self"]
+    hooks = inspect.getsource(DeepSpeedZeRoOffload._register_deepspeed_module)
+    assert "self.pre_sub_module_forward_function(" in hooks and "self.pre_sub_module_backward_function(" in hooks
+    assert "get_param_coordinator()" in inspect.getsource(DeepSpeedZeRoOffload.pre_sub_module_forward_function)
+
+
+def test_batch_norms_have_a_common_class() -> None:
+    """Whose statistics zero3/engine.py casts: torch's kernels refuse fp32 ones beside weights in 16 bit."""
+    norm = torch.nn.BatchNorm1d(2)
+    assert isinstance(norm, torch.nn.modules.batchnorm._BatchNorm)
+    assert {"running_mean", "running_var"} <= dict(norm.named_buffers()).keys()

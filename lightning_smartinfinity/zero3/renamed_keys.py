@@ -1,0 +1,68 @@
+"""Names that a module's own hooks give to what it, or an older version of it, saved under others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_smartinfinity.errors import CheckpointError
+
+__all__ = ["saved_names"]
+
+
+def saved_names(
+    module: torch.nn.Module, names: Collection[str], saved: Mapping[str, Any], path: Path
+) -> dict[str, str]:
+    """Which saved parameter each parameter of a module takes its values from.
+
+    Where names differ, the module's pre-hooks of ``load_state_dict`` are asked, with tensors without elements in the
+    place of values.
+
+    Args:
+        module: With parameters whose values are to be loaded.
+        names: Of the parameters that were saved.
+        saved: The state dict that was saved, for what is no parameter.
+        path: Named in errors.
+
+    Returns:
+        The name in the checkpoint by the name in the module, of those that have one.
+
+    Raises:
+        CheckpointError: A hook computes new values instead of giving names.
+    """
+    here = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    if here <= set(names):
+        return {name: name for name in here}
+    markers = {name: torch.empty(0) for name in names}
+    found: dict[str, Any] = {}
+    _pass_hooks(module, {**saved, **markers}, "", getattr(saved, "_metadata", {}), found)
+    by_marker = {id(marker): name for name, marker in markers.items()}
+    origins = {name: by_marker.get(id(value), name) for name, value in found.items()}
+    computed = sorted(name for name, origin in origins.items() if origin not in markers)
+    if computed:
+        raise CheckpointError(
+            f"A hook of {type(module).__name__} computes {computed[0]!r} of what {path} holds, which is not in memory "
+            "while it is loaded.",
+            "Make one file of the checkpoint with convert_zero_checkpoint_to_fp32_state_dict, and load that with "
+            "load_full_weights=True.",
+        )
+    return origins
+
+
+def _pass_hooks(
+    module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], found: dict[str, Any]
+) -> None:
+    """As ``Module.load_state_dict`` descends."""
+    for hook in module._load_state_dict_pre_hooks.values():
+        hook(state, prefix, metadata.get(prefix[:-1], {}), True, [], [], [])
+    for name, param in module._parameters.items():
+        if param is not None and prefix + name in state:
+            found[prefix + name] = state[prefix + name]
+    for name, child in module._modules.items():
+        if child is not None:
+            start = f"{prefix}{name}."
+            below = {key: value for key, value in state.items() if key.startswith(start)}
+            _pass_hooks(child, below, start, metadata, found)
