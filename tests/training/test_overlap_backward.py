@@ -13,7 +13,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
 
-from lightning_smartinfinity import SmartInfinityStrategy, StorageError
+from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageError
 from lightning_smartinfinity.zero3.speculation import Hysteresis
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
@@ -108,6 +108,24 @@ def test_what_happens_between_backward_and_the_step(action: Callable[[Any], None
         strategy.close()
     assert seen["none"][0] == seen["backward"][0]
     assert all(torch.equal(a, b) for a, b in zip(seen["none"][1], seen["backward"][1], strict=True))
+
+
+def spoil_rate(module: Any) -> None:
+    if module.trainer.global_step == 1:
+        module.trainer.strategy.optimizers[0].param_groups[0]["lr"] = -1.0
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_a_rate_that_is_out_of_range_takes_no_step(overlap: str, tmp_path: Path) -> None:
+    """It raises at once, whether an update had begun or not; the step before is the last."""
+    strategy = SmartInfinityStrategy(tmp_path / "storage", overlap=overlap, zero=BUCKET)
+    trainer = quiet_trainer(tmp_path, strategy, callbacks=[AfterBackward(spoil_rate)], max_steps=3)
+    module = LitTiny(BF16)
+    with pytest.raises(ConfigError, match="lr"):
+        trainer.fit(module)
+    assert strategy.optimizers[0].handler.generation == 1
+    assert len(module.losses) == 2
+    strategy.close()
 
 
 def test_a_failure_within_backward_undoes_the_step(tmp_path: Path) -> None:

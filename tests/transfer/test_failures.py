@@ -245,6 +245,28 @@ def test_step_that_another_rank_could_not_commit(tmp_path: Path, case: Case) -> 
                 assert torch.equal(again.state()[name], expected[name]), name
 
 
+def test_step_whose_agreement_was_interrupted(tmp_path: Path) -> None:
+    """It stays in flight with its record written; when the ranks agree at last, it is taken back all the same."""
+
+    @contextmanager
+    def interrupted() -> Iterator[None]:
+        yield
+        raise KeyboardInterrupt
+
+    with running(tmp_path, Case()) as run:
+        run.step(1)
+        before = run.state()
+        run.handler.begin_step(run.collect(2))
+        with pytest.raises(KeyboardInterrupt):
+            run.handler.commit(together=interrupted)
+        assert run.handler.in_flight and run.handler.generation == 2
+        with pytest.raises(StorageFullError, match="another rank"):
+            run.handler.commit(together=failing_elsewhere)
+        run.handler.rollback()
+        assert run.handler.generation == 1
+        assert_equal(run.state(), before)
+
+
 def test_modification_that_another_rank_could_not_commit(tmp_path: Path) -> None:
     """Writes from outside are taken back as well."""
     with running(tmp_path, Case()) as run:
