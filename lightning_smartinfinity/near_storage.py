@@ -159,7 +159,7 @@ class NearStorage:
             initialize: Returns the engine and something else.
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
-        from lightning_smartinfinity.zero3.engine import engine_with
+        from lightning_smartinfinity.zero3.engine import engine_with, refuse_in_fit
         from lightning_smartinfinity.zero3.partition import make_contiguous
         from lightning_smartinfinity.zero3.release import end_training, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
@@ -167,6 +167,7 @@ class NearStorage:
 
         assert self._storage is not None
         with raising_together():
+            refuse_in_fit(model)
             check_model(model)
             check_optimizer(optimizer)
             check_dtype(model, self.config)
@@ -249,6 +250,8 @@ class NearStorage:
 
     def _become_idle(self) -> None:
         """Training is over; the state stays readable until the next one on the same storage."""
+        if self._rank_state is not None:
+            self._rank_state.in_fit = False
         if self._idle_key is not None:
             _IDLE[self._idle_key] = weakref.ref(self)
 
