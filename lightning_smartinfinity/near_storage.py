@@ -173,7 +173,7 @@ class NearStorage:
             initialize: Returns the engine and something else.
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
-        from lightning_smartinfinity.zero3.engine import engine_with
+        from lightning_smartinfinity.zero3.engine import engine_with, refuse_in_fit
         from lightning_smartinfinity.zero3.partition import make_contiguous
         from lightning_smartinfinity.zero3.release import end_training, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
@@ -186,6 +186,7 @@ class NearStorage:
 
         assert self._storage is not None
         with raising_together():
+            refuse_in_fit(model)
             check_model(model)
             check_optimizer(optimizer)
             check_dtype(model, self.config)
@@ -276,6 +277,7 @@ class NearStorage:
         """Training is over; the state stays readable until the next one on the same storage."""
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
+            optimizer.rank_state.in_fit = False
             # After an error, which may have come on this rank alone, a step may still be in flight.
             optimizer.update.quiesce()
         if self._idle_key is not None:

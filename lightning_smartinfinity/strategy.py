@@ -304,8 +304,9 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
-        from lightning_smartinfinity.zero3.engine import build_evaluation_engine
+        from lightning_smartinfinity.zero3.engine import build_evaluation_engine, refuse_in_fit
 
+        refuse_in_fit(model)
         # DeepSpeedStrategy's own version removes the user's hooks from the module, too.
         with self._parameters_on_storage():
             self.model = build_evaluation_engine(model, self.config, device_index=self.root_device.index)
@@ -353,6 +354,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         several = accumulates(self.lightning_module.trainer)
         self.config["data_types"] = {"grad_accum_dtype": "fp32"} if several else {}
         self._initialize_deepspeed_train(self.lightning_module)
+        assert self._rank_state is not None
+        self._rank_state.in_fit = True
 
     @override
     def _format_config(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import PARAM_SHAPES
+from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
@@ -21,6 +21,7 @@ from lightning_smartinfinity.zero3.tensor_file import check_records
 __all__ = [
     "SAVE_ID",
     "check_checkpoint",
+    "check_frozen",
     "check_needed",
     "check_same_save",
     "check_weights",
@@ -34,7 +35,7 @@ SAVE_ID = "smart_infinity_save"
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
 
-def check_checkpoint(path: str | Path, *, engine: Any, needed: Collection[str] = ()) -> Path:
+def check_checkpoint(path: str | Path, *, engine: Any, strict: bool = True, needed: Collection[str] = ()) -> Path:
     """Check that a folder is a ZeRO-3 checkpoint that an engine can go on from, and its files are whole.
 
     Collective: if one rank finds a fault, every rank raises.
@@ -42,6 +43,7 @@ def check_checkpoint(path: str | Path, *, engine: Any, needed: Collection[str] =
     Args:
         path: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
         engine: The DeepSpeed engine that will load it; one that trains.
+        strict: Whether names of parameters and buffers have to be the same.
         needed: Keys of what has to lie beside the model.
 
     Returns:
@@ -62,6 +64,8 @@ def check_checkpoint(path: str | Path, *, engine: Any, needed: Collection[str] =
         states = _own_model_states(folder, engine)
         check_needed(states, needed, path)
         _check_parameters(states, engine)
+        if strict:
+            check_frozen(engine.module, states, path)
     return folder
 
 
@@ -93,6 +97,21 @@ def check_needed(states: Mapping[str, Any], needed: Collection[str], path: str |
             "Trainer cannot go on from it.",
             "Evaluate it, go on from it in Fabric, or start from its weights: before fit, module.load_state_dict("
             "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(path)).",
+        )
+
+
+def check_frozen(module: torch.nn.Module, states: Mapping[str, Any], path: str | Path) -> None:
+    """Check that the parameters that are not trained were saved, if there are any.
+
+    Raises:
+        CheckpointError: They were left out.
+    """
+    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
+    if frozen and states.get(FROZEN_PARAM_SHAPES) is None:
+        raise CheckpointError(
+            f"{path} was saved without its frozen parameters (exclude_frozen_parameters=True), {frozen[0]!r} for one.",
+            "Build the model with their values and load with strict_loading=False in the module, or strict=False in "
+            "Fabric.load: they keep what they have.",
         )
 
 

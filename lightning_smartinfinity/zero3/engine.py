@@ -40,6 +40,7 @@ __all__ = [
     "engine_with",
     "evaluation_engine",
     "is_engine",
+    "refuse_in_fit",
     "refuse_trained",
 ]
 
@@ -238,6 +239,19 @@ def refuse_trained(module: torch.nn.Module) -> None:
         raise UnsupportedError(
             f"{type(module).__name__} is being trained; it cannot be set up once more without its optimizer.",
             "Use the model that fabric.setup returned with the optimizer, after model.eval().",
+        )
+
+
+def refuse_in_fit(module: torch.nn.Module) -> None:
+    """Refuse a module that a Trainer is fitting: another engine would take it out of that one's hands.
+
+    Raises:
+        UnsupportedError: A fit of it is going on.
+    """
+    if any(owner.rank_state.is_open and owner.rank_state.in_fit for owner in trainings_of(module)):
+        raise UnsupportedError(
+            f"{type(module).__name__} is being fitted by another Trainer.",
+            "Evaluate it by that fit's own validation, or when it is over; or use a copy made before the fit.",
         )
 
 

@@ -42,7 +42,7 @@ def load_engine(
         return load_saved_weights(engine, path, strict=strict)
     if is_universal(path):
         return load_universal(engine, path, strict=strict, needed=needed)
-    folder = check_checkpoint(path, engine=engine, needed=needed)
+    folder = check_checkpoint(path, engine=engine, strict=strict, needed=needed)
     with reading_checkpoint(path):
         _, client_state = engine.load_checkpoint(
             str(folder.parent), tag=folder.name, load_lr_scheduler_states=False, load_module_strict=strict

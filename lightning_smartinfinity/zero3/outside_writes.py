@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.partition import read_range
+from lightning_smartinfinity.zero3.partition import read_range, write_range
 
 __all__ = ["OutsideWrites", "unwatch"]
 
@@ -79,14 +80,33 @@ class OutsideWrites:
             self._refresh(written, {})
 
     def _refresh(self, written: Iterable[int], precise: Mapping[str, torch.Tensor]) -> None:
-        optimizer, layout = self._optimizer, self._optimizer.layout
+        layout: PartitionLayout = self._optimizer.layout
         touched = {tasklet for index in written for tasklet in layout.tasklets_of(slice(index, index + 1))}
-        for begin, end in _windows(layout, sorted(touched)):
-            masters: NDArray[np.float32] = np.empty(0, np.float32)
-            with raising_together(optimizer.dp_process_group):
-                masters = optimizer.handler.read_range(begin, end, names=["master"])["master"]
+        windows = list(_windows(layout, sorted(touched)))
+        try:
+            self._refresh_windows(windows, precise)
+        except SmartInfinityError:
+            # The parameter goes back to its master: they must not differ when the caller goes on.
+            with suppress(SmartInfinityError):
+                self._put_back(windows)
+            raise
+
+    def _put_back(self, windows: Iterable[tuple[int, int]]) -> None:
+        for begin, end in windows:
+            masters = torch.from_numpy(self._masters_between(begin, end))
+            write_range(self._optimizer, self._optimizer.layout, begin, masters)
+
+    def _masters_between(self, begin: int, end: int) -> NDArray[np.float32]:
+        masters: NDArray[np.float32] = np.empty(0, np.float32)
+        with raising_together(self._optimizer.dp_process_group):
+            masters = self._optimizer.handler.read_range(begin, end, names=["master"])["master"]
+        return masters
+
+    def _refresh_windows(self, windows: Iterable[tuple[int, int]], precise: Mapping[str, torch.Tensor]) -> None:
+        for begin, end in windows:
+            masters = self._masters_between(begin, end)
             changed = self._merge(begin, torch.from_numpy(masters), precise)
-            if optimizer.sum_over_ranks(float(changed)) > 0:
+            if self._optimizer.sum_over_ranks(float(changed)) > 0:
                 self._modify(begin, masters)
 
     def _merge(self, begin: int, masters: torch.Tensor, precise: Mapping[str, torch.Tensor]) -> bool:

@@ -21,6 +21,9 @@ class RankState:
 
     Args:
         keep: Leave the state on storage when it is closed.
+
+    Attributes:
+        in_fit: Whether a Trainer's fit is going on with it.
     """
 
     def __init__(self, *, keep: bool) -> None:
@@ -29,6 +32,7 @@ class RankState:
         self._arena: GradientArena | None = None
         self._handler: TransferHandler | None = None
         self._lost: str | None = None
+        self.in_fit = False
 
     def hold_arena(self, layout: PartitionLayout, arena: GradientArena) -> None:
         """Take the partition's layout and its arena."""

@@ -15,7 +15,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
-from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, check_needed, reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, check_frozen, check_needed, reading_checkpoint
 from lightning_smartinfinity.zero3.client_state import of_user
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
@@ -54,6 +54,9 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
         folder.check_states(with_optimizer=True)
         check_needed(folder.model_states, needed, folder.path)
         _check_model(engine, folder)
+        if strict:
+            check_frozen(engine.module, folder.model_states, folder.path)
+            _check_buffers(engine.module, folder)
         _check_optimizer(optimizer, folder)
         saved_steps = folder.steps
         steps = np.array([saved_steps[piece.name] for piece in optimizer.layout.parameters], dtype=np.int64)
@@ -63,7 +66,8 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
     optimizer.checkpoint_event_prologue()
     optimizer.handler.replace(_filler(optimizer, folder), steps=steps, together=together)
     checkpoint = {"module": folder.model_states["module"], FROZEN_PARAM_FRAGMENTS: frozen}
-    engine.load_module_state_dict(checkpoint=checkpoint, strict=strict)
+    with together():
+        engine.load_module_state_dict(checkpoint=checkpoint, strict=strict)
     optimizer.checkpoint_event_epilogue()
     _restore_optimizer(optimizer, folder)
     _restore_counters(engine, folder.model_states)
@@ -152,6 +156,17 @@ def _check_model(engine: Any, folder: UniversalFolder) -> None:
     saved = folder.frozen_shapes()
     if saved is not None:
         check_names(engine._get_zero_frozen_param_attributes(engine._get_param_shape_func), saved, folder.path)
+
+
+def _check_buffers(module: torch.nn.Module, folder: UniversalFolder) -> None:
+    parameters = dict(module.named_parameters(remove_duplicate=False)).keys()
+    here, there = module.state_dict().keys() - parameters, folder.model_states["module"].keys() - parameters
+    if here != there:
+        raise CheckpointError(
+            f"The buffers of {folder.path} differ from the model's: {sorted(here ^ there)[0]!r} is missing "
+            f"{'there' if here - there else 'here'}.",
+            "Build the model as it was when the checkpoint was saved, or load with strict_loading=False in the module.",
+        )
 
 
 def _check_optimizer(optimizer: Any, folder: UniversalFolder) -> None:

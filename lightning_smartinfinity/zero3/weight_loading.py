@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.transfer.windows import Window
-from lightning_smartinfinity.zero3.checkpoint_folder import check_weights, reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoint_folder import check_frozen, check_weights, reading_checkpoint
 from lightning_smartinfinity.zero3.client_state import of_user
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
@@ -49,6 +49,8 @@ def load_saved_weights(engine: Any, path: str | Path, *, strict: bool) -> dict[s
     targets: dict[str, list[Any]] = {}
     with raising_together(), reading_checkpoint(saved.path):
         saved.require_whole()
+        if strict:
+            check_frozen(engine.module, saved.model_states, saved.path)
         targets = _targets(engine.module, saved, strict=strict)
     optimizer = engine.optimizer
     trains = getattr(optimizer, "handler", None) is not None

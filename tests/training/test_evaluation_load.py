@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from lightning_smartinfinity import CheckpointError
+from lightning_smartinfinity import CheckpointError, SmartInfinityStrategy
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import Recipe
@@ -219,3 +219,20 @@ def test_a_flipped_bit_in_the_masters_is_reported(
     with pytest.raises(CheckpointError, match=Path(damaged).name.replace(".", r"\.")) as caught:
         quiet_trainer(tmp_path).validate(Buffered(RECIPE), ckpt_path=folder, verbose=False)
     assert caught.value.remedy.endswith(".")
+
+
+def test_frozen_parameters_that_were_left_out(tmp_path: Path) -> None:
+    """Whoever loads such a checkpoint is told how; then they keep the values that the model was built with."""
+    path = tmp_path / "trained.ckpt"
+    strategy = SmartInfinityStrategy(tmp_path / "state", exclude_frozen_parameters=True)
+    trainer, module = quiet_trainer(tmp_path, strategy, max_steps=2), Buffered(RECIPE)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    strategy.close()
+    for use in ("validate", "fit"):
+        again = quiet_trainer(tmp_path / use, max_steps=3)
+        with pytest.raises(CheckpointError, match=r"exclude_frozen_parameters.*strict_loading=False"):
+            getattr(again, use)(Buffered(RECIPE), ckpt_path=path)
+        lenient = Buffered(RECIPE)
+        lenient.strict_loading = False
+        getattr(quiet_trainer(tmp_path / f"{use}-again", max_steps=3), use)(lenient, ckpt_path=path)

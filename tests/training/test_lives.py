@@ -160,3 +160,29 @@ def test_saving_reads_the_state_once(tmp_path: Path) -> None:
     read = strategy.traffic().shared_read_bytes - before
     extents = strategy.optimizers[0].layout.extents
     assert read == sum(extents.slot_bytes(device) for device in range(extents.num_devices))
+
+
+class TakesTheModule(pl.Callback):
+    """In the middle of a fit, gives its module to another Trainer."""
+
+    def __init__(self, root: Path, use: str) -> None:
+        self.trainer, self.use = quiet_trainer(root, max_steps=1), use
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 2:
+            getattr(self.trainer, self.use)(pl_module)
+
+
+@pytest.mark.parametrize("use", ["validate", "fit"])
+def test_a_module_in_a_fit_is_not_given_to_another_trainer(use: str, tmp_path: Path) -> None:
+    """It is refused by name before it is taken out of the fit's hands, which can be saved and has lost nothing."""
+    module, taker = Evaluated(RECIPE), TakesTheModule(tmp_path / "other", use)
+    trainer = quiet_trainer(tmp_path, max_steps=3, callbacks=[taker])
+    with pytest.raises(UnsupportedError, match="is being fitted by another Trainer"):
+        trainer.fit(module)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    resumed, whole = Evaluated(RECIPE), Evaluated(RECIPE)
+    quiet_trainer(tmp_path / "resumed", max_steps=3).fit(resumed, ckpt_path=tmp_path / "saved.ckpt")
+    quiet_trainer(tmp_path / "whole", max_steps=3).fit(whole)
+    assert module.losses == whole.losses[:2]
+    assert len(resumed.losses) == 1

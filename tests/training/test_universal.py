@@ -201,6 +201,18 @@ def test_universal_checkpoints_that_do_not_fit_are_refused(name: str, tiny: Path
     assert caught.value.remedy
 
 
+def test_a_buffer_that_a_universal_checkpoint_lacks(tiny: Path, tmp_path: Path) -> None:
+    """It is named before anything is loaded."""
+
+    class More(LitTiny):
+        def __init__(self, recipe: Recipe) -> None:
+            super().__init__(recipe)
+            self.register_buffer("more", torch.zeros(1))
+
+    with pytest.raises(CheckpointError, match="'more' is missing there"):
+        quiet_trainer(tmp_path, precision="32-true", max_steps=4).fit(More(TINY), ckpt_path=tiny)
+
+
 def test_validation_of_a_universal_checkpoint_uses_its_weights(tiny: Path, tmp_path: Path) -> None:
     """In a fresh Trainer, tied and frozen weights too: the metric of the ordinary checkpoint."""
     recipe = dataclasses.replace(TINY, validate=True)

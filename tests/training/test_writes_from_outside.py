@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_full_fp32_param
 
+from lightning_smartinfinity import StorageError
+from lightning_smartinfinity.native import testing
+from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
+from tests.helpers.trainers import quiet_trainer
 from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
 from tests.training.writes_worker import EDITS, NAMES, SCALE, Seen, expected, only_gathered, run
 
@@ -84,3 +90,19 @@ def test_a_mistake_on_one_rank_raises_on_both(two_processes: Path) -> None:
     """Rank 1 alone passes a tensor of the wrong size to a collective call: neither hangs, both say why."""
     for rank in range(2):
         assert "(33,)" in torch.load(two_processes / f"full-{rank}.pt", weights_only=True)["refused"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_write_that_fails_leaves_the_parameter_as_it_was(precision: str, tmp_path: Path) -> None:
+    """Who catches the error goes on with one value, not with another in the parameter than in its master."""
+    module = LitTiny(Recipe(precision=precision, max_steps=1))
+    trainer = quiet_trainer(tmp_path, precision=precision, max_steps=1)
+    trainer.fit(module)
+    optimizer, weight = trainer.strategy.optimizers[0], module.model.tokens.weight
+    before = safe_get_full_fp32_param(weight)
+    testing.inject(optimizer.handler._device._pipeline, fail_write_at=0)
+    with pytest.raises(StorageError), GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.fill_(7.0)
+    with GatheredParameters([weight]):
+        assert torch.equal(weight, before.to(weight.dtype))
+    assert torch.equal(safe_get_full_fp32_param(weight), before)

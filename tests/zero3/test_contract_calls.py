@@ -16,7 +16,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import (
+    DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
+    Init,
+    ZeroParamStatus,
+)
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
@@ -26,6 +30,7 @@ from tests.helpers.models import Recipe
 from tests.helpers.plain import Everything
 from tests.helpers.trainers import quiet_trainer
 from tests.zero3.observed import Calls, observing
+from tests.zero3.test_contract import undecorated
 
 STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
 OURS = "SmartInfinityOptimizer"
@@ -175,6 +180,16 @@ def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
     assert seen.callers("GradientPath.partition_grads") == {f"{STAGE3}.__reduce_and_partition_ipg_grads"}
 
 
+def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> None:
+    """What zero.Init installs on parameters calls its own methods, replaced for a while (zero3/gather_on_use.py)."""
+    installed = "Init._convert_to_deepspeed_param.<locals>"
+    assert seen.has(f"{installed}.all_gather", "Init._all_gather"), "a read of a new model would not be noticed"
+    assert seen.has(f"{installed}.partition", "Init._partition"), "nor that it was partitioned again"
+    for name in ("_all_gather", "_partition"):
+        assert list(inspect.signature(undecorated(getattr(Init, name))).parameters)[1] == "param_list"
+    assert list(inspect.signature(Init._post_init_method).parameters) == ["self", "module"]
+
+
 def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
     """The engine's epilogue calls the optimizer's, where graphs that are no longer retained are released."""
     assert seen.callers("GradientPath.backward_epilogue") == {"DeepSpeedEngine._backward_epilogue"}
@@ -184,15 +199,15 @@ def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
 @pytest.mark.parametrize(
     ("ours", "hook"),
     [
-        ("_noticing.<locals>.noticing", "_run_before_backward_function"),
-        ("_unless_retained.<locals>.releasing", "_run_after_backward_function"),
-        ("_unless_retained.<locals>.releasing", "_post_forward_module_hook"),
+        ("learn_late_uses.<locals>.learning.<locals>.gathering", "_run_before_backward_function"),
+        ("RetainedGraphs._unless_retained.<locals>.releasing", "_run_after_backward_function"),
+        ("RetainedGraphs._unless_retained.<locals>.releasing", "_post_forward_module_hook"),
     ],
 )
 def test_module_hooks_look_up_what_gathers_and_releases(seen: Observed, ours: str, hook: str) -> None:
-    """The hooks call the offload's methods by name, so that ours can stand before them (zero3/retained_graphs.py)."""
+    """Hooks call the offload's methods by name, so ours can stand before them (retained_graphs.py, late_uses.py)."""
     caller = f"DeepSpeedZeRoOffload._register_deepspeed_module.<locals>.{hook}"
-    assert caller in seen.callers(f"RetainedGraphs.{ours}"), "parameters of retained graphs would be released"
+    assert caller in seen.callers(ours), "parameters of retained graphs would be released"
 
 
 def test_leftovers_of_backward_are_released_by_the_offload(seen: Observed) -> None:
