@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, is_zero_param
+from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_smartinfinity.errors import UnsupportedError
@@ -23,8 +23,9 @@ def refuse_foreign_steps() -> None:
 def _refuse(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            # What happens to be gathered loses its update as soon as it is partitioned again.
-            if is_zero_param(param) and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
+            # What happens to be gathered loses its update as soon as it is partitioned again. The flat partitions that
+            # stock DeepSpeed steps have an id, too, but no status.
+            if hasattr(param, "ds_status") and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__}.step() found a parameter of shape {tuple(param.ds_shape)} that ZeRO-3 "
                     "has partitioned: its module was set up by a smart_infinity strategy before.",
