@@ -71,7 +71,7 @@ class NearStorage:
         self._storage = storage_folders(storage)
         self._transfer = checked_transfer(transfer)
         self._state_format = state_format
-        self._overlap = "none" if overlap == "auto" else overlap
+        self._overlap = overlap
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
         self._training_engine: Any = None

@@ -8,6 +8,7 @@ the installed DeepSpeed by the tests of docs/seams.md.
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ from lightning_smartinfinity.zero3.collectives import failing_together, raise_to
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.gradient_path import GradientPath
 from lightning_smartinfinity.zero3.outside_writes import OutsideWrites
+from lightning_smartinfinity.zero3.overlap_choice import OverlapChoice
 from lightning_smartinfinity.zero3.partition import describe_partition, outputs_of, zero_padding
 from lightning_smartinfinity.zero3.rank_state import RankState
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -60,7 +62,8 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         self.saves_weights_only = False
         self._left_out: list[Any] = []
         self.update = UpdateInFlight(self)
-        self.speculation = Speculation(self, enabled=offload.overlap == "backward")
+        self.overlap = OverlapChoice(offload.overlap, speculates=offload.transfer.num_slots > 1)
+        self.speculation = Speculation(self, enabled=self.overlap.may_speculate)
         # Whether the backward that comes is the last of its window, as far as its caller knows.
         self.step_follows = False
         rank_state = RankState(keep=offload.transfer.keep)
@@ -79,7 +82,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
                 "be undone.",
                 stacklevel=2,
             )
-        if offload.overlap != "none":
+        if self.overlap.may_overlap:
             # The base class would gather small parameters, from all over the model, as soon as the update has begun.
             # They are gathered when they are used, and stay so until the next step.
             self.persistent_parameters: list[Any] = []
@@ -156,6 +159,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
                 "optimizer.step(closure) does not work with the smart_infinity strategy.",
                 "Run forward and backward first, then call step().",
             )
+        self.overlap.step_begins(time.monotonic(), sum_over_ranks=self.sum_over_ranks)
         refused = find_ignored(_flatten(self.fp16_groups), self._left_out, names=self.param_names)
         self._pre_step()
         self.retained.release()
@@ -213,7 +217,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         plan = self._plan(active=self.arena.active.copy(), gradient_scale=gradient_scale)
         try:
             self.update.begin(plan)
-            if self._offload.overlap == "none":
+            if self.overlap.mode == "none":
                 self.update.settle()
         except BaseException as error:  # an interrupt as well
             self.update.abandon(error)
@@ -237,7 +241,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
     def backward_begins(self, *, retain_graph: bool) -> None:
         """The engine's backward begins: the update may, too, if nothing but the step is to follow it."""
         follows, self.step_follows = self.step_follows, False
-        if follows and not retain_graph and self._offload.overlap == "backward":
+        if follows and not retain_graph and self.overlap.mode == "backward":
             everything = np.ones(len(self.layout.parameters), np.bool_)
             plan = self._plan(active=everything, gradient_scale=1.0 / float(self.loss_scale))
             self.speculation.backward_begins(plan)

@@ -18,7 +18,7 @@ class OffloadSettings:
         storage: One folder per storage device.
         transfer: Ring, engine and durability.
         state_format: How it lies there.
-        overlap: What the update may run beside: ``"none"``, ``"forward"`` or ``"backward"``.
+        overlap: What the update may run beside: ``"none"``, ``"forward"``, ``"backward"`` or ``"auto"``.
     """
 
     storage: tuple[Path, ...]

@@ -308,3 +308,13 @@ def _after_one_step(root: Path, recipe: Recipe) -> list[torch.Tensor]:
     optimizer.step()
     fabric.strategy.close()
     return [param.detach().clone() for param in _gathered(module)]
+
+
+def test_auto_changes_nothing_but_time(tmp_path: Path) -> None:
+    """Through every overlap that it tries, and with the one that it chooses, the bits are those without."""
+    recipe = dataclasses.replace(BF16, max_steps=26, clip=0.3, groups=True)
+    results = []
+    for overlap in ("none", "auto"):
+        options = {"overlap": overlap, "state_format": "bf16"}
+        results.append(result(Run(out=str(tmp_path / overlap), recipe=recipe, transfer=SMALL_RING, options=options)))
+    assert_same(*results)

@@ -1,0 +1,82 @@
+"""Which overlap a training works with: the one that was asked for, or the fastest in its first steps.
+
+All of them compute the same bits, so that a choice by time changes nothing but time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from statistics import median
+
+__all__ = ["OverlapChoice"]
+
+_log = logging.getLogger(__name__)
+
+# Steps with each candidate: those that find caches cold and what the one before left in flight, and those that count.
+_WARM_UP = 2
+_MEASURED = 5
+# What is less simple has to be so much faster.
+_GAIN = 0.97
+
+
+class OverlapChoice:
+    """The overlap of every step, alike on all ranks.
+
+    Args:
+        setting: ``"none"``, ``"forward"``, ``"backward"`` or ``"auto"``.
+        speculates: Whether an update that begins in backward could be undone; else ``"auto"`` does not try it.
+    """
+
+    def __init__(self, setting: str, *, speculates: bool = True) -> None:
+        candidates = ("none", "forward", "backward") if speculates else ("none", "forward")
+        self._candidates: Sequence[str] = candidates if setting == "auto" else (setting,)
+        self._tried = 0
+        self._last: float | None = None
+        self._seconds: list[float] = []
+        self._medians: list[float] = []
+        self.mode = self._candidates[0]
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether any step may."""
+        return self._candidates != ("none",)
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether any step may begin in backward."""
+        return "backward" in self._candidates
+
+    def step_begins(self, now: float, *, sum_over_ranks: Callable[[float], float]) -> None:
+        """Called once for every step, by all ranks; collective when the choice is made.
+
+        Args:
+            now: In seconds.
+            sum_over_ranks: Of one number.
+        """
+        if len(self._candidates) == 1:
+            return
+        if self._last is not None:
+            self._seconds.append(now - self._last)
+        self._last = now
+        if len(self._seconds) < _WARM_UP + _MEASURED:
+            return
+        self._medians.append(sum_over_ranks(median(self._seconds[_WARM_UP:])))
+        self._seconds.clear()
+        self._tried += 1
+        if self._tried < len(self._candidates):
+            self.mode = self._candidates[self._tried]
+        else:
+            self._choose()
+
+    def _choose(self) -> None:
+        best = 0
+        for index in range(1, len(self._candidates)):
+            if self._medians[index] < _GAIN * self._medians[best]:
+                best = index
+        measured = ", ".join(
+            f"{name} {value:.4g} s" for name, value in zip(self._candidates, self._medians, strict=True)
+        )
+        self.mode = self._candidates[best]
+        self._candidates = (self.mode,)
+        _log.info("overlap='auto': %s from now on; steps took, summed over processes: %s.", self.mode, measured)

@@ -1,0 +1,57 @@
+"""Which overlap ``auto`` works with: decided by time, alike on all ranks, and by nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_smartinfinity.zero3.overlap_choice import OverlapChoice
+
+
+def run(choice: OverlapChoice, seconds: dict[str, float], *, steps: int = 40, jitter: bool = False) -> list[str]:
+    """The mode of every step, each of which takes the seconds of its mode."""
+    now, modes = 0.0, []
+    for step in range(steps):
+        choice.step_begins(now, sum_over_ranks=lambda value: value)
+        modes.append(choice.mode)
+        slow = 10.0 if jitter and step % 7 in (2, 3) else 1.0
+        now += seconds[choice.mode] * slow
+    return modes
+
+
+@pytest.mark.parametrize("setting", ["none", "forward", "backward"])
+def test_a_setting_is_kept(setting: str) -> None:
+    assert set(run(OverlapChoice(setting), {setting: 1.0})) == {setting}
+
+
+@pytest.mark.parametrize("fastest", ["none", "forward", "backward"])
+@pytest.mark.parametrize("jitter", [False, True])
+def test_the_fastest_is_chosen(fastest: str, jitter: bool) -> None:
+    """Each is tried for some steps; a few slow ones, as those of a validation, do not count."""
+    seconds = {"none": 1.0, "forward": 1.0, "backward": 1.0, fastest: 0.8}
+    modes = run(OverlapChoice("auto"), seconds, jitter=jitter)
+    assert modes[0] == "none" and set(modes) == {"none", "forward", "backward"}
+    assert set(modes[25:]) == {fastest}
+
+
+def test_what_is_simpler_stays_where_nothing_is_gained() -> None:
+    assert run(OverlapChoice("auto"), {"none": 1.0, "forward": 0.99, "backward": 0.98})[-1] == "none"
+
+
+def test_no_speculation_where_it_could_not_be_undone() -> None:
+    choice = OverlapChoice("auto", speculates=False)
+    assert not choice.may_speculate and choice.may_overlap
+    assert "backward" not in run(choice, {"none": 1.0, "forward": 0.5})
+
+
+def test_ranks_choose_alike() -> None:
+    """By the sum of what they measured, asked for at the same steps, though each finds another one fastest."""
+    measured = [{"none": 1.0, "forward": 0.9, "backward": 1.2}, {"none": 1.0, "forward": 0.9, "backward": 0.5}]
+    totals = {mode: sum(of_rank[mode] for of_rank in measured) for mode in measured[0]}
+    chosen = []
+    for of_rank in measured:
+        choice, now = OverlapChoice("auto"), 0.0
+        for _ in range(40):
+            choice.step_begins(now, sum_over_ranks=lambda _, choice=choice: totals[choice.mode])  # type: ignore[misc]
+            now += of_rank[choice.mode]
+        chosen.append(choice.mode)
+    assert chosen == ["backward", "backward"]
