@@ -94,7 +94,8 @@ def test_an_interrupted_request_goes_on(tmp_path: Path) -> None:
     written = np.random.default_rng(0).integers(1, 256, (40, 4096), np.uint8)
     (tmp_path / "file").write_bytes(written.tobytes())
     file = StateFile(str(tmp_path / "file"), direct=False)
-    queue, memory = FileQueue(io_threads=1), HostBuffer(written.nbytes)
+    # A thread reads one after the other; io_uring has read all of them while the first one's completion is delayed.
+    queue, memory = FileQueue(io_threads=1, io_engine="threads"), HostBuffer(written.nbytes)
     read = np.frombuffer(memory.memoryview(), np.uint8).reshape(written.shape)
     inject(queue, seed=1, max_delay_us=25_000)
     tickets = [
