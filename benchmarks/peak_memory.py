@@ -79,8 +79,16 @@ def resident(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def train_in_memory(size: str, steps: int, *, probe: Probe, batches: Batches) -> int:
-    """bf16 model, fp32 masters, torch's fused AdamW; returns the number of parameters."""
+def train_in_memory(size: str, steps: int, *, probe: Probe, batches: Batches, clip: float | None = None) -> int:
+    """bf16 model, fp32 masters, torch's fused AdamW; returns the number of parameters.
+
+    Args:
+        size: One of ``gpt2.SIZES``.
+        steps: How many.
+        probe: Takes the times.
+        batches: The tokens of a step.
+        clip: Largest norm of the gradients; None: any.
+    """
     model = GPT2(size).bfloat16()
     params = list(model.parameters())
     masters = [param.detach().float() for param in params]
@@ -93,6 +101,8 @@ def train_in_memory(size: str, steps: int, *, probe: Probe, batches: Batches) ->
         probe.mark()
         for param, master in zip(params, masters, strict=True):
             master.grad, param.grad = param.grad.float(), None  # type: ignore[union-attr]
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(masters, clip)
         optimizer.step()
         with torch.no_grad():
             for param, master in zip(params, masters, strict=True):

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,20 +95,46 @@ def lightning_module(size: str, steps: int, probe: Probe, batches: Batches) -> A
 
 
 def train_near_storage(
-    size: str, steps: int, folder: str, *, accelerator: str, probe: Probe, batches: Batches, **zero: Any
+    size: str,
+    steps: int,
+    folder: str,
+    *,
+    accelerator: str,
+    probe: Probe,
+    batches: Batches,
+    clip: float | None = None,
+    settings: dict[str, Any] | None = None,
+    **zero: Any,
 ) -> Any:
-    """This package, through Lightning's Trainer; returns the strategy."""
+    """This package, through Lightning's Trainer; returns the strategy.
+
+    Args:
+        size: One of ``gpt2.SIZES``.
+        steps: How many.
+        folder: For the state and for Lightning.
+        accelerator: Of the Trainer.
+        probe: Takes the times.
+        batches: The tokens of a step.
+        clip: Largest norm of the gradients; None: any.
+        settings: Further ones of the strategy.
+        **zero: Further keys of its ``zero``.
+    """
     import lightning.pytorch as pl
 
     from lightning_smartinfinity import SmartInfinityStrategy
 
-    strategy = SmartInfinityStrategy(folder, zero={"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **zero})
+    strategy = SmartInfinityStrategy(
+        folder,
+        zero={"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **zero},
+        **(settings or {}),
+    )
     pl.Trainer(
         accelerator=accelerator,
         devices=1,
         strategy=strategy,
         precision="bf16-mixed",
         max_steps=steps,
+        gradient_clip_val=clip,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -117,8 +144,16 @@ def train_near_storage(
     return strategy
 
 
-def train_stock(size: str, steps: int, config: dict[str, Any], *, probe: Probe, batches: Batches) -> int:
-    """DeepSpeed without Lightning, with its own Adam for the CPU; returns the number of parameters.
+def train_stock(
+    size: str,
+    steps: int,
+    config: dict[str, Any],
+    *,
+    probe: Probe,
+    batches: Batches,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+) -> int:
+    """DeepSpeed without Lightning; returns the number of parameters.
 
     Args:
         size: One of ``gpt2.SIZES``.
@@ -126,6 +161,7 @@ def train_stock(size: str, steps: int, config: dict[str, Any], *, probe: Probe, 
         config: DeepSpeed's; its ``zero_optimization`` is completed here.
         probe: Takes the times.
         batches: The tokens of a step.
+        make_optimizer: Called with the parameters; None: DeepSpeed's own Adam for the CPU.
     """
     os.environ |= {"LOCAL_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29531")}
@@ -133,9 +169,9 @@ def train_stock(size: str, steps: int, config: dict[str, Any], *, probe: Probe, 
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     section = {"stage": 3, "sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **config["zero_optimization"]}
-    config = {**config, "bf16": {"enabled": True}, "gradient_clipping": 0.0, "zero_optimization": section}
+    config = {"gradient_clipping": 0.0, **config, "bf16": {"enabled": True}, "zero_optimization": section}
     model = GPT2(size)
-    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-4)
+    optimizer = (make_optimizer or partial(DeepSpeedCPUAdam, lr=1e-4))(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for step in range(steps):
         probe.begin()

@@ -108,11 +108,11 @@ class AioHandle:
         return result
 
 
-def install() -> Any:
+def install(handle: type[AioHandle] = AioHandle) -> Any:
     """Let DeepSpeed's swappers find this op instead of compiling their own."""
     library()
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    AsyncIOBuilder.load = lambda self, verbose=True: SimpleNamespace(aio_handle=AioHandle)  # type: ignore[method-assign]
+    AsyncIOBuilder.load = lambda self, verbose=True: SimpleNamespace(aio_handle=handle)  # type: ignore[method-assign]
     AsyncIOBuilder.is_compatible = lambda self, verbose=False: True  # type: ignore[method-assign]
-    return AioHandle
+    return handle
