@@ -16,91 +16,30 @@ import logging
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from machine import describe
+from stepped_state import SteppedState
 
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.devices.host import HostDevice
-from lightning_smartinfinity.native import DType, HostBuffer
-from lightning_smartinfinity.store import StateStore, StoreDescription
 from lightning_smartinfinity.store.extents import STATE_FORMATS
-from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.layout import ParameterSlice, build_layout
-from lightning_smartinfinity.transfer.plan import Flat, StepPlan
-from lightning_smartinfinity.transfer.rules import rule_for
 
 PRECISION = "bf16-mixed"
 
 
-class Update:
-    """One parameter in bf16 with its gradient and its state.
-
-    Args:
-        folder: Where the state lies.
-        numel: Elements.
-        state_format: A name in ``STATE_FORMATS``.
-        transfer: Ring and direct I/O.
-    """
-
-    def __init__(self, folder: Path, numel: int, state_format: str, transfer: TransferConfig) -> None:
-        whole = ParameterSlice(name="p", numel=numel, real_numel=numel, group=0, sub_group=0)
-        layout = build_layout(
-            [whole],
-            tasklet_bytes=transfer.tasklet_bytes,
-            num_arrays=3,
-            num_devices=1,
-            num_slots=transfer.num_slots,
-            state_format=state_format,
-        )
-        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-        rule = rule_for(optimizer)
-        description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=({"name": "p"},))
-        store = StateStore.create([folder], config=transfer, extents=layout.extents, description=description)
-        self.handler = TransferHandler(layout, store, HostDevice(num_buffers=transfer.num_buffers), rule=rule)
-        self.handler.open()
-        # bf16 from the upper halves of random numbers, tile by tile.
-        values = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32).view(np.uint32) >> 16
-        self.memory = [HostBuffer(2 * numel) for _ in range(2)]
-        for buffer in self.memory:
-            np.copyto(np.frombuffer(buffer.memoryview(), np.uint16), np.resize(values.astype(np.uint16), numel))
-        gradients, parameters = ([Flat(buffer.address, numel, DType.BFLOAT16)] for buffer in self.memory)
-        self.handler.initialize(parameters)
-        self.plan = StepPlan(
-            active=np.ones(1, np.bool_), gradients=gradients, outputs=parameters, groups=optimizer.param_groups
-        )
-        self.numel = numel
-
-    def step(self) -> dict[str, float]:
-        """Seconds and bytes of one step."""
-        before, start = self.handler.traffic(), time.perf_counter()
-        self.handler.begin_step(self.plan)
-        self.handler.commit()
-        seconds, after = time.perf_counter() - start, self.handler.traffic()
-        return {
-            "seconds": seconds,
-            "compute": after.compute_seconds - before.compute_seconds,
-            "read": (after.shared_read_bytes - before.shared_read_bytes) / self.numel,
-            "written": (after.shared_write_bytes - before.shared_write_bytes) / self.numel,
-        }
-
-
 @contextmanager
-def updating(folder: Path, numel: int, state_format: str, transfer: TransferConfig) -> Iterator[Update]:
-    """An update whose files are removed again."""
+def updating(folder: Path, numel: int, state_format: str, transfer: TransferConfig) -> Iterator[SteppedState]:
+    """A state whose files are removed again."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="formats-") as inside:
-        update = Update(Path(inside), numel, state_format, transfer)
+        state = SteppedState([Path(inside)], [numel], state_format=state_format, transfer=transfer)
         try:
-            yield update
+            yield state
         finally:
-            update.handler.close(remove=True)
+            state.close()
 
 
 def updates(folder: Path, million: int, repeats: int, *, tiny: bool) -> list[dict[str, Any]]:
@@ -115,8 +54,8 @@ def updates(folder: Path, million: int, repeats: int, *, tiny: bool) -> list[dic
         found.append(
             {
                 "format": name,
-                "read": steps[-1]["read"],
-                "written": steps[-1]["written"],
+                "read": steps[-1]["read"] / update.numel,
+                "written": steps[-1]["written"] / update.numel,
                 "compute_per_second": 1 / compute,
                 "updates_per_second": million * 1e6 / statistics.median(step["seconds"] for step in steps),
             }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -35,6 +37,31 @@ RUNS = {
         ["--size", "tiny", "--systems", "smart_infinity", "adamw", "--steps", "4"],
         ["| system |", "| smart_infinity |", "| adamw |"],
     ),
+    "scaling.py": (
+        ["--tiny", "--json", "figures.json"],
+        ["| tensors 20 |", "| folders 2 |", "| processes 1 |", "| processes 2 |"],
+    ),
+    "step.py": (
+        # A system of each kind but those whose Adam would have to be built.
+        [
+            *("--size", "tiny", "--steps", "4", "--clip", "on", "--stock-adam", "torch", "--json", "figures.json"),
+            *("--systems", "zero_infinity_tuned", "int8/backward"),
+        ],
+        ["GPT-2 tiny, bf16, 1 x 32 tokens, clipping on", "| zero_infinity_tuned |", "| int8/backward |"],
+    ),
+    "update.py": (
+        ["--tiny", "--formats", "fp32", "int8_remainder", "--json", "figures.json"],
+        ["| state format, engine |", "| fp32, io_uring |", "| fp32, plain |", "| int8_remainder, threads |"],
+    ),
+}
+# What plots.py makes of what these wrote, and what stands in it.
+PLOTTED = {
+    "scaling.py": {"figures.svg": ["tensors", "folders", "processes", "seconds per step"]},
+    "step.py": {
+        "figures-32-tokens-clip-on.svg": ["forward", "backward", "update", "zero_infinity_tuned", "int8/backward"],
+        "figures-32-tokens-clip-on-memory.svg": ["GB", "zero_infinity_tuned", "int8/backward"],
+    },
+    "update.py": {"figures.svg": ["raw disk", "fp32, io_uring", "int8_remainder, plain"]},
 }
 
 
@@ -55,7 +82,31 @@ def test_benchmark_prints_its_table_with_the_machine(
     lines = run(sys.executable, BENCHMARKS / script, *arguments).stdout.splitlines()
     assert re.search(r"\d+ cores, .* GiB of memory, Linux \d", lines[0])
     assert [row for row in rows if not any(line.startswith(row) for line in lines)] == []
+    if script in PLOTTED:
+        assert_plotted(tmp_path / "figures.json", PLOTTED[script])
     assert list(tmp_path.iterdir()) == []
+
+
+def assert_plotted(figures: Path, plots: dict[str, list[str]]) -> None:
+    """plots.py makes these of the figures; all of it is removed again."""
+    output = figures.with_name("plots")
+    printed = run(sys.executable, BENCHMARKS / "plots.py", figures, "--output", output).stdout.splitlines()
+    assert " cores, " in printed[0]
+    assert printed[1:] == [str(output / name) for name in plots]
+    for name, texts in plots.items():
+        drawn = {text.text for text in ElementTree.parse(output / name).iter("{http://www.w3.org/2000/svg}text")}
+        assert set(texts) <= drawn
+    shutil.rmtree(output)
+    figures.unlink()
+
+
+def test_plots_refuse_other_figures(tmp_path: Path) -> None:
+    """A file that none of the plotted benchmarks wrote is named."""
+    other = tmp_path / "other.json"
+    other.write_text('{"benchmark": "formats"}')
+    refused = run(sys.executable, BENCHMARKS / "plots.py", other, "--output", tmp_path, expect_success=False)
+    assert refused.returncode == 1
+    assert refused.stderr == f"{other} holds no figures of step, update, scaling.\n"
 
 
 @pytest.mark.parametrize("script", REFUSALS)
@@ -70,6 +121,6 @@ def test_benchmark_refuses_where_it_cannot_measure(script: str, monkeypatch: pyt
 def test_every_benchmark_is_run_here_and_named_in_the_readme() -> None:
     """A new script has to be added to both."""
     scripts = {path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts == set(RUNS) | set(REFUSALS)
+    assert scripts == set(RUNS) | set(REFUSALS) | {"plots.py"}
     readme = (BENCHMARKS / "README.md").read_text()
     assert [path.name for path in BENCHMARKS.glob("*.py") if f"`{path.name}`" not in readme] == []

@@ -1,0 +1,275 @@
+"""The training step of GPT-2 in bf16 from end to end, beside DeepSpeed's ZeRO-Infinity and -Offload and torch's AdamW.
+
+    python benchmarks/step.py --size 124m --storage /mnt/nvme0 --json step.json
+    python benchmarks/step.py --size 355m --storage /mnt/nvme0 --tokens 32 match --rounds 2
+
+A system of this package is named by its state format and its overlap. ZeRO-Infinity is measured as Lightning sets it up
+(zero_infinity) and pipelined with 12 buffers, blocks of 8 MiB and a queue depth of 32 (zero_infinity_tuned); its I/O
+code is DeepSpeed's own, compiled by itself. Its Adam is built when it first runs (a minute; TORCH_EXTENSIONS_DIR keeps
+it), or torch's fused AdamW stands in (--stock-adam torch).
+
+Each system trains in a process of its own, and all take turns in as many rounds as wanted, each behind a measurement of
+the raw disk. A step lasts from the end of the one before to its own: what overlaps the next step is in that one's
+parts. "bound" is the longer of CPU time divided by cores, and bytes divided by the raw disk's bandwidth. "--tokens
+match" finds the number of tokens at which forward and backward take as long as the update of zero_infinity_tuned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from comparison import Figures, measure, report, table
+from gpt2 import CONTEXT, GPT2, SIZES
+from machine import describe
+from peak_memory import resident, system_io, train_in_memory, zero_infinity_config
+from raw_disk import MIB, RawDisk, Setting, all_settings, cpu_seconds
+from training import PARTS, WARMUP, Probe, tokens, train_near_storage, train_stock
+
+FORMATS = ("fp32", "bf16", "int8", "int8_remainder")
+OVERLAPS = ("none", "forward", "backward")
+OURS = tuple(f"{form}/{overlap}" for form, overlap in product(FORMATS, OVERLAPS))
+BASELINE = "zero_infinity_tuned"
+STOCK = (BASELINE, "zero_infinity", "zero_offload")
+SYSTEMS = (*STOCK, "adamw", *OURS)
+CLIP = 1.0
+FEW_TOKENS, MORE_TOKENS = 32, 256  # of the runs that --tokens match extrapolates from
+COLUMNS = {  # of the table: key of a system's figures, digits
+    **{f"{part} s": (part, 3) for part in PARTS},
+    "step s": ("total", 3),
+    "x tuned": ("speedup", 2),
+    "read B/param": ("read_per_parameter", 1),
+    "written B/param": ("written_per_parameter", 1),
+    "CPU s": ("cpu", 2),
+    "bound s": ("bound", 3),
+    "peak RSS GB": ("peak_gb", 2),
+    "peak RSS GB, set-up": ("setup_peak_gb", 2),
+}
+
+
+class StepProbe(Probe):
+    """The parts of each step, its time from end to end, CPU time, bytes and memory.
+
+    Args:
+        steps: When so many have ended, the figures are taken: what tears a system down does not count.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._num_steps = steps
+        self._ends: list[tuple[float, float]] = []  # clock and CPU time
+        self._io: list[dict[str, int]] = []  # when measuring begins, and when it ends
+        self._peaks: list[int] = []  # until then
+
+    def end(self) -> None:
+        """The step has ended. After the warm-up the peak of memory starts anew from the present size."""
+        super().end()
+        self._ends.append((time.perf_counter(), cpu_seconds()))
+        if len(self._ends) in (WARMUP, self._num_steps):
+            self._peaks.append(resident("VmHWM"))
+            self._io.append(system_io())
+        if len(self._ends) == WARMUP:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see proc(5)
+
+    def figures(self, numel: int) -> Figures:
+        """Seconds of each measured step, and the rest over all of them.
+
+        Args:
+            numel: Parameters of the model.
+        """
+        ends, (before, after) = self._ends[WARMUP - 1 :], self._io
+        gaps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ends)]
+        moved = {key: (after[key] - before[key]) / numel / len(gaps) for key in ("read_bytes", "write_bytes")}
+        return {
+            **{part: [step[part] for step in self.steps[WARMUP:]] for part in PARTS},
+            "total": [seconds for seconds, _ in gaps],
+            "cpu": [cpu for _, cpu in gaps],
+            "read_per_parameter": moved["read_bytes"],
+            "written_per_parameter": moved["write_bytes"],
+            "setup_peak_gb": self._peaks[0] / 1e9,
+            "peak_gb": self._peaks[1] / 1e9,
+            "parameters": numel,
+        }
+
+
+def shape_of(number: int) -> tuple[int, int]:
+    """Sequences and their length, for a number of tokens: one sequence up to the model's context, then more."""
+    return (1, number) if number <= CONTEXT else (-(-number // CONTEXT), CONTEXT)
+
+
+def run(options: argparse.Namespace) -> Figures:
+    """One system in this process."""
+    size, steps, folder = options.size, options.steps, options.storage
+    clip = CLIP if options.clip == ["on"] else None
+    probe = StepProbe(steps)
+    common: dict[str, Any] = {
+        "probe": probe,
+        "batches": partial(tokens, size=size, shape=shape_of(int(options.tokens[0]))),
+    }
+    if options.child == "adamw":
+        train_in_memory(size, steps, clip=clip, **common)
+    elif options.child in OURS:
+        state_format, overlap = options.child.split("/")
+        settings = {"state_format": state_format, "overlap": overlap}
+        train_near_storage(size, steps, folder, accelerator="cpu", clip=clip, settings=settings, **common)
+    else:
+        run_stock(options, clip, common)
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in GPT2(size).parameters())
+    return probe.figures(numel)
+
+
+def run_stock(options: argparse.Namespace, clip: float | None, common: dict[str, Any]) -> None:
+    """ZeRO-Offload or ZeRO-Infinity."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import stock_io
+
+    from lightning_smartinfinity.zero3.environment import forbid_jit_builds
+
+    forbid_jit_builds()  # of an op for collectives in shared memory, which one process does not need
+    config = zero_infinity_config(options.storage, pipelined=options.child == BASELINE)
+    if options.child == "zero_offload":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    else:
+        stock_io.install()
+    config["gradient_clipping"] = clip or 0.0
+    make_optimizer = None
+    if options.stock_adam == "torch":
+        config["zero_force_ds_cpu_optimizer"] = False
+        make_optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    train_stock(options.size, options.steps, config, make_optimizer=make_optimizer, **common)
+
+
+class Disk:
+    """The raw disk at as many reads as writes, by its best settings."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        settings = all_settings((MIB // 4,), (2,)) if options.size == "tiny" else all_settings()
+        nbytes = (1 if options.size == "tiny" else 1024) * MIB
+        self._raw = RawDisk(folder, nbytes, read_fraction=0.5, settings=settings)
+        self._best: list[Setting] = self._raw.sweep(nbytes // 4)
+
+    def gb_per_second(self) -> float:
+        """Now."""
+        return max(self._raw.measure(setting).gb_per_second for setting in self._best)
+
+
+def child_figures(system: str, clip: str, number: int, options: argparse.Namespace) -> Figures | None:
+    """Of a process that trains a system; None if it fails."""
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix="step-") as folder:
+        chosen = ["--size", options.size, "--steps", str(options.steps), "--stock-adam", options.stock_adam]
+        more = ["--clip", clip, "--tokens", str(number), "--storage", folder]
+        return measure(f"{system}, clipping {clip}, {number} tokens", __file__, "--child", system, *chosen, *more)
+
+
+def rounds(clip: str, number: int, disk: Disk, options: argparse.Namespace) -> dict[str, Figures]:
+    """Figures of all systems, which take turns; steps of all rounds are put together."""
+    found: dict[str, list[Figures]] = {system: [] for system in options.systems}
+    for _ in range(options.rounds):
+        for system, of_system in found.items():
+            bandwidth = disk.gb_per_second()
+            figures = child_figures(system, clip, number, options)
+            if figures is not None:
+                of_system.append({**figures, "raw_gb_per_second": [bandwidth]})
+    return {system: summary(of_system) for system, of_system in found.items() if len(of_system) == options.rounds}
+
+
+def summary(of_rounds: list[Figures]) -> Figures:
+    """Medians of what was measured in each step, greatest peaks, means of the rest; the steps' seconds beside them."""
+    merged: Figures = {}
+    for key in of_rounds[0]:
+        values = [figures[key] for figures in of_rounds]
+        if isinstance(values[0], list):
+            merged[key] = statistics.median(value for of_round in values for value in of_round)
+        else:
+            merged[key] = max(values) if "peak" in key else statistics.mean(values)
+    merged["seconds_of_steps"] = [seconds for figures in of_rounds for seconds in figures["total"]]
+    moved = (merged["read_per_parameter"] + merged["written_per_parameter"]) * merged["parameters"]
+    cores = len(os.sched_getaffinity(0))
+    merged["bound"] = max(merged["cpu"] / cores, moved / merged["raw_gb_per_second"] / 1e9)
+    return merged
+
+
+def compare_with_baseline(rows: dict[str, Figures]) -> None:
+    """How many times as fast as tuned ZeRO-Infinity, where that was measured."""
+    if BASELINE in rows:
+        for row in rows.values():
+            row["speedup"] = rows[BASELINE]["total"] / row["total"]
+
+
+def matching_tokens(options: argparse.Namespace) -> int:
+    """Tokens at which forward and backward take as long as the update of tuned ZeRO-Infinity."""
+    few, more = (child_figures(BASELINE, "off", number, options) for number in (FEW_TOKENS, MORE_TOKENS))
+    if few is None or more is None:
+        raise SystemExit(f"--tokens match needs {BASELINE}, which failed.")
+    passes = [statistics.median(map(sum, zip(f["forward"], f["backward"], strict=True))) for f in (few, more)]
+    per_token = max((passes[1] - passes[0]) / (MORE_TOKENS - FEW_TOKENS), 1e-9)
+    tokens_more = (statistics.median(few["update"]) - passes[0]) / per_token
+    return max(FEW_TOKENS, FEW_TOKENS + round(tokens_more / FEW_TOKENS) * FEW_TOKENS)
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="124m")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
+    parser.add_argument("--clip", nargs="+", choices=("off", "on"), default=["off", "on"], help=f"gradients, to {CLIP}")
+    parser.add_argument("--tokens", nargs="+", default=[str(FEW_TOKENS)], help='of a step: numbers, or "match"')
+    parser.add_argument("--steps", type=int, default=WARMUP + 5, help=f"of a round; the first {WARMUP} do not count")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--stock-adam", choices=("deepspeed", "torch"), default="deepspeed")
+    parser.add_argument("--storage", default=".", help="folder on the disk to measure")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.steps <= WARMUP:
+        parser.error(f"--steps {options.steps} leaves none to measure: the first {WARMUP} warm up")
+    if not all(number == "match" or number.isdecimal() for number in options.tokens):
+        parser.error(f"--tokens {' '.join(options.tokens)}: pass numbers, or match")
+    return options
+
+
+def main() -> int:
+    """Measures each system and prints a table for each number of tokens, with and without clipping.
+
+    Returns:
+        Exit status: 1 if a system failed.
+    """
+    options = parse_options()
+    if options.child:
+        report(run(options))
+        return 0
+    machine = describe("torch", "lightning", "deepspeed")
+    print(machine)
+    numbers = [matching_tokens(options) if number == "match" else int(number) for number in options.tokens]
+    tables = []
+    with tempfile.TemporaryDirectory(dir=options.storage, prefix="step-") as folder:
+        disk = Disk(Path(folder), options)
+        for number, clip in product(numbers, options.clip):
+            rows = rounds(clip, number, disk, options)
+            compare_with_baseline(rows)
+            batch, length = shape_of(number)
+            print(
+                f"\nGPT-2 {options.size}, bf16, {batch} x {length} tokens, clipping {clip}, "
+                f"{options.rounds * (options.steps - WARMUP)} steps\n"
+            )
+            print(table(rows, COLUMNS))
+            tables.append({"tokens": batch * length, "clip": clip == "on", "rows": rows})
+    if options.json:
+        figures = {"benchmark": "step", "machine": machine, "size": options.size, "tables": tables}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return int(any(len(of["rows"]) < len(options.systems) for of in tables))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Optimizer state on storage and the steps of the transfer handler over it, without a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from raw_disk import cpu_seconds
+
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.devices.host import HostDevice
+from lightning_smartinfinity.native import DType, HostBuffer
+from lightning_smartinfinity.store import StateStore, StoreDescription
+from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.transfer.layout import ParameterSlice, build_layout
+from lightning_smartinfinity.transfer.plan import Flat, StepPlan
+from lightning_smartinfinity.transfer.rules import rule_for
+
+# The first optimizer of a process imports much of torch: here once, before processes are forked.
+OPTIMIZER = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+
+
+class SteppedState:
+    """Parameters in bf16 with their gradients in memory and their state on storage.
+
+    Args:
+        folders: Where the state lies, one for each device.
+        numels: Elements of each parameter.
+        state_format: A name in ``STATE_FORMATS``.
+        transfer: Ring, engine and direct I/O.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path], numels: Sequence[int], *, state_format: str, transfer: TransferConfig
+    ) -> None:
+        parameters = [
+            ParameterSlice(name=f"p{index}", numel=numel, real_numel=numel, group=0, sub_group=0)
+            for index, numel in enumerate(numels)
+        ]
+        layout = build_layout(
+            parameters,
+            tasklet_bytes=transfer.tasklet_bytes,
+            num_arrays=3,
+            num_devices=len(folders),
+            num_slots=transfer.num_slots,
+            state_format=state_format,
+        )
+        rule = rule_for(OPTIMIZER)
+        named = tuple({"name": parameter.name} for parameter in parameters)
+        description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=named)
+        store = StateStore.create(list(folders), config=transfer, extents=layout.extents, description=description)
+        device = HostDevice(num_buffers=transfer.num_buffers, io_engine=transfer.io_engine)
+        self.handler = TransferHandler(layout, store, device, rule=rule)
+        self.handler.open()
+        self.numel = sum(numels)
+        self._memory = [_bf16_memory(self.numel) for _ in range(2)]
+        gradients, outputs = ([Flat(buffer.address, self.numel, DType.BFLOAT16)] for buffer in self._memory)
+        self.handler.initialize(outputs)
+        self._plan = StepPlan(
+            active=np.ones(len(parameters), np.bool_),
+            gradients=gradients,
+            outputs=outputs,
+            groups=OPTIMIZER.param_groups,
+        )
+
+    def step(self) -> dict[str, float]:
+        """One step: seconds, CPU seconds (of the process, and of updates alone), bytes read and written."""
+        before, used, start = self.handler.traffic(), cpu_seconds(), time.perf_counter()
+        self.handler.begin_step(self._plan)
+        self.handler.commit()
+        seconds, cpu, after = time.perf_counter() - start, cpu_seconds() - used, self.handler.traffic()
+        return {
+            "seconds": seconds,
+            "cpu": cpu,
+            "compute": after.compute_seconds - before.compute_seconds,
+            "read": after.shared_read_bytes - before.shared_read_bytes,
+            "written": after.shared_write_bytes - before.shared_write_bytes,
+        }
+
+    def close(self) -> None:
+        """Remove the state."""
+        self.handler.close(remove=True)
+
+
+def _bf16_memory(numel: int) -> HostBuffer:
+    """The upper halves of random fp32 numbers."""
+    values = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32).view(np.uint32) >> 16
+    memory = HostBuffer(2 * numel)
+    np.copyto(np.frombuffer(memory.memoryview(), np.uint16), np.resize(values.astype(np.uint16), numel))
+    return memory
