@@ -5,8 +5,8 @@
 
 A system of this package is named by its state format and its overlap. ZeRO-Infinity is measured as Lightning sets it up
 (zero_infinity) and pipelined with 12 buffers, blocks of 8 MiB and a queue depth of 32 (zero_infinity_tuned); its I/O
-code is DeepSpeed's own, compiled by itself. Its Adam is built when it first runs (a minute; TORCH_EXTENSIONS_DIR keeps
-it), or torch's fused AdamW stands in (--stock-adam torch).
+code is DeepSpeed's own, compiled by itself. torch's fused AdamW updates for it; with --stock-adam deepspeed its own
+Adam does, which is built when it first runs (a minute; TORCH_EXTENSIONS_DIR keeps it).
 
 Each system trains in a process of its own, and all take turns in as many rounds as wanted, each behind a measurement of
 the raw disk. A step lasts from the end of the one before to its own: what overlaps the next step is in that one's
@@ -227,7 +227,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", default=[str(FEW_TOKENS)], help='of a step: numbers, or "match"')
     parser.add_argument("--steps", type=int, default=WARMUP + 5, help=f"of a round; the first {WARMUP} do not count")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--stock-adam", choices=("deepspeed", "torch"), default="deepspeed")
+    parser.add_argument("--stock-adam", choices=("deepspeed", "torch"), default="torch")
     parser.add_argument("--storage", default=".", help="folder on the disk to measure")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
