@@ -29,7 +29,10 @@ class TransferConfig:
             thread pool), ``"plain"`` (the same through the page cache, which is given back at once: for file systems
             without direct I/O) or ``"auto"`` (io_uring where the system allows it, else threads; plain without direct
             I/O).
-        dram_cache_bytes: Optimizer state kept in host memory; only 0 for now.
+        dram_cache_bytes: Optimizer state that stays in host memory, in bytes per rank: whole tasklets, the first of the
+            partition first. It is written to storage as well, so that only reads are saved; with ``durability="none"``
+            and ``keep=False`` it is in memory only, and writes are saved too. ``"auto"``: what is free when training
+            begins, less a quarter of the memory, shared by the ranks of a machine. No result depends on it.
         durability: ``"none"`` (one slot: a failed step cannot be undone), ``"step"`` (two slots: a failed step is
             rolled back exactly, ``StateStore.recover`` can open the store after a kill) or ``"power"`` (after a
             power loss, too: flushes the device at every step). Training resumes from checkpoints, whichever it is.
@@ -45,7 +48,7 @@ class TransferConfig:
     tasklet_bytes: int = 4 * 1024 * 1024
     num_buffers: int = 16
     io_engine: str = "auto"
-    dram_cache_bytes: int = 0
+    dram_cache_bytes: int | str = 0
     durability: str = "step"
     direct_io: str = "auto"
     job: str = "default"
@@ -63,11 +66,7 @@ class TransferConfig:
                 " the page cache.",
                 "Use io_engine='auto', or direct_io='off'.",
             )
-        if self.dram_cache_bytes != 0:
-            raise ConfigError(
-                f"TransferConfig(dram_cache_bytes={self.dram_cache_bytes!r}) is not available in this version.",
-                "Use dram_cache_bytes=0.",
-            )
+        _require_cache_bytes(self.dram_cache_bytes)
         if not isinstance(self.keep, bool):
             raise ConfigError(f"TransferConfig(keep={self.keep!r}) is not a bool.", "Pass True or False.")
         _require_folder_name("job", self.job)
@@ -82,12 +81,24 @@ class TransferConfig:
         """Places a tasklet's state may lie on storage: 1 without durability, else 2."""
         return 1 if self.durability == "none" else 2
 
+    @property
+    def writes_through(self) -> bool:
+        """Whether state that stays in host memory is written to storage as well."""
+        return self.durability != "none" or self.keep
+
 
 def _require_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ConfigError(f"TransferConfig({name}={value!r}) is out of range.", f"Pass an int of at least {minimum}.")
     if maximum is not None and value > maximum:
         raise ConfigError(f"TransferConfig({name}={value!r}) is out of range.", f"Pass an int of at most {maximum}.")
+
+
+def _require_cache_bytes(value: object) -> None:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ConfigError(
+            f"TransferConfig(dram_cache_bytes={value!r}) is out of range.", "Pass an int of at least 0, or 'auto'."
+        )
 
 
 def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

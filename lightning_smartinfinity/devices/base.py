@@ -30,6 +30,8 @@ class Traffic:
         wait_seconds: Time callers spent waiting.
         system_calls: Made for I/O.
         io_cpu_seconds: CPU time of the threads that do I/O.
+        cached_read_bytes: State that would have been read, and was in host memory (``dram_cache_bytes``).
+        cached_write_bytes: State that would have been written, and is in host memory only.
     """
 
     steps: int = 0
@@ -46,6 +48,8 @@ class Traffic:
     wait_seconds: float = 0.0
     system_calls: int = 0
     io_cpu_seconds: float = 0.0
+    cached_read_bytes: int = 0
+    cached_write_bytes: int = 0
 
     @classmethod
     def over_shared_channel(cls, counters: native.Counters) -> Traffic:
@@ -61,6 +65,8 @@ class Traffic:
             wait_seconds=counters.wait_seconds,
             system_calls=counters.system_calls,
             io_cpu_seconds=counters.io_cpu_seconds,
+            cached_read_bytes=counters.cached_read_bytes,
+            cached_write_bytes=counters.cached_write_bytes,
         )
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -71,8 +77,24 @@ class StorageDevice(ABC):
     """Runs batches of tasklets over a rank's state files. One batch at a time; calls come from one thread."""
 
     @abstractmethod
-    def open(self, *, files: Sequence[native.StateFile], identity: native.Identity, buffer_bytes: int) -> None:
-        """Allocate buffers of ``buffer_bytes`` (the largest extent) and start threads."""
+    def open(
+        self,
+        *,
+        files: Sequence[native.StateFile],
+        identity: native.Identity,
+        buffer_bytes: int,
+        resident_bytes: Sequence[int] = (),
+        written_through: bool = True,
+    ) -> None:
+        """Allocate memory and start threads.
+
+        Args:
+            files: One for each storage folder.
+            identity: What every extent carries.
+            buffer_bytes: Of the largest extent.
+            resident_bytes: Of the extents of the first tasklets, whose state stays in memory from then on.
+            written_through: It is written to storage as well.
+        """
 
     @property
     @abstractmethod
@@ -83,6 +105,11 @@ class StorageDevice(ABC):
     @abstractmethod
     def ring_bytes(self) -> int:
         """Host memory of the open device's buffers, and of what parameters on a CUDA device travel through."""
+
+    @property
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Host memory of the open device's resident tasklets."""
 
     @abstractmethod
     def submit(self, batch: native.Batch) -> None:

@@ -63,13 +63,26 @@ class HostDevice(StorageDevice):
 
     @property
     def description(self) -> str:
-        return f"Optimizer state: updated on the host, I/O by {_engine_in_words(self.pipeline.io_engine)}."
+        cached = f", {self.cache_bytes / 2**20:.2f} MiB of it in host memory" if self.cache_bytes else ""
+        return f"Optimizer state: updated on the host, I/O by {_engine_in_words(self.pipeline.io_engine)}{cached}."
 
     @property
     def ring_bytes(self) -> int:
         return self.pipeline.ring_bytes
 
-    def open(self, *, files: Sequence[native.StateFile], identity: native.Identity, buffer_bytes: int) -> None:
+    @property
+    def cache_bytes(self) -> int:
+        return self.pipeline.cache_bytes
+
+    def open(
+        self,
+        *,
+        files: Sequence[native.StateFile],
+        identity: native.Identity,
+        buffer_bytes: int,
+        resident_bytes: Sequence[int] = (),
+        written_through: bool = True,
+    ) -> None:
         assert self._pipeline is None, "the device is open"
         with storage_errors("Allocating buffers for", files[0].path):
             self._path = files[0].path
@@ -81,6 +94,8 @@ class HostDevice(StorageDevice):
                 io_threads=self._io_threads or _IO_THREADS_PER_FILE * len(files),
                 compute_threads=self._compute_threads,
                 io_engine=self._io_engine,
+                resident_bytes=list(resident_bytes),
+                resident_through=written_through,
             )
         _log.info("%s", self.description)
 

@@ -367,6 +367,9 @@ class TransferSchedule:
     def extend(self, num_tasklets: int) -> None:
         """More tasklets, behind those there are."""
 
+    def extend_resident(self, num_tasklets: int, *, reads: bool, writes: bool) -> None:
+        """The same for resident tasklets; their buffers are numbered from `num_buffers` on."""
+
     def done(self, action: str, tasklet: int) -> None:
         """
         A started action has ended.
@@ -398,6 +401,14 @@ class Counters:
     def read_calls(self) -> int: ...
     @property
     def write_calls(self) -> int: ...
+    @property
+    def cached_read_bytes(self) -> int:
+        """Of resident tasklets: not read."""
+
+    @property
+    def cached_write_bytes(self) -> int:
+        """Of resident tasklets: not written."""
+
     @property
     def read_seconds(self) -> float: ...
     @property
@@ -447,6 +458,9 @@ class Pipeline:
 
     io_engine is one of io_engines(), or "auto": the fastest that works here for these files.
 
+    The tasklets with the indices 0, 1, ... are resident, as many as resident_bytes has items, the sizes of
+    their extents: their state stays in host memory. Unless resident_through, it is never on storage.
+
     Raises:
         ValueError: A size or number is out of range.
         OSError: Memory, threads or the I/O engine are not to be had.
@@ -462,6 +476,8 @@ class Pipeline:
         io_threads: int = 4,
         compute_threads: int = 1,
         io_engine: str = "auto",
+        resident_bytes: Sequence[int] = [],
+        resident_through: bool = True,
     ) -> None: ...
     @property
     def io_engine(self) -> str:
@@ -469,6 +485,10 @@ class Pipeline:
 
     @property
     def ring_bytes(self) -> int: ...
+    @property
+    def cache_bytes(self) -> int:
+        """Of resident tasklets."""
+
     def submit(self, batch: Batch) -> None:
         """
         Start a batch; returns at once. Memory it names must stay until drain().

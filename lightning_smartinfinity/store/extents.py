@@ -90,6 +90,7 @@ class ExtentMap:
         num_slots: Places a tasklet's state may lie (1 or 2).
         state_format: A name in ``STATE_FORMATS``.
         borders: Elements off the grid of cells that begin a parameter, ascending: blocks end there.
+        num_in_memory: Tasklets, from the first on, that have no place on storage; with one slot only.
     """
 
     numel: int
@@ -99,10 +100,12 @@ class ExtentMap:
     num_slots: int
     state_format: str = "fp32"
     borders: tuple[int, ...] = ()
+    num_in_memory: int = 0
 
     def __post_init__(self) -> None:
         assert self.numel >= 0 and self.num_arrays >= 1 and self.num_devices >= 1 and self.num_slots in (1, 2)
         assert self.tasklet_numel > 0 and self.tasklet_numel % self.format.granule == 0
+        assert self.num_in_memory == 0 or (self.num_slots == 1 and 0 <= self.num_in_memory <= self.num_tasklets)
         assert not self.format.item_bytes or self.num_arrays == 3, "such a format holds a master and two moments"
 
     @property
@@ -121,7 +124,7 @@ class ExtentMap:
         for index in range(self.num_tasklets):
             device = index % self.num_devices
             extents.append(self._extent(index, device, ends[device]))
-            ends[device] += extents[-1].nbytes
+            ends[device] += extents[-1].nbytes if index >= self.num_in_memory else 0
         return tuple(extents)
 
     def borders_of(self, tasklet: int) -> tuple[int, ...]:
@@ -142,7 +145,7 @@ class ExtentMap:
         return self.num_slots * self._slot_bytes[device]
 
     def slot_offset(self, tasklet: int, slot: int) -> int:
-        """Byte offset of ``tasklet`` in its device's file when it lies in ``slot``."""
+        """Byte offset of ``tasklet`` in its device's file when it lies in ``slot``; of no use if it is in memory."""
         assert 0 <= slot < self.num_slots
         extent = self.extents[tasklet]
         return slot * self._slot_bytes[extent.device] + extent.offset
@@ -157,7 +160,7 @@ class ExtentMap:
     @cached_property
     def _slot_bytes(self) -> tuple[int, ...]:
         totals = [0] * self.num_devices
-        for extent in self.extents:
+        for extent in self.extents[self.num_in_memory :]:
             totals[extent.device] += extent.nbytes
         return tuple(totals)
 

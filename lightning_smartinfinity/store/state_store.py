@@ -140,12 +140,13 @@ class StateStore:
             StorageLockedError: A process owns one of the folders.
             ConfigError: It is in another state format.
             StorageCorruptError: No complete generation, a foreign or newer format.
-            StorageError: A folder or file cannot be read.
+            StorageError: A folder or file cannot be read, or some of the state was in the process's memory only.
         """
         with ExitStack() as undo:
             claimed = _claim(folders, job=job, rank=rank, create=False, undo=undo)
             manifest = common_manifest([folder.path for folder in claimed], rank=rank)
             _require_format(claimed[0].path, manifest, state_format)
+            _require_on_storage(claimed[0].path, manifest)
             record = newest_complete([folder.path for folder in claimed], manifest, newest)
             store = cls(claimed, manifest, record, direct_io=direct_io)
             undo.pop_all()
@@ -283,6 +284,15 @@ def _require_format(folder: Path, manifest: Manifest, state_format: str | None) 
             f"The optimizer state in {str(folder)!r} is in the format {manifest.state_format!r},"
             f" state_format={state_format!r} was asked for.",
             f"Use state_format={manifest.state_format!r}, or convert it with transfer.convert.convert_store.",
+        )
+
+
+def _require_on_storage(folder: Path, manifest: Manifest) -> None:
+    if manifest.extents.num_in_memory:
+        raise StorageError(
+            f"Of the optimizer state in {str(folder)!r} {manifest.extents.num_in_memory} tasklets were in the memory of"
+            " the process that made it.",
+            "Resume from a checkpoint; with TransferConfig(durability='step') or keep=True all of it is on storage.",
         )
 
 

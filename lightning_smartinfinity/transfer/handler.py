@@ -73,18 +73,30 @@ class TransferHandler:
         return self._layout.extents.num_slots > 1
 
     @property
+    def cache_bytes(self) -> int:
+        """Host memory of the tasklets whose state stays there."""
+        return self._device.cache_bytes
+
+    @property
     def ring_bytes(self) -> int:
         """Host memory of the device's ring and, once they are in use, of its slots or of the staging buffer."""
         return self._device.ring_bytes + (self._staging.nbytes if self._staging is not None else 0)
 
     def open(self) -> None:
-        """Open the device: its threads and ring buffers.
+        """Open the device: its threads, ring buffers and memory for resident tasklets.
 
         Raises:
             StorageError: They cannot be had.
         """
-        largest = max((extent.nbytes for extent in self._layout.extents.extents), default=0)
-        self._device.open(files=self._store.files, identity=self._store.identity, buffer_bytes=largest)
+        extents = self._layout.extents
+        sizes = [extent.nbytes for extent in extents.extents]
+        self._device.open(
+            files=self._store.files,
+            identity=self._store.identity,
+            buffer_bytes=max(sizes, default=0),
+            resident_bytes=sizes[: self._layout.num_resident],
+            written_through=extents.num_in_memory == 0,
+        )
 
     def initialize(self, masters: Sequence[Flat] | CudaPartition | StagedPartition) -> None:
         """Write the first state and commit it: masters widened from the partition, moments and steps zero.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.store.extents import BLOCK_BYTES, CELL_NUMEL, STATE_FORMATS, ExtentMap, extent_bytes
 
-__all__ = ["ParameterColumns", "ParameterSlice", "PartitionLayout", "SubGroupSlice", "TaskletSlice", "build_layout"]
+__all__ = [
+    "ParameterColumns",
+    "ParameterSlice",
+    "PartitionLayout",
+    "SubGroupSlice",
+    "TaskletSlice",
+    "build_layout",
+    "with_residents",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +109,13 @@ class PartitionLayout:
         parameters: Slices in partition order; their index is the parameter index everywhere.
         sub_groups: Contiguous pieces of memory, in partition order.
         extents: Where the tasklets' state lies on storage.
+        num_resident: Tasklets, from the first on, whose state stays in host memory.
     """
 
     parameters: tuple[ParameterSlice, ...]
     sub_groups: tuple[SubGroupSlice, ...]
     extents: ExtentMap
+    num_resident: int = 0
 
     @property
     def numel(self) -> int:
@@ -234,6 +244,20 @@ def build_layout(
         borders=borders,
     )
     return PartitionLayout(parameters=placed, sub_groups=_sub_groups(placed), extents=extents)
+
+
+def with_residents(layout: PartitionLayout, *, nbytes: int, written_through: bool) -> PartitionLayout:
+    """The layout with as many resident tasklets as host memory is given for.
+
+    Args:
+        layout: One without.
+        nbytes: Of host memory.
+        written_through: Resident tasklets are on storage as well; else they take no space there.
+    """
+    ends = list(accumulate(extent.nbytes for extent in layout.extents.extents))
+    count = bisect_right(ends, nbytes)
+    extents = layout.extents if written_through else replace(layout.extents, num_in_memory=count)
+    return replace(layout, extents=extents, num_resident=count)
 
 
 def _place(parameters: Iterable[ParameterSlice]) -> tuple[ParameterSlice, ...]:

@@ -37,7 +37,7 @@ from lightning_smartinfinity.zero3.rank_state import RankState
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.speculation import Speculation
 from lightning_smartinfinity.zero3.state_by_parameter import StateByParameter
-from lightning_smartinfinity.zero3.storage import open_storage
+from lightning_smartinfinity.zero3.storage import open_storage, with_cache
 from lightning_smartinfinity.zero3.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.validation import find_ignored
 
@@ -104,6 +104,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             num_slots=transfer.num_slots,
             state_format=self._offload.state_format,
         )
+        layout = with_cache(layout, transfer, self.dp_process_group)
         self.parameter_index = {param.ds_id: i for i, param in enumerate(_flatten(self.fp16_groups))}
         zero_padding(self, layout)
         link = link_to(torch.device(get_accelerator().current_device_name()))

@@ -125,7 +125,9 @@ class RankState:
         if self._arena is None or self._handler is None:
             return {}
         buffer = self._arena.buffer
-        return {"ring": self._handler.ring_bytes, "gradient_arena": buffer.numel() * buffer.element_size()}
+        held = {"ring": self._handler.ring_bytes, "gradient_arena": buffer.numel() * buffer.element_size()}
+        cached = self._handler.cache_bytes
+        return {**held, "dram_cache": cached} if cached else held
 
     def traffic(self) -> Traffic:
         """Counters since the storage was opened; zero once it is closed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,14 +22,17 @@ from lightning_smartinfinity.store import (
     measure_space,
     require_space,
 )
+from lightning_smartinfinity.transfer.free_memory import MemoryReport, measure_memory, share_of_memory
 from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
 
-__all__ = ["open_storage", "require_parameter_space"]
+__all__ = ["open_storage", "require_parameter_space", "with_cache"]
+
+_MOST_ITEM_BYTES = 4  # of a gradient
 
 
 def open_storage(
@@ -80,6 +84,17 @@ def open_storage(
     return handler
 
 
+def with_cache(layout: PartitionLayout, transfer: TransferConfig, group: Any) -> PartitionLayout:
+    """The layout with the resident tasklets that ``dram_cache_bytes`` asks for. Collective."""
+    nbytes = transfer.dram_cache_bytes
+    if isinstance(nbytes, str):
+        # Memory of the arena and of the ring, some of which has not been touched yet.
+        reserved = _MOST_ITEM_BYTES * layout.numel + transfer.num_buffers * transfer.tasklet_bytes
+        reports: list[MemoryReport] = gather(measure_memory(reserved=reserved), group)
+        nbytes = share_of_memory(reports, platform.node())
+    return with_residents(layout, nbytes=nbytes, written_through=transfer.writes_through)
+
+
 def _host_device(transfer: TransferConfig) -> HostDevice:
     return HostDevice(num_buffers=transfer.num_buffers, io_engine=transfer.io_engine)
 
@@ -112,14 +127,15 @@ def require_parameter_space(
     trained = [param for param in model.parameters() if param.requires_grad]
     numels = [-(-int(getattr(p, "ds_numel", p.numel())) // world_size) for p in trained]
     transfer = offload.transfer
-    extents = build_layout(
+    layout = build_layout(
         [ParameterSlice(name="", numel=n, real_numel=n, group=0, sub_group=0) for n in numels],
         tasklet_bytes=transfer.tasklet_bytes,
         num_arrays=len(rule_for(optimizer).arrays),
         num_devices=len(offload.storage),
         num_slots=transfer.num_slots,
         state_format=offload.state_format,
-    ).extents
+    )
+    extents = with_cache(layout, transfer, None).extents
     requests: list[SpaceRequest] = []
     with raising_together():
         requests = measure_space(

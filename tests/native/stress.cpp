@@ -2,8 +2,8 @@
 // threads, delays, short transfers and failures, and compares every bit with a plain loop. Built with sanitizers by
 // test_sanitizers.py.
 //
-// In every other scenario parameters are on the fake CUDA device of fake_cuda.cpp, whose copies take their time or
-// fail.
+// Some tasklets are resident, in every third scenario in memory only. In every other scenario parameters are on the
+// fake CUDA device of fake_cuda.cpp, whose copies take their time or fail.
 //
 //     stress FOLDER FIRST_SEED NUM_SEEDS FAKE_CUDA_LIBRARY
 
@@ -109,6 +109,8 @@ class Scenario {
         tasklet_numel_ = (numel_ + num_tasklets_ - 1) / num_tasklets_;
         num_tasklets_ = (numel_ + tasklet_numel_ - 1) / tasklet_numel_;
         slot_.assign(num_tasklets_, 0);
+        num_resident_ = random_.upto(num_tasklets_);
+        in_memory_only_ = seed % 3 == 2;
         master_in_parameter_ = random_.coin();
         for (auto& array : expected_.arrays) array.resize(numel_);
         parameters_.resize(numel_);
@@ -126,6 +128,7 @@ class Scenario {
             update();
         }
         check_state();
+        if (!in_memory_only_) check_storage();
         abandon();
     }
 
@@ -157,6 +160,10 @@ class Scenario {
     std::unique_ptr<Pipeline> make_pipeline() {
         PipelineOptions options{
             files_, {}, random_.between(1, 4), extent(), random_.between(1, 4), random_.between(1, 3), random_engine()};
+        for (std::size_t index = 0; index < num_resident_; ++index) {
+            options.resident.extent_bytes.push_back(tasklet(index).extent_bytes);
+        }
+        options.resident.writes_through = !in_memory_only_;
         return std::make_unique<Pipeline>(std::move(options));
     }
 
@@ -171,15 +178,16 @@ class Scenario {
         faults.seed = seed_ + round;
         faults.max_delay_us = static_cast<std::int64_t>(random_.upto(150));
         faults.short_transfer_every = static_cast<std::int64_t>(random_.upto(3));
-        failing_ = random_.coin();
+        failing_ = random_.coin() && !in_memory_only_;  // what is in memory only does not outlive a failure
         cuda_.delay(seed_ + round, static_cast<int>(random_.upto(200)));
         const auto number = static_cast<std::int64_t>(random_.upto(num_tasklets_ - 1));
+        const auto num_reads = static_cast<std::int64_t>(num_tasklets_ - num_resident_);
         if (failing_ && stream_ && random_.coin()) {
             // One copy each way for a tasklet, at least.
             const bool fetches = master_in_parameter_ && random_.coin();
             cuda_.fail(fetches ? "cuMemcpyDtoHAsync_v2" : "cuEventRecord", static_cast<int>(number), kCudaOutOfMemory);
-        } else if (failing_ && random_.coin()) {
-            faults.fail_read_at = number;
+        } else if (failing_ && num_reads > 0 && random_.coin()) {
+            faults.fail_read_at = number % num_reads;
         } else if (failing_) {
             faults.fail_write_at = number;
         }
@@ -338,6 +346,13 @@ class Scenario {
         require(found == expected_, "the state differs", seed_);
     }
 
+    // What was written through is what a pipeline without resident tasklets reads.
+    void check_storage() {
+        num_resident_ = 0;
+        pipeline_ = make_pipeline();
+        check_state();
+    }
+
     // Closing or destroying a pipeline with work in flight and somebody waiting.
     void abandon() {
         const Batch batch = update_batch();
@@ -366,6 +381,8 @@ class Scenario {
     std::size_t numel_;
     std::size_t num_tasklets_ = 0;
     std::size_t tasklet_numel_ = 0;
+    std::size_t num_resident_ = 0;  // the first ones
+    bool in_memory_only_ = false;
     bool master_in_parameter_ = false;
     bool failing_ = false;
     std::uint64_t generation_ = 0;

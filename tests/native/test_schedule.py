@@ -20,7 +20,8 @@ class Simulation:
     """Starts what the schedule wants started, and ends actions in an order that hypothesis chooses."""
 
     def __init__(self, num_tasklets: int, num_buffers: int, **stages: bool) -> None:
-        self.num_buffers = num_buffers
+        self.num_buffers = self.num_ring = num_buffers
+        self.resident: set[int] = set()
         self.schedule = TransferSchedule(num_tasklets, num_buffers, **stages)
         self.in_flight: dict[tuple[int, bool], tuple[str, int]] = {}
         self.started: list[tuple[str, int]] = []
@@ -34,6 +35,7 @@ class Simulation:
             place = (buffer, action == "deliver")  # which may go beside a write
             assert place not in self.in_flight
             assert 0 <= buffer < self.num_buffers
+            assert (buffer >= self.num_ring) == (tasklet in self.resident)
             self.in_flight[place] = (action, tasklet)
             self.started.append((action, tasklet))
         assert self.schedule.next() == []
@@ -88,6 +90,58 @@ def test_tasklets_that_come_later(parts: list[int], num_buffers: int, data: st.D
     total = sum(parts)
     assert [tasklet for action, tasklet in simulation.started if action == "read"] == list(range(total))
     assert Counter(simulation.ended) == {(a, t): 1 for a in ("read", "compute", "write") for t in range(total)}
+
+
+resident_parts = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans(), st.booleans()), max_size=5)
+
+
+@given(parts=resident_parts, num_buffers=buffers, stages=stage_sets, data=st.data())
+def test_resident_tasklets(
+    parts: list[tuple[int, bool, bool, bool]], num_buffers: int, stages: dict[str, bool], data: st.DataObject
+) -> None:
+    """Each goes its own way, once, in a buffer that is none of the ring's; both kinds are begun in list order."""
+    simulation = Simulation(0, num_buffers, **stages)
+    simulation.num_buffers *= 2
+    ways: list[tuple[bool, bool, bool]] = []
+    for number, resident, reads, writes in parts:
+        way = (resident, reads, writes) if resident else (False, stages["reads"], stages["writes"])
+        ways += [way] * number
+        if resident:
+            simulation.schedule.extend_resident(number, reads=reads, writes=writes)
+        else:
+            simulation.schedule.extend(number)
+        simulation.resident = {tasklet for tasklet, (is_resident, _, _) in enumerate(ways) if is_resident}
+        if data.draw(st.booleans()):
+            simulation.start()
+    simulation.run(data)
+    for tasklet, (_, reads, writes) in enumerate(ways):
+        done = {
+            "read": reads,
+            "fetch": stages["fetches"],
+            "compute": True,
+            "write": writes,
+            "deliver": stages["delivers"],
+        }
+        assert Counter(name for name, of in simulation.ended if of == tasklet) == {n: 1 for n, on in done.items() if on}
+    for kind in (True, False):
+        begun = list(dict.fromkeys(of for _, of in simulation.started if ways[of][0] == kind))
+        assert begun == sorted(begun)
+
+
+@given(num_resident=st.integers(1, 12), num_tasklets=st.integers(1, 12), num_buffers=buffers)
+def test_resident_tasklets_never_wait_for_the_ring(num_resident: int, num_tasklets: int, num_buffers: int) -> None:
+    """All of them are computed while every buffer of the ring is being read into."""
+    schedule = TransferSchedule(num_tasklets, num_buffers, reads=True, writes=True)
+    schedule.extend_resident(num_resident, reads=False, writes=False)
+    reading = 0
+    while actions := schedule.next():
+        reading += sum(action == "read" for action, _, _ in actions)
+        for action, tasklet, _ in actions:
+            if action == "compute":
+                schedule.done(action, tasklet)
+    assert reading == min(num_tasklets, num_buffers)
+    assert all(schedule.parameters_out(num_tasklets + index) for index in range(num_resident))
+    assert not schedule.finished
 
 
 @given(num_tasklets=st.integers(1, 12), num_buffers=buffers, data=st.data())

@@ -16,7 +16,7 @@ from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.store import StateStore, StoreDescription
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.transfer.staging import TensorPartition
@@ -52,6 +52,7 @@ class Case:
     durability: str = "step"
     state_format: str = "fp32"
     compute_threads: int = 1
+    cache_bytes: int = 0
     shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
 
     def but(self, **changes: Any) -> Case:
@@ -187,7 +188,7 @@ def running(folder: Path, case: Case, *, recover: bool = False) -> Iterator[Run]
 
 
 def layout_of(case: Case) -> PartitionLayout:
-    return build_layout(
+    layout = build_layout(
         [
             ParameterSlice(name=f"p{i}", numel=numel, real_numel=numel - padding, group=group, sub_group=sub_group)
             for i, (numel, padding, group, sub_group) in enumerate(case.shapes)
@@ -198,6 +199,7 @@ def layout_of(case: Case) -> PartitionLayout:
         num_slots=1 if case.durability == "none" else 2,
         state_format=case.state_format,
     )
+    return with_residents(layout, nbytes=case.cache_bytes, written_through=case.durability != "none")
 
 
 def first_partition(layout: PartitionLayout, case: Case) -> list[torch.Tensor]:

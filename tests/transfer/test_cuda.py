@@ -50,7 +50,7 @@ def start(tmp_path: Path, link: FakeLink) -> Iterator[Callable[[Case], CudaRun]]
 @pytest.mark.parametrize(
     ("dtype", "state_format"), [*((dtype, "fp32") for dtype in DTYPES), (torch.bfloat16, "int8_remainder")]
 )
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "cache_bytes"), [(0, 0), (1, 0), (2, 200_000)])
 def test_steps_and_rollbacks_give_the_bits_of_the_host(
     tmp_path: Path,
     start: Callable[[Case], CudaRun],
@@ -58,14 +58,18 @@ def test_steps_and_rollbacks_give_the_bits_of_the_host(
     dtype: torch.dtype,
     state_format: str,
     seed: int,
+    cache_bytes: int,
 ) -> None:
-    """Whatever time copies and storage take: state and partition are those of a partition in host memory."""
+    """Whatever time copies and storage take, and however much state stays in memory.
+
+    State and partition are those of a partition in host memory.
+    """
     case = SMALL_RING.but(dtype=dtype, gradient_dtype=dtype, state_format=state_format)
     with running(tmp_path / "host", case) as host:
         host.steps(range(3))
         expected = host.state()
     fake_cuda.delay(seed, 2_000)
-    run = start(case)
+    run = start(case.but(cache_bytes=cache_bytes))
     inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
     for number in range(3):
         before = run.state()

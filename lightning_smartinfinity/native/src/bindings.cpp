@@ -476,7 +476,15 @@ void bind_schedule(nb::module_& m) {
             },
             "Actions to start now, in this order: (name, tasklet, buffer); names are \"read\", \"fetch\" (parameters\n"
             "from a device), \"compute\", \"write\" and \"deliver\" (parameters to a device).")
-        .def("extend", &TransferSchedule::extend, "num_tasklets"_a, "More tasklets, behind those there are.")
+        .def("extend", nb::overload_cast<std::size_t>(&TransferSchedule::extend), "num_tasklets"_a,
+             "More tasklets, behind those there are.")
+        .def(
+            "extend_resident",
+            [](TransferSchedule& self, std::size_t num_tasklets, bool reads, bool writes) {
+                self.extend(std::vector<TransferSchedule::Way>(num_tasklets, {reads, writes, true}));
+            },
+            "num_tasklets"_a, nb::kw_only(), "reads"_a, "writes"_a,
+            "The same for resident tasklets; their buffers are numbered from `num_buffers` on.")
         .def(
             "done",
             [](TransferSchedule& self, const std::string& action, std::size_t tasklet) {
@@ -501,6 +509,8 @@ void bind_results(nb::module_& m) {
         .def_ro("written_bytes", &Counters::written_bytes)
         .def_ro("read_calls", &Counters::read_calls)
         .def_ro("write_calls", &Counters::write_calls)
+        .def_ro("cached_read_bytes", &Counters::cached_read_bytes, "Of resident tasklets: not read.")
+        .def_ro("cached_write_bytes", &Counters::cached_write_bytes, "Of resident tasklets: not written.")
         .def_ro("read_seconds", &Counters::read_seconds)
         .def_ro("write_seconds", &Counters::write_seconds)
         .def_ro("compute_seconds", &Counters::compute_seconds)
@@ -529,22 +539,32 @@ void bind_pipeline(nb::module_& m) {
         "The first failure stops new work; wait() returns it from then on, drain() returns it and ends the\n"
         "batch. Not usable in a forked child.\n\n"
         "io_engine is one of io_engines(), or \"auto\": the fastest that works here for these files.\n\n"
+        "The tasklets with the indices 0, 1, ... are resident, as many as resident_bytes has items, the sizes of\n"
+        "their extents: their state stays in host memory. Unless resident_through, it is never on storage.\n\n"
         "Raises:\n    ValueError: A size or number is out of range.\n"
         "    OSError: Memory, threads or the I/O engine are not to be had.")
         .def(
             "__init__",
             [](PythonPipeline* self, std::vector<StateFile> files, const Identity& identity, std::size_t num_buffers,
                std::size_t buffer_bytes, std::size_t io_threads, std::size_t compute_threads,
-               const std::string& io_engine) {
-                new (self) PythonPipeline(PipelineOptions{std::move(files), identity, num_buffers, buffer_bytes,
-                                                          io_threads, compute_threads, io_engine_of(io_engine)});
+               const std::string& io_engine, std::vector<std::size_t> resident_bytes, bool resident_through) {
+                new (self) PythonPipeline(PipelineOptions{std::move(files),
+                                                          identity,
+                                                          num_buffers,
+                                                          buffer_bytes,
+                                                          io_threads,
+                                                          compute_threads,
+                                                          io_engine_of(io_engine),
+                                                          {std::move(resident_bytes), resident_through}});
             },
             nb::kw_only(), "files"_a, "identity"_a, "num_buffers"_a, "buffer_bytes"_a, "io_threads"_a = 4,
-            "compute_threads"_a = 1, "io_engine"_a = "auto")
+            "compute_threads"_a = 1, "io_engine"_a = "auto", "resident_bytes"_a = std::vector<std::size_t>(),
+            "resident_through"_a = true)
         .def_prop_ro(
             "io_engine", [](const PythonPipeline& self) { return name_of(self.io_engine()); },
             "The engine in use: one of io_engines().")
         .def_prop_ro("ring_bytes", &PythonPipeline::ring_bytes)
+        .def_prop_ro("cache_bytes", &PythonPipeline::cache_bytes, "Of resident tasklets.")
         .def("submit", &PythonPipeline::submit, "batch"_a, WithoutGil(),
              "Start a batch; returns at once. Memory it names must stay until drain().\n\n"
              "Raises:\n    ValueError: The batch cannot be worked, or another one is active.")

@@ -43,21 +43,22 @@ std::size_t index_of(DType dtype) { return static_cast<std::size_t>(dtype); }
 class TaskletWork {
  public:
     TaskletWork(const Batch& batch, const Tasklet& tasklet, const Identity& identity, std::byte* buffer,
-                std::byte* slot)
+                std::byte* slot, Guards guards)
         : batch_(batch),
           tasklet_(tasklet),
           identity_(identity),
           extent_(buffer, identity.format(), tasklet),
           slot_(slot),
+          guards_{guards.verifies && reads(batch.operation), guards.seals && writes(batch.operation)},
           kernels_(kernels()),
           codec_(extent_, identity.format(), tasklet, kernels_) {}
 
     std::optional<Refusal> run() {
-        if (reads(batch_.operation)) {
+        if (guards_.verifies) {
             if (auto refusal = extent_.verify(identity_, tasklet_.master_in_parameter ? 1 : 0)) return refusal;
         }
         work_chunks();
-        if (writes(batch_.operation)) extent_.seal(identity_, checksums_);
+        if (guards_.seals) extent_.seal(identity_, checksums_);
         return std::nullopt;
     }
 
@@ -72,7 +73,7 @@ class TaskletWork {
                 if (segment->offset + segment->numel > end) break;  // goes on in the next chunk
             }
             if (takes_arrays()) close_chunk(begin, end);
-            if (writes(batch_.operation)) extend_checksums(begin, end);
+            if (guards_.seals) extend_checksums(begin, end);
         }
     }
 
@@ -168,6 +169,7 @@ class TaskletWork {
     const Identity& identity_;
     Extent extent_;
     std::byte* slot_;
+    Guards guards_;
     const Kernels& kernels_;
     Codec codec_;
     std::array<float*, kMaxArrays> values_{};  // of the chunk being written
@@ -178,9 +180,9 @@ class TaskletWork {
 }  // namespace
 
 std::optional<Refusal> compute(const Batch& batch, const Tasklet& tasklet, const Identity& identity, std::byte* buffer,
-                               std::byte* slot) {
+                               std::byte* slot, Guards guards) {
     const FlushSubnormals flush;
-    return TaskletWork(batch, tasklet, identity, buffer, slot).run();
+    return TaskletWork(batch, tasklet, identity, buffer, slot, guards).run();
 }
 
 }  // namespace smart_infinity

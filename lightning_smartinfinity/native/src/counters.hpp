@@ -13,6 +13,8 @@ struct Counters {
     std::uint64_t written_bytes = 0;
     std::uint64_t read_calls = 0;
     std::uint64_t write_calls = 0;
+    std::uint64_t cached_read_bytes = 0;  // of resident tasklets: neither read nor written
+    std::uint64_t cached_write_bytes = 0;
     double read_seconds = 0;
     double write_seconds = 0;
     double compute_seconds = 0;

@@ -27,6 +27,8 @@ Counters Pipeline::counters() const { return loop_.report().counters; }
 
 std::size_t Pipeline::ring_bytes() const { return loop_.report().ring_bytes; }
 
+std::size_t Pipeline::cache_bytes() const { return loop_.report().cache_bytes; }
+
 void Pipeline::close() { loop_.close(); }
 
 void Pipeline::decorate_engine(const TransferLoop::Decorate& decorate) { loop_.get()->decorate_engine(decorate); }

@@ -16,6 +16,8 @@ class Pipeline {
 
     // Of the buffers, and of the slots for parameters on a device from the first batch that has some.
     std::size_t ring_bytes() const;
+    // Of the places of resident tasklets.
+    std::size_t cache_bytes() const;
 
     // Returns at once. Throws std::invalid_argument for a batch that cannot be worked, or while another is active.
     void submit(Batch batch);

@@ -29,12 +29,22 @@ bool TransferSchedule::Buffer::works(Work work) const {
 }
 
 TransferSchedule::TransferSchedule(std::size_t num_tasklets, std::size_t num_buffers, Stages stages)
-    : stages_(stages), buffers_(num_buffers), parameters_out_(num_tasklets, false) {
+    : stages_(stages), num_buffers_(num_buffers), buffers_(num_buffers) {
     if (num_buffers == 0) throw std::invalid_argument("TransferSchedule: num_buffers must be at least 1");
+    extend(num_tasklets);
 }
 
 void TransferSchedule::extend(std::size_t num_tasklets) {
-    parameters_out_.resize(parameters_out_.size() + num_tasklets, false);
+    extend(std::vector<Way>(num_tasklets, Way{stages_.reads, stages_.writes}));
+}
+
+void TransferSchedule::extend(const std::vector<Way>& ways) {
+    for (const Way& way : ways) {
+        (way.resident ? resident_ : on_storage_).push_back(ways_.size());
+        ways_.push_back(way);
+    }
+    parameters_out_.resize(ways_.size(), false);
+    if (!resident_.empty()) buffers_.resize(2 * num_buffers_);
 }
 
 std::optional<Action> TransferSchedule::next() {
@@ -48,12 +58,21 @@ std::optional<Action> TransferSchedule::next() {
     }
     if (Buffer* const buffer = at(Stage::kLoaded)) return start(*buffer, Work::kCompute);
     if (Buffer* const buffer = at(Stage::kRead)) return start(*buffer, Work::kFetch);
-    if (next_tasklet_ == num_tasklets()) return std::nullopt;
-    const auto free = std::find_if(buffers_.begin(), buffers_.end(),
+    if (const auto action = begin(false)) return action;
+    return begin(true);
+}
+
+std::optional<Action> TransferSchedule::begin(bool resident) {
+    std::deque<std::size_t>& waiting = resident ? resident_ : on_storage_;
+    if (waiting.empty()) return std::nullopt;
+    const auto middle = buffers_.begin() + static_cast<std::ptrdiff_t>(num_buffers_);
+    const auto last = resident ? buffers_.end() : middle;
+    const auto free = std::find_if(resident ? middle : buffers_.begin(), last,
                                    [](const Buffer& buffer) { return buffer.stage == Stage::kFree; });
-    if (free == buffers_.end()) return std::nullopt;
-    free->tasklet = next_tasklet_++;
-    return start(*free, first_work());
+    if (free == last) return std::nullopt;
+    free->tasklet = waiting.front();
+    waiting.pop_front();
+    return start(*free, first_work(ways_[free->tasklet]));
 }
 
 void TransferSchedule::done(Work work, std::size_t tasklet) {
@@ -83,9 +102,8 @@ bool TransferSchedule::finished() const {
     if (stopped_) {
         return std::none_of(buffers_.begin(), buffers_.end(), [](const Buffer& buffer) { return buffer.is_held(); });
     }
-    return next_tasklet_ == num_tasklets() && std::all_of(buffers_.begin(), buffers_.end(), [](const Buffer& buffer) {
-               return buffer.stage == Stage::kFree;
-           });
+    return all_begun() && std::all_of(buffers_.begin(), buffers_.end(),
+                                      [](const Buffer& buffer) { return buffer.stage == Stage::kFree; });
 }
 
 // A handful of buffers: scanning them is cheaper than keeping queues, and keeps the tasklets in order.
@@ -105,8 +123,8 @@ TransferSchedule::Buffer* TransferSchedule::holder_of(std::size_t tasklet) {
     return holder == buffers_.end() ? nullptr : &*holder;
 }
 
-Work TransferSchedule::first_work() const {
-    if (stages_.reads) return Work::kRead;
+Work TransferSchedule::first_work(const Way& way) const {
+    if (way.reads) return Work::kRead;
     return stages_.fetches ? Work::kFetch : Work::kCompute;
 }
 
@@ -141,7 +159,7 @@ void TransferSchedule::advance(Buffer& buffer, Work work) {
         case Work::kCompute:
             parameters_out_[buffer.tasklet] = true;
             buffer.stage = Stage::kComputed;
-            buffer.write = stages_.writes ? Leg::kWaiting : Leg::kDone;
+            buffer.write = ways_[buffer.tasklet].writes ? Leg::kWaiting : Leg::kDone;
             buffer.deliver = stages_.delivers ? Leg::kWaiting : Leg::kDone;
             break;
         case Work::kWrite:

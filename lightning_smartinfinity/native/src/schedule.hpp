@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
 #include <optional>
 #include <vector>
 
@@ -19,6 +20,10 @@ struct Action {
 // parameters fetched from a device, is computed, and then is written and has its parameters delivered to the device,
 // both at a time, in one of `num_buffers` buffers that it holds from its first action to the last to end.
 //
+// Resident tasklets have memory of their own. They wait for no such buffer but for one of as many others, numbered from
+// `num_buffers` on, which bound how many of them are worked at a time; of two tasklets of one kind the one listed first
+// is begun first.
+//
 // At any time the actions that can start are preferred in this order: deliveries and writes, because only they free a
 // buffer; compute, because somebody waits for parameters; fetches; reads. Among equals, the lowest tasklet.
 class TransferSchedule {
@@ -30,11 +35,19 @@ class TransferSchedule {
         bool delivers = false;
     };
 
+    // One tasklet's way, where it is not that of the batch.
+    struct Way {
+        bool reads;
+        bool writes;
+        bool resident = false;
+    };
+
     // Throws std::invalid_argument without a buffer.
     TransferSchedule(std::size_t num_tasklets, std::size_t num_buffers, Stages stages);
 
     // More tasklets, behind those there are.
     void extend(std::size_t num_tasklets);
+    void extend(const std::vector<Way>& ways);
 
     // The next action to start now, if any; it counts as started.
     std::optional<Action> next();
@@ -74,13 +87,19 @@ class TransferSchedule {
     Buffer* holder_of(std::size_t tasklet);
     Action start(Buffer& buffer, Work work);
     void advance(Buffer& buffer, Work work);
+    std::optional<Action> begin(bool resident);
     Stage after_read() const { return stages_.fetches ? Stage::kRead : Stage::kLoaded; }
-    Work first_work() const;
+    Work first_work(const Way& way) const;
+    bool all_begun() const { return on_storage_.empty() && resident_.empty(); }
 
     Stages stages_;
-    std::vector<Buffer> buffers_;
+    std::size_t num_buffers_;
+    std::vector<Buffer> buffers_;  // as many again for resident tasklets, once there are some
+    std::vector<Way> ways_;        // by tasklet
     std::vector<bool> parameters_out_;
-    std::size_t next_tasklet_ = 0;
+    // Tasklets to begin, in their order.
+    std::deque<std::size_t> on_storage_;
+    std::deque<std::size_t> resident_;
     bool stopped_ = false;
 };
 

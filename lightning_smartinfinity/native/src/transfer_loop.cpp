@@ -54,30 +54,52 @@ std::optional<Failure> copying(const Tasklet& tasklet, const Copies& copies) {
 
 }  // namespace
 
-TransferLoop::Run::Run(Batch batch, std::size_t num_buffers)
+TransferLoop::Run::Run(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents)
     : operation(batch.operation),
       stream(batch.stream),
       schedule(0, num_buffers,
                {.reads = reads(batch.operation),
                 .writes = writes(batch.operation),
                 .fetches = batch.stream != nullptr && takes_parameters(batch),
-                .delivers = batch.stream != nullptr && gives_parameters(batch.operation)}) {
-    add(std::move(batch));
+                .delivers = batch.stream != nullptr && gives_parameters(batch.operation)}),
+      resident(residents.count(), false) {
+    add(std::move(batch), residents);
 }
 
-void TransferLoop::Run::add(Batch batch) {
+void TransferLoop::Run::add(Batch batch, const ResidentTasklets& residents) {
+    std::vector<bool> listed = resident;
+    for (const Tasklet& tasklet : batch.tasklets) {
+        if (!residents.include(tasklet)) continue;
+        require(!listed[tasklet.index], "resident tasklet " + std::to_string(tasklet.index) + " is listed twice");
+        listed[tasklet.index] = true;
+    }
+    resident = std::move(listed);
     parts.push_back(std::make_unique<const Batch>(std::move(batch)));
     const Batch& part = *parts.back();
-    for (const Tasklet& tasklet : part.tasklets) items.push_back({&part, &tasklet});
-    schedule.extend(part.tasklets.size());
+    std::vector<TransferSchedule::Way> ways;
+    for (const Tasklet& tasklet : part.tasklets) {
+        const Item item = item_of(part, tasklet, residents);
+        const bool on_storage = !item.is_resident || residents.writes_through();
+        ways.push_back(
+            {reads(operation) && on_storage && !item.is_held, writes(operation) && on_storage, item.is_resident});
+        items.push_back(item);
+    }
+    schedule.extend(ways);
+}
+
+TransferLoop::Item TransferLoop::Run::item_of(const Batch& part, const Tasklet& tasklet,
+                                              const ResidentTasklets& residents) const {
+    const bool is_resident = residents.include(tasklet);
+    return {&part, &tasklet, is_resident, is_resident && reads(operation) && residents.hold(tasklet)};
 }
 
 TransferLoop::TransferLoop(PipelineOptions options)
     : options_(checked(std::move(options))),
       ring_(options_.num_buffers * options_.buffer_bytes),
-      transfers_(options_.num_buffers),
-      items_(options_.num_buffers),
-      positions_(options_.num_buffers),
+      resident_(options_.resident),
+      transfers_(num_buffers()),
+      items_(num_buffers()),
+      positions_(num_buffers()),
       engine_(make_io_engine(io_options())),
       compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
 }
@@ -87,10 +109,10 @@ TransferLoop::~TransferLoop() { close(); }
 void TransferLoop::submit(Batch batch) {
     validate(batch);
     if (slot_bytes(batch) == 0) batch.stream.reset();  // nothing travels
-    auto run = std::make_shared<Run>(std::move(batch), options_.num_buffers);
     const std::lock_guard lock(mutex_);
     require_open();
     require(run_ == nullptr, "a batch is active; drain() it before the next one");
+    auto run = std::make_shared<Run>(std::move(batch), options_.num_buffers, resident_);
     prepare_slots(*run->parts.front());
     run_ = std::move(run);
     start_ready();
@@ -98,6 +120,10 @@ void TransferLoop::submit(Batch batch) {
 
 void TransferLoop::validate(const Batch& batch) const {
     smart_infinity::validate(batch, options_.identity.format(), options_.files.size(), options_.buffer_bytes);
+    for (const Tasklet& tasklet : batch.tasklets) {
+        require(!resident_.include(tasklet) || resident_.fit(tasklet),
+                "the extent of resident tasklet " + std::to_string(tasklet.index) + " has another size than its place");
+    }
 }
 
 void TransferLoop::extend(Batch more) {
@@ -108,7 +134,7 @@ void TransferLoop::extend(Batch more) {
     require(more.operation == run_->operation, "a batch is extended by more of the same operation");
     // The slots were made for what the batch began with, and they are in use.
     require(more.stream == nullptr && run_->stream == nullptr, "a batch on a CUDA device cannot be extended");
-    run_->add(std::move(more));
+    run_->add(std::move(more), resident_);
     start_ready();
 }
 
@@ -162,7 +188,7 @@ std::optional<Failure> TransferLoop::drain(const Poll& poll) {
 
 TransferLoop::Report TransferLoop::report() const {
     const std::lock_guard lock(mutex_);
-    return {with_usage(counters_, engine_->usage()), ring_.bytes() + (slots_ ? slots_->bytes() : 0)};
+    return {with_usage(counters_, engine_->usage()), ring_.bytes() + (slots_ ? slots_->bytes() : 0), resident_.bytes()};
 }
 
 IoEngineKind TransferLoop::io_engine() const { return chosen(io_options()); }
@@ -221,7 +247,12 @@ void TransferLoop::prepare_slots(const Batch& batch) {
                                                           [this](const Action& action) { copy_item(action); });
     }
     slots_.reset();
-    slots_ = std::make_unique<ParameterSlots>(batch.stream, options_.num_buffers, bytes);
+    slots_ = std::make_unique<ParameterSlots>(batch.stream, num_buffers(), bytes);
+}
+
+std::byte* TransferLoop::buffer(std::size_t index) const {
+    if (items_[index].is_resident) return resident_.place(*items_[index].tasklet);
+    return ring_.data() + index * options_.buffer_bytes;
 }
 
 std::byte* TransferLoop::slot(const Batch& batch, std::size_t index) const {
@@ -237,6 +268,7 @@ void TransferLoop::start(const Action& action) {
     if (action.work != Work::kWrite && action.work != Work::kDeliver) {
         items_[action.buffer] = run_->items[action.tasklet];
         positions_[action.buffer] = action.tasklet;
+        if (items_[action.buffer].is_resident) occupy(items_[action.buffer]);
     }
     switch (action.work) {
         case Work::kRead:
@@ -251,13 +283,35 @@ void TransferLoop::start(const Action& action) {
     }
 }
 
+// Again at each of its actions up to compute, whose end says what the place holds then.
+void TransferLoop::occupy(const Item& item) {
+    if (is_missing(item)) return;  // nothing will change
+    if (writes(run_->operation) || !item.is_held) resident_.invalidate(*item.tasklet);
+}
+
+// In memory only, where what it reads is not.
+bool TransferLoop::is_missing(const Item& item) const {
+    return item.is_resident && !resident_.writes_through() && reads(item.batch->operation) && !item.is_held;
+}
+
+void TransferLoop::leave(const Item& item) {
+    const Tasklet& tasklet = *item.tasklet;
+    const bool writes = smart_infinity::writes(run_->operation);
+    resident_.validate(tasklet, writes ? tasklet.write_generation : tasklet.read_generation);
+    if (item.is_held) counters_.cached_read_bytes += tasklet.extent_bytes - skipped_bytes(tasklet);
+    if (writes && !resident_.writes_through()) counters_.cached_write_bytes += tasklet.extent_bytes;
+}
+
+// The parameter is the master, or half of it: only what lies behind the first region is read.
+std::size_t TransferLoop::skipped_bytes(const Tasklet& tasklet) const {
+    return tasklet.master_in_parameter ? regions_of(options_.identity.format(), tasklet).offset(1) : 0;
+}
+
 void TransferLoop::start_transfer(const Action& action, Direction direction) {
     const Tasklet& tasklet = *items_[action.buffer].tasklet;
     const StateFile& file = options_.files[tasklet.file];
     const bool read = direction == Direction::kRead;
-    // The parameter is the master, or half of it: only what lies behind the first region is read.
-    const std::size_t skipped =
-        read && tasklet.master_in_parameter ? regions_of(options_.identity.format(), tasklet).offset(1) : 0;
+    const std::size_t skipped = read ? skipped_bytes(tasklet) : 0;
     const IoRequest whole{direction,
                           file.descriptor(),
                           (read ? tasklet.read_offset : tasklet.write_offset) + skipped,
@@ -282,13 +336,10 @@ void TransferLoop::completed(const IoRequest& request, const IoResult& result) {
 // On a thread of the compute pool. Neither run_ nor what the buffer holds can change: an action of it is in flight.
 void TransferLoop::compute_item(const Action& action) {
     const Stopwatch stopwatch;
-    const Batch& batch = *items_[action.buffer].batch;
-    const Tasklet& tasklet = *items_[action.buffer].tasklet;
-    std::optional<Failure> failure;
-    if (const auto refusal =
-            compute(batch, tasklet, options_.identity, buffer(action.buffer), slot(batch, action.buffer))) {
-        failure = refused(*refusal, tasklet, options_.files[tasklet.file].path());
-    }
+    const Item& item = items_[action.buffer];
+    const Batch& batch = *item.batch;
+    const Tasklet& tasklet = *item.tasklet;
+    std::optional<Failure> failure = compute(item, action.buffer);
     const double seconds = stopwatch.seconds();
     // Copies start here, one tasklet's behind the other's; only their end is waited for elsewhere.
     if (!failure && run_->delivers()) {
@@ -296,7 +347,21 @@ void TransferLoop::compute_item(const Action& action) {
     }
     const std::lock_guard lock(mutex_);
     counters_.compute_seconds += seconds;
+    if (!failure && item.is_resident) leave(item);
     end(Work::kCompute, action.tasklet, std::move(failure));
+}
+
+std::optional<Failure> TransferLoop::compute(const Item& item, std::size_t buffer) const {
+    const Tasklet& tasklet = *item.tasklet;
+    const std::string& path = options_.files[tasklet.file].path();
+    if (is_missing(item)) {
+        return refused({FailureKind::kGeneration, "it is in memory only, where there is no such generation"}, tasklet,
+                       path);
+    }
+    const Guards guards{.verifies = !item.is_held, .seals = !item.is_resident || resident_.writes_through()};
+    const auto refusal = smart_infinity::compute(*item.batch, tasklet, options_.identity, this->buffer(buffer),
+                                                 slot(*item.batch, buffer), guards);
+    return refusal ? std::optional(refused(*refusal, tasklet, path)) : std::nullopt;
 }
 
 // On the thread that waits for copies. run_ cannot change, as above.

@@ -16,6 +16,7 @@
 #include "failure.hpp"
 #include "io_engines.hpp"
 #include "parameter_slots.hpp"
+#include "resident_tasklets.hpp"
 #include "schedule.hpp"
 #include "state_file.hpp"
 #include "transfer.hpp"
@@ -31,6 +32,7 @@ struct PipelineOptions {
     std::size_t io_threads = 4;
     std::size_t compute_threads = 1;
     std::optional<IoEngineKind> io_engine = std::nullopt;  // none: the fastest that works here
+    ResidentOptions resident = {};
 };
 
 // Runs a TransferSchedule with real buffers, I/O and threads.
@@ -49,7 +51,8 @@ class TransferLoop final : private CompletionHandler {
 
     struct Report {
         Counters counters;
-        std::size_t ring_bytes = 0;  // of the buffers, and of the slots from the first batch that needs some
+        std::size_t ring_bytes = 0;   // of the buffers, and of the slots from the first batch that needs some
+        std::size_t cache_bytes = 0;  // of resident tasklets
     };
 
     Report report() const;
@@ -75,17 +78,21 @@ class TransferLoop final : private CompletionHandler {
     struct Item {
         const Batch* batch = nullptr;
         const Tasklet* tasklet = nullptr;
+        bool is_resident = false;
+        bool is_held = false;  // what it reads is in its place
     };
 
     struct Run {
-        Run(Batch batch, std::size_t num_buffers);
+        Run(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents);
         bool delivers() const { return stream != nullptr && gives_parameters(operation); }
-        void add(Batch batch);
+        void add(Batch batch, const ResidentTasklets& residents);
+        Item item_of(const Batch& part, const Tasklet& tasklet, const ResidentTasklets& residents) const;
 
         const Operation operation;
         const std::shared_ptr<const CudaStream> stream;
         std::vector<std::unique_ptr<const Batch>> parts;
-        std::vector<Item> items;  // by position in the batch
+        std::vector<Item> items;     // by position in the batch
+        std::vector<bool> resident;  // by index: those in the batch
         TransferSchedule schedule;
         std::optional<Failure> failure;
     };
@@ -108,18 +115,25 @@ class TransferLoop final : private CompletionHandler {
     void start_ready();
     void start(const Action& action);
     void start_transfer(const Action& action, Direction direction);
+    void occupy(const Item& item);
+    void leave(const Item& item);
     void end(Work work, std::size_t tasklet, std::optional<Failure> failure);
 
     IoOptions io_options() const;
-    std::byte* buffer(std::size_t index) const { return ring_.data() + index * options_.buffer_bytes; }
+    std::byte* buffer(std::size_t index) const;
+    std::size_t num_buffers() const { return options_.num_buffers * (resident_.count() > 0 ? 2 : 1); }
+    std::size_t skipped_bytes(const Tasklet& tasklet) const;
+    bool is_missing(const Item& item) const;
+    std::optional<Failure> compute(const Item& item, std::size_t buffer) const;
     std::byte* slot(const Batch& batch, std::size_t index) const;
     std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress,
                                       const Tasklet& tasklet) const;
 
     PipelineOptions options_;
     HostBuffer ring_;
-    std::vector<Transfer> transfers_;     // by buffer
-    std::vector<Item> items_;             // by buffer: what it holds
+    ResidentTasklets resident_;        // its generations with the mutex held; a place belongs to its tasklet's buffer
+    std::vector<Transfer> transfers_;  // by buffer, those of resident tasklets behind those of the ring
+    std::vector<Item> items_;          // by buffer: what it holds
     std::vector<std::size_t> positions_;  // by buffer: of what it holds
 
     mutable std::mutex mutex_;

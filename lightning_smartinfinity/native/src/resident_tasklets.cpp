@@ -1,0 +1,21 @@
+#include "resident_tasklets.hpp"
+
+#include <stdexcept>
+#include <string>
+
+namespace smart_infinity {
+
+ResidentTasklets::ResidentTasklets(const ResidentOptions& options) : writes_through_(options.writes_through) {
+    std::size_t total = 0;
+    for (const std::size_t bytes : options.extent_bytes) {
+        if (bytes == 0 || bytes % kBlockBytes != 0 || bytes > std::size_t{1} << 40) {
+            throw std::invalid_argument("Pipeline: a resident extent of " + std::to_string(bytes) +
+                                        " bytes is not a multiple of 4096");
+        }
+        places_.push_back({total, bytes, std::nullopt});
+        total += bytes;
+    }
+    if (total > 0) memory_ = std::make_unique<HostBuffer>(total);
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,114 @@
+"""Resident tasklets of a pipeline: what is refused, and what is told from stale state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity.native import Batch, Operation, Pipeline, Segment, Tasklet
+from tests.native.stored import Run, StoredState
+
+NUMEL = 3_000
+SIZE = 16_384  # extent of a tasklet of 1000 elements: three regions of a block, and the trailer's
+
+
+def stored(folder: Path, *, num_resident: int = 2, through: bool = True) -> StoredState:
+    options = {"resident_bytes": [SIZE] * num_resident, "resident_through": through}
+    return StoredState(folder, NUMEL, tasklet_numel=1_000, options=options)
+
+
+def arrays(seed: int) -> tuple[np.ndarray, ...]:
+    return tuple(np.random.default_rng((seed, k)).random(NUMEL, np.float32) for k in range(3))
+
+
+def test_memory_is_that_of_the_extents(tmp_path: Path) -> None:
+    """The ring is counted apart."""
+    with stored(tmp_path) as state:
+        assert (state.pipeline.cache_bytes, state.pipeline.ring_bytes) == (2 * SIZE, 2 * SIZE)
+
+
+@pytest.mark.parametrize("size", [0, 4_095])
+def test_a_size_that_no_extent_has(tmp_path: Path, size: int) -> None:
+    with stored(tmp_path) as state:
+        state.options = {"resident_bytes": [size]}
+        with pytest.raises(ValueError, match=f"resident extent of {size} bytes"):
+            state.open_pipeline()
+
+
+def test_a_tasklet_of_another_size(tmp_path: Path) -> None:
+    """Its place would be too small, or would keep what lay behind it."""
+    with stored(tmp_path) as state:
+        large = Tasklet(
+            index=1,
+            file=0,
+            numel=500,
+            num_arrays=2,
+            extent_bytes=12_288,
+            read_offset=0,
+            read_generation=0,
+            write_offset=0,
+            write_generation=1,
+            segments=[Segment(offset=0, numel=500)],
+        )
+        with pytest.raises(ValueError, match="resident tasklet 1 has another size than its place"):
+            state.pipeline.submit(Batch(Operation.WRITE, [large]))
+
+
+def test_a_tasklet_twice_in_a_batch(tmp_path: Path) -> None:
+    """It has one place: refused whole, at once or later, and the batch that is active goes on."""
+    with stored(tmp_path) as state:
+        state.write(*arrays(1))
+        found = tuple(np.zeros(NUMEL, np.float32) for _ in range(3))
+        first, second, third = state.tasklets([Run(0, NUMEL, arrays=found)])
+        with pytest.raises(ValueError, match="resident tasklet 0 is listed twice"):
+            state.pipeline.submit(Batch(Operation.READ, [first, third, first]))
+        state.pipeline.submit(Batch(Operation.READ, [first, third]))
+        with pytest.raises(ValueError, match="resident tasklet 0 is listed twice"):
+            state.pipeline.extend(Batch(Operation.READ, [second, first]))
+        state.pipeline.extend(Batch(Operation.READ, [second]))
+        assert state.pipeline.drain() is None
+        for one, other in zip(found, arrays(1), strict=True):
+            assert np.array_equal(one, other)
+
+
+def test_another_generation_is_read_from_storage(tmp_path: Path) -> None:
+    """A batch that was given up leaves its generation in memory; nobody who asks for another gets it."""
+    with stored(tmp_path) as state:
+        state.write(*arrays(1))
+        state.start(Operation.WRITE, [Run(0, NUMEL, arrays=arrays(2))])
+        assert state.pipeline.drain() is None  # and not committed
+        reads = state.pipeline.counters().read_calls
+        for expected_reads in (3, 1):
+            for one, other in zip(state.read(), arrays(1), strict=True):
+                assert np.array_equal(one, other)
+            reads += expected_reads
+            assert state.pipeline.counters().read_calls == reads
+
+
+def test_state_in_memory_only_that_is_not_there(tmp_path: Path) -> None:
+    """Nothing on storage stands for it: a failure names the tasklet."""
+    with stored(tmp_path, through=False) as state:
+        failure = state.work(Operation.READ, [])
+        assert failure is not None
+        assert (failure.kind, failure.errno) == ("generation", 0)
+        state.write(*arrays(1))
+        state.generation += 1
+        failure = state.work(Operation.READ, [])
+        assert failure is not None
+        assert failure.kind == "generation"
+        state.generation -= 1
+        counters = state.pipeline.counters()
+        assert (counters.write_calls, counters.written_bytes, counters.cached_write_bytes) == (1, SIZE, 2 * SIZE)
+        for one, other in zip(state.read(), arrays(1), strict=True):
+            assert np.array_equal(one, other)
+        assert state.pipeline.counters().cached_read_bytes == 2 * SIZE
+
+
+def test_none_is_the_default(tmp_path: Path) -> None:
+    with stored(tmp_path) as state:
+        state.options = {}
+        pipeline: Pipeline = state.open_pipeline()
+        assert pipeline.cache_bytes == 0
+        pipeline.close()
