@@ -259,15 +259,3 @@ def test_a_store_with_state_in_memory_is_not_recovered(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="1 tasklets were in the memory") as caught:
         StateStore.recover([tmp_path / str(sizes(case)[0]) / "disk0"])
     assert "checkpoint" in caught.value.remedy
-
-
-def test_a_failed_step_without_durability_loses_the_state(tmp_path: Path) -> None:
-    """What was half updated in memory is never handed out as state."""
-    case = Case(durability="none", num_buffers=2)
-    with running(tmp_path, case.but(cache_bytes=sum(sizes(case)[:2]))) as run:
-        inject(run.device.pipeline, fail_write_at=0)
-        run.handler.begin_step(run.collect(1))
-        with pytest.raises(StorageError):
-            run.handler.commit()
-        with pytest.raises(StorageError, match="durability='none'"):
-            run.handler.rollback()
