@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,7 @@ FORMATS = [
 ]
 EVERYTHING = 1 << 30
 FAULTS = {"fail a read": {"fail_read_at": 1}, "fail a write": {"fail_write_at": 1}}
-UNDONE = ["abandon", "abandon a part", *FAULTS, "guess wrongly"]
+UNDONE = ["abandon", "abandon a part", *FAULTS, "guess wrongly", "commit in vain", "modify in vain"]
 DONE = ["step", "step", "modify", "modify a range", "replace", "initialize", "read a parameter", "compare"]
 
 
@@ -55,7 +55,11 @@ class Pair:
 
     def happen(self, event: str) -> None:
         self.number += 1
-        if event in UNDONE:
+        if event == "modify in vain":
+            values = {"exp_avg": np.zeros(12_000, np.float32)}
+            with pytest.raises(StorageError, match="elsewhere"):
+                self.cached.handler.modify({1: values}, together=failing_elsewhere)
+        elif event in UNDONE:
             self.undone(event)
         elif event == "step":
             self.both(lambda run: run.step(self.number))
@@ -89,6 +93,8 @@ class Pair:
         with suppress(StorageError):
             if event == "abandon a part":
                 run.handler.wait([0])
+            elif event == "commit in vain":
+                run.handler.commit(together=failing_elsewhere)
             elif event != "abandon":
                 run.handler.drain()
         try:
@@ -100,6 +106,13 @@ class Pair:
 
     def compare(self) -> None:
         assert_equal(settled(self.cached), self.plain.state())
+
+
+@contextmanager
+def failing_elsewhere() -> Iterator[None]:
+    """Another rank's failure, once this one has committed."""
+    yield
+    raise StorageError("elsewhere", "")
 
 
 def settled(run: Run) -> dict[str, torch.Tensor]:
