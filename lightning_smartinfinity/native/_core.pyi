@@ -40,6 +40,32 @@ def crc32c(address: int, nbytes: int, value: int = 0) -> int:
 def sum_of_squares(address: int, numel: int, dtype: DType) -> float:
     """In double precision and a fixed order: the same bits on every instruction set. Finite iff every element is."""
 
+def accumulate(
+    gradients: Sequence[int],
+    sums: Sequence[int],
+    numels: Sequence[int],
+    adds: Sequence[bool],
+    gradient_dtype: DType,
+    dtype: DType,
+) -> list[float]:
+    """
+    Gradients become sums, or are added to them, as torch rounds; all in one pass over memory.
+
+    Args:
+        gradients: Addresses.
+        sums: Addresses; none overlaps its gradient.
+        numels: Elements of each.
+        adds: Whether each is added.
+        gradient_dtype: Of the gradients.
+        dtype: Of the sums.
+
+    Returns:
+        What sum_of_squares() gives for each sum.
+
+    Raises:
+        ValueError: The lists differ in length.
+    """
+
 class CudaDevice:
     """
     A CUDA device through its primary context and the driver's library, opened at run time.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,9 +14,12 @@ from lightning_smartinfinity.transfer.batches import spans_of
 from lightning_smartinfinity.transfer.cuda import CudaLink, GradientCopies
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import Flat
-from lightning_smartinfinity.transfer.tensors import HostTensor, native_dtype
+from lightning_smartinfinity.transfer.tensors import HostTensor, is_native_dtype, native_dtype
 
 __all__ = ["GradientArena"]
+
+# Instead of a sum of squares, which is never negative.
+_UNKNOWN = -1.0
 
 
 class GradientArena:
@@ -32,7 +35,8 @@ class GradientArena:
 
     Attributes:
         active: bool[num_parameters]: parameters that arrived in this window. Live: copy it to keep it.
-        buffer: The flat tensor, ``layout.numel`` elements of ``dtype``.
+        buffer: The flat tensor, ``layout.numel`` elements of ``dtype``. To be read: :meth:`sum_of_squares` does not
+            notice what is written to it.
     """
 
     def __init__(
@@ -42,6 +46,13 @@ class GradientArena:
         self._layout = layout
         self._copies = GradientCopies(link) if link is not None else None
         self._memory = link.host_tensor(layout.numel, dtype) if link is not None else HostTensor(layout.numel, dtype)
+        # Of each parameter: the address of its slice, the elements of a gradient that fills it, and the sum of squares
+        # of what has arrived, where that is known.
+        self._addresses = [
+            self.buffer.data_ptr() + piece.offset * self.buffer.element_size() for piece in layout.parameters
+        ]
+        self._whole = [piece.numel if piece.numel == piece.real_numel else None for piece in layout.parameters]
+        self._squares = np.full(len(layout.parameters), _UNKNOWN)
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -57,6 +68,7 @@ class GradientArena:
                 CUDA run on torch's current stream and may still be in flight on return (see :meth:`synchronize`).
         """
         numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
+        self._squares[parameter] = _UNKNOWN
         if self.active[parameter]:
             self._add(self.gradient(parameter)[:numel], gradient.detach().reshape(-1)[:numel])
         else:
@@ -69,41 +81,36 @@ class GradientArena:
         target = self.gradient(parameter)
         target[numel:].zero_()
         self._write(target[:numel], gradient)
+        self._squares[parameter] = _UNKNOWN
         self.active[parameter] = True
 
     @torch.no_grad()
     def arrive_all(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """:meth:`arrive` for each of several parameters; those in host memory in one call.
+        """:meth:`arrive` for each of several parameters; those in host memory in one call and one pass over them.
 
         Args:
             parameters: Parameter indices, each once.
             gradients: One for each.
         """
-        first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        slices, is_active = self._slices, self.active.tolist()
+        arriving: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            where = self._layout.parameters[parameter]
-            if gradient.is_cpu and gradient.shape == (where.real_numel,) == (where.numel,):
-                targets, sources = later if is_active[parameter] else first
-                targets.append(slices[parameter])
-                sources.append(gradient)
+            if gradient.numel() == self._whole[parameter] and _is_plain(gradient):
+                arriving.setdefault(gradient.dtype, []).append((parameter, gradient))
             else:
                 self.arrive(parameter, gradient)
-        if first[0]:
-            torch._foreach_copy_(*first)
-        if later[0]:
-            self.synchronize()
-            torch._foreach_add_(*later)
-        self.active[list(parameters)] = True
+        for dtype, pairs in arriving.items():
+            indices = [parameter for parameter, _ in pairs]
+            self._accumulate(indices, [gradient for _, gradient in pairs], dtype)
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of this window."""
+        self._squares[:] = _UNKNOWN
         for run in self._active_runs():
             run.mul_(factor)
 
     def clamp(self, limit: float) -> None:
         """Clamp the gradients of this window to ``[-limit, limit]``."""
+        self._squares[:] = _UNKNOWN
         for run in self._active_runs():
             run.clamp_(-limit, limit)
 
@@ -118,14 +125,17 @@ class GradientArena:
             self._copies.wait()
 
     def sum_of_squares(self) -> float:
-        """Sum of the squares of the active gradients, in double and in a fixed order.
+        """Sum of the squares of the active gradients, in double; it depends on nothing but them.
 
-        Not finite if and only if an element of an active gradient is not finite.
+        Most are known since their gradient arrived. Not finite if and only if an element of an active gradient is not
+        finite.
         """
-        dtype, total = native_dtype(self.buffer.dtype), 0.0
-        for run in self._active_runs():
-            total += native.sum_of_squares(run.data_ptr(), run.numel(), dtype)
-        return total
+        self.synchronize()
+        dtype = native_dtype(self.buffer.dtype)
+        for parameter in np.flatnonzero(self.active & (self._squares == _UNKNOWN)).tolist():
+            numel = self._layout.parameters[parameter].numel
+            self._squares[parameter] = native.sum_of_squares(self._addresses[parameter], numel, dtype)
+        return math.fsum(self._squares[self.active].tolist())
 
     def view(self, sub_group: int) -> torch.Tensor:
         """The flat gradient of one sub-group."""
@@ -161,10 +171,19 @@ class GradientArena:
         spans = spans_of(self._layout, self.active.astype(np.int64))
         return [self.buffer[begin:end] for begin, end, is_active in spans if is_active]
 
-    @cached_property
-    def _slices(self) -> tuple[torch.Tensor, ...]:
-        """The gradient slice of every parameter."""
-        return torch.split(self.buffer, self._layout.columns.numels.tolist())
+    def _accumulate(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        adds = self.active[parameters].tolist()
+        if any(adds):
+            self.synchronize()
+        self._squares[parameters] = native.accumulate(
+            [gradient.data_ptr() for gradient in gradients],
+            [self._addresses[parameter] for parameter in parameters],
+            [gradient.numel() for gradient in gradients],
+            adds,
+            native_dtype(dtype),
+            native_dtype(self.buffer.dtype),
+        )
+        self.active[parameters] = True
 
     def _write(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
         if self._copies is not None and self._copies.takes(gradient):
@@ -178,3 +197,8 @@ class GradientArena:
         else:
             self.synchronize()
             target.add_(gradient.cpu())
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    """Whether its elements lie in host memory one after the other, as the native core knows them."""
+    return gradient.is_cpu and gradient.is_contiguous() and not gradient.is_neg() and is_native_dtype(gradient.dtype)

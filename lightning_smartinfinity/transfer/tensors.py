@@ -7,13 +7,18 @@ import torch
 from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.plan import Flat
 
-__all__ = ["HostTensor", "flat_of", "native_dtype"]
+__all__ = ["HostTensor", "flat_of", "is_native_dtype", "native_dtype"]
 
 _DTYPES = {
     torch.float32: native.DType.FLOAT32,
     torch.float16: native.DType.FLOAT16,
     torch.bfloat16: native.DType.BFLOAT16,
 }
+
+
+def is_native_dtype(dtype: torch.dtype) -> bool:
+    """Whether the native core has a name for it."""
+    return dtype in _DTYPES
 
 
 def native_dtype(dtype: torch.dtype) -> native.DType:

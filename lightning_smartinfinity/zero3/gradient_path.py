@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -39,6 +41,18 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         self.retained = RetainedGraphs(self.parameter_offload)
         self._order_after_bucket_copies()
 
+    @cached_property
+    def bypasses_buckets(self) -> bool:
+        """Whether gradients leave backward one by one: there is nothing to reduce and no device to batch copies for.
+
+        A bucket of another dtype would round them.
+        """
+        return (
+            dist.get_world_size(self.dp_process_group) == 1
+            and torch.device(get_accelerator().current_device_name()).type == "cpu"
+            and self.ipg_buckets.keys() == {self.dtype}
+        )
+
     @property
     def arena(self) -> GradientArena:
         """Where gradients go."""
@@ -60,11 +74,19 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
                 self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
             return
         super().reduce_ready_partitions_and_remove_grads(param)
-        if param.grad is not None:
-            self._waiting.add(param.ds_id)
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+        """As the base class, but a gradient that no other rank has a part in goes into the arena at once."""
+        is_complete = getattr(param, "ds_grad_is_ready", True)
+        if not self.bypasses_buckets:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+            if is_complete:
+                self._waiting.add(param.ds_id)
+        elif is_complete:
+            self.partition_grads([param], [param.grad])
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
-        """Take the reduced gradient slices into the arena and release the full gradients.
+        """Take reduced gradient slices into the arena and release the full gradients.
 
         Whether a slice is the window's first is decided here by arrival: DeepSpeed's micro_step_id is wrong under
         reentrant checkpointing.

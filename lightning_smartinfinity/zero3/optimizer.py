@@ -129,6 +129,8 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             group["params"] = []
 
     def _create_buckets(self) -> None:
+        if self.bypasses_buckets:
+            return
         device, numel = get_accelerator().current_device_name(), self.reduce_bucket_size
         with raising_together(self.dp_process_group):
             try:

@@ -10,7 +10,7 @@ Guesses are right or wrong on all ranks alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError
@@ -112,8 +112,9 @@ class Speculation:
     def arrived(self, params: Iterable[Any]) -> None:
         """Their gradients, as far as this backward goes, are in the arena."""
         if self._on:
-            self._arrived |= {self._optimizer.parameter_index[param.ds_id]: param for param in params}
-            self.open()
+            arrived = {self._optimizer.parameter_index[param.ds_id]: param for param in params}
+            self._arrived |= arrived
+            self._open(arrived)
 
     def before_use(self, params: Iterable[Any]) -> None:
         """Somebody is about to read these parameters or to write their gradients: none may have been updated."""
@@ -126,10 +127,12 @@ class Speculation:
 
     def open(self) -> None:
         """Begin what can be: called when modules have released parameters."""
-        if not self._on:
-            return
+        if self._on:
+            self._open(dict(self._arrived))
+
+    def _open(self, arrived: Mapping[int, Any]) -> None:
         ready: list[int] = []
-        for index, param in list(self._arrived.items()):
+        for index, param in arrived.items():
             # In one process on a CPU a gathered parameter is its partition.
             if param.ds_active_sub_modules:
                 continue

@@ -19,6 +19,10 @@ from tests.training.worker import REPOSITORY
 BENCHMARKS = REPOSITORY / "benchmarks"
 # Arguments of a run that takes seconds, and what the lines of its table begin with.
 RUNS = {
+    "backward.py": (
+        ["--size", "tiny", "--runs", "1"],
+        ["| backward |", "| plain autograd |", "| smart_infinity |"],
+    ),
     "checkpoint_memory.py": (
         ["--size", "tiny"],
         ["|  |", "| smart_infinity, save |", "| smart_infinity, load |", "| smart_infinity, evaluate |"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ def test_a_whole_window_is_scaled_and_clamped(change: str) -> None:
     arrived = [0, 1, 3, 4]
     for parameter in arrived:
         arena.arrive(parameter, gradient(parameter, 0))
+    arena.sum_of_squares()
     arena.scale(0.3) if change == "scale" else arena.clamp(0.5)
     for parameter in range(len(REAL)):
         stored, value = arena.gradient(parameter), gradient(parameter, 0)
@@ -67,6 +69,8 @@ def test_a_whole_window_is_scaled_and_clamped(change: str) -> None:
         expected = value * 0.3 if change == "scale" else value.clamp(-0.5, 0.5)
         assert torch.equal(stored[: REAL[parameter]], expected)
         assert not stored[REAL[parameter] :].any()
+    squares = sum(arena.gradient(parameter).double().square().sum().item() for parameter in arrived)
+    assert arena.sum_of_squares() == pytest.approx(squares, rel=1e-12)
     arena.close()
 
 
@@ -97,7 +101,10 @@ def test_replaced_gradients_forget_what_arrived() -> None:
     arena = GradientArena(LAYOUT)
     arena.arrive(3, gradient(3, 1))
     for parameter in (3, 4):
+        arena.sum_of_squares()
         arena.replace(parameter, gradient(parameter, 2))
+    replaced = sum(gradient(parameter, 2).double().square().sum().item() for parameter in (3, 4))
+    assert arena.sum_of_squares() == pytest.approx(replaced, rel=1e-12)
     arena.arrive(3, gradient(3, 3))
     assert arena.active.tolist() == [index in (3, 4) for index in range(len(REAL))]
     assert torch.equal(arena.gradient(3)[: REAL[3]], gradient(3, 2) + gradient(3, 3))
@@ -123,17 +130,21 @@ def test_an_empty_arrival_makes_a_parameter_active() -> None:
 @given(
     windows=st.lists(st.lists(st.integers(0, 6), unique=True, max_size=7), max_size=4),
     lengths=st.lists(st.sampled_from(["exact", "padded", "empty"]), min_size=7, max_size=7),
+    arena_dtype=st.sampled_from(DTYPES),
+    dtypes=st.lists(st.sampled_from([*DTYPES, torch.float64]), min_size=7, max_size=7),
 )
-def test_arriving_together_is_arriving_one_by_one(windows: list[list[int]], lengths: list[str]) -> None:
+def test_arriving_together_is_arriving_one_by_one(
+    windows: list[list[int]], lengths: list[str], arena_dtype: torch.dtype, dtypes: list[torch.dtype]
+) -> None:
     """Several parameters at once, first and later ones mixed, short and padded ones too, give the same bits."""
-    together, alone = GradientArena(LAYOUT), GradientArena(LAYOUT)
+    together, alone = (GradientArena(LAYOUT, dtype=arena_dtype) for _ in range(2))
     for arena in (together, alone):
         arena.buffer.fill_(math.nan)
     for seed, parameters in enumerate(windows):
         arriving = []
         for parameter in parameters:
-            value = gradient(parameter, seed)
-            shown = {"exact": value, "padded": torch.cat([value, torch.ones(2)]), "empty": value[:0]}
+            value = gradient(parameter, seed, dtypes[parameter])
+            shown = {"exact": value, "padded": torch.cat([value, value.new_ones(2)]), "empty": value[:0]}
             arriving.append(shown[lengths[parameter]])
         together.arrive_all(parameters, arriving)
         for parameter, value in zip(parameters, arriving, strict=True):
@@ -142,6 +153,35 @@ def test_arriving_together_is_arriving_one_by_one(windows: list[list[int]], leng
     assert together.sum_of_squares() == alone.sum_of_squares()
     for parameter in alone.active.nonzero()[0].tolist():
         assert torch.equal(together.gradient(parameter), alone.gradient(parameter))
+
+
+@pytest.mark.parametrize(
+    "hard",
+    [
+        lambda value: value.view(100, 120).t(),
+        lambda value: torch.stack([value, -value], 1)[:, 0],
+        lambda value: value[:1].expand(12_000),
+        lambda value: torch.view_as_complex(torch.stack([value, -value], 1)).conj().imag,
+    ],
+    ids=["transposed", "strided", "expanded", "negated"],
+)
+def test_gradients_that_do_not_lie_in_order_arrive_by_value(hard: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What counts is the order and the sign that torch shows."""
+    arena = GradientArena(LAYOUT)
+    value = hard(gradient(1, 0))
+    for times in (1, 2):
+        arena.arrive_all([1], [value])
+        assert torch.equal(arena.gradient(1), times * value.reshape(-1))
+    arena.close()
+
+
+def test_a_negated_view_of_one_element_arrives_by_value() -> None:
+    """It is contiguous, but its memory holds the opposite."""
+    arena = GradientArena(layout_of(Case(shapes=((1, 0, 0, 0),))))
+    negated = torch.complex(torch.zeros(1), torch.ones(1)).conj().imag
+    arena.arrive_all([0], [negated])
+    assert arena.gradient(0).tolist() == [-1.0]
+    arena.close()
 
 
 def test_reset_ends_the_window_without_touching_memory() -> None:

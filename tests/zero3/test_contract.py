@@ -26,6 +26,7 @@ OVERRIDDEN = [
     "_create_fp32_partitions",
     "partition_grads",
     "reduce_ready_partitions_and_remove_grads",
+    "reduce_independent_p_g_buckets_and_remove_grads",
     "zero_grad",
     "step",
     "_rigid_state_dict",

@@ -177,10 +177,13 @@ def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
 
 
 def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
-    """Hooks hand gradients to the bucket, and reduced buckets to partition_grads, alone (zero3/gradient_path.py)."""
+    """Hooks hand gradients to the bucket, and nothing else does, where one process bypasses it."""
     hook = f"{STAGE3}.create_reduce_and_remove_grad_hooks.<locals>.wrapper.<locals>.reduce_partition_and_remove_grads"
     assert seen.callers("GradientPath.reduce_ready_partitions_and_remove_grads") == {hook}, "the arena would be empty"
-    assert seen.callers("SmartInfinityOptimizer.partition_grads") == {f"{STAGE3}.__reduce_and_partition_ipg_grads"}
+    into_buckets = "GradientPath.reduce_independent_p_g_buckets_and_remove_grads"
+    assert seen.callers(into_buckets) == {f"{STAGE3}.reduce_ready_partitions_and_remove_grads"}
+    assert seen.callers(f"{OURS}.partition_grads") == {into_buckets}
+    assert not seen.callers(f"{STAGE3}.__add_grad_to_ipg_bucket")
 
 
 def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import os
+from unittest import mock
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from deepspeed.runtime.comm import coalesced_collectives
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -24,6 +28,29 @@ def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
     assert "param.grad.data = new_grad_tensor" in adding
     assert "self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())" in adding
     assert {field.name for field in dataclasses.fields(IPGBucketZ3)} >= {"params", "elements"}
+
+
+def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None:
+    """What bypasses_buckets of zero3/gradient_path.py leaves out: see what every step of the way does there."""
+    source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads)
+    assert 'getattr(param, "ds_grad_is_ready", True)' in source, "gradients that are not complete would leave"
+    assert source.count("(param)") == 5, "something new is done to a gradient on its way into the bucket"
+    source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
+    reducing = source[source.index("def __reduce_and_partition_ipg_grads(") : source.index("def _muon_update_sub_")]
+    assert "self.partition_grads(params_in_bucket, grad_partitions)" in reducing
+    assert "IPGBucketZ3() for dtype in comm_dtypes" in source, "buckets of another dtype would not be noticed"
+
+
+def test_a_reduce_scatter_of_one_process_changes_no_bit() -> None:
+    """It divides by the number of processes."""
+    gradient = torch.tensor([1.0, -0.0, 1e-40, math.inf])
+    with (
+        mock.patch.object(coalesced_collectives.dist, "get_world_size", return_value=1),
+        mock.patch.object(coalesced_collectives.dist, "get_rank", return_value=0),
+        mock.patch.object(coalesced_collectives, "_torch_reduce_scatter_fn"),
+    ):
+        (reduced,) = reduce_scatter_coalesced([gradient.clone()])
+    assert torch.equal(reduced.view(torch.int32), gradient.view(torch.int32))
 
 
 def test_autograd_tells_whether_its_graph_is_retained() -> None:

@@ -107,14 +107,6 @@ def test_compiled_wrapper_has_its_name() -> None:
     assert type(wrapped) is torch._dynamo.eval_frame.OptimizedModule
 
 
-def test_foreach_kernels_take_tensors_of_several_sizes() -> None:
-    """Gradients of many parameters are copied and added by one call each, in any mixture of sizes."""
-    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
-    torch._foreach_copy_(targets, sources)
-    torch._foreach_add_(targets, sources)
-    assert [target.tolist() for target in targets] == [[2.0, 2.0], [4.0, 4.0, 4.0]]
-
-
 def test_accumulation_scheduler_says_whether_it_accumulates() -> None:
     """In 16 bit the gradients of a schedule that accumulates at any time are held in fp32 from the start."""
     assert GradientAccumulationScheduler({0: 1, 4: 2}).going_to_accumulate_grad_batches()

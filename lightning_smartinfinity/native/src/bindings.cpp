@@ -21,7 +21,6 @@
 #include "cuda_device.hpp"
 #include "fault_injection.hpp"
 #include "file_queue.hpp"
-#include "flush_subnormals.hpp"
 #include "instruction_set.hpp"
 #include "io_engines.hpp"
 #include "pipeline.hpp"
@@ -93,6 +92,21 @@ void check_signals() {
 
 const void* pointer_to(Address address) { return reinterpret_cast<const void*>(address); }
 
+std::vector<double> accumulate(const std::vector<Address>& gradients, const std::vector<Address>& sums,
+                               const std::vector<std::size_t>& numels, const std::vector<bool>& adds,
+                               DType gradient_dtype, DType dtype) {
+    const std::size_t count = gradients.size();
+    if (sums.size() != count || numels.size() != count || adds.size() != count) {
+        throw std::invalid_argument("accumulate() needs as many of one as of the other");
+    }
+    const auto add = kernels().accumulate[static_cast<std::size_t>(gradient_dtype)][static_cast<std::size_t>(dtype)];
+    std::vector<double> squares(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        squares[i] = add(pointer_to(gradients[i]), reinterpret_cast<void*>(sums[i]), numels[i], adds[i]);
+    }
+    return squares;
+}
+
 void bind_kernels(nb::module_& m) {
     nb::enum_<DType>(m, "DType", "Type of gradients and parameters in memory.")
         .value("FLOAT32", DType::kFloat32)
@@ -122,11 +136,22 @@ void bind_kernels(nb::module_& m) {
     m.def(
         "sum_of_squares",
         [](Address address, std::size_t numel, DType dtype) {
-            const FlushSubnormals flush;
             return kernels().sum_of_squares[static_cast<std::size_t>(dtype)](pointer_to(address), numel);
         },
         "address"_a, "numel"_a, "dtype"_a, WithoutGil(),
         "In double precision and a fixed order: the same bits on every instruction set. Finite iff every element is.");
+    m.def("accumulate", &accumulate, "gradients"_a, "sums"_a, "numels"_a, "adds"_a, "gradient_dtype"_a, "dtype"_a,
+          WithoutGil(),
+          "Gradients become sums, or are added to them, as torch rounds; all in one pass over memory.\n\n"
+          "Args:\n"
+          "    gradients: Addresses.\n"
+          "    sums: Addresses; none overlaps its gradient.\n"
+          "    numels: Elements of each.\n"
+          "    adds: Whether each is added.\n"
+          "    gradient_dtype: Of the gradients.\n"
+          "    dtype: Of the sums.\n\n"
+          "Returns:\n    What sum_of_squares() gives for each sum.\n\n"
+          "Raises:\n    ValueError: The lists differ in length.");
 }
 
 void bind_host_buffer(nb::module_& m) {

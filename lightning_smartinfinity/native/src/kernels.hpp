@@ -60,6 +60,7 @@ struct Kernels {
     using Widen = void (*)(const void* values, float* out, std::size_t numel);
     using Narrow = void (*)(const float* values, void* out, std::size_t numel);
     using SumOfSquares = double (*)(const void* values, std::size_t numel);
+    using Accumulate = double (*)(const void* gradient, void* sum, std::size_t numel, bool adds);
     using RoundBf16 = void (*)(const float* exp_avg, const float* exp_avg_sq, std::uint16_t* exp_avg_out,
                                std::uint16_t* exp_avg_sq_out, const CellPart& cell);
     using RoundInt8 = void (*)(const float* exp_avg, const float* exp_avg_sq, const Codes& exp_avg_out,
@@ -74,6 +75,8 @@ struct Kernels {
     Widen widen[kNumDTypes];
     Narrow narrow[kNumDTypes];
     SumOfSquares sum_of_squares[kNumDTypes];
+    // [gradient dtype][sum's dtype]: the gradient becomes the sum, or is added to it; returns the sum's squares.
+    Accumulate accumulate[kNumDTypes][kNumDTypes];
 
     // State formats. A block has at most kCellNumel elements.
     RoundBf16 round_bf16;   // stochastically

@@ -12,6 +12,8 @@
 #error "define SMART_INFINITY_KERNELS, the name of the table, before including kernels.inl"
 #endif
 
+#include <type_traits>
+
 namespace smart_infinity {
 namespace {
 
@@ -144,28 +146,85 @@ void narrow(const float* values, void* out, std::size_t numel) {
     for (std::size_t i = 0; i < numel; ++i) result[i] = Type::narrow(in[i]);
 }
 
-// Thirty-two running sums, then a fixed tree: the order does not depend on the width of the registers. The square of a
-// float is exact in double and their sum cannot overflow, so that the result is finite iff every element is.
+// Thirty-two running sums, then a fixed tree: the order depends neither on the width of the registers nor on how many
+// elements come at a time. The square of a float is exact in double and their sum cannot overflow, so that the result
+// is finite iff every element is.
+struct Squares {
+    static constexpr std::size_t kLanes = 32;
+    double sums[kLanes] = {};
+
+    // All but the last part of the values have a multiple of kLanes.
+    template <class Type>
+    void add(const typename Type::Storage* values, std::size_t numel) {
+        const auto* __restrict in = values;
+        double lanes[kLanes];
+        for (std::size_t lane = 0; lane < kLanes; ++lane) lanes[lane] = sums[lane];
+        std::size_t i = 0;
+        for (; i + kLanes <= numel; i += kLanes) {
+            for (std::size_t lane = 0; lane < kLanes; ++lane) {
+                const double x = Type::widen(in[i + lane]);
+                lanes[lane] = lanes[lane] + x * x;
+            }
+        }
+        for (std::size_t lane = 0; i + lane < numel; ++lane) {
+            const double x = Type::widen(in[i + lane]);
+            lanes[lane] = lanes[lane] + x * x;
+        }
+        for (std::size_t lane = 0; lane < kLanes; ++lane) sums[lane] = lanes[lane];
+    }
+
+    double total() {
+        for (std::size_t half = kLanes / 2; half > 0; half /= 2) {
+            for (std::size_t lane = 0; lane < half; ++lane) sums[lane] = sums[lane] + sums[lane + half];
+        }
+        return sums[0];
+    }
+};
+
 template <class Type>
 double sum_of_squares(const void* values, std::size_t numel) {
-    constexpr std::size_t kLanes = 32;
-    const auto* __restrict in = static_cast<const typename Type::Storage*>(values);
-    double sums[kLanes] = {};
-    std::size_t i = 0;
-    for (; i + kLanes <= numel; i += kLanes) {
-        for (std::size_t lane = 0; lane < kLanes; ++lane) {
-            const double x = Type::widen(in[i + lane]);
-            sums[lane] = sums[lane] + x * x;
+    Squares squares;
+    squares.template add<Type>(static_cast<const typename Type::Storage*>(values), numel);
+    return squares.total();
+}
+
+template <class Gradient, class Sum>
+void write_gradient(const typename Gradient::Storage* gradient, typename Sum::Storage* sum, std::size_t numel) {
+    const auto* __restrict in = gradient;
+    auto* __restrict out = sum;
+    for (std::size_t i = 0; i < numel; ++i) {
+        if constexpr (std::is_same_v<Gradient, Sum>) {
+            out[i] = in[i];
+        } else {
+            out[i] = Sum::narrow(Gradient::widen(in[i]));
         }
     }
-    for (std::size_t lane = 0; i + lane < numel; ++lane) {
-        const double x = Type::widen(in[i + lane]);
-        sums[lane] = sums[lane] + x * x;
+}
+
+template <class Gradient, class Sum>
+void add_gradient(const typename Gradient::Storage* gradient, typename Sum::Storage* sum, std::size_t numel) {
+    const auto* __restrict in = gradient;
+    auto* __restrict out = sum;
+    for (std::size_t i = 0; i < numel; ++i) out[i] = Sum::narrow(Sum::widen(out[i]) + Gradient::widen(in[i]));
+}
+
+// One pass over memory: what a part of the sum has become is squared while it is in the first cache.
+template <class Gradient, class Sum>
+double accumulate(const void* gradient, void* sum, std::size_t numel, bool adds) {
+    constexpr std::size_t kPart = 1024;
+    const auto* in = static_cast<const typename Gradient::Storage*>(gradient);
+    auto* out = static_cast<typename Sum::Storage*>(sum);
+    Squares squares;
+    for (std::size_t begin = 0; begin < numel; begin += kPart) {
+        const std::size_t part = numel - begin < kPart ? numel - begin : kPart;
+        if (adds) {
+            add_gradient<Gradient, Sum>(in + begin, out + begin, part);
+        } else {
+            write_gradient<Gradient, Sum>(in + begin, out + begin, part);
+        }
+        squares.template add<Sum>(out + begin, part);
     }
-    for (std::size_t half = kLanes / 2; half > 0; half /= 2) {
-        for (std::size_t lane = 0; lane < half; ++lane) sums[lane] = sums[lane] + sums[lane + half];
-    }
-    return sums[0];
+    return squares.total();
 }
 
 // ---- state formats
@@ -364,12 +423,17 @@ void join(const std::uint16_t* parameter, const std::uint16_t* remainder, float*
 #define SMART_INFINITY_ADAM_ROW(Gradient) \
     {adam<Gradient, Float32>, adam<Gradient, Float16>, adam<Gradient, BFloat16>, adam<Gradient, NotWritten>}
 
+#define SMART_INFINITY_ACCUMULATE_ROW(Gradient) \
+    {accumulate<Gradient, Float32>, accumulate<Gradient, Float16>, accumulate<Gradient, BFloat16>}
+
 // The order is that of DType.
 const Kernels SMART_INFINITY_KERNELS = {
     {SMART_INFINITY_ADAM_ROW(Float32), SMART_INFINITY_ADAM_ROW(Float16), SMART_INFINITY_ADAM_ROW(BFloat16)},
     {widen<Float32>, widen<Float16>, widen<BFloat16>},
     {narrow<Float32>, narrow<Float16>, narrow<BFloat16>},
     {sum_of_squares<Float32>, sum_of_squares<Float16>, sum_of_squares<BFloat16>},
+    {SMART_INFINITY_ACCUMULATE_ROW(Float32), SMART_INFINITY_ACCUMULATE_ROW(Float16),
+     SMART_INFINITY_ACCUMULATE_ROW(BFloat16)},
     round_bf16,
     round_int8,
     encode<ExpAvgCode>,
@@ -381,5 +445,6 @@ const Kernels SMART_INFINITY_KERNELS = {
 };
 
 #undef SMART_INFINITY_ADAM_ROW
+#undef SMART_INFINITY_ACCUMULATE_ROW
 
 }  // namespace smart_infinity

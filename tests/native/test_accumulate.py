@@ -1,0 +1,57 @@
+"""Gradients into their sums, against what torch does with the same tensors."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from lightning_smartinfinity.native import DType, InstructionSet, accumulate, sum_of_squares
+
+TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
+# Around the width of the registers, and around what is squared at a time.
+NUMELS = [0, 1, 31, 32, 33, 1023, 1024, 1025, 5_000]
+# Sums that overflow or round to a subnormal, subnormals, signed zeros.
+EDGES = [0.0, -0.0, 1e-40, -3e-39, 6e-8, 6e-5, 65_504.0, 65_520.0, 3.3e38, -3.3e38]
+
+
+def values(numel: int, dtype: DType, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(numel, generator=generator)
+    edges = torch.tensor(EDGES)[torch.randint(len(EDGES), (numel,), generator=generator)]
+    return torch.where(torch.rand(numel, generator=generator) < 0.2, edges, drawn).to(TORCH[dtype])
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """A NaN is as good as another."""
+    whole = {2: torch.int16, 4: torch.int32}[left.element_size()]
+    return bool(((left.view(whole) == right.view(whole)) | (left.isnan() & right.isnan())).all())
+
+
+@pytest.mark.parametrize(("gradient_dtype", "dtype"), list(itertools.product(TORCH, TORCH)))
+def test_sums_are_torchs(instruction_set: InstructionSet, gradient_dtype: DType, dtype: DType) -> None:
+    """Written or added, many in one call, to the bit; the squares are those that a pass of its own would find."""
+    gradients = [values(numel, gradient_dtype, numel) for numel in NUMELS * 2]
+    sums = [values(numel, dtype, numel + 1) for numel in NUMELS * 2]
+    adds = [False] * len(NUMELS) + [True] * len(NUMELS)
+    expected = [sum_.clone() for sum_ in sums]
+    for gradient, target, add in zip(gradients, expected, adds, strict=True):
+        target.add_(gradient) if add else target.copy_(gradient)
+    squares = accumulate(
+        [gradient.data_ptr() for gradient in gradients],
+        [sum_.data_ptr() for sum_ in sums],
+        [gradient.numel() for gradient in gradients],
+        adds,
+        gradient_dtype,
+        dtype,
+    )
+    for sum_, target, square in zip(sums, expected, squares, strict=True):
+        assert same_bits(sum_, target)
+        assert repr(square) == repr(sum_of_squares(target.data_ptr(), target.numel(), dtype))
+
+
+def test_lists_of_different_lengths_are_refused() -> None:
+    """Nothing is read or written."""
+    with pytest.raises(ValueError, match="as many"):
+        accumulate([0], [0], [1], [], DType.FLOAT32, DType.FLOAT32)
