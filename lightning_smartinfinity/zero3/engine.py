@@ -138,7 +138,8 @@ class SmartInfinityEngine(_PortableEngine):
             )
         self.optimizer.retained.backward_begins(retain_graph=retain_graph)
         self.optimizer.backward_begins(retain_graph=retain_graph)
-        scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        with self.optimizer.in_backward():
+            scaled: torch.Tensor = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return scaled
 
     # ---- parameters that are not trained lie outside the optimizer's partition

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -35,8 +36,10 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         self.rank_state = rank_state
         # Parameter index by ds_id: the subclass fills it when it knows the layout.
         self.parameter_index: dict[int, int] = {}
-        # ds_id of the parameters whose gradient waits in a bucket.
-        self._waiting: set[int] = set()
+        # Parameters, by ds_id, whose gradient waits: in a bucket, or, where those are bypassed, in its own place, if it
+        # came outside of the engine's backward.
+        self._waiting: dict[int, Any] = {}
+        self._in_backward = False
         super().__init__(*args, **kwargs)
         self.retained = RetainedGraphs(self.parameter_offload)
         self._order_after_bucket_copies()
@@ -81,9 +84,20 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         if not self.bypasses_buckets:
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
             if is_complete:
-                self._waiting.add(param.ds_id)
-        elif is_complete:
+                self._waiting[param.ds_id] = param
+        elif is_complete and self._in_backward:
             self.partition_grads([param], [param.grad])
+        elif is_complete:
+            self._waiting[param.ds_id] = param
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """While the engine's backward runs. What comes from another one is refused by the step, if that is next."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
         """Take reduced gradient slices into the arena and release the full gradients.
@@ -94,7 +108,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         self.arena.arrive_all([self.parameter_index[param.ds_id] for param in params_to_release], grad_partitions)
         for param in params_to_release:
             _drop_gradient(param)
-        self._waiting.difference_update(param.ds_id for param in params_to_release)
+            self._waiting.pop(param.ds_id, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop this window's gradients, those in the arena too."""
@@ -112,6 +126,9 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
 
     def backward_epilogue(self) -> None:
         """As the base class, and release what a retained graph kept gathered once no graph is retained."""
+        if self.bypasses_buckets and self._waiting:
+            waiting = list(self._waiting.values())
+            self.partition_grads(waiting, [param.grad for param in waiting])
         self.retained.backward_ended()
         super().backward_epilogue()
 
