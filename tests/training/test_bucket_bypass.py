@@ -72,23 +72,36 @@ class Manual(LitTiny):
 
     automatic_optimization = False
 
+    def first(self, loss: torch.Tensor) -> None:
+        self.manual_backward(loss)
+
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
-        for part in (batch, batch.flip(0)):
-            self.manual_backward(self.model(part) / 2)
+        self.first(self.model(batch) / 2)
+        self.manual_backward(self.model(batch.flip(0)) / 2)
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
         optimizer.step()
         optimizer.zero_grad()
         self.losses.append(float(self.model(batch).detach()))
 
 
-def test_manual_optimization_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later passes add to what the first one wrote, and clipping scales all of it."""
+class FirstDirect(Manual):
+    """The first of them past the engine."""
+
+    def first(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("build", [Manual, FirstDirect])
+def test_manual_optimization_gives_the_same_bits(
+    build: type[Manual], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later passes add to what the first one wrote, or left, and clipping scales all of it."""
     losses = []
     for bypasses in (True, False):
         monkeypatch.setattr(GradientPath, "bypasses_buckets", bypasses)
         strategy = SmartInfinityStrategy(tmp_path / str(bypasses))
-        module = Manual(BF16)
+        module = build(BF16)
         quiet_trainer(tmp_path, strategy, precision=BF16.precision, max_steps=4).fit(module)
         strategy.close()
         losses.append(module.losses)
