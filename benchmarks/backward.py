@@ -72,7 +72,7 @@ def measure(size: str, folder: str, *, runs: int, num_tokens: int) -> dict[str, 
     pl.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=SmartInfinityStrategy(folder),
+        strategy=SmartInfinityStrategy(folder, overlap="none"),
         precision="bf16-true",
         max_epochs=1,
         logger=False,
