@@ -27,6 +27,11 @@ inline Regions regions_of(StateFormat format, const Tasklet& tasklet) {
 
 inline std::size_t extent_bytes(const Regions& regions) { return regions.total_bytes() + kTrailerPageBytes; }
 
+// Of an extent, that its tasklet's reading leaves out: the parameter is the master, or half of it.
+inline std::size_t skipped_bytes(StateFormat format, const Tasklet& tasklet) {
+    return tasklet.master_in_parameter ? regions_of(format, tasklet).offset(1) : 0;
+}
+
 // What every extent of a store must carry.
 struct Identity {
     std::array<std::uint8_t, kJobBytes> job{};

@@ -18,4 +18,20 @@ ResidentTasklets::ResidentTasklets(const ResidentOptions& options) : writes_thro
     if (total > 0) memory_ = std::make_unique<HostBuffer>(total);
 }
 
+Residence ResidentTasklets::find(const Tasklet& tasklet, Operation operation) const {
+    if (!include(tasklet)) return Residence::kNone;
+    if (!reads(operation)) return Residence::kUnheld;
+    if (places_[tasklet.index].generation == tasklet.read_generation) return Residence::kHeld;
+    return writes_through_ ? Residence::kUnheld : Residence::kMissing;
+}
+
+void ResidentTasklets::enter(const Tasklet& tasklet, Operation operation, Residence found) {
+    if (found == Residence::kNone || found == Residence::kMissing) return;  // nothing will change
+    if (writes(operation) || found == Residence::kUnheld) places_[tasklet.index].generation.reset();
+}
+
+void ResidentTasklets::leave(const Tasklet& tasklet, Operation operation) {
+    places_[tasklet.index].generation = writes(operation) ? tasklet.write_generation : tasklet.read_generation;
+}
+
 }  // namespace smart_infinity

@@ -16,6 +16,14 @@ struct ResidentOptions {
     bool writes_through = true;             // else what is resident is on storage never
 };
 
+// Where a tasklet of a batch is worked, and what it finds there.
+enum class Residence {
+    kNone,     // in a buffer of the ring
+    kHeld,     // in its place, which holds what it reads
+    kUnheld,   // in its place, which storage or the operation fills
+    kMissing,  // in its place, which alone could hold what it reads and does not
+};
+
 // Tasklets whose state stays in host memory, each in a place as large as its extent, in which it is worked.
 //
 // A place knows the generation it holds, so that it is never taken for another: what a failed or undone batch left
@@ -34,11 +42,12 @@ class ResidentTasklets {
     bool fit(const Tasklet& tasklet) const { return places_[tasklet.index].bytes == tasklet.extent_bytes; }
     std::byte* place(const Tasklet& tasklet) const { return memory_->data() + places_[tasklet.index].offset; }
 
-    // Whether the place holds what the tasklet reads.
-    bool hold(const Tasklet& tasklet) const { return places_[tasklet.index].generation == tasklet.read_generation; }
-    // The place is about to change; from now on it holds nothing.
-    void invalidate(const Tasklet& tasklet) { places_[tasklet.index].generation.reset(); }
-    void validate(const Tasklet& tasklet, std::uint64_t generation) { places_[tasklet.index].generation = generation; }
+    Residence find(const Tasklet& tasklet, Operation operation) const;
+
+    // The tasklet is about to be worked: a place that changes holds nothing until it leaves.
+    void enter(const Tasklet& tasklet, Operation operation, Residence found);
+    // It was worked, and its place holds what the operation makes of it.
+    void leave(const Tasklet& tasklet, Operation operation);
 
  private:
     struct Place {

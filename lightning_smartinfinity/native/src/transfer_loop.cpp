@@ -1,13 +1,12 @@
 #include "transfer_loop.hpp"
 
 #include <algorithm>
-#include <cerrno>
 #include <stdexcept>
 #include <utility>
 
 #include "compute.hpp"
 #include "stopwatch.hpp"
-#include "system_error.hpp"
+#include "transfer_failures.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -29,16 +28,6 @@ PipelineOptions checked(PipelineOptions options) {
     return options;
 }
 
-Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::string& path) {
-    const std::string message = "the extent of tasklet " + std::to_string(tasklet.index) + " at offset " +
-                                std::to_string(tasklet.read_offset) + " of " + path + " is refused: " + refusal.message;
-    return Failure{refusal.kind, path, tasklet.read_offset, 0, tasklet.index, message};
-}
-
-Failure abandoned() {
-    return Failure{FailureKind::kIo, "", 0, ECANCELED, 0, "the batch was abandoned before it was done"};
-}
-
 // Does something with copies from or to a device.
 template <class Copies>
 std::optional<Failure> copying(const Tasklet& tasklet, const Copies& copies) {
@@ -46,52 +35,11 @@ std::optional<Failure> copying(const Tasklet& tasklet, const Copies& copies) {
         copies();
         return std::nullopt;
     } catch (const CudaError& error) {
-        const std::string message =
-            "copying the parameters of tasklet " + std::to_string(tasklet.index) + " failed: " + error.what();
-        return Failure{FailureKind::kCuda, "", 0, error.result(), tasklet.index, message};
+        return not_copied(tasklet, error.result(), error.what());
     }
 }
 
 }  // namespace
-
-TransferLoop::Run::Run(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents)
-    : operation(batch.operation),
-      stream(batch.stream),
-      schedule(0, num_buffers,
-               {.reads = reads(batch.operation),
-                .writes = writes(batch.operation),
-                .fetches = batch.stream != nullptr && takes_parameters(batch),
-                .delivers = batch.stream != nullptr && gives_parameters(batch.operation)}),
-      resident(residents.count(), false) {
-    add(std::move(batch), residents);
-}
-
-void TransferLoop::Run::add(Batch batch, const ResidentTasklets& residents) {
-    std::vector<bool> listed = resident;
-    for (const Tasklet& tasklet : batch.tasklets) {
-        if (!residents.include(tasklet)) continue;
-        require(!listed[tasklet.index], "resident tasklet " + std::to_string(tasklet.index) + " is listed twice");
-        listed[tasklet.index] = true;
-    }
-    resident = std::move(listed);
-    parts.push_back(std::make_unique<const Batch>(std::move(batch)));
-    const Batch& part = *parts.back();
-    std::vector<TransferSchedule::Way> ways;
-    for (const Tasklet& tasklet : part.tasklets) {
-        const Item item = item_of(part, tasklet, residents);
-        const bool on_storage = !item.is_resident || residents.writes_through();
-        ways.push_back(
-            {reads(operation) && on_storage && !item.is_held, writes(operation) && on_storage, item.is_resident});
-        items.push_back(item);
-    }
-    schedule.extend(ways);
-}
-
-TransferLoop::Item TransferLoop::Run::item_of(const Batch& part, const Tasklet& tasklet,
-                                              const ResidentTasklets& residents) const {
-    const bool is_resident = residents.include(tasklet);
-    return {&part, &tasklet, is_resident, is_resident && reads(operation) && residents.hold(tasklet)};
-}
 
 TransferLoop::TransferLoop(PipelineOptions options)
     : options_(checked(std::move(options))),
@@ -112,7 +60,7 @@ void TransferLoop::submit(Batch batch) {
     const std::lock_guard lock(mutex_);
     require_open();
     require(run_ == nullptr, "a batch is active; drain() it before the next one");
-    auto run = std::make_shared<Run>(std::move(batch), options_.num_buffers, resident_);
+    auto run = std::make_shared<TransferRun>(std::move(batch), options_.num_buffers, resident_);
     prepare_slots(*run->parts.front());
     run_ = std::move(run);
     start_ready();
@@ -165,7 +113,7 @@ std::optional<Failure> TransferLoop::wait_until(std::unique_lock<std::mutex>& lo
                                                 Out out) {
     const Stopwatch stopwatch;
     require_open();
-    const std::shared_ptr<Run> run = run_;
+    const std::shared_ptr<TransferRun> run = run_;
     if (run == nullptr) return std::nullopt;
     require(end <= run->schedule.num_tasklets(),
             "wait() for tasklet " + std::to_string(end - 1) + " of " + std::to_string(run->schedule.num_tasklets()));
@@ -178,7 +126,7 @@ std::optional<Failure> TransferLoop::drain(const Poll& poll) {
     const Stopwatch stopwatch;
     std::unique_lock lock(mutex_);
     require_open();
-    const std::shared_ptr<Run> run = run_;
+    const std::shared_ptr<TransferRun> run = run_;
     if (run == nullptr) return std::nullopt;
     await(lock, poll, [&] { return run->schedule.finished(); });
     counters_.wait_seconds += stopwatch.seconds();
@@ -213,7 +161,7 @@ void TransferLoop::abandon() {
 }
 
 void TransferLoop::abandon(std::unique_lock<std::mutex>& lock) {
-    const std::shared_ptr<Run> run = run_;
+    const std::shared_ptr<TransferRun> run = run_;
     if (run == nullptr) return;
     if (!run->schedule.finished() && !run->failure) run->failure = abandoned();
     run->schedule.stop();
@@ -251,7 +199,7 @@ void TransferLoop::prepare_slots(const Batch& batch) {
 }
 
 std::byte* TransferLoop::buffer(std::size_t index) const {
-    if (items_[index].is_resident) return resident_.place(*items_[index].tasklet);
+    if (items_[index].residence != Residence::kNone) return resident_.place(*items_[index].tasklet);
     return ring_.data() + index * options_.buffer_bytes;
 }
 
@@ -266,9 +214,10 @@ void TransferLoop::start_ready() {
 void TransferLoop::start(const Action& action) {
     // A computed tasklet is written and delivered side by side: what it holds is read by one when the other starts.
     if (action.work != Work::kWrite && action.work != Work::kDeliver) {
-        items_[action.buffer] = run_->items[action.tasklet];
+        const TransferItem& item = run_->items[action.tasklet];
+        items_[action.buffer] = item;
         positions_[action.buffer] = action.tasklet;
-        if (items_[action.buffer].is_resident) occupy(items_[action.buffer]);
+        resident_.enter(*item.tasklet, run_->operation, item.residence);
     }
     switch (action.work) {
         case Work::kRead:
@@ -283,35 +232,11 @@ void TransferLoop::start(const Action& action) {
     }
 }
 
-// Again at each of its actions up to compute, whose end says what the place holds then.
-void TransferLoop::occupy(const Item& item) {
-    if (is_missing(item)) return;  // nothing will change
-    if (writes(run_->operation) || !item.is_held) resident_.invalidate(*item.tasklet);
-}
-
-// In memory only, where what it reads is not.
-bool TransferLoop::is_missing(const Item& item) const {
-    return item.is_resident && !resident_.writes_through() && reads(item.batch->operation) && !item.is_held;
-}
-
-void TransferLoop::leave(const Item& item) {
-    const Tasklet& tasklet = *item.tasklet;
-    const bool writes = smart_infinity::writes(run_->operation);
-    resident_.validate(tasklet, writes ? tasklet.write_generation : tasklet.read_generation);
-    if (item.is_held) counters_.cached_read_bytes += tasklet.extent_bytes - skipped_bytes(tasklet);
-    if (writes && !resident_.writes_through()) counters_.cached_write_bytes += tasklet.extent_bytes;
-}
-
-// The parameter is the master, or half of it: only what lies behind the first region is read.
-std::size_t TransferLoop::skipped_bytes(const Tasklet& tasklet) const {
-    return tasklet.master_in_parameter ? regions_of(options_.identity.format(), tasklet).offset(1) : 0;
-}
-
 void TransferLoop::start_transfer(const Action& action, Direction direction) {
     const Tasklet& tasklet = *items_[action.buffer].tasklet;
     const StateFile& file = options_.files[tasklet.file];
     const bool read = direction == Direction::kRead;
-    const std::size_t skipped = read ? skipped_bytes(tasklet) : 0;
+    const std::size_t skipped = read ? skipped_bytes(options_.identity.format(), tasklet) : 0;
     const IoRequest whole{direction,
                           file.descriptor(),
                           (read ? tasklet.read_offset : tasklet.write_offset) + skipped,
@@ -329,14 +254,15 @@ void TransferLoop::completed(const IoRequest& request, const IoResult& result) {
     const std::lock_guard lock(mutex_);
     counters_.count(request.direction, result);
     if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
+    const Tasklet& tasklet = *items_[request.tag].tasklet;
     end(request.direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[request.tag],
-        failure_of(transfer, progress, *items_[request.tag].tasklet));
+        failure_of(transfer, progress, tasklet, path_of(tasklet)));
 }
 
 // On a thread of the compute pool. Neither run_ nor what the buffer holds can change: an action of it is in flight.
 void TransferLoop::compute_item(const Action& action) {
     const Stopwatch stopwatch;
-    const Item& item = items_[action.buffer];
+    const TransferItem& item = items_[action.buffer];
     const Batch& batch = *item.batch;
     const Tasklet& tasklet = *item.tasklet;
     std::optional<Failure> failure = compute(item, action.buffer);
@@ -347,21 +273,31 @@ void TransferLoop::compute_item(const Action& action) {
     }
     const std::lock_guard lock(mutex_);
     counters_.compute_seconds += seconds;
-    if (!failure && item.is_resident) leave(item);
+    if (!failure && item.residence != Residence::kNone) leave(item);
     end(Work::kCompute, action.tasklet, std::move(failure));
 }
 
-std::optional<Failure> TransferLoop::compute(const Item& item, std::size_t buffer) const {
+std::optional<Failure> TransferLoop::compute(const TransferItem& item, std::size_t buffer) const {
     const Tasklet& tasklet = *item.tasklet;
-    const std::string& path = options_.files[tasklet.file].path();
-    if (is_missing(item)) {
+    if (item.residence == Residence::kMissing) {
         return refused({FailureKind::kGeneration, "it is in memory only, where there is no such generation"}, tasklet,
-                       path);
+                       path_of(tasklet));
     }
-    const Guards guards{.verifies = !item.is_held, .seals = !item.is_resident || resident_.writes_through()};
+    const Guards guards{.verifies = item.residence != Residence::kHeld,
+                        .seals = item.residence == Residence::kNone || resident_.writes_through()};
     const auto refusal = smart_infinity::compute(*item.batch, tasklet, options_.identity, this->buffer(buffer),
                                                  slot(*item.batch, buffer), guards);
-    return refusal ? std::optional(refused(*refusal, tasklet, path)) : std::nullopt;
+    return refusal ? std::optional(refused(*refusal, tasklet, path_of(tasklet))) : std::nullopt;
+}
+
+// Of a resident tasklet that was worked: what the place saved is counted.
+void TransferLoop::leave(const TransferItem& item) {
+    const Tasklet& tasklet = *item.tasklet;
+    resident_.leave(tasklet, run_->operation);
+    if (item.residence == Residence::kHeld) {
+        counters_.cached_read_bytes += tasklet.extent_bytes - skipped_bytes(options_.identity.format(), tasklet);
+    }
+    if (writes(run_->operation) && !resident_.writes_through()) counters_.cached_write_bytes += tasklet.extent_bytes;
 }
 
 // On the thread that waits for copies. run_ cannot change, as above.
@@ -385,22 +321,6 @@ void TransferLoop::end(Work work, std::size_t tasklet, std::optional<Failure> fa
     }
     start_ready();
     changed_.notify_all();
-}
-
-std::optional<Failure> TransferLoop::failure_of(const Transfer& transfer, Transfer::Progress progress,
-                                                const Tasklet& tasklet) const {
-    if (progress == Transfer::Progress::kDone) return std::nullopt;
-    const IoRequest& rest = transfer.rest();
-    const std::string& path = options_.files[tasklet.file].path();
-    const std::string where = std::to_string(rest.bytes) + " bytes at offset " + std::to_string(rest.offset) + " of " +
-                              path + " (tasklet " + std::to_string(tasklet.index) + ")";
-    if (progress == Transfer::Progress::kEndOfFile) {
-        return Failure{FailureKind::kShort, path, rest.offset, 0, tasklet.index, "the file ends before " + where};
-    }
-    const std::string verb = rest.direction == Direction::kRead ? "reading " : "writing ";
-    const std::string reason = std::generic_category().message(transfer.error());
-    return Failure{FailureKind::kIo, path,          rest.offset,
-                   transfer.error(), tasklet.index, verb + where + " failed: " + reason};
 }
 
 }  // namespace smart_infinity

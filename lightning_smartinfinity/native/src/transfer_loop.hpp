@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "batch.hpp"
@@ -20,6 +21,7 @@
 #include "schedule.hpp"
 #include "state_file.hpp"
 #include "transfer.hpp"
+#include "transfer_run.hpp"
 #include "worker_pool.hpp"
 
 namespace smart_infinity {
@@ -74,29 +76,6 @@ class TransferLoop final : private CompletionHandler {
     void decorate_engine(const Decorate& decorate);
 
  private:
-    // A tasklet and the part of the batch that it came with. Neither moves while the batch is active.
-    struct Item {
-        const Batch* batch = nullptr;
-        const Tasklet* tasklet = nullptr;
-        bool is_resident = false;
-        bool is_held = false;  // what it reads is in its place
-    };
-
-    struct Run {
-        Run(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents);
-        bool delivers() const { return stream != nullptr && gives_parameters(operation); }
-        void add(Batch batch, const ResidentTasklets& residents);
-        Item item_of(const Batch& part, const Tasklet& tasklet, const ResidentTasklets& residents) const;
-
-        const Operation operation;
-        const std::shared_ptr<const CudaStream> stream;
-        std::vector<std::unique_ptr<const Batch>> parts;
-        std::vector<Item> items;     // by position in the batch
-        std::vector<bool> resident;  // by index: those in the batch
-        TransferSchedule schedule;
-        std::optional<Failure> failure;
-    };
-
     void validate(const Batch& batch) const;
     void completed(const IoRequest& request, const IoResult& result) override;
     void compute_item(const Action& action);
@@ -115,30 +94,26 @@ class TransferLoop final : private CompletionHandler {
     void start_ready();
     void start(const Action& action);
     void start_transfer(const Action& action, Direction direction);
-    void occupy(const Item& item);
-    void leave(const Item& item);
+    void leave(const TransferItem& item);
     void end(Work work, std::size_t tasklet, std::optional<Failure> failure);
 
     IoOptions io_options() const;
     std::byte* buffer(std::size_t index) const;
     std::size_t num_buffers() const { return options_.num_buffers * (resident_.count() > 0 ? 2 : 1); }
-    std::size_t skipped_bytes(const Tasklet& tasklet) const;
-    bool is_missing(const Item& item) const;
-    std::optional<Failure> compute(const Item& item, std::size_t buffer) const;
+    const std::string& path_of(const Tasklet& tasklet) const { return options_.files[tasklet.file].path(); }
+    std::optional<Failure> compute(const TransferItem& item, std::size_t buffer) const;
     std::byte* slot(const Batch& batch, std::size_t index) const;
-    std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress,
-                                      const Tasklet& tasklet) const;
 
     PipelineOptions options_;
     HostBuffer ring_;
     ResidentTasklets resident_;        // its generations with the mutex held; a place belongs to its tasklet's buffer
     std::vector<Transfer> transfers_;  // by buffer, those of resident tasklets behind those of the ring
-    std::vector<Item> items_;          // by buffer: what it holds
+    std::vector<TransferItem> items_;  // by buffer: what it holds
     std::vector<std::size_t> positions_;  // by buffer: of what it holds
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;
-    std::shared_ptr<Run> run_;  // the active batch; shared with those who wait for it
+    std::shared_ptr<TransferRun> run_;  // the active batch; shared with those who wait for it
     Counters counters_;
     bool closed_ = false;
     std::unique_ptr<ParameterSlots> slots_;  // changes only while no batch is active

@@ -1,0 +1,39 @@
+#include "transfer_failures.hpp"
+
+#include <cerrno>
+#include <system_error>
+
+namespace smart_infinity {
+
+Failure abandoned() {
+    return Failure{FailureKind::kIo, "", 0, ECANCELED, 0, "the batch was abandoned before it was done"};
+}
+
+Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::string& path) {
+    const std::string message = "the extent of tasklet " + std::to_string(tasklet.index) + " at offset " +
+                                std::to_string(tasklet.read_offset) + " of " + path + " is refused: " + refusal.message;
+    return Failure{refusal.kind, path, tasklet.read_offset, 0, tasklet.index, message};
+}
+
+Failure not_copied(const Tasklet& tasklet, int error, const std::string& reason) {
+    const std::string message =
+        "copying the parameters of tasklet " + std::to_string(tasklet.index) + " failed: " + reason;
+    return Failure{FailureKind::kCuda, "", 0, error, tasklet.index, message};
+}
+
+std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress, const Tasklet& tasklet,
+                                  const std::string& path) {
+    if (progress == Transfer::Progress::kDone || progress == Transfer::Progress::kAgain) return std::nullopt;
+    const IoRequest& rest = transfer.rest();
+    const std::string where = std::to_string(rest.bytes) + " bytes at offset " + std::to_string(rest.offset) + " of " +
+                              path + " (tasklet " + std::to_string(tasklet.index) + ")";
+    if (progress == Transfer::Progress::kEndOfFile) {
+        return Failure{FailureKind::kShort, path, rest.offset, 0, tasklet.index, "the file ends before " + where};
+    }
+    const std::string verb = rest.direction == Direction::kRead ? "reading " : "writing ";
+    const std::string reason = std::generic_category().message(transfer.error());
+    return Failure{FailureKind::kIo, path,          rest.offset,
+                   transfer.error(), tasklet.index, verb + where + " failed: " + reason};
+}
+
+}  // namespace smart_infinity

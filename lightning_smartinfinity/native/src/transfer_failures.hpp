@@ -1,0 +1,22 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "batch.hpp"
+#include "extent.hpp"
+#include "failure.hpp"
+#include "transfer.hpp"
+
+// Why a batch stops, in words. `path` is that of the tasklet's file.
+namespace smart_infinity {
+
+Failure abandoned();
+Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::string& path);
+Failure not_copied(const Tasklet& tasklet, int error, const std::string& reason);
+
+// None while the transfer goes on, or if it is done.
+std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress, const Tasklet& tasklet,
+                                  const std::string& path);
+
+}  // namespace smart_infinity
