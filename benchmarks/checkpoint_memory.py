@@ -74,6 +74,8 @@ def strategy_of(system: str, folder: str) -> Any:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
+    from lightning_smartinfinity.zero3.environment import forbid_jit_builds
+
     class StockOnCpu(DeepSpeedStrategy):
         """Lightning's strategy as it is, but for what keeps it from starting on a CPU."""
 
@@ -82,6 +84,7 @@ def strategy_of(system: str, folder: str) -> Any:
             return torch.device("cpu", self.local_rank)
 
         def setup_environment(self) -> None:
+            forbid_jit_builds()
             super(DeepSpeedStrategy, self).setup_environment()
 
         def setup_distributed(self) -> None:

@@ -134,9 +134,6 @@ def run_stock(options: argparse.Namespace, clip: float | None, common: dict[str,
     os.environ["DS_ACCELERATOR"] = "cpu"
     import stock_io
 
-    from lightning_smartinfinity.zero3.environment import forbid_jit_builds
-
-    forbid_jit_builds()  # of an op for collectives in shared memory, which one process does not need
     config = zero_infinity_config(options.storage, pipelined=options.child == BASELINE)
     if options.child == "zero_offload":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}

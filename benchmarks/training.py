@@ -168,6 +168,9 @@ def train_stock(
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    from lightning_smartinfinity.zero3.environment import forbid_jit_builds
+
+    forbid_jit_builds()
     section = {"stage": 3, "sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **config["zero_optimization"]}
     config = {"gradient_clipping": 0.0, **config, "bf16": {"enabled": True}, "zero_optimization": section}
     model = GPT2(size)

@@ -1,9 +1,10 @@
-"""Settings for every test: no network, no silent skips."""
+"""Settings for every test: no network, no silent skips, no memory left behind."""
 
 from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +18,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _FORBIDDEN_SKIPS = pytest.StashKey[list[str]]()
+_SHARED_BEFORE = pytest.StashKey[set[Path]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FORBIDDEN_SKIPS] = []
+    config.stash[_SHARED_BEFORE] = _shared_buffers()
     config.pluginmanager.register(_SkipWatch(config.stash[_FORBIDDEN_SKIPS]))
 
 
@@ -54,8 +57,9 @@ class _SkipWatch:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    forbidden = session.config.stash[_FORBIDDEN_SKIPS]
-    if forbidden and _in_ci() and session.exitstatus == pytest.ExitCode.OK:
+    stash = session.config.stash
+    wrong = stash[_FORBIDDEN_SKIPS] or _shared_buffers() - stash[_SHARED_BEFORE]
+    if wrong and _in_ci() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -65,6 +69,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("skipped, but should have run here (CI=true)", red=True)
         for line in forbidden:
             terminalreporter.line(line)
+    left = _shared_buffers() - config.stash[_SHARED_BEFORE]
+    if left and _in_ci():
+        terminalreporter.section("left in shared memory, 69 MB each (CI=true)", red=True)
+        for path in sorted(left):
+            terminalreporter.line(str(path))
+
+
+def _shared_buffers() -> set[Path]:
+    """Of DeepSpeed's op for collectives in shared memory, which no process of ours or of the tests may use."""
+    return set(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*"))
 
 
 def _in_ci() -> bool:

@@ -1,4 +1,4 @@
-"""In CI a test that does not run is a failure, unless the machine cannot run it."""
+"""In CI a test that does not run is a failure, unless the machine cannot run it; so is memory that is left behind."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from tests.helpers.runif import RunIf
 def test_on_many_devices(): pass
 def test_passes(): pass
 """
+LEAVES_MEMORY = "import os\ndef test_leaves(): open(f'{shared}/deepspeed_allreduce_buffer_{os.getuid()}__1_0', 'w').close()"
 EXPECTED_FAILURE = "import pytest\n@pytest.mark.xfail\ndef test_known_bug(): assert False"
 
 
 def run(folder: Path, source: str, *, ci: str) -> tuple[int, str]:
     """Runs pytest with this project's conftest on one test file: its exit status and what it printed."""
     shutil.copytree(TESTS / "helpers", folder / "tests" / "helpers", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(TESTS / "conftest.py", folder / "tests")
+    (folder / "shm").mkdir()
+    conftest = (TESTS / "conftest.py").read_text().replace("/dev/shm", str(folder / "shm"))
+    (folder / "tests" / "conftest.py").write_text(conftest)
     (folder / "tests" / "test_it.py").write_text(source)
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\naddopts = -ra --import-mode=importlib\n")
     completed = subprocess.run(
@@ -72,6 +75,15 @@ def test_skip_outside_ci_only_prints(tmp_path: Path) -> None:
 def test_expected_failure_is_no_skip(tmp_path: Path) -> None:
     """An xfail did run."""
     assert run(tmp_path, EXPECTED_FAILURE, ci="true")[0] == 0
+
+
+@pytest.mark.parametrize(("ci", "expected"), [("true", 1), ("", 0)])
+def test_memory_left_behind_fails_in_ci(ci: str, expected: int, tmp_path: Path) -> None:
+    """A buffer of DeepSpeed's op for collectives stays in /dev/shm for ever; the session names it."""
+    source = LEAVES_MEMORY.replace("{shared}", str(tmp_path / "shm"))
+    status, output = run(tmp_path, source, ci=ci)
+    assert status == expected
+    assert (f"deepspeed_allreduce_buffer_{os.getuid()}__1_0" in output) == bool(expected)
 
 
 def test_no_tests_at_all_fail(tmp_path: Path) -> None:
