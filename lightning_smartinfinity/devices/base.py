@@ -120,8 +120,14 @@ class StorageDevice(ABC):
         """Add tasklets behind those of the batch, which has not been drained; return at once."""
 
     @abstractmethod
+    def prefer(self, positions: Sequence[int]) -> None:
+        """Of these of the batch's tasklets begin those that have not begun before others, in this order."""
+
+    @abstractmethod
     def wait(self, positions: Sequence[int] | None = None) -> None:
         """Return when these of the batch's tasklets, as counted in it, have their outputs in memory; None: all.
+
+        Those that have not begun are preferred to others.
 
         Raises:
             StorageError: The batch failed. :meth:`drain` must still be called.

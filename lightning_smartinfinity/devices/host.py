@@ -107,6 +107,9 @@ class HostDevice(StorageDevice):
     def extend(self, more: native.Batch) -> None:
         self.pipeline.extend(more)
 
+    def prefer(self, positions: Sequence[int]) -> None:
+        self.pipeline.prefer(positions)
+
     def wait(self, positions: Sequence[int] | None = None) -> None:
         _raise_failure(self.pipeline.wait() if positions is None else self.pipeline.wait_for(positions))
 

@@ -1,6 +1,5 @@
 """The native core: I/O, update kernels, checksums and the transfer schedule."""
 
-import builtins
 import enum
 from collections.abc import Sequence
 from typing import overload
@@ -149,7 +148,7 @@ class HostBuffer:
     def unregister(self) -> None:
         """Idempotent."""
 
-    def memoryview(self) -> builtins.memoryview:
+    def memoryview(self) -> memoryview:
         """Writable bytes; they keep the buffer alive."""
 
 class StateFile:
@@ -396,6 +395,9 @@ class TransferSchedule:
     def extend_resident(self, num_tasklets: int, *, reads: bool, writes: bool) -> None:
         """The same for resident tasklets; their buffers are numbered from `num_buffers` on."""
 
+    def prefer(self, tasklets: Sequence[int]) -> None:
+        """Of these tasklets those that have not begun are begun next, in this order."""
+
     def done(self, action: str, tasklet: int) -> None:
         """
         A started action has ended.
@@ -532,6 +534,9 @@ class Pipeline:
                 is active.
         """
 
+    def prefer(self, positions: Sequence[int]) -> None:
+        """Of these tasklets of the active batch those that have not begun are begun next, in this order."""
+
     def wait(self, first: int = 0, last: int | None = None) -> Failure | None:
         """
         Until batch tasklets [first, last) have their parameters and arrays out, or the batch failed.
@@ -540,7 +545,7 @@ class Pipeline:
         """
 
     def wait_for(self, positions: Sequence[int]) -> Failure | None:
-        """As wait(), for tasklets anywhere in the batch, as counted in it."""
+        """As wait(), for tasklets anywhere in the batch, as counted in it; those that have not begun are preferred."""
 
     def drain(self) -> Failure | None:
         """Until nothing is in flight; the batch is over. A signal handler may end the wait, as in wait()."""

@@ -102,7 +102,11 @@ class Step:
             return False
         self._choose(plan, updates)
         self.grows = False
-        self._extend([tasklet for tasklet in self._all_tasklets(plan) if tasklet not in opened])
+        tasklets = self._all_tasklets(plan)
+        self._extend([tasklet for tasklet in tasklets if tasklet not in opened])
+        if self._tasklets:
+            # Those of the last layers came first; the first layers are needed first.
+            self._direct_run.prefer(tasklets)
         return True
 
     def _parameters_in(self, tasklets: Iterable[int]) -> list[int]:
@@ -114,15 +118,20 @@ class Step:
         ]
 
     def _extend(self, tasklets: Sequence[int]) -> None:
-        assert isinstance(self._run, DirectRun) and isinstance(self._outputs, Sequence)
+        assert isinstance(self._outputs, Sequence)
         if not tasklets:
             return
         batch = self._updating(FlatMemory(self._layout, self._gradients))(
             tasklets, FlatMemory(self._layout, self._outputs)
         )
         self._tasklets += tasklets
-        run = self._run
-        self._guarded(lambda: run.extend(batch, tasklets))
+        self._guarded(lambda: self._direct_run.extend(batch, tasklets))
+
+    @property
+    def _direct_run(self) -> DirectRun:
+        """Of a step that grows."""
+        assert isinstance(self._run, DirectRun)
+        return self._run
 
     @property
     def _master_dtype(self) -> native.DType:

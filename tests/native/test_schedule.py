@@ -92,6 +92,33 @@ def test_tasklets_that_come_later(parts: list[int], num_buffers: int, data: st.D
     assert Counter(simulation.ended) == {(a, t): 1 for a in ("read", "compute", "write") for t in range(total)}
 
 
+@given(num_tasklets=sizes, num_buffers=buffers, data=st.data())
+def test_preferred_tasklets_are_begun_next(num_tasklets: int, num_buffers: int, data: st.DataObject) -> None:
+    """Those that have not begun, in the order asked for, the last request first; then the others, in list order."""
+    simulation = Simulation(num_tasklets, num_buffers, reads=True, writes=True)
+    resident = data.draw(st.integers(0, 3))
+    simulation.schedule.extend_resident(resident, reads=False, writes=False)
+    simulation.num_buffers *= 2
+    simulation.resident = set(range(num_tasklets, num_tasklets + resident))
+    waiting = list(range(num_tasklets))
+    for _ in range(data.draw(st.integers(1, 3))):
+        simulation.start()
+        begun = [tasklet for action, tasklet in simulation.started if action == "read"]
+        waiting = [tasklet for tasklet in waiting if tasklet not in begun]
+        preferred = data.draw(st.permutations(range(num_tasklets + resident)))[: data.draw(st.integers(0, 6))]
+        simulation.schedule.prefer(preferred)
+        waiting.sort(key=lambda tasklet: preferred.index(tasklet) if tasklet in preferred else len(preferred))
+        if simulation.in_flight:
+            simulation.end(data)
+    before = len([action for action, _ in simulation.started if action == "read"])
+    simulation.run(data)
+    assert [tasklet for action, tasklet in simulation.started if action == "read"][before:] == waiting
+    assert Counter(simulation.ended) == Counter(
+        [(a, t) for a in ("read", "compute", "write") for t in range(num_tasklets)]
+        + [("compute", t) for t in range(num_tasklets, num_tasklets + resident)]
+    )
+
+
 resident_parts = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans(), st.booleans()), max_size=5)
 
 

@@ -285,6 +285,23 @@ def test_a_step_that_grows(tmp_path: Path, seed: int) -> None:
         assert_equal(run.state(), expected)
 
 
+def test_a_step_that_grew_goes_on_with_what_is_used_first(tmp_path: Path) -> None:
+    """Backward opens the last layers' tasklets first; from the step on the order is that of first use."""
+    with running(tmp_path, Case()) as run:
+        plan = run.collect(1)
+        uses = np.random.default_rng(0).permutation(len(run.layout.parameters))
+        preferred: list[list[int]] = []
+        run.device.prefer = preferred.append  # type: ignore[method-assign, assignment]
+        run.handler.begin_growing(replace(plan, active=np.ones_like(plan.active)))
+        opened = _complete_tasklets(run, plan.active)[::-1]
+        run.handler.extend(opened)
+        assert run.handler.complete(replace(plan, first_uses=uses))
+        run.handler.commit()
+        tasklets = run.layout.in_order_of_use(range(len(run.layout.tasklets)), uses)
+        listed = [*opened, *(tasklet for tasklet in tasklets if tasklet not in opened)]
+        assert [listed[position] for position in preferred[0]] == [t for t in tasklets if t in listed]
+
+
 @pytest.mark.parametrize("changed", ["a gradient scale", "a learning rate", "a parameter that turns out inactive"])
 def test_a_step_that_grew_otherwise_is_undone(tmp_path: Path, changed: str) -> None:
     """It cannot be completed; rolled back, it has left no bit behind, and the right step follows."""

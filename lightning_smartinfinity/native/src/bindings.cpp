@@ -510,6 +510,8 @@ void bind_schedule(nb::module_& m) {
             },
             "num_tasklets"_a, nb::kw_only(), "reads"_a, "writes"_a,
             "The same for resident tasklets; their buffers are numbered from `num_buffers` on.")
+        .def("prefer", &TransferSchedule::prefer, "tasklets"_a,
+             "Of these tasklets those that have not begun are begun next, in this order.")
         .def(
             "done",
             [](TransferSchedule& self, const std::string& action, std::size_t tasklet) {
@@ -598,6 +600,8 @@ void bind_pipeline(nb::module_& m) {
              "Raises:\n    ValueError: They cannot be worked, are of another operation or on a CUDA device, or no "
              "batch\n"
              "        is active.")
+        .def("prefer", &PythonPipeline::prefer, "positions"_a, WithoutGil(),
+             "Of these tasklets of the active batch those that have not begun are begun next, in this order.")
         .def(
             "wait",
             [](PythonPipeline& self, std::size_t first, std::optional<std::size_t> last) {
@@ -611,7 +615,8 @@ void bind_pipeline(nb::module_& m) {
             [](PythonPipeline& self, const std::vector<std::size_t>& positions) {
                 return self.wait_for(positions, check_signals);
             },
-            "positions"_a, WithoutGil(), "As wait(), for tasklets anywhere in the batch, as counted in it.")
+            "positions"_a, WithoutGil(),
+            "As wait(), for tasklets anywhere in the batch, as counted in it; those that have not begun are preferred.")
         .def(
             "drain", [](PythonPipeline& self) { return self.drain(check_signals); }, WithoutGil(),
             "Until nothing is in flight; the batch is over. A signal handler may end the wait, as in wait().")

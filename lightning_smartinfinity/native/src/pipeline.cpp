@@ -10,6 +10,8 @@ void Pipeline::submit(Batch batch) { loop_.get()->submit(std::move(batch)); }
 
 void Pipeline::extend(Batch more) { loop_.get()->extend(std::move(more)); }
 
+void Pipeline::prefer(const std::vector<std::size_t>& positions) { loop_.get()->prefer(positions); }
+
 std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size_t> last,
                                       const TransferLoop::Poll& poll) {
     return loop_.get()->wait(first, last, poll);

@@ -24,10 +24,12 @@ class Pipeline {
     // Adds tasklets behind those of the active batch; returns at once. Throws std::invalid_argument where that cannot
     // be.
     void extend(Batch more);
+    // Of these tasklets of the active batch those that have not begun are begun next, in this order.
+    void prefer(const std::vector<std::size_t>& positions);
     // Until tasklets [first, last) of the batch have their parameters and arrays out, or the batch has failed.
     std::optional<Failure> wait(
         std::size_t first, std::optional<std::size_t> last, const TransferLoop::Poll& poll = [] {});
-    // The same for tasklets anywhere in the batch.
+    // The same for tasklets anywhere in the batch, which are preferred to others.
     std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const TransferLoop::Poll& poll = [] {});
     // Until nothing is in flight: the batch is over.
     std::optional<Failure> drain(const TransferLoop::Poll& poll = [] {});

@@ -40,11 +40,24 @@ void TransferSchedule::extend(std::size_t num_tasklets) {
 
 void TransferSchedule::extend(const std::vector<Way>& ways) {
     for (const Way& way : ways) {
-        (way.resident ? resident_ : on_storage_).push_back(ways_.size());
+        const std::size_t tasklet = ways_.size();
         ways_.push_back(way);
+        ranks_.push_back(static_cast<std::int64_t>(tasklet));
+        queue_of(tasklet).emplace(ranks_[tasklet], tasklet);
     }
     parameters_out_.resize(ways_.size(), false);
     if (!resident_.empty()) buffers_.resize(2 * num_buffers_);
+}
+
+void TransferSchedule::prefer(const std::vector<std::size_t>& tasklets) {
+    lowest_rank_ -= static_cast<std::int64_t>(tasklets.size());
+    std::int64_t rank = lowest_rank_;
+    for (const std::size_t tasklet : tasklets) {
+        Queue& queue = queue_of(tasklet);
+        if (queue.erase({ranks_[tasklet], tasklet}) == 0) continue;
+        ranks_[tasklet] = rank++;
+        queue.emplace(ranks_[tasklet], tasklet);
+    }
 }
 
 std::optional<Action> TransferSchedule::next() {
@@ -63,15 +76,15 @@ std::optional<Action> TransferSchedule::next() {
 }
 
 std::optional<Action> TransferSchedule::begin(bool resident) {
-    std::deque<std::size_t>& waiting = resident ? resident_ : on_storage_;
+    Queue& waiting = resident ? resident_ : on_storage_;
     if (waiting.empty()) return std::nullopt;
     const auto middle = buffers_.begin() + static_cast<std::ptrdiff_t>(num_buffers_);
     const auto last = resident ? buffers_.end() : middle;
     const auto free = std::find_if(resident ? middle : buffers_.begin(), last,
                                    [](const Buffer& buffer) { return buffer.stage == Stage::kFree; });
     if (free == last) return std::nullopt;
-    free->tasklet = waiting.front();
-    waiting.pop_front();
+    free->tasklet = waiting.begin()->second;
+    waiting.erase(waiting.begin());
     return start(*free, first_work(ways_[free->tasklet]));
 }
 

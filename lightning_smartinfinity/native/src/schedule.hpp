@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstddef>
-#include <deque>
+#include <cstdint>
 #include <optional>
+#include <set>
+#include <utility>
 #include <vector>
 
 namespace smart_infinity {
@@ -16,13 +18,13 @@ struct Action {
 };
 
 // The order of a batch as a pure state machine: no I/O, no clock, no threads, no lock. Tasklets are begun in the order
-// in which they were listed, to which more may be added at any time; each is read, has its
-// parameters fetched from a device, is computed, and then is written and has its parameters delivered to the device,
-// both at a time, in one of `num_buffers` buffers that it holds from its first action to the last to end.
+// in which they were listed, to which more may be added at any time and in which some may be moved to the front; each
+// is read, has its parameters fetched from a device, is computed, and then is written and has its parameters delivered
+// to the device, both at a time, in one of `num_buffers` buffers that it holds from its first action to the last to
+// end.
 //
 // Resident tasklets have memory of their own. They wait for no such buffer but for one of as many others, numbered from
-// `num_buffers` on, which bound how many of them are worked at a time; of two tasklets of one kind the one listed first
-// is begun first.
+// `num_buffers` on, which bound how many of them are worked at a time; each kind is begun in its own order.
 //
 // At any time the actions that can start are preferred in this order: deliveries and writes, because only they free a
 // buffer; compute, because somebody waits for parameters; fetches; reads. Among equals, the lowest tasklet.
@@ -48,6 +50,9 @@ class TransferSchedule {
     // More tasklets, behind those there are.
     void extend(std::size_t num_tasklets);
     void extend(const std::vector<Way>& ways);
+
+    // Of these tasklets those that have not begun are begun next, in this order.
+    void prefer(const std::vector<std::size_t>& tasklets);
 
     // The next action to start now, if any; it counts as started.
     std::optional<Action> next();
@@ -82,12 +87,16 @@ class TransferSchedule {
         bool works(Work work) const;
     };
 
+    // Tasklets to begin, by rank: the lowest first.
+    using Queue = std::set<std::pair<std::int64_t, std::size_t>>;
+
     template <class Predicate>
     Buffer* lowest(const Predicate& predicate);
     Buffer* holder_of(std::size_t tasklet);
     Action start(Buffer& buffer, Work work);
     void advance(Buffer& buffer, Work work);
     std::optional<Action> begin(bool resident);
+    Queue& queue_of(std::size_t tasklet) { return ways_[tasklet].resident ? resident_ : on_storage_; }
     Stage after_read() const { return stages_.fetches ? Stage::kRead : Stage::kLoaded; }
     Work first_work(const Way& way) const;
     bool all_begun() const { return on_storage_.empty() && resident_.empty(); }
@@ -97,9 +106,10 @@ class TransferSchedule {
     std::vector<Buffer> buffers_;  // as many again for resident tasklets, once there are some
     std::vector<Way> ways_;        // by tasklet
     std::vector<bool> parameters_out_;
-    // Tasklets to begin, in their order.
-    std::deque<std::size_t> on_storage_;
-    std::deque<std::size_t> resident_;
+    std::vector<std::int64_t> ranks_;  // by tasklet: its number, or below 0 once it was preferred
+    std::int64_t lowest_rank_ = 0;
+    Queue on_storage_;
+    Queue resident_;
     bool stopped_ = false;
 };
 

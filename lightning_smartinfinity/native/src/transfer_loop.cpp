@@ -86,6 +86,21 @@ void TransferLoop::extend(Batch more) {
     start_ready();
 }
 
+void TransferLoop::prefer(const std::vector<std::size_t>& positions) {
+    const std::lock_guard lock(mutex_);
+    require_open();
+    if (run_ == nullptr) return;
+    require_listed(*run_, positions);
+    run_->schedule.prefer(positions);
+}
+
+void TransferLoop::require_listed(const Run& run, const std::vector<std::size_t>& positions) {
+    const std::size_t count = run.schedule.num_tasklets();
+    for (const std::size_t position : positions) {
+        require(position < count, "tasklet " + std::to_string(position) + " of " + std::to_string(count));
+    }
+}
+
 // Looks at every tasklet once: what is out stays out.
 std::optional<Failure> TransferLoop::wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll) {
     std::unique_lock lock(mutex_);
@@ -100,9 +115,12 @@ std::optional<Failure> TransferLoop::wait(std::size_t first, std::optional<std::
 
 std::optional<Failure> TransferLoop::wait_for(const std::vector<std::size_t>& positions, const Poll& poll) {
     std::unique_lock lock(mutex_);
-    const auto highest = std::max_element(positions.begin(), positions.end());
+    if (run_ != nullptr) {
+        require_listed(*run_, positions);
+        run_->schedule.prefer(positions);
+    }
     auto next = positions.begin();
-    return wait_until(lock, poll, highest == positions.end() ? 0 : *highest + 1, [&](const TransferSchedule& schedule) {
+    return wait_until(lock, poll, 0, [&](const TransferSchedule& schedule) {
         while (next != positions.end() && schedule.parameters_out(*next)) ++next;
         return next == positions.end();
     });

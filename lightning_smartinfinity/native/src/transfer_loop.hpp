@@ -60,6 +60,7 @@ class TransferLoop final : private CompletionHandler {
     Report report() const;
     void submit(Batch batch);
     void extend(Batch more);
+    void prefer(const std::vector<std::size_t>& positions);
     std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll);
     std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const Poll& poll);
     std::optional<Failure> drain(const Poll& poll);
@@ -90,6 +91,7 @@ class TransferLoop final : private CompletionHandler {
     // With the mutex held:
     void abandon(std::unique_lock<std::mutex>& lock);
     void require_open() const;
+    static void require_listed(const Run& run, const std::vector<std::size_t>& positions);
     void prepare_slots(const Batch& batch);
     void start_ready();
     void start(const Action& action);
