@@ -186,7 +186,8 @@ class State:
         )
         return Tasklet(
             index=index,
-            file=0,
+            read_file=0,
+            write_file=0,
             numel=numel,
             num_arrays=NUM_ARRAYS,
             extent_bytes=nbytes,

@@ -299,7 +299,8 @@ class Blocks:
 
 class Tasklet:
     """
-    One extent. Segments are in ascending order and do not overlap; elements outside are carried over
+    One extent, read at one place and written at another, of the same file or not.
+    Segments are in ascending order and do not overlap; elements outside are carried over
     (WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters; INT8_REMAINDER: bf16) the master
     is not read, or only its remainder: it is the parameter, and segments cover the whole tasklet.
     `offset` is that of the first element in the partition, a multiple of 256: stochastic rounding
@@ -310,12 +311,13 @@ class Tasklet:
         self,
         *,
         index: int,
-        file: int,
         numel: int,
         num_arrays: int,
         extent_bytes: int,
+        read_file: int,
         read_offset: int,
         read_generation: int,
+        write_file: int,
         write_offset: int,
         write_generation: int,
         segments: Sequence[Segment],
@@ -326,17 +328,19 @@ class Tasklet:
     @property
     def index(self) -> int: ...
     @property
-    def file(self) -> int: ...
-    @property
     def numel(self) -> int: ...
     @property
     def num_arrays(self) -> int: ...
     @property
     def extent_bytes(self) -> int: ...
     @property
+    def read_file(self) -> int: ...
+    @property
     def read_offset(self) -> int: ...
     @property
     def read_generation(self) -> int: ...
+    @property
+    def write_file(self) -> int: ...
     @property
     def write_offset(self) -> int: ...
     @property
@@ -418,6 +422,17 @@ class TransferSchedule:
     @property
     def finished(self) -> bool: ...
 
+class FileCounters:
+    """Of one file, since creation."""
+
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def written_bytes(self) -> int: ...
+    @property
+    def busy_seconds(self) -> float:
+        """With at least one request in the system."""
+
 class Counters:
     """Since creation. Seconds are summed over threads."""
 
@@ -456,6 +471,10 @@ class Counters:
     @property
     def registered_bytes(self) -> int:
         """Of memory that is pinned for it now."""
+
+    @property
+    def files(self) -> list[FileCounters]:
+        """Of a pipeline, by index."""
 
 class Failure:
     """Why a batch stopped: kind is io, short, checksum, foreign, generation, format or cuda; errno may be 0."""
@@ -624,6 +643,17 @@ def inject(
     errno: int = 5,
 ) -> None:
     """Faults for tests, from now on: requests are counted from 0, reads and writes apart."""
+
+class Throttle:
+    """Makes one file of a pipeline slow, for tests: its requests take turns."""
+
+    def __init__(self, pipeline: Pipeline, file: StateFile) -> None: ...
+    @property
+    def bytes_per_second(self) -> float:
+        """0: as fast as it is."""
+
+    @bytes_per_second.setter
+    def bytes_per_second(self, arg: float, /) -> None: ...
 
 def use_cuda_library(path: str | None) -> None:
     """Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. What exists keeps its own."""

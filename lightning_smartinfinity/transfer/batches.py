@@ -116,7 +116,8 @@ class Places(NamedTuple):
         extents, where = layout.extents, layout.tasklets[index]
         return native.Tasklet(
             index=index,
-            file=where.device,
+            read_file=where.device,
+            write_file=where.device,
             numel=where.numel,
             num_arrays=extents.num_arrays,
             extent_bytes=where.extent_bytes,

@@ -38,7 +38,8 @@ def batch(operation: native.Operation, *, generation: int = 0) -> native.Batch:
         [
             native.Tasklet(
                 index=index,
-                file=0,
+                read_file=0,
+                write_file=0,
                 numel=NUMEL,
                 num_arrays=3,
                 extent_bytes=EXTENT_BYTES,

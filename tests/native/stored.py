@@ -109,6 +109,7 @@ class StoredState:
         options: For the Pipeline.
         borders: Where parameters meet.
         offset: Of the first tasklet in the partition that the native core is told of.
+        wanders: The two slots of a tasklet lie in different files.
     """
 
     folder: Path
@@ -123,6 +124,7 @@ class StoredState:
     slot: int = 0
     borders: Sequence[int] = ()
     offset: int = 0
+    wanders: bool = False
 
     def __post_init__(self) -> None:
         self.tasklet_numel = self.tasklet_numel or self.numel
@@ -165,7 +167,7 @@ class StoredState:
 
     def regions(self, index: int = 0) -> list[Array]:
         """The bytes of each region as they lie on storage."""
-        content = np.fromfile(self.paths[index % self.num_files], np.uint8)
+        content = np.fromfile(self.paths[self.file_of(index, self.slot)], np.uint8)
         begin, found = self.extent_offset(index, self.slot), []
         for used in self.region_bytes_of(index):
             found.append(content[begin : begin + used])
@@ -173,9 +175,12 @@ class StoredState:
         return found
 
     def open_pipeline(self) -> Pipeline:
-        files = [StateFile(str(path), direct=bool(self.direct)) for path in self.paths]
+        self.files = [StateFile(str(path), direct=bool(self.direct)) for path in self.paths]
         options = {"num_buffers": 2, "buffer_bytes": self.extent_bytes, **self.options}
-        return Pipeline(files=files, identity=self.identity, **options)
+        return Pipeline(files=self.files, identity=self.identity, **options)
+
+    def file_of(self, index: int, slot: int) -> int:
+        return (index + slot * self.wanders) % self.num_files
 
     def extent_offset(self, index: int, slot: int) -> int:
         return (2 * index + slot) * self.extent_bytes
@@ -194,7 +199,8 @@ class StoredState:
                 segments.append(run.segment(first, last, tasklet_offset=offset))
         return Tasklet(
             index=index,
-            file=index % self.num_files,
+            read_file=self.file_of(index, self.slot),
+            write_file=self.file_of(index, 1 - self.slot),
             numel=numel,
             num_arrays=self.num_arrays,
             extent_bytes=self.extent_bytes_of(index),

@@ -115,7 +115,7 @@ class Scenario {
         for (auto& array : expected_.arrays) array.resize(numel_);
         parameters_.resize(numel_);
         gradients_.resize(numel_);
-        open(folder);
+        for (std::size_t file = random_.between(1, 2); file > 0; --file) open(folder);
         cuda_.reset();
         if (seed % 2 == 1) stream_ = std::make_shared<CudaStream>(std::make_shared<CudaDevice>(0));
         pipeline_ = make_pipeline();
@@ -196,12 +196,17 @@ class Scenario {
         });
     }
 
+    // With two files a tasklet goes from one to the other.
+    std::size_t file_of(std::size_t index, std::size_t slot) const { return (index + slot) % files_.size(); }
+
     Tasklet tasklet(std::size_t index) const {
         Tasklet tasklet;
         tasklet.index = index;
         tasklet.numel = std::min(tasklet_numel_, numel_ - index * tasklet_numel_);
         tasklet.num_arrays = kNumArrays;
         tasklet.extent_bytes = extent_of(tasklet.numel);
+        tasklet.read_file = file_of(index, slot_[index]);
+        tasklet.write_file = file_of(index, 1 - slot_[index]);
         tasklet.read_offset = (2 * index + slot_[index]) * extent();
         tasklet.write_offset = (2 * index + (1 - slot_[index])) * extent();
         tasklet.read_generation = generation_;

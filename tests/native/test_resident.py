@@ -42,7 +42,8 @@ def test_a_tasklet_of_another_size(tmp_path: Path) -> None:
     with stored(tmp_path) as state:
         large = Tasklet(
             index=1,
-            file=0,
+            read_file=0,
+            write_file=0,
             numel=500,
             num_arrays=2,
             extent_bytes=12_288,

@@ -35,7 +35,8 @@ def segment(**changes: Any) -> Segment:
 def tasklet(**changes: Any) -> Tasklet:
     values = {
         "index": 5,
-        "file": 0,
+        "read_file": 0,
+        "write_file": 0,
         "numel": NUMEL,
         "num_arrays": 3,
         "extent_bytes": extent_bytes(NUMEL),
@@ -58,7 +59,8 @@ def tasklet(**changes: Any) -> Tasklet:
         ({"num_arrays": 2, "extent_bytes": extent_bytes(NUMEL, 2)}, "UPDATE needs 3 arrays"),
         ({"extent_bytes": extent_bytes(NUMEL) + 4096}, "extent_bytes is 20480, its arrays take 16384"),
         ({"numel": 10_000, "extent_bytes": extent_bytes(10_000)}, "does not fit a buffer of 16384"),
-        ({"file": 1}, "there is no file 1"),
+        ({"read_file": 1}, "there is no file 1"),
+        ({"write_file": 2}, "there is no file 2"),
         ({"read_offset": 512}, "read_offset 512"),
         ({"write_offset": 4095}, "write_offset 4095"),
         ({"write_offset": 1 << 63}, "write_offset"),

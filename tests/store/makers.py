@@ -60,7 +60,8 @@ def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[i
         [
             native.Tasklet(
                 index=index,
-                file=store.extents.extents[index].device,
+                read_file=store.extents.extents[index].device,
+                write_file=store.extents.extents[index].device,
                 numel=store.extents.extents[index].numel,
                 num_arrays=store.extents.num_arrays,
                 extent_bytes=store.extents.extents[index].nbytes,

@@ -51,7 +51,9 @@ class Checker {
             refuse("its extent of " + std::to_string(expected) + " bytes does not fit a buffer of " +
                    std::to_string(buffer_bytes));
         }
-        if (tasklet_.file >= num_files) refuse("there is no file " + std::to_string(tasklet_.file));
+        for (const std::uint64_t file : {tasklet_.read_file, tasklet_.write_file}) {
+            if (file >= num_files) refuse("there is no file " + std::to_string(file));
+        }
         if (reads(batch_.operation)) check_offset("read_offset", tasklet_.read_offset);
         if (writes(batch_.operation)) check_offset("write_offset", tasklet_.write_offset);
     }

@@ -36,15 +36,17 @@ struct Segment {
     std::size_t num_arrays = 0;                // of `arrays`, as given
 };
 
-// A slice of the partition: one extent on storage. Segments are in ascending order and do not overlap.
+// A slice of the partition: one extent on storage, which a write may move to another file. Segments are in ascending
+// order and do not overlap.
 struct Tasklet {
     std::uint64_t index = 0;
-    std::uint64_t file = 0;
     std::uint64_t numel = 0;
     std::uint64_t num_arrays = 0;
     std::uint64_t extent_bytes = 0;
+    std::uint64_t read_file = 0;  // index
     std::uint64_t read_offset = 0;
     std::uint64_t read_generation = 0;
+    std::uint64_t write_file = 0;
     std::uint64_t write_offset = 0;
     std::uint64_t write_generation = 0;
     std::vector<Segment> segments;

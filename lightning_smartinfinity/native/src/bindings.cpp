@@ -25,6 +25,7 @@
 #include "io_engines.hpp"
 #include "pipeline.hpp"
 #include "system_error.hpp"
+#include "throttle.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -380,24 +381,28 @@ void bind_blocks(nb::module_& m) {
 void bind_tasklet(nb::module_& m) {
     nb::class_<Tasklet>(
         m, "Tasklet",
-        "One extent. Segments are in ascending order and do not overlap; elements outside are carried over\n"
+        "One extent, read at one place and written at another, of the same file or not.\n"
+        "Segments are in ascending "
+        "order and do not overlap; elements outside are carried over\n"
         "(WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters; INT8_REMAINDER: bf16) the master\n"
         "is not read, or only its remainder: it is the parameter, and segments cover the whole tasklet.\n"
         "`offset` is that of the first element in the partition, a multiple of 256: stochastic rounding\n"
         "depends on it. `blocks` tells where parameters meet, for formats that have blocks.")
         .def(
             "__init__",
-            [](Tasklet* self, std::uint64_t index, std::uint64_t file, std::uint64_t numel, std::uint64_t num_arrays,
-               std::uint64_t extent_bytes, std::uint64_t read_offset, std::uint64_t read_generation,
-               std::uint64_t write_offset, std::uint64_t write_generation, std::vector<Segment> segments,
-               bool master_in_parameter, std::uint64_t offset, std::shared_ptr<const Blocks> blocks) {
+            [](Tasklet* self, std::uint64_t index, std::uint64_t numel, std::uint64_t num_arrays,
+               std::uint64_t extent_bytes, std::uint64_t read_file, std::uint64_t read_offset,
+               std::uint64_t read_generation, std::uint64_t write_file, std::uint64_t write_offset,
+               std::uint64_t write_generation, std::vector<Segment> segments, bool master_in_parameter,
+               std::uint64_t offset, std::shared_ptr<const Blocks> blocks) {
                 new (self) Tasklet{index,
-                                   file,
                                    numel,
                                    num_arrays,
                                    extent_bytes,
+                                   read_file,
                                    read_offset,
                                    read_generation,
+                                   write_file,
                                    write_offset,
                                    write_generation,
                                    std::move(segments),
@@ -405,16 +410,17 @@ void bind_tasklet(nb::module_& m) {
                                    offset,
                                    std::move(blocks)};
             },
-            nb::kw_only(), "index"_a, "file"_a, "numel"_a, "num_arrays"_a, "extent_bytes"_a, "read_offset"_a,
-            "read_generation"_a, "write_offset"_a, "write_generation"_a, "segments"_a, "master_in_parameter"_a = false,
-            "offset"_a = 0, "blocks"_a = nb::none())
+            nb::kw_only(), "index"_a, "numel"_a, "num_arrays"_a, "extent_bytes"_a, "read_file"_a, "read_offset"_a,
+            "read_generation"_a, "write_file"_a, "write_offset"_a, "write_generation"_a, "segments"_a,
+            "master_in_parameter"_a = false, "offset"_a = 0, "blocks"_a = nb::none())
         .def_ro("index", &Tasklet::index)
-        .def_ro("file", &Tasklet::file)
         .def_ro("numel", &Tasklet::numel)
         .def_ro("num_arrays", &Tasklet::num_arrays)
         .def_ro("extent_bytes", &Tasklet::extent_bytes)
+        .def_ro("read_file", &Tasklet::read_file)
         .def_ro("read_offset", &Tasklet::read_offset)
         .def_ro("read_generation", &Tasklet::read_generation)
+        .def_ro("write_file", &Tasklet::write_file)
         .def_ro("write_offset", &Tasklet::write_offset)
         .def_ro("write_generation", &Tasklet::write_generation)
         .def_ro("segments", &Tasklet::segments)
@@ -531,6 +537,10 @@ void bind_schedule(nb::module_& m) {
 }
 
 void bind_results(nb::module_& m) {
+    nb::class_<FileCounters>(m, "FileCounters", "Of one file, since creation.")
+        .def_ro("read_bytes", &FileCounters::read_bytes)
+        .def_ro("written_bytes", &FileCounters::written_bytes)
+        .def_ro("busy_seconds", &FileCounters::busy_seconds, "With at least one request in the system.");
     nb::class_<Counters>(m, "Counters", "Since creation. Seconds are summed over threads.")
         .def_ro("read_bytes", &Counters::read_bytes)
         .def_ro("written_bytes", &Counters::written_bytes)
@@ -544,7 +554,8 @@ void bind_results(nb::module_& m) {
         .def_ro("wait_seconds", &Counters::wait_seconds)
         .def_ro("system_calls", &Counters::system_calls, "Of the I/O engine.")
         .def_ro("io_cpu_seconds", &Counters::io_cpu_seconds, "Of its threads.")
-        .def_ro("registered_bytes", &Counters::registered_bytes, "Of memory that is pinned for it now.");
+        .def_ro("registered_bytes", &Counters::registered_bytes, "Of memory that is pinned for it now.")
+        .def_ro("files", &Counters::files, "Of a pipeline, by index.");
     nb::class_<Failure>(
         m, "Failure",
         "Why a batch stopped: kind is io, short, checksum, foreign, generation, format or cuda; errno may be 0.")
@@ -695,6 +706,21 @@ void bind_inject(nb::module_& m, const char* name) {
         "Faults for tests, from now on: requests are counted from 0, reads and writes apart.");
 }
 
+void bind_throttle(nb::module_& m) {
+    nb::class_<Throttle>(m, "Throttle", "Makes one file of a pipeline slow, for tests: its requests take turns.")
+        .def(nb::new_([](PythonPipeline& pipeline, const StateFile& file) {
+                 const auto throttle = std::make_shared<Throttle>(file.descriptor());
+                 pipeline.decorate_engine([&throttle](std::unique_ptr<IoEngine> engine) {
+                     return std::make_unique<ThrottledEngine>(std::move(engine), throttle);
+                 });
+                 return throttle;
+             }),
+             "pipeline"_a, "file"_a)
+        .def_prop_rw(
+            "bytes_per_second", [](const Throttle& self) { return self.bytes_per_second.load(); },
+            [](Throttle& self, double rate) { self.bytes_per_second = rate; }, "0: as fast as it is.");
+}
+
 void bind_use_cuda_library(nb::module_& m) {
     m.def("use_cuda_library", &use_cuda_library, "path"_a.none(),
           "Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. What exists keeps its own.");
@@ -730,5 +756,6 @@ NB_MODULE(_core, m) {
     bind_file_queue(m);
     bind_inject<PythonPipeline>(m, "pipeline");
     bind_inject<PythonFileQueue>(m, "queue");
+    bind_throttle(m);
     bind_use_cuda_library(m);
 }

@@ -2,10 +2,24 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "io_engine.hpp"
 
 namespace smart_infinity {
+
+// Of one file.
+struct FileCounters {
+    std::uint64_t read_bytes = 0;
+    std::uint64_t written_bytes = 0;
+    double busy_seconds = 0;  // with at least one request in the system
+
+    void count(Direction direction, const IoResult& result) {
+        const auto bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(result.transferred, 0));
+        (direction == Direction::kRead ? read_bytes : written_bytes) += bytes;
+    }
+};
 
 // Since creation. Seconds are summed over threads; wait_seconds is what callers spent waiting.
 struct Counters {
@@ -22,6 +36,7 @@ struct Counters {
     std::uint64_t system_calls = 0;      // of the I/O engine
     double io_cpu_seconds = 0;           // of its threads
     std::uint64_t registered_bytes = 0;  // of memory pinned for it, now
+    std::vector<FileCounters> files;     // of a pipeline, by index
 
     // A call has ended.
     void count(Direction direction, const IoResult& result) {

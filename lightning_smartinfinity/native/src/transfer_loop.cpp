@@ -28,6 +28,10 @@ PipelineOptions checked(PipelineOptions options) {
     return options;
 }
 
+std::size_t file_of(const Tasklet& tasklet, Direction direction) {
+    return direction == Direction::kRead ? tasklet.read_file : tasklet.write_file;
+}
+
 // Does something with copies from or to a device.
 template <class Copies>
 std::optional<Failure> copying(const Tasklet& tasklet, const Copies& copies) {
@@ -48,8 +52,10 @@ TransferLoop::TransferLoop(PipelineOptions options)
       transfers_(num_buffers()),
       items_(num_buffers()),
       positions_(num_buffers()),
+      busy_(options_.files.size()),
       engine_(make_io_engine(io_options())),
       compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
+    counters_.files.resize(options_.files.size());
 }
 
 TransferLoop::~TransferLoop() { close(); }
@@ -94,7 +100,7 @@ void TransferLoop::prefer(const std::vector<std::size_t>& positions) {
     run_->schedule.prefer(positions);
 }
 
-void TransferLoop::require_listed(const Run& run, const std::vector<std::size_t>& positions) {
+void TransferLoop::require_listed(const TransferRun& run, const std::vector<std::size_t>& positions) {
     const std::size_t count = run.schedule.num_tasklets();
     for (const std::size_t position : positions) {
         require(position < count, "tasklet " + std::to_string(position) + " of " + std::to_string(count));
@@ -252,7 +258,7 @@ void TransferLoop::start(const Action& action) {
 
 void TransferLoop::start_transfer(const Action& action, Direction direction) {
     const Tasklet& tasklet = *items_[action.buffer].tasklet;
-    const StateFile& file = options_.files[tasklet.file];
+    const StateFile& file = options_.files[file_of(tasklet, direction)];
     const bool read = direction == Direction::kRead;
     const std::size_t skipped = read ? skipped_bytes(options_.identity.format(), tasklet) : 0;
     const IoRequest whole{direction,
@@ -265,16 +271,28 @@ void TransferLoop::start_transfer(const Action& action, Direction direction) {
     engine_->submit(whole, *this);
 }
 
+const std::string& TransferLoop::path_of(const Tasklet& tasklet, Direction direction) const {
+    return options_.files[file_of(tasklet, direction)].path();
+}
+
+void TransferLoop::count(const IoRequest& request, const IoResult& result) {
+    counters_.count(request.direction, result);
+    const std::size_t file = file_of(*items_[request.tag].tasklet, request.direction);
+    busy_[file].ended(result.seconds);
+    counters_.files[file].count(request.direction, result);
+    counters_.files[file].busy_seconds = busy_[file].seconds();
+}
+
 // On a thread of the engine.
 void TransferLoop::completed(const IoRequest& request, const IoResult& result) {
     Transfer& transfer = transfers_[request.tag];
     const Transfer::Progress progress = transfer.advance(result);
     const std::lock_guard lock(mutex_);
-    counters_.count(request.direction, result);
+    count(request, result);
     if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
     const Tasklet& tasklet = *items_[request.tag].tasklet;
     end(request.direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[request.tag],
-        failure_of(transfer, progress, tasklet, path_of(tasklet)));
+        failure_of(transfer, progress, tasklet, path_of(tasklet, request.direction)));
 }
 
 // On a thread of the compute pool. Neither run_ nor what the buffer holds can change: an action of it is in flight.
@@ -299,13 +317,13 @@ std::optional<Failure> TransferLoop::compute(const TransferItem& item, std::size
     const Tasklet& tasklet = *item.tasklet;
     if (item.residence == Residence::kMissing) {
         return refused({FailureKind::kGeneration, "it is in memory only, where there is no such generation"}, tasklet,
-                       path_of(tasklet));
+                       path_of(tasklet, Direction::kRead));
     }
     const Guards guards{.verifies = item.residence != Residence::kHeld,
                         .seals = item.residence == Residence::kNone || resident_.writes_through()};
     const auto refusal = smart_infinity::compute(*item.batch, tasklet, options_.identity, this->buffer(buffer),
                                                  slot(*item.batch, buffer), guards);
-    return refusal ? std::optional(refused(*refusal, tasklet, path_of(tasklet))) : std::nullopt;
+    return refusal ? std::optional(refused(*refusal, tasklet, path_of(tasklet, Direction::kRead))) : std::nullopt;
 }
 
 // Of a resident tasklet that was worked: what the place saved is counted.

@@ -12,6 +12,7 @@
 
 #include "batch.hpp"
 #include "buffer.hpp"
+#include "busy_time.hpp"
 #include "counters.hpp"
 #include "extent.hpp"
 #include "failure.hpp"
@@ -91,18 +92,19 @@ class TransferLoop final : private CompletionHandler {
     // With the mutex held:
     void abandon(std::unique_lock<std::mutex>& lock);
     void require_open() const;
-    static void require_listed(const Run& run, const std::vector<std::size_t>& positions);
+    static void require_listed(const TransferRun& run, const std::vector<std::size_t>& positions);
     void prepare_slots(const Batch& batch);
     void start_ready();
     void start(const Action& action);
     void start_transfer(const Action& action, Direction direction);
     void leave(const TransferItem& item);
+    void count(const IoRequest& request, const IoResult& result);
     void end(Work work, std::size_t tasklet, std::optional<Failure> failure);
 
     IoOptions io_options() const;
     std::byte* buffer(std::size_t index) const;
     std::size_t num_buffers() const { return options_.num_buffers * (resident_.count() > 0 ? 2 : 1); }
-    const std::string& path_of(const Tasklet& tasklet) const { return options_.files[tasklet.file].path(); }
+    const std::string& path_of(const Tasklet& tasklet, Direction direction) const;
     std::optional<Failure> compute(const TransferItem& item, std::size_t buffer) const;
     std::byte* slot(const Batch& batch, std::size_t index) const;
 
@@ -117,6 +119,7 @@ class TransferLoop final : private CompletionHandler {
     std::condition_variable changed_;
     std::shared_ptr<TransferRun> run_;  // the active batch; shared with those who wait for it
     Counters counters_;
+    std::vector<BusyTime> busy_;  // by file
     bool closed_ = false;
     std::unique_ptr<ParameterSlots> slots_;  // changes only while no batch is active
 
