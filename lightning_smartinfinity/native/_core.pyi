@@ -616,6 +616,10 @@ class FileQueue:
             ValueError: There is no such ticket.
         """
 
+    @property
+    def io_engine(self) -> str:
+        """The engine in use: one of io_engines()."""
+
     def counters(self) -> Counters: ...
     def close(self) -> None:
         """Wait for what is in flight. Idempotent."""

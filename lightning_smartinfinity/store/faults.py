@@ -25,6 +25,10 @@ _REMEDIES = {
     errno.ENOENT: "It cannot be created there, or it was removed: choose another storage folder, or restore it.",
     errno.ENAMETOOLONG: "Use a shorter storage folder or TransferConfig(job=...).",
     errno.EIO: "The device reports an I/O error: check the kernel log and the device's health.",
+    errno.EMFILE: "Raise this process's limit of open files (ulimit -n).",
+    errno.ENFILE: "Raise the system's limit of open files (sysctl fs.file-max).",
+    errno.EAGAIN: "Raise this user's limit of threads (ulimit -u), or that of the container.",
+    errno.ENOMEM: "Free host memory, or take less: TransferConfig(num_buffers=..., dram_cache_bytes=...).",
     errno.EFBIG: "Raise this process's file size limit (ulimit -f), or use several storage folders.",
 }
 

@@ -129,7 +129,8 @@ class RankFolder:
     def discard(self) -> None:
         """Undo what this object made, and unlock. Never raises."""
         _remove_quietly(self._made_files)
-        self._lock.release(remove=self._holds_only_lock())
+        # To list a folder takes a descriptor, of which there may be none.
+        self._lock.release(remove=self.path in self._made_folders or self._holds_only_lock())
         self._remove_made_folders()
 
     def close(self, *, remove: bool) -> None:

@@ -59,6 +59,8 @@ class ParameterStore:
     ) -> None:
         require_io_engine(io_engine)
         self._files = ParameterFiles(folders, job=job, rank=rank, direct_io=direct_io)
+        if io_engine == "auto" and not all(file.direct for file in self._files.files):
+            io_engine = "plain"  # the queue is told of files only with each request
         try:
             with storage_errors("Starting threads for", folders[0]):
                 self.queue = native.FileQueue(io_threads=_IO_THREADS_PER_FILE * len(folders), io_engine=io_engine)

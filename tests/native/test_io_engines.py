@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import errno
 import os
 import subprocess
 import sys
@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.native import FileQueue, HostBuffer, Operation, StateFile
+from lightning_smartinfinity.native import Batch, FileQueue, HostBuffer, Operation, Pipeline, StateFile
 from lightning_smartinfinity.native.testing import inject
 from tests.helpers.fresh_python import fresh_environment
 from tests.native.stored import Run, StoredState, takes_direct
@@ -129,9 +130,10 @@ def run_python(source: str, *arguments: str) -> str:
 
 WITHOUT_URING = """
     import ctypes, struct
-    # A filter as containers have it: io_uring_setup (425) fails with EPERM.
+    import sys
+    # A filter as containers have it: the system call fails with EPERM.
     program = b"".join(struct.pack("HBBI", *line) for line in (
-        (0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)))
+        (0x20, 0, 0, 0), (0x15, 0, 1, int(sys.argv[1])), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)))
     held = ctypes.create_string_buffer(program)
     filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(held)))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -147,9 +149,10 @@ WITHOUT_URING = """
 """
 
 
-def test_where_io_uring_is_forbidden() -> None:
+@pytest.mark.parametrize("call", [pytest.param(425, id="io_uring_setup"), pytest.param(426, id="io_uring_enter")])
+def test_where_io_uring_is_forbidden(call: int) -> None:
     """The choice falls on threads, and asking for io_uring says why there is none."""
-    reason, error = run_python(WITHOUT_URING).splitlines()
+    reason, error = run_python(WITHOUT_URING, str(call)).splitlines()
     assert reason == "the system refuses io_uring (Operation not permitted)"
     assert reason in error
 
@@ -178,38 +181,111 @@ def test_without_privileges_and_with_little_memory_to_lock(tmp_path: Path) -> No
     assert run_python(UNPRIVILEGED, str(tmp_path)) == f"{24 << 20} 0\n"
 
 
-def test_forked_while_transferring(tmp_path: Path) -> None:
-    """Children forked with I/O in flight, as DataLoader workers are, neither disturb it nor inherit the ring."""
+WITHOUT_DESCRIPTORS = """
+    import os, resource, sys
+    from tests.native.test_pipeline import NUMEL, work_two_steps
+    from tests.native.stored import StoredState
+    from pathlib import Path
+    with StoredState(Path(sys.argv[1]), NUMEL, 2048) as state:
+        state.pipeline.close()
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, limit[1]))  # the file, and one that is not enough
+        state.pipeline = state.open_pipeline()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        print(state.pipeline.io_engine)
+        work_two_steps(state)
+"""
+
+
+def test_too_few_descriptors_for_a_ring(tmp_path: Path) -> None:
+    """I/O runs in threads, which need none, and goes on to say so when there are descriptors again."""
+    assert run_python(WITHOUT_DESCRIPTORS, str(tmp_path)) == "threads\n"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_full_disk(tmp_path: Path, engine: str) -> None:
+    """A device that is full refuses the first write with ENOSPC, whoever writes."""
+    with StoredState(tmp_path, NUMEL, 2048) as state:
+        full = StateFile("/dev/full", direct=False)
+        pipeline = Pipeline(
+            files=[full], identity=state.identity, num_buffers=2, buffer_bytes=state.extent_bytes, io_engine=engine
+        )
+        pipeline.submit(Batch(Operation.WRITE, state.tasklets([])))
+        failure = pipeline.drain()
+        pipeline.close()
+    assert failure is not None
+    assert (failure.kind, failure.errno, failure.path) == ("io", errno.ENOSPC, "/dev/full")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("which", ["read", "write"])
+def test_every_request_may_fail(tmp_path: Path, engine: str, which: str) -> None:
+    """Whichever fails, the old slot holds everything, and the next batch works."""
+    gradient, parameter, arrays = normals(1), np.zeros(NUMEL, np.float32), initial()
+    with StoredState(tmp_path, NUMEL, 4096, options={"io_engine": engine, "num_buffers": 3}) as state:
+        state.write(*arrays)
+        runs = [Run(0, NUMEL, 0, gradient, parameter=parameter)]
+        for number in range(state.num_tasklets):
+            inject(state.pipeline, seed=number, max_delay_us=200, **{f"fail_{which}_at": number})
+            failure = state.work(Operation.UPDATE, runs, STEPS)
+            assert failure is not None and (failure.kind, failure.errno) == ("io", errno.EIO)
+        assert_same(state.read(), arrays)
+
+
+class _Squares(Dataset[float]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> float:
+        np.ones(1 << 16).sum()  # memory that a child would have to copy
+        return float(index * index)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_loaders_fork_workers_while_transferring(tmp_path: Path, engine: str) -> None:
+    """DataLoader's workers, forked with I/O in flight, neither disturb it nor are disturbed."""
     gradient = normals(1)
     arrays = initial()
     parameter = np.empty_like(gradient)
-    with StoredState(tmp_path, NUMEL, 1024, options={"io_engine": "io_uring", "num_buffers": 2}) as state:
+    with StoredState(tmp_path, NUMEL, 1024, options={"io_engine": engine, "num_buffers": 2}) as state:
         state.write(*arrays)
         inject(state.pipeline, seed=5, max_delay_us=3000)
-        context = multiprocessing.get_context("fork")
-        for number in range(4):
+        for number in range(2):
             runs = some_runs(gradient, parameter, seed=number)
             state.start(Operation.UPDATE, runs, STEPS)
-            children = [context.Process(target=_touch_memory) for _ in range(2)]
-            for child in children:
-                child.start()
+            loader = DataLoader(_Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+            assert [value for batch in loader for value in batch.tolist()] == [float(k * k) for k in range(16)]
             assert state.drain() is None
-            for child in children:
-                child.join()
-                assert child.exitcode == 0
             arrays = expected_update(arrays, gradient, runs)
         assert_same(state.read(), arrays)
 
 
-def _touch_memory() -> None:
-    assert np.ones(1 << 20).sum() == 1 << 20
-
-
-def test_descriptors_are_closed_on_exec(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_descriptors_are_closed_on_exec(tmp_path: Path, engine: str) -> None:
     """A program started by the training process gets neither state files nor rings."""
-    with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}):
+    with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": engine}):
         listed = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
-    assert "io_uring" not in listed.stdout and str(tmp_path) not in listed.stdout
+    assert "anon_inode" not in listed.stdout and str(tmp_path) not in listed.stdout
+
+
+def test_two_pipelines_in_one_process(tmp_path: Path) -> None:
+    """Each has its ring; the end of one with work in flight is nothing to the other."""
+    arrays = initial()
+    with StoredState(tmp_path, NUMEL, 1024) as first:
+        first.write(*arrays)
+        (tmp_path / "other").mkdir()
+        with StoredState(tmp_path / "other", NUMEL, 2048, options={"io_engine": "io_uring_sqpoll"}) as second:
+            second.write(*arrays)
+            gradient, parameter = normals(1), np.zeros(NUMEL, np.float32)
+            inject(second.pipeline, seed=1, max_delay_us=2000)
+            runs = [Run(0, NUMEL, 0, gradient, parameter=parameter)]
+            second.start(Operation.UPDATE, runs, STEPS)
+            first.start(Operation.UPDATE, runs := some_runs(gradient, parameter.copy(), seed=0), STEPS)
+            second.pipeline.close()
+            assert first.drain() is None
+        assert_same(first.read(), expected_update(arrays, gradient, runs))
 
 
 def test_engine_ends_with_its_pipeline(tmp_path: Path) -> None:

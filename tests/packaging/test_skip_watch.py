@@ -23,7 +23,10 @@ from tests.helpers.runif import RunIf
 def test_on_many_devices(): pass
 def test_passes(): pass
 """
-LEAVES_MEMORY = "import os\ndef test_leaves(): open(f'{shared}/deepspeed_allreduce_buffer_{os.getuid()}__1_0', 'w').close()"
+LEAVES_MEMORY = """
+import os
+def test_leaves(): open(f'{shared}/deepspeed_allreduce_buffer_{os.getuid()}__1_0', 'w').close()
+"""
 EXPECTED_FAILURE = "import pytest\n@pytest.mark.xfail\ndef test_known_bug(): assert False"
 
 

@@ -292,6 +292,21 @@ def test_file_size_limit(tmp_path: Path) -> None:
     assert tree(tmp_path) == set()
 
 
+def test_too_few_descriptors(tmp_path: Path) -> None:
+    """The limit is what has to change, not the folder; nothing stays."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    try:
+        with pytest.raises(StorageError) as caught:
+            create([tmp_path / "a", tmp_path / "b"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "ulimit -n" in caught.value.remedy
+    assert tree(tmp_path) == set()
+
+
 def test_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure at the very last file still removes everything, the temporary file included."""
 

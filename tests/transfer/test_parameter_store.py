@@ -52,6 +52,14 @@ class LateReads(ParameterStore):
         super().finish(ticket)
 
 
+@pytest.mark.parametrize(("direct_io", "engine"), [("on", "io_uring"), ("off", "plain")])
+def test_engine(tmp_path: Path, direct_io: str, engine: str) -> None:
+    """Files in the page cache get the engine that gives their pages back."""
+    store = ParameterStore([tmp_path], job="default", rank=0, direct_io=direct_io)
+    assert store.queue.io_engine == engine
+    store.close()
+
+
 @pytest.mark.parametrize("begin", [0, BLOCK, 10])
 def test_a_read_is_not_overtaken_by_a_write(tmp_path: Path, begin: int) -> None:
     """What was read before it was written again is what was there."""

@@ -686,6 +686,9 @@ void bind_file_queue(nb::module_& m) {
             "A signal handler that raises, as that of Ctrl-C, ends the wait; the request goes on, its ticket stays\n"
             "open and its memory in use.\n\n"
             "Raises:\n    ValueError: There is no such ticket.")
+        .def_prop_ro(
+            "io_engine", [](const PythonFileQueue& self) { return name_of(self.io_engine()); },
+            "The engine in use: one of io_engines().")
         .def("counters", &PythonFileQueue::counters)
         .def("close", &PythonFileQueue::close, WithoutGil(), "Wait for what is in flight. Idempotent.");
 }

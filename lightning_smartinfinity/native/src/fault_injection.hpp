@@ -28,6 +28,7 @@ class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
     FaultInjectingEngine(std::unique_ptr<IoEngine> inner, const Faults& faults);
     void submit(const IoRequest& request, CompletionHandler& handler) override;
     IoUsage usage() const override { return inner_->usage(); }
+    IoEngineKind kind() const override { return inner_->kind(); }
 
  private:
     struct Pending {

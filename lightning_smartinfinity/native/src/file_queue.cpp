@@ -85,6 +85,11 @@ class FileQueue::Loop final : private CompletionHandler {
         return with_usage(counters_, engine_->usage());
     }
 
+    IoEngineKind io_engine() const {
+        const std::lock_guard lock(mutex_);
+        return engine_->kind();
+    }
+
     void close() {
         std::unique_lock lock(mutex_);
         closed_ = true;
@@ -159,6 +164,8 @@ FileQueue::Ticket FileQueue::submit(Direction direction, const StateFile& file, 
 std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) { return loop_.get()->wait(ticket, poll); }
 
 Counters FileQueue::counters() const { return loop_.report(); }
+
+IoEngineKind FileQueue::io_engine() const { return loop_.get()->io_engine(); }
 
 void FileQueue::close() { loop_.close(); }
 

@@ -43,6 +43,7 @@ class FileQueue {
     static constexpr std::chrono::milliseconds kPollInterval{50};
     std::optional<Failure> wait(Ticket ticket, const Poll& poll = [] {});
     Counters counters() const;
+    IoEngineKind io_engine() const;
     // Waits for what is in flight, then gives back threads and descriptors. Idempotent.
     void close();
     // Puts an engine in front of the present one. Nothing may be in flight.

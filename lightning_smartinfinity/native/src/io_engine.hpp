@@ -5,6 +5,13 @@
 
 namespace smart_infinity {
 
+enum class IoEngineKind {
+    kUring,        // io_uring, with registered buffers and files
+    kUringPolled,  // the same, and a thread of the kernel that polls for requests
+    kThreads,      // blocking calls in threads
+    kPlain,        // the same, for files that go through the page cache: it is told what will not be used again
+};
+
 enum class Direction { kRead, kWrite };
 
 // One attempt at a transfer between memory and a file.
@@ -50,6 +57,8 @@ class IoEngine {
     virtual void submit(const IoRequest& request, CompletionHandler& handler) = 0;
 
     virtual IoUsage usage() const = 0;
+
+    virtual IoEngineKind kind() const = 0;
 };
 
 }  // namespace smart_infinity

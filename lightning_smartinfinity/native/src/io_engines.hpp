@@ -11,13 +11,6 @@
 
 namespace smart_infinity {
 
-enum class IoEngineKind {
-    kUring,        // io_uring, with registered buffers and files
-    kUringPolled,  // the same, and a thread of the kernel that polls for requests
-    kThreads,      // blocking calls in threads
-    kPlain,        // the same, for files that go through the page cache: it is told what will not be used again
-};
-
 constexpr IoEngineKind kIoEngineKinds[] = {IoEngineKind::kUring, IoEngineKind::kUringPolled, IoEngineKind::kThreads,
                                            IoEngineKind::kPlain};
 
@@ -43,10 +36,8 @@ struct IoOptions {
     MemoryRange memory;
 };
 
-// Throws std::invalid_argument for a number of threads out of range, SystemError for an engine that is not to be had.
+// Throws std::invalid_argument for a number of threads out of range, SystemError for an engine that was asked for and
+// is not to be had.
 std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options);
-
-// What make_io_engine() makes of these options.
-IoEngineKind chosen(const IoOptions& options);
 
 }  // namespace smart_infinity

@@ -18,6 +18,9 @@ class ThreadPoolEngine final : public IoEngine {
     explicit ThreadPoolEngine(std::size_t num_threads, PageCache page_cache = PageCache::kLeave);
     void submit(const IoRequest& request, CompletionHandler& handler) override;
     IoUsage usage() const override;
+    IoEngineKind kind() const override {
+        return page_cache_ == PageCache::kGiveBack ? IoEngineKind::kPlain : IoEngineKind::kThreads;
+    }
 
  private:
     struct Item {

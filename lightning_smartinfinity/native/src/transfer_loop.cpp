@@ -163,7 +163,10 @@ TransferLoop::Report TransferLoop::report() const {
     return {with_usage(counters_, engine_->usage()), ring_.bytes() + (slots_ ? slots_->bytes() : 0), resident_.bytes()};
 }
 
-IoEngineKind TransferLoop::io_engine() const { return chosen(io_options()); }
+IoEngineKind TransferLoop::io_engine() const {
+    const std::lock_guard lock(mutex_);
+    return engine_->kind();
+}
 
 IoOptions TransferLoop::io_options() const {
     return {options_.io_engine, options_.io_threads, options_.files,

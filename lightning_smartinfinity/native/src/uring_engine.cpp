@@ -34,8 +34,11 @@ std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>&, const
 namespace smart_infinity {
 namespace {
 
-constexpr unsigned kEntries = 128;
-constexpr std::size_t kNumSlots = kEntries - 1;  // one entry is the wake-up's
+constexpr std::size_t kNumSlots = 127;  // requests in flight
+// Twice the slots and the wake-up: a thread of the kernel may have completed entries that it has not given back yet,
+// and gives them back before it takes those that were queued meanwhile.
+constexpr unsigned kEntries = 2 * (kNumSlots + 1);
+constexpr int kMostAttempts = 10'000;  // a millisecond apart
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
 constexpr unsigned kPollIdleMilliseconds = 50;
 
@@ -51,8 +54,8 @@ class Descriptor {
     const int descriptor_;
 };
 
-int make_event() {
-    const int descriptor = ::eventfd(0, EFD_CLOEXEC);
+int make_event(unsigned value) {
+    const int descriptor = ::eventfd(value, EFD_CLOEXEC);
     if (descriptor < 0) throw SystemError(errno, "io_uring: eventfd");
     return descriptor;
 }
@@ -69,6 +72,25 @@ class Ring {
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
     io_uring* get() { return &ring_; }
+
+    // Reads through it: a filter may forbid only to enter a ring, and an old kernel not know the operations. Throws
+    // SystemError.
+    void try_out() {
+        const Descriptor event(make_event(1));
+        std::uint64_t value = 0;
+        io_uring_prep_read(io_uring_get_sqe(&ring_), event.get(), &value, sizeof value, 0);
+        int result = -EINTR;
+        while (result == -EINTR) result = io_uring_submit_and_wait(&ring_, 1);
+        if (result < 0) throw SystemError(-result, "io_uring: io_uring_enter");
+        io_uring_cqe* completion = nullptr;
+        do {
+            result = io_uring_wait_cqe(&ring_, &completion);
+        } while (result == -EINTR);
+        if (result < 0) throw SystemError(-result, "io_uring: io_uring_enter");
+        const int read = completion->res;
+        io_uring_cqe_seen(&ring_, completion);
+        if (read < 0) throw SystemError(-read, "io_uring: IORING_OP_READ");
+    }
 
  private:
     // Newer kernels work cheaper when told that one thread alone submits and that it reaps by itself.
@@ -90,7 +112,10 @@ class Ring {
 class UringEngine final : public IoEngine {
  public:
     UringEngine(const std::vector<StateFile>& files, const MemoryRange& memory, bool polled)
-        : memory_(memory), wake_(make_event()), slots_(kNumSlots) {
+        : kind_(polled ? IoEngineKind::kUringPolled : IoEngineKind::kUring),
+          memory_(memory),
+          wake_(make_event(0)),
+          slots_(kNumSlots) {
         for (const StateFile& file : files) descriptors_.push_back(file.descriptor());
         for (std::size_t slot = kNumSlots; slot > 0; --slot) free_.push_back(slot - 1);
         const BlockedSignals blocked;
@@ -113,11 +138,7 @@ class UringEngine final : public IoEngine {
         thread_.join();
     }
 
-    void submit(const IoRequest& request, CompletionHandler& handler) override {
-        const std::lock_guard lock(mutex_);
-        queue_.push_back(Item{request, &handler});
-        if (asleep_) wake_up();
-    }
+    void submit(const IoRequest& request, CompletionHandler& handler) override { push(Item{request, &handler}); }
 
     IoUsage usage() const override {
         IoUsage usage;
@@ -129,10 +150,13 @@ class UringEngine final : public IoEngine {
         return usage;
     }
 
+    IoEngineKind kind() const override { return kind_; }
+
  private:
     struct Item {
         IoRequest request;
         CompletionHandler* handler;
+        int attempts = 0;
     };
     struct Slot {
         Item item;
@@ -143,12 +167,20 @@ class UringEngine final : public IoEngine {
         std::int64_t result;
     };
 
+    void push(const Item& item) {
+        const std::lock_guard lock(mutex_);
+        queue_.push_back(item);
+        if (asleep_) wake_up();
+    }
+
     void run(bool polled) {
         std::optional<Ring> ring;
         try {
             ring.emplace(polled);
+            ring->try_out();
         } catch (const SystemError& error) {
             set_up_error_ = error;
+            ring.reset();
         }
         if (ring) prepare(*ring);
         {
@@ -289,12 +321,19 @@ class UringEngine final : public IoEngine {
         const Slot slot = slots_[completion.slot];
         free_.push_back(completion.slot);
         // The kernel could not take it now: no news for the submitter, who would call it a failure.
-        if (completion.result == -EAGAIN) return submit(slot.item.request, *slot.item.handler);
+        if (completion.result == -EAGAIN && slot.item.attempts < kMostAttempts) return again(slot.item);
         slot.item.handler->completed(slot.item.request, IoResult{completion.result, slot.stopwatch.seconds()});
+    }
+
+    void again(Item item) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        ++item.attempts;
+        push(item);
     }
 
     static constexpr std::size_t kMostBytes = std::size_t{1} << 30;  // of one entry, whose length has 32 bits
 
+    const IoEngineKind kind_;
     const MemoryRange memory_;
     std::vector<int> descriptors_;
     const Descriptor wake_;
@@ -324,7 +363,7 @@ class UringEngine final : public IoEngine {
 
 std::optional<std::string> uring_unavailable(bool polled) {
     try {
-        const Ring ring(polled);
+        Ring(polled).try_out();
         return std::nullopt;
     } catch (const SystemError& error) {
         return "the system refuses io_uring (" + error.code().message() + ")";
