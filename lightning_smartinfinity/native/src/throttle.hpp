@@ -25,6 +25,7 @@ class ThrottledEngine final : public IoEngine, private CompletionHandler {
     ThrottledEngine(std::unique_ptr<IoEngine> inner, std::shared_ptr<const Throttle> throttle);
     void submit(const IoRequest& request, CompletionHandler& handler) override;
     IoUsage usage() const override { return inner_->usage(); }
+    IoEngineKind kind() const override { return inner_->kind(); }
 
  private:
     struct Pending {
