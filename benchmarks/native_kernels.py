@@ -37,6 +37,7 @@ from lightning_smartinfinity.native import (
     StateFile,
     Tasklet,
     crc32c,
+    crc32c_widths,
     select_instruction_set,
     sum_of_squares,
     supported_instruction_sets,
@@ -101,13 +102,13 @@ def norms(numel: int, repeats: int) -> None:
 
 
 def checksums(sizes: list[int], repeats: int) -> None:
-    """Checksums by instruction set, in and out of the cache."""
+    """Checksums by the width of registers (0: by a table), in and out of the cache."""
     memory = HostBuffer(max(sizes))
     memory.memoryview()[:] = bytes(memory.nbytes)  # pages that were never written are all the same one
     header("CRC-32C, GB/s", [f"{nbytes >> 10} KiB" for nbytes in sizes])
-    for choice in instruction_sets():
-        seconds = [fastest(crc32c, memory.address, nbytes, repeats=repeats) for nbytes in sizes]
-        row(choice.name, [nbytes / second / 1e9 for nbytes, second in zip(sizes, seconds, strict=True)])
+    for width in crc32c_widths():
+        seconds = [fastest(crc32c, memory.address, nbytes, 0, width, repeats=repeats) for nbytes in sizes]
+        row(f"{width} bits", [nbytes / second / 1e9 for nbytes, second in zip(sizes, seconds, strict=True)])
 
 
 def compute(path: Path, sizes: Sizes, repeats: int) -> None:

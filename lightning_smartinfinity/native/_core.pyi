@@ -33,8 +33,16 @@ def select_instruction_set(choice: InstructionSet | None) -> InstructionSet:
         ValueError: This CPU does not support it.
     """
 
-def crc32c(address: int, nbytes: int, value: int = 0) -> int:
-    """CRC-32C of memory, continuing `value`: the CPU's instruction, or a table if SCALAR is selected."""
+def crc32c(address: int, nbytes: int, value: int = 0, width: int | None = None) -> int:
+    """
+    CRC-32C of memory, continuing `value`: in the way of the instruction set in use, or of a width in crc32c_widths().
+
+    Raises:
+        ValueError: This CPU has no such way.
+    """
+
+def crc32c_widths() -> list[int]:
+    """Ways to compute CRC-32C on this CPU, slowest first: the bits of their registers, 0 for the table."""
 
 def sum_of_squares(address: int, numel: int, dtype: DType) -> float:
     """In double precision and a fixed order: the same bits on every instruction set. Finite iff every element is."""

@@ -1,19 +1,32 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_smartinfinity.native import (
     InstructionSet,
     crc32c,
+    crc32c_widths,
     select_instruction_set,
     supported_instruction_sets,
 )
+
+DATA = np.random.default_rng(3).integers(0, 256, 70_000, dtype=np.uint8)
+WIDTHS = crc32c_widths()
 
 
 def checksum(data: bytes, value: int = 0) -> int:
     array = np.frombuffer(data, np.uint8)
     return crc32c(array.ctypes.data, len(data), value)
+
+
+def part(first: int, last: int, value: int, width: int) -> int:
+    """Of a part of ``DATA``."""
+    return crc32c(DATA.ctypes.data + first, last - first, value, width)
 
 
 def bitwise(data: bytes) -> int:
@@ -56,6 +69,33 @@ def test_continues(instruction_set: InstructionSet) -> None:
     data = np.random.default_rng(1).integers(0, 256, 30_000, dtype=np.uint8).tobytes()
     for cut in (0, 1, 777, 12_288, 29_999, 30_000):
         assert checksum(data[cut:], checksum(data[:cut])) == checksum(data)
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_each_length(width: int) -> None:
+    """From nothing to many turns of the loop, at each alignment, every width gives what the table gives."""
+    for numel in [*range(1200), *range(1200, 4000, 37)]:
+        first = numel % 64
+        assert part(first, first + numel, numel, width) == part(first, first + numel, numel, 0)
+
+
+@pytest.mark.parametrize("width", WIDTHS[1:])
+@given(cuts=st.lists(st.integers(0, len(DATA)), max_size=6), value=st.integers(0, 2**32 - 1))
+def test_any_pieces(width: int, cuts: list[int], value: int) -> None:
+    """However data is cut, and whatever came before, every width gives what the table gives of the whole."""
+    borders = sorted([*cuts, 0, len(DATA)])
+    crc = value
+    for first, last in itertools.pairwise(borders):
+        crc = part(first, last, crc, width)
+    assert crc == part(0, len(DATA), value, 0)
+
+
+def test_widths() -> None:
+    """The table is always there; another width than those of this CPU is refused, as is none at all."""
+    assert WIDTHS[0] == 0 and sorted(WIDTHS) == WIDTHS
+    for width in (-1, 64, 1024):
+        with pytest.raises(ValueError, match=f"width {width}"):
+            part(0, 10, 0, width)
 
 
 def test_table_and_instruction_agree_on_large_data() -> None:

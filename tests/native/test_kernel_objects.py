@@ -9,28 +9,41 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.native import InstructionSet, supported_instruction_sets
+from lightning_smartinfinity.native import InstructionSet, crc32c_widths, supported_instruction_sets
 from tests.native.builds import configure, run
 
 NAMES = {InstructionSet.SCALAR: "scalar", InstructionSet.AVX2: "avx2", InstructionSet.AVX512: "avx512"}
 
 
-@pytest.fixture(scope="module", params=supported_instruction_sets(), ids=lambda choice: choice.name.lower())
-def symbols(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    """Type and name of each global symbol of the object file, compiled as the package compiles it."""
-    build = tmp_path_factory.mktemp("build")
-    configure(build, CMAKE_BUILD_TYPE="Release", CMAKE_EXPORT_COMPILE_COMMANDS="ON")
-    name = f"kernels_{NAMES[request.param]}"
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the commands that compile the package."""
+    folder = tmp_path_factory.mktemp("build")
+    configure(folder, CMAKE_BUILD_TYPE="Release", CMAKE_EXPORT_COMPILE_COMMANDS="ON")
+    return folder
+
+
+def global_symbols(build: Path, name: str) -> list[list[str]]:
+    """Type and name of each global symbol of a source's object file, compiled as the package compiles it."""
     commands = json.loads((build / "compile_commands.json").read_text())
     command = next(entry["command"] for entry in commands if Path(entry["file"]).stem == name)
     arguments = shlex.split(command)
     arguments[arguments.index("-o") + 1] = str(build / "object.o")
     subprocess.run(arguments, cwd=build, check=True)
-    return [line.split()[-2:] for line in run("nm", "-C", "-g", build / "object.o").stdout.splitlines()]
+    return [line[17:].split(maxsplit=1) for line in run("nm", "-C", "-g", build / "object.o").stdout.splitlines()]
 
 
-def test_only_the_table_is_visible(symbols: list[list[str]]) -> None:
+@pytest.mark.parametrize("choice", supported_instruction_sets(), ids=lambda choice: choice.name.lower())
+def test_only_the_table_is_visible(build: Path, choice: InstructionSet) -> None:
     """No weak symbol, which the linker might choose for a CPU that cannot run it, and no call out of the loops."""
-    assert len(symbols) == 1
-    (kind, name) = symbols[0]
+    [[kind, name]] = global_symbols(build, f"kernels_{NAMES[choice]}")
     assert kind in ("D", "R") and name.startswith("smart_infinity::k") and name.endswith("Kernels")
+
+
+@pytest.mark.parametrize("width", crc32c_widths()[1:])
+def test_only_the_checksum_is_visible(build: Path, width: int) -> None:
+    """The same for checksums."""
+    symbols = global_symbols(build, f"crc32c_{width}")
+    assert [(kind, name.partition("(")[0]) for kind, name in symbols] == [
+        ("T", f"smart_infinity::extend_crc32c_{width}")
+    ]

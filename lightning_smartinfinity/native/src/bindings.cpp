@@ -129,11 +129,16 @@ void bind_kernels(nb::module_& m) {
         "Raises:\n    ValueError: This CPU does not support it.");
     m.def(
         "crc32c",
-        [](Address address, std::size_t nbytes, std::uint32_t value) {
-            return crc32c(pointer_to(address), nbytes, value);
+        [](Address address, std::size_t nbytes, std::uint32_t value, std::optional<int> width) {
+            const void* const data = pointer_to(address);
+            return width ? crc32c_by(*width, data, nbytes, value) : crc32c(data, nbytes, value);
         },
-        "address"_a, "nbytes"_a, "value"_a = 0, WithoutGil(),
-        "CRC-32C of memory, continuing `value`: the CPU's instruction, or a table if SCALAR is selected.");
+        "address"_a, "nbytes"_a, "value"_a = 0, "width"_a = nb::none(), WithoutGil(),
+        "CRC-32C of memory, continuing `value`: in the way of the instruction set in use, or of a width in "
+        "crc32c_widths().\n\n"
+        "Raises:\n    ValueError: This CPU has no such way.");
+    m.def("crc32c_widths", &crc32c_widths,
+          "Ways to compute CRC-32C on this CPU, slowest first: the bits of their registers, 0 for the table.");
     m.def(
         "sum_of_squares",
         [](Address address, std::size_t numel, DType dtype) {

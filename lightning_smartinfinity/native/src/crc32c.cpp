@@ -1,13 +1,13 @@
 #include "crc32c.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
+#include "crc32c_folding.hpp"
 #include "instruction_set.hpp"
-
-#ifdef SMART_INFINITY_X86
-#include <nmmintrin.h>
-#endif
 
 namespace smart_infinity {
 namespace {
@@ -56,86 +56,50 @@ std::uint32_t extend_by_table(std::uint32_t crc, const unsigned char* data, std:
     return crc;
 }
 
+ExtendCrc32c* extend_with([[maybe_unused]] int width) {
 #ifdef SMART_INFINITY_X86
-
-// What `kBytes` zero bytes do to a checksum register, one table per byte of the register (the operation is linear).
-template <std::size_t kBytes>
-class ZeroBytes {
- public:
-    ZeroBytes() {
-        for (std::size_t position = 0; position < tables_.size(); ++position) {
-            Table& table = tables_[position];
-            table[0] = 0;
-            for (std::uint32_t bit = 0; bit < 8; ++bit) {
-                const std::uint32_t basis = append_slowly(1u << (8 * position + bit));
-                for (std::uint32_t lower = 0; lower < (1u << bit); ++lower)
-                    table[(1u << bit) + lower] = table[lower] ^ basis;
-            }
-        }
-    }
-
-    std::uint32_t append(std::uint32_t crc) const {
-        return tables_[0][crc & 0xff] ^ tables_[1][(crc >> 8) & 0xff] ^ tables_[2][(crc >> 16) & 0xff] ^
-               tables_[3][crc >> 24];
-    }
-
- private:
-    static std::uint32_t append_slowly(std::uint32_t crc) {
-        for (std::size_t i = 0; i < kBytes; ++i) crc = (crc >> 8) ^ slices()[0][crc & 0xff];
-        return crc;
-    }
-
-    std::array<Table, 4> tables_;
-};
-
-// The instruction takes three cycles but one can start in every cycle: three streams keep it busy. The checksums of
-// three neighbouring stretches are then joined by appending zeros.
-template <std::size_t kStretch>
-__attribute__((target("sse4.2,crc32"))) std::uint32_t extend_three_ways(std::uint32_t crc, const unsigned char*& data,
-                                                                        std::size_t& bytes) {
-    static const ZeroBytes<kStretch> zeros;
-    for (; bytes >= 3 * kStretch; bytes -= 3 * kStretch, data += 3 * kStretch) {
-        std::uint64_t first = crc;
-        std::uint64_t second = 0;
-        std::uint64_t third = 0;
-        for (std::size_t i = 0; i < kStretch; i += 8) {
-            first = _mm_crc32_u64(first, load_word(data + i));
-            second = _mm_crc32_u64(second, load_word(data + kStretch + i));
-            third = _mm_crc32_u64(third, load_word(data + 2 * kStretch + i));
-        }
-        crc = zeros.append(static_cast<std::uint32_t>(first)) ^ static_cast<std::uint32_t>(second);
-        crc = zeros.append(crc) ^ static_cast<std::uint32_t>(third);
-    }
-    return crc;
-}
-
-__attribute__((target("sse4.2,crc32"))) std::uint32_t extend_by_instruction(std::uint32_t crc,
-                                                                            const unsigned char* data,
-                                                                            std::size_t bytes) {
-    crc = extend_three_ways<4096>(crc, data, bytes);
-    crc = extend_three_ways<256>(crc, data, bytes);
-    for (; bytes >= 8; bytes -= 8, data += 8) crc = static_cast<std::uint32_t>(_mm_crc32_u64(crc, load_word(data)));
-    for (; bytes > 0; --bytes, ++data) crc = _mm_crc32_u8(crc, *data);
-    return crc;
-}
-
-// Choosing the scalar kernels chooses the table too, unless the CPU has no others: then nobody chose.
-bool use_instruction() {
-    static const bool supported = __builtin_cpu_supports("sse4.2") != 0;
-    static const bool has_others = supported_instruction_sets().size() > 1;
-    return supported && !(has_others && selected_instruction_set() == InstructionSet::kScalar);
-}
-
+    if (width == 512) return extend_crc32c_512;
+    if (width == 256) return extend_crc32c_256;
+    if (width == 128) return extend_crc32c_128;
 #endif
+    return extend_by_table;
+}
+
+// The widest that fits an instruction set. Choosing the scalar kernels chooses the table too, unless the CPU has no
+// others: then nobody chose.
+int width_for(InstructionSet set) {
+    static const std::vector<int> widths = crc32c_widths();
+    static const bool has_others = supported_instruction_sets().size() > 1;
+    if (set == InstructionSet::kScalar) return has_others ? 0 : widths.back();
+    const int most = set == InstructionSet::kAvx512 ? 512 : 256;
+    return *std::find_if(widths.rbegin(), widths.rend(), [most](int width) { return width <= most; });
+}
 
 }  // namespace
 
-std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t value) {
-    const auto* first = static_cast<const unsigned char*>(data);
+std::vector<int> crc32c_widths() {
+    std::vector<int> widths{0};
 #ifdef SMART_INFINITY_X86
-    if (use_instruction()) return ~extend_by_instruction(~value, first, bytes);
+    if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) widths.push_back(128);
+    if (widths.size() == 2 && __builtin_cpu_supports("vpclmulqdq")) {
+        if (__builtin_cpu_supports("avx2")) widths.push_back(256);
+        if (__builtin_cpu_supports("avx512f")) widths.push_back(512);
+    }
 #endif
-    return ~extend_by_table(~value, first, bytes);
+    return widths;
+}
+
+std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t value) {
+    ExtendCrc32c* const extend = extend_with(width_for(selected_instruction_set()));
+    return ~extend(~value, static_cast<const unsigned char*>(data), bytes);
+}
+
+std::uint32_t crc32c_by(int width, const void* data, std::size_t bytes, std::uint32_t value) {
+    const std::vector<int> widths = crc32c_widths();
+    if (std::find(widths.begin(), widths.end(), width) == widths.end()) {
+        throw std::invalid_argument("crc32c: this CPU has no way to compute it of width " + std::to_string(width));
+    }
+    return ~extend_with(width)(~value, static_cast<const unsigned char*>(data), bytes);
 }
 
 }  // namespace smart_infinity
