@@ -65,7 +65,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=STATE_FORMATS, default=list(STATE_FORMATS))
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines, help="default: all there are here")
     parser.add_argument("--runs", type=int, default=5, help="measured steps; one more comes before")
-    parser.add_argument("--raw-mib", type=int, default=2048, help="moved in each measurement of the raw disk")
+    parser.add_argument("--raw-mib", type=int, help="moved in each measurement of the raw disk; default: as by a step")
     parser.add_argument("--sweep-mib", type=int, default=384, help="moved for each setting of the sweep")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--tiny", action="store_true", help="shows no more than that it works")
@@ -97,7 +97,9 @@ def measure(
     )
     first = state.step()
     moved = first["read"] + first["written"]
-    raw = RawDisk(folder, options.raw_mib * MIB, read_fraction=first["read"] / moved, settings=options.sweep)
+    # As much as a step, from a file as large: a smaller one fits better into whatever caches there are.
+    raw_bytes = options.raw_mib * MIB if options.raw_mib else round(moved)
+    raw = RawDisk(folder, raw_bytes, read_fraction=first["read"] / moved, settings=options.sweep)
     if not best:
         best += raw.sweep(options.sweep_mib * MIB)
     steps, rates = [], {setting: [] for setting in best}

@@ -48,7 +48,7 @@ RUNS = {
     "step.py": (
         # A system of each kind but those whose Adam would have to be built.
         [
-            *("--size", "tiny", "--steps", "4", "--clip", "on", "--stock-adam", "torch", "--json", "figures.json"),
+            *("--size", "tiny", "--steps", "4", "--clip", "on", "--stock-io", "glue", "--json", "figures.json"),
             *("--systems", "zero_infinity_tuned", "int8/backward"),
         ],
         ["GPT-2 tiny, bf16, 1 x 32 tokens, clipping on", "| zero_infinity_tuned |", "| int8/backward |"],
