@@ -1,4 +1,7 @@
-"""Room for the ``smart-infinity`` command, on top of everything else.
+"""The ``smart-infinity`` command, on top of everything else."""
 
-Nothing is built yet. It will inspect and recover state stores, probe devices and print plans.
-"""
+from __future__ import annotations
+
+from lightning_smartinfinity.cli.main import main
+
+__all__ = ["main"]

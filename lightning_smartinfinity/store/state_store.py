@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -241,6 +242,20 @@ class StateStore:
         self._previous = None
         self._forget(reverted, flush=self.manifest.durability == "power")
 
+    def keep(self) -> None:
+        """Flush the current generation, and let later jobs leave this store alone as ``TransferConfig.keep`` does.
+
+        Raises:
+            StorageError: It could not be flushed, or its manifests not be written.
+        """
+        self._flush_files()
+        with storage_errors("Flushing", self._commit_path), open(self._commit_path, "rb") as file:
+            os.fsync(file.fileno())
+        self.manifest = replace(self.manifest, keep=True)
+        for device, folder in enumerate(self._folders):
+            write_manifest(folder.path / MANIFEST_NAME, self.manifest.for_device(device))
+            folder.flush()
+
     def close(self, *, remove: bool) -> None:
         """Close the files and release the lock; idempotent.
 
@@ -283,7 +298,7 @@ def _require_format(folder: Path, manifest: Manifest, state_format: str | None) 
         raise ConfigError(
             f"The optimizer state in {str(folder)!r} is in the format {manifest.state_format!r},"
             f" state_format={state_format!r} was asked for.",
-            f"Use state_format={manifest.state_format!r}, or convert it with transfer.convert.convert_store.",
+            f"Use state_format={manifest.state_format!r}, or convert it with `smart-infinity convert`.",
         )
 
 

@@ -1,25 +1,32 @@
-"""A kept store into another state format, without training."""
+"""Kept stores into another state format, without training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
-from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.manifest import Manifest
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.state_access import StateAccess
 from lightning_smartinfinity.transfer.windows import Window
 
-__all__ = ["convert_store"]
+__all__ = ["Progress", "convert_store"]
 
 _NUM_BUFFERS = 4
+
+Progress = Callable[[int, int, int], object]
+"""Called with the rank, the elements of its partition that are converted, and how many it has."""
 
 
 def convert_store(
@@ -28,53 +35,100 @@ def convert_store(
     *,
     state_format: str,
     job: str = "default",
-    rank: int = 0,
+    rank: int | None = None,
     tasklet_bytes: int = TransferConfig.tasklet_bytes,
-) -> None:
-    """Write one rank's kept optimizer state anew, in another format and other folders; the old one stays.
+    progress: Progress = lambda rank, done, numel: None,
+) -> tuple[int, ...]:
+    """Write kept optimizer state anew, in another format and other folders; the old one stays.
+
+    All of the new state is made, or nothing of it is left. What a killed process leaves is no kept store: the next
+    conversion replaces it.
 
     Args:
         folders: Where it lies, in the order of its manifest.
         into: Other storage folders, as many as the new one is to be spread over.
         state_format: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int8_remainder"``. Moments are rounded to nearest.
         job: ``TransferConfig.job``, of both.
-        rank: Whose.
+        rank: Whose; None: of every rank that left some there.
         tasklet_bytes: ``TransferConfig.tasklet_bytes`` of the new one.
+        progress: Is told how far it is.
+
+    Returns:
+        The ranks whose state it was.
 
     Raises:
-        ConfigError: There is no such format, or it does not go with the parameters' dtype.
-        StorageError: The old state cannot be read or the new one not be written, of which nothing is left then.
+        ConfigError: A setting is out of range, or the format does not go with the parameters' dtype.
+        StorageLockedError: A process uses the old state, or the new folders.
+        StorageError: The old state cannot be read, or the new one not be written.
     """
+    config = TransferConfig(tasklet_bytes=tasklet_bytes, job=job)
+    _check_folders(folders, into)
+    ranks = _ranks_in(folders[0], job) if rank is None else (rank,)
+    with ExitStack() as undo:
+        made = [_convert(folders, into, state_format, config, rank, undo, progress) for rank in ranks]
+        for store, is_kept in made:
+            if is_kept:
+                store.keep()
+        undo.pop_all()
+    for store, _ in made:
+        store.close(remove=False)
+    return ranks
+
+
+def _check_folders(folders: Sequence[Path], into: Sequence[Path]) -> None:
+    common = {os.path.realpath(folder) for folder in folders} & {os.path.realpath(folder) for folder in into}
+    if common or not folders or not into:
+        raise ConfigError(
+            f"convert_store(into={[str(folder) for folder in into]!r}) does not name folders apart from those of the"
+            f" old state, {[str(folder) for folder in folders]!r}.",
+            "Name other storage folders for the new one.",
+        )
+
+
+def _ranks_in(folder: Path, job: str) -> tuple[int, ...]:
+    with storage_errors("Looking for optimizer state in", folder / job):
+        names = os.listdir(folder / job)
+    ranks = sorted(int(found[1]) for name in names if (found := re.fullmatch(r"rank-(\d{5,})", name)))
+    if not ranks:
+        raise StorageError(f"There is no optimizer state in {str(folder / job)!r}.", "Check the folder and the job.")
+    return tuple(ranks)
+
+
+def _convert(
+    folders: Sequence[Path],
+    into: Sequence[Path],
+    state_format: str,
+    config: TransferConfig,
+    rank: int,
+    undo: ExitStack,
+    progress: Progress,
+) -> tuple[StateStore, bool]:
+    """One rank's new store, which ``undo`` removes, and whether the old one is kept."""
     with ExitStack() as opened:
-        source = StateStore.recover(folders, job=job, rank=rank)
+        source = StateStore.recover(folders, job=config.job, rank=rank)
         opened.callback(source.close, remove=False)
         manifest = source.manifest
         _check_format(state_format, manifest)
         layout = build_layout(
             _slices(manifest),
-            tasklet_bytes=tasklet_bytes,
+            tasklet_bytes=config.tasklet_bytes,
             num_arrays=manifest.extents.num_arrays,
             num_devices=len(into),
             num_slots=manifest.extents.num_slots,
             state_format=state_format,
         )
-        config = TransferConfig(
-            tasklet_bytes=tasklet_bytes, durability=manifest.durability, job=job, keep=manifest.keep
-        )
         target = StateStore.create(
             into,
-            config=config,
+            config=replace(config, durability=manifest.durability),
             extents=layout.extents,
             description=manifest.description,
             rank=rank,
             world_size=manifest.world_size,
             job_id=manifest.job,
         )
-        with ExitStack() as undo:
-            undo.callback(target.close, remove=True)
-            _copy(source, target, layout)
-            undo.pop_all()
-        target.close(remove=False)
+        undo.callback(target.close, remove=True)
+        _copy(source, target, layout, lambda done: progress(rank, done, layout.numel))
+        return target, manifest.keep
 
 
 def _check_format(state_format: str, manifest: Manifest) -> None:
@@ -98,7 +152,7 @@ def _slices(manifest: Manifest) -> list[ParameterSlice]:
     return [slice_of(parameter) for parameter in manifest.description.parameters]
 
 
-def _copy(source: StateStore, target: StateStore, layout: PartitionLayout) -> None:
+def _copy(source: StateStore, target: StateStore, layout: PartitionLayout, progress: Callable[[int], object]) -> None:
     names = source.manifest.description.arrays
     before = PartitionLayout(parameters=layout.parameters, sub_groups=layout.sub_groups, extents=source.extents)
     with ExitStack() as opened:
@@ -109,6 +163,7 @@ def _copy(source: StateStore, target: StateStore, layout: PartitionLayout) -> No
             arrays = reading.read_range(window.begin, window.end, names)
             for name, array in zip(names, window.arrays, strict=True):
                 array[:] = arrays[name]
+            progress(window.end)
 
         writing.replace(fill, steps=source.steps, together=nullcontext)
 

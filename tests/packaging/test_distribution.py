@@ -60,12 +60,13 @@ def test_source_distribution_holds_what_a_build_and_the_tests_need(distributions
     assert not {name for name in names if name.startswith((".venv", "build/", ".git/")) or name.endswith(".so")}
 
 
-def test_entry_point_is_the_one_torch_loads(wheel: zipfile.ZipFile) -> None:
-    """The group and the function by which discovery works."""
+def test_entry_points(wheel: zipfile.ZipFile) -> None:
+    """The group and the function by which discovery works, and the command."""
     name = next(name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
     assert dict(entry_points["torch.backends"]) == {"smart_infinity": f"{PACKAGE}._autoload:install"}
+    assert dict(entry_points["console_scripts"]) == {"smart-infinity": f"{PACKAGE}.cli:main"}
 
 
 def test_requirements(metadata: Message) -> None:

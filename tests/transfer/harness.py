@@ -53,6 +53,8 @@ class Case:
     state_format: str = "fp32"
     compute_threads: int = 1
     cache_bytes: int = 0
+    keep: bool = False
+    rank: int = 0
     shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
 
     def but(self, **changes: Any) -> Case:
@@ -81,13 +83,17 @@ class Run:
         self.device = HostDevice(num_buffers=case.num_buffers, compute_threads=case.compute_threads)
         rule = rule_for(self.optimizer)
         if recover:
-            self.store = StateStore.recover(self.folders)
+            self.store = StateStore.recover(self.folders, rank=case.rank)
         else:
             self.store = StateStore.create(
                 self.folders,
                 config=TransferConfig(
-                    tasklet_bytes=case.tasklet_bytes, num_buffers=case.num_buffers, durability=case.durability
+                    tasklet_bytes=case.tasklet_bytes,
+                    num_buffers=case.num_buffers,
+                    durability=case.durability,
+                    keep=case.keep,
                 ),
+                rank=case.rank,
                 extents=self.layout.extents,
                 description=StoreDescription(
                     optimizer=rule.name,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_smartinfinity.errors import ConfigError, StorageError
+from lightning_smartinfinity.errors import ConfigError, StorageError, StorageLockedError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.convert import convert_store
 from tests.transfer.harness import Case, Run, assert_equal, running
@@ -55,6 +57,13 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
         convert_store(source, into, state_format="int8_remainder")
     with pytest.raises(StorageError, match="no optimizer state"):
         convert_store(source, into, state_format="bf16", rank=1)
+    with pytest.raises(StorageError, match=r"Looking for optimizer state in .*/other"):
+        convert_store(source, into, state_format="bf16", job="other")
+    with pytest.raises(ConfigError, match="tasklet_bytes=100"):
+        convert_store(source, into, state_format="bf16", tasklet_bytes=100)
+    for folders in (source, [tmp_path / "x" / ".." / "disk0"], []):
+        with pytest.raises(ConfigError, match="does not name folders apart"):
+            convert_store(source, folders, state_format="bf16")
     assert not into[0].exists()
     StateStore.recover(source).close(remove=True)
 
@@ -69,4 +78,85 @@ def test_damaged_source(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(StorageError, match="does not match its checksum"):
         convert_store([tmp_path / "disk0"], [tmp_path / "new"], state_format="int8")
-    assert not list((tmp_path / "new").rglob("state.bin"))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("other", FORMATS)
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_every_pair(tmp_path: Path, state_format: str, other: str) -> None:
+    """Masters and step counts stay; moments are those that the new format rounds fp32 to."""
+    case = Case(dtype=torch.bfloat16, state_format=state_format, durability="none")
+    state = kept(tmp_path / "first", case)
+    convert_store([tmp_path / "first/disk0"], [tmp_path / "second/disk0"], state_format=other, tasklet_bytes=64 * 1024)
+    found = opened(tmp_path / "second", case.but(state_format=other), state["partition"])
+    assert torch.equal(found["steps"], state["steps"])
+    torch.testing.assert_close(found["master"], state["master"], rtol=1e-6, atol=0)
+    # Half a place of the new format's mantissa; its least codes have fewer.
+    exact = other in ("fp32", state_format) or {state_format, other} == {"int8", "int8_remainder"}
+    rtol, atol = (0, 0) if exact else (2**-8, 0) if other == "bf16" else (2**-4, 1e-9)
+    torch.testing.assert_close(found["exp_avg_sq"], state["exp_avg_sq"], rtol=rtol, atol=atol)
+
+
+def test_every_rank_is_converted_and_kept(tmp_path: Path) -> None:
+    """The state of all ranks, in order, those without elements too; told how far it is; and kept as the old one was."""
+    cases = [Case(keep=True), Case(keep=True, rank=1), Case(keep=True, rank=2, shapes=((0, 0, 0, 0),))]
+    states = [kept(tmp_path / "old", case) for case in cases]
+    told: list[tuple[int, int, int]] = []
+    into = [tmp_path / "new" / "disk0"]
+    ranks = convert_store(
+        [tmp_path / "old" / "disk0"],
+        into,
+        state_format="fp32",
+        tasklet_bytes=64 * 1024,
+        progress=lambda *how_far: told.append(how_far),
+    )
+    assert ranks == (0, 1, 2)
+    assert told == sorted(told) and [rank for rank, done, numel in told if done == numel] == [0, 1]
+    with pytest.raises(StorageError, match="asked to keep it"):
+        convert_store([tmp_path / "old" / "disk0"], into, state_format="bf16")
+    for case, state in zip(cases, states, strict=True):
+        assert_equal(opened(tmp_path / "new", case, state["partition"]), state)
+
+
+def test_stores_in_use(tmp_path: Path) -> None:
+    """Neither is what a process works with converted, nor anything written to where one works."""
+    with running(tmp_path / "used", Case()) as run:
+        expected = run.state()
+        with pytest.raises(StorageLockedError, match="in use by process"):
+            convert_store([tmp_path / "used" / "disk0"], [tmp_path / "new"], state_format="bf16")
+        assert not (tmp_path / "new").exists()
+        kept(tmp_path / "old", Case())
+        with pytest.raises(StorageLockedError, match="in use by process"):
+            convert_store([tmp_path / "old" / "disk0"], [tmp_path / "used" / "disk0"], state_format="bf16")
+        assert_equal(run.state(), expected)
+
+
+def test_broken_off(tmp_path: Path) -> None:
+    """Ctrl-C at the second rank leaves nothing of either; the old state is whole."""
+    cases = [Case(keep=True), Case(keep=True, rank=1)]
+    states = [kept(tmp_path / "old", case) for case in cases]
+
+    def interrupt(rank: int, done: int, numel: int) -> None:
+        if rank == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_store([tmp_path / "old" / "disk0"], [tmp_path / "new"], state_format="int8", progress=interrupt)
+    assert list((tmp_path / "new").iterdir()) == []
+    for case, state in zip(cases, states, strict=True):
+        assert_equal(opened(tmp_path / "old", case, state["partition"]), state)
+
+
+def test_killed(tmp_path: Path) -> None:
+    """What a killed conversion leaves is no kept store: the next one replaces it."""
+    state = kept(tmp_path / "old", Case(keep=True))
+    folders = [tmp_path / "old" / "disk0"], [tmp_path / "new" / "disk0"]
+    child = os.fork()
+    if child == 0:
+        convert_store(*folders, state_format="int8", progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with pytest.raises(StorageError, match="holds no commit record"):
+        StateStore.recover(folders[1])
+    convert_store(*folders, state_format="fp32", tasklet_bytes=64 * 1024)
+    assert_equal(opened(tmp_path / "new", Case(), state["partition"]), state)

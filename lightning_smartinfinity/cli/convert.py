@@ -1,0 +1,67 @@
+"""``smart-infinity convert``: kept optimizer state into another state format."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.store.extents import STATE_FORMATS
+
+__all__ = ["add_to"]
+
+_DESCRIPTION = """\
+Write the optimizer state that a run with TransferConfig(keep=True) left, of every rank, anew in another state format
+and other folders. The old state stays. Ended early, the command leaves nothing; killed, what the next one replaces.
+"""
+
+
+def add_to(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = commands.add_parser("convert", help="kept state into another state format", description=_DESCRIPTION)
+    parser.add_argument("folders", nargs="+", type=Path, help="its storage folders, in the order of the run")
+    parser.add_argument("--into", nargs="+", type=Path, required=True, help="storage folders for the new state")
+    parser.add_argument("--state-format", choices=tuple(STATE_FORMATS), required=True, help="of the new state")
+    parser.add_argument("--job", default=TransferConfig.job, help="TransferConfig(job=...) of the run")
+    parser.add_argument("--rank", type=int, help="convert the state of this rank alone")
+    parser.add_argument(
+        "--tasklet-bytes",
+        type=int,
+        default=TransferConfig.tasklet_bytes,
+        help="TransferConfig(tasklet_bytes=...) of the new state (default: %(default)s)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    from lightning_smartinfinity.transfer.convert import convert_store  # torch, which takes its time
+
+    progress = _Progress(shown=not options.quiet)
+    ranks = convert_store(
+        options.folders,
+        options.into,
+        state_format=options.state_format,
+        job=options.job,
+        rank=options.rank,
+        tasklet_bytes=options.tasklet_bytes,
+        progress=progress,
+    )
+    whose = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    print(f"Converted the state of {whose} to {options.state_format}: {', '.join(map(str, options.into))}")
+
+
+class _Progress:
+    """A line on the terminal, or of a log, for each tenth of a rank's state."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._last = (-1, -1)
+
+    def __call__(self, rank: int, done: int, numel: int) -> None:
+        tenth = 10 * done // numel
+        if self._shown and (rank, tenth) != self._last:
+            self._last = (rank, tenth)
+            print(f"rank {rank}: {10 * tenth} %", file=sys.stderr, flush=True)
