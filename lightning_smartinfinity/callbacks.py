@@ -23,6 +23,7 @@ _GB = 1e9
 _TB = 1e12
 _PROG_BAR = ("io/GBps", "io/wait_s")
 _CHANNELS = (("shared", "read"), ("shared", "write"), ("internal", "read"), ("internal", "write"))
+_CACHED = (("cached", "read"), ("cached", "write"))
 _TOTALS = tuple(f"{channel}_{direction}_bytes" for channel, direction in _CHANNELS)
 
 
@@ -47,7 +48,8 @@ class StorageTrafficMonitor(Callback):
     ======================================  ==========================================================================
     ``io/shared_read_GB``, ``..write_GB``   read and written between host and storage, per step
     ``io/internal_read_GB``, ``..write_GB`` read and written inside storage devices, per step
-    ``io/GBps``                             all of it per second of training
+    ``io/cached_read_GB``, ``..write_GB``   spared by ``dram_cache_bytes``, per step: no part of what follows
+    ``io/GBps``                             all that is read and written per second of training
     ``io/wait_GBps``                        all of it per second waited: the storage's own speed if nothing overlaps
     ``io/wait_s``                           seconds waited for storage per step, slowest rank
     ``io/wait_share``                       share of the training time that is, slowest rank
@@ -259,7 +261,7 @@ def _step_values(table: TrafficTable, steps: int) -> dict[str, float]:
     wall = float(table.seconds("wall_seconds").max())
     values = {
         f"io/{channel}_{direction}_GB": float(table.moved_bytes(channel, direction)) / steps / _GB
-        for channel, direction in _CHANNELS
+        for channel, direction in (*_CHANNELS, *_CACHED)
     }
     return values | {
         "io/GBps": float(table.bandwidth()) / _GB,

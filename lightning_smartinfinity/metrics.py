@@ -47,6 +47,8 @@ _COUNTS = (
     "shared_write_bytes",
     "internal_read_bytes",
     "internal_write_bytes",
+    "cached_read_bytes",
+    "cached_write_bytes",
     "read_calls",
     "write_calls",
 )
@@ -54,7 +56,8 @@ _SECONDS = ("read_seconds", "write_seconds", "compute_seconds", "wait_seconds")
 _FIELDS = (*_COUNTS, *_SECONDS, "wall_seconds")
 _COLUMNS = {name: index for index, name in enumerate(_FIELDS)}
 
-_CHANNELS = {"shared": ("shared",), "internal": ("internal",), "all": ("shared", "internal")}
+# What is cached moves over neither channel, and is no part of all.
+_CHANNELS = {"shared": ("shared",), "internal": ("internal",), "all": ("shared", "internal"), "cached": ("cached",)}
 _DIRECTIONS = {"read": ("read",), "write": ("write",), "both": ("read", "write")}
 _NANOSECONDS = 1_000_000_000
 
@@ -192,7 +195,8 @@ class StorageBytes(_BytesMoved):
     """Bytes moved in all phases, summed over ranks: int64 scalar.
 
     Args:
-        channel: ``"shared"`` (host and devices), ``"internal"`` (inside one device) or ``"all"``.
+        channel: ``"shared"`` (host and devices), ``"internal"`` (inside one device), ``"all"`` (both), or ``"cached"``:
+            bytes that host memory (``dram_cache_bytes``) spared both.
         direction: ``"read"``, ``"write"`` or ``"both"``.
         kwargs: torchmetrics' own keyword arguments.
 
@@ -211,7 +215,7 @@ class StorageBandwidth(_BytesMoved):
     """Bytes per second in steps: the bytes of all ranks over the time of the slowest rank, float64 scalar.
 
     Args:
-        channel: ``"shared"``, ``"internal"`` or ``"all"``.
+        channel: ``"shared"``, ``"internal"``, ``"all"`` or ``"cached"``, as for :class:`StorageBytes`.
         direction: ``"read"``, ``"write"`` or ``"both"``.
         per: ``"wall"``: per second of the interval, what the storage is loaded with. ``"wait"``: per second that
             training waited for it, which is the storage's own bandwidth when nothing overlaps the update.
@@ -259,7 +263,7 @@ class BytesPerParameter(_BytesMoved):
     """Bytes moved per updated element in steps, over all ranks: float64 scalar, NaN when nothing was updated.
 
     Args:
-        channel: ``"shared"``, ``"internal"`` or ``"all"``.
+        channel: ``"shared"``, ``"internal"``, ``"all"`` or ``"cached"``, as for :class:`StorageBytes`.
         direction: ``"read"``, ``"write"`` or ``"both"``.
         kwargs: torchmetrics' own keyword arguments.
 

@@ -29,6 +29,8 @@ ONE = Traffic(
     shared_write_bytes=1200,
     internal_read_bytes=40,
     internal_write_bytes=60,
+    cached_read_bytes=7,
+    cached_write_bytes=11,
     wait_seconds=0.5,
 )
 TWO = Traffic(steps=1, numel=300, shared_read_bytes=2400, shared_write_bytes=3600, wait_seconds=1.5)
@@ -55,6 +57,8 @@ def test_between_two_stores() -> None:
         ("internal", "both", 100),
         ("internal", "write", 60),
         ("all", "read", 840 + 2400),
+        ("cached", "both", 7 + 11),
+        ("cached", "write", 11),
     ],
 )
 def test_bytes_add_up_over_updates(channel: str, direction: str, expected: int) -> None:
