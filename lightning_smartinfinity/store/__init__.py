@@ -1,4 +1,4 @@
-"""The state store: extents, slots, manifest, commit record, recovery, folder lock and free space.
+"""The state store: extents and their places, manifest, commit record, recovery, folder lock and free space.
 
 Typical use::
 

@@ -1,4 +1,4 @@
-"""Where every tasklet's state lies on storage: arithmetic only."""
+"""The extents that hold the tasklets' state, and the places that they may lie at: arithmetic only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.store.spread import apportion, interleave
 
 __all__ = [
     "BLOCK_BYTES",
@@ -18,7 +23,7 @@ __all__ = [
 ]
 
 BLOCK_BYTES = 4096
-"""Alignment of every region, extent and slot: what O_DIRECT asks for on today's devices."""
+"""Alignment of every region, extent and place: what O_DIRECT asks for on today's devices."""
 
 CELL_NUMEL = 256
 """Grid of the flat partition: 8-bit codes share an exponent within one cell and one parameter."""
@@ -61,26 +66,23 @@ STATE_FORMATS: Mapping[str, StateFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One tasklet's place on storage.
+    """One tasklet's state on storage.
 
     Args:
-        device: Index of the storage folder.
         numel: Number of elements of the tasklet.
-        offset: Byte offset in the device's file within slot 0; slot ``s`` adds ``s * ExtentMap.slot_bytes(device)``.
-        nbytes: Size of one slot's extent in bytes, trailer included.
+        nbytes: Its size in bytes, trailer included.
     """
 
-    device: int
     numel: int
-    offset: int
     nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtentMap:
-    """The extents of one rank's partition, dealt round robin over its storage folders.
+    """The extents of one rank's partition, and the files that have places for them.
 
-    A device's file is slot 0 of all its tasklets, then slot 1: a step reads one half and writes the other, in order.
+    A device's file is a row of places, all of one size: any extent fits any place of any device. At first the
+    tasklets are dealt round robin, and each file has ``num_slots`` places for each of its own.
 
     Args:
         numel: Elements of the partition.
@@ -120,12 +122,7 @@ class ExtentMap:
     @cached_property
     def extents(self) -> tuple[Extent, ...]:
         """The extent of every tasklet, by tasklet index."""
-        extents, ends = [], [0] * self.num_devices
-        for index in range(self.num_tasklets):
-            device = index % self.num_devices
-            extents.append(self._extent(index, device, ends[device]))
-            ends[device] += extents[-1].nbytes if index >= self.num_in_memory else 0
-        return tuple(extents)
+        return tuple(self._extent(index) for index in range(self.num_tasklets))
 
     def borders_of(self, tasklet: int) -> tuple[int, ...]:
         """Elements of a tasklet where a block ends beside the grid; none in a format without blocks."""
@@ -136,33 +133,36 @@ class ExtentMap:
         inside = self.borders[bisect_right(self.borders, begin) : bisect_left(self.borders, end)]
         return tuple(border - begin for border in inside)
 
-    def slot_bytes(self, device: int) -> int:
-        """Bytes of one slot of all the tasklets of ``device``."""
-        return self._slot_bytes[device]
+    @cached_property
+    def place_bytes(self) -> int:
+        """Bytes of every place: of the largest extent on storage; 0 without any."""
+        return max((extent.nbytes for extent in self.extents[self.num_in_memory :]), default=0)
+
+    @cached_property
+    def first_homes(self) -> NDArray[np.uint16]:
+        """uint16[num_tasklets]: the device to which each tasklet is dealt at first; 0 for those in memory."""
+        in_memory = np.zeros(self.num_in_memory, np.uint16)
+        counts = apportion([1.0] * self.num_devices, self.num_tasklets - self.num_in_memory)
+        return np.concatenate([in_memory, interleave(counts)])
+
+    def num_places(self, device: int) -> int:
+        """Places that the file of ``device`` has at first."""
+        return self.num_slots * int((self.first_homes[self.num_in_memory :] == device).sum())
 
     def file_bytes(self, device: int) -> int:
-        """Size of the state file of ``device``, every slot included."""
-        return self.num_slots * self._slot_bytes[device]
+        """Size of the file of ``device`` at first."""
+        return self.place_offset(self.num_places(device))
 
-    def slot_offset(self, tasklet: int, slot: int) -> int:
-        """Byte offset of ``tasklet`` in its device's file when it lies in ``slot``; of no use if it is in memory."""
-        assert 0 <= slot < self.num_slots
-        extent = self.extents[tasklet]
-        return slot * self._slot_bytes[extent.device] + extent.offset
+    def place_offset(self, position: int) -> int:
+        """Byte offset of a place in its file."""
+        return position * self.place_bytes
 
-    def _extent(self, index: int, device: int, offset: int) -> Extent:
+    def _extent(self, index: int) -> Extent:
         numel = min(self.tasklet_numel, self.numel - index * self.tasklet_numel)
         nbytes = extent_bytes(
             numel, self.num_arrays, state_format=self.state_format, num_borders=len(self.borders_of(index))
         )
-        return Extent(device=device, numel=numel, offset=offset, nbytes=nbytes)
-
-    @cached_property
-    def _slot_bytes(self) -> tuple[int, ...]:
-        totals = [0] * self.num_devices
-        for extent in self.extents[self.num_in_memory :]:
-            totals[extent.device] += extent.nbytes
-        return tuple(totals)
+        return Extent(numel=numel, nbytes=nbytes)
 
 
 def extent_bytes(numel: int, num_arrays: int, *, state_format: str = "fp32", num_borders: int = 0) -> int:

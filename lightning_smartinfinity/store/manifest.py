@@ -17,7 +17,7 @@ from lightning_smartinfinity.store.faults import storage_errors
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "StoreDescription", "read_manifest", "write_manifest"]
 
 FORMAT_NAME = "lightning-smartinfinity optimizer state"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 
 
@@ -48,7 +48,7 @@ class Manifest:
         world_size: Number of ranks of the job.
         durability: ``TransferConfig.durability``.
         keep: Whether a later job must leave this store alone.
-        extents: Where tasklets lie.
+        extents: Of the tasklets.
         description: The rest.
         folders: Storage folders of the rank, one per device; for readers and messages.
         device: Which of them this manifest lies in.

@@ -1,17 +1,18 @@
-"""The commit record: which slot of every tasklet, and which step of every parameter, is current.
+"""The commit record: where every tasklet lies, and which step of every parameter is current.
 
-commit.bin holds two places of whole blocks; generation ``g`` goes to place ``g % 2``. A record, little endian::
+commit.bin has two halves of whole blocks; generation ``g`` goes to half ``g % 2``. A record, little endian::
 
     8 bytes    magic LSICMT01
-    u32        version (1)
+    u32        version (2)
     u32        number of parameters P
     16 bytes   job id, as in the extents
     i64        generation
     u64        number of tasklets T
     u64        length of the record in bytes, checksum included
-    ceil(T/8)  slot of each tasklet, one bit each, lowest bit first
-    i64[T]     generation of the extent in that slot: older than the record's where nothing was updated since
+    i64[T]     generation of each tasklet's extent: older than the record's where nothing was updated since
     i64[P]     updates of each parameter so far
+    u32[T]     position of each tasklet: number of its place in the state file that it lies in
+    u16[T]     device of each tasklet: index of the storage folder with that file
     u32        CRC32C of everything before
 """
 
@@ -28,11 +29,14 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.faults import storage_errors
+from lightning_smartinfinity.store.spread import Placement
 
-__all__ = ["CommitRecord", "erase_record", "place_bytes", "read_records", "write_record"]
+__all__ = ["CommitRecord", "erase_record", "record_bytes", "read_records", "write_record"]
 
 _MAGIC = b"LSICMT01"
-_VERSION = 1
+_VERSION = 2
+_BYTES_PER_TASKLET = 8 + 4 + 2
+_BYTES_PER_PARAMETER = 8
 _HEADER = struct.Struct("<8sII16sqQQ")
 _CHECKSUM = struct.Struct("<I")
 
@@ -43,25 +47,26 @@ class CommitRecord:
 
     Args:
         generation: Its number, from 0.
-        slots: uint8[num_tasklets], 0 or 1.
-        tasklet_generations: int64[num_tasklets]: generation of the extent in that slot.
+        placement: Where every tasklet's extent lies.
+        tasklet_generations: int64[num_tasklets]: generation of that extent.
         steps: int64[num_parameters]: updates of each parameter so far.
     """
 
     generation: int
-    slots: NDArray[np.uint8]
+    placement: Placement
     tasklet_generations: NDArray[np.int64]
     steps: NDArray[np.int64]
 
 
-def place_bytes(num_tasklets: int, num_parameters: int) -> int:
-    """Size of one of the two places of commit.bin, in whole blocks."""
-    length = _HEADER.size + -(-num_tasklets // 8) + 8 * (num_tasklets + num_parameters) + _CHECKSUM.size
+def record_bytes(num_tasklets: int, num_parameters: int) -> int:
+    """What commit.bin has for each of its two records, in whole blocks."""
+    body = _BYTES_PER_TASKLET * num_tasklets + _BYTES_PER_PARAMETER * num_parameters
+    length = _HEADER.size + body + _CHECKSUM.size
     return -(-length // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -> None:
-    """Write a record at the place that its predecessor does not use.
+    """Write a record where its predecessor does not lie.
 
     Args:
         path: commit.bin, preallocated.
@@ -73,7 +78,7 @@ def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -
         StorageError: It could not be written.
     """
     content = encode_record(record, job=job)
-    offset = _place_offset(record)
+    offset = _record_offset(record)
     with storage_errors("Writing the commit record", path):
         _write_at(path, content, offset, flush=flush)
 
@@ -81,18 +86,16 @@ def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -
 def erase_record(path: Path, record: CommitRecord, *, flush: bool) -> None:
     """Make a record unreadable whose writing failed half-way. Raises as :func:`write_record`."""
     with storage_errors("Erasing the commit record", path):
-        _write_at(path, bytes(BLOCK_BYTES), _place_offset(record), flush=flush)
+        _write_at(path, bytes(BLOCK_BYTES), _record_offset(record), flush=flush)
 
 
 def read_records(path: Path, *, num_tasklets: int, num_parameters: int, job: bytes) -> list[CommitRecord]:
     """The intact records of commit.bin, newest first: none, one or two."""
     with storage_errors("Reading the commit record", path):
         content = path.read_bytes()
-    size = place_bytes(num_tasklets, num_parameters)
-    places = (content[:size], content[size : 2 * size])
-    found = [
-        decode_record(place, num_tasklets=num_tasklets, num_parameters=num_parameters, job=job) for place in places
-    ]
+    size = record_bytes(num_tasklets, num_parameters)
+    halves = (content[:size], content[size : 2 * size])
+    found = [decode_record(half, num_tasklets=num_tasklets, num_parameters=num_parameters, job=job) for half in halves]
     return sorted(
         (record for record in found if record is not None), key=lambda record: record.generation, reverse=True
     )
@@ -102,13 +105,15 @@ def encode_record(record: CommitRecord, *, job: bytes) -> bytes:
     """The record's bytes."""
     body = b"".join(
         (
-            np.packbits(record.slots, bitorder="little").tobytes(),
             record.tasklet_generations.astype("<i8").tobytes(),
             record.steps.astype("<i8").tobytes(),
+            record.placement.positions.astype("<u4").tobytes(),
+            record.placement.devices.astype("<u2").tobytes(),
         )
     )
     length = _HEADER.size + len(body) + _CHECKSUM.size
-    header = _HEADER.pack(_MAGIC, _VERSION, len(record.steps), job, record.generation, len(record.slots), length)
+    num_tasklets = len(record.tasklet_generations)
+    header = _HEADER.pack(_MAGIC, _VERSION, len(record.steps), job, record.generation, num_tasklets, length)
     return header + body + _CHECKSUM.pack(_crc(header + body))
 
 
@@ -123,19 +128,22 @@ def decode_record(content: bytes, *, num_tasklets: int, num_parameters: int, job
     end = length - _CHECKSUM.size
     if _CHECKSUM.unpack_from(content, end)[0] != _crc(content[:end]):
         return None
-    bitmap_bytes = -(-num_tasklets // 8)
-    bitmap = np.frombuffer(content, np.uint8, bitmap_bytes, _HEADER.size)
-    numbers = np.frombuffer(content, "<i8", num_tasklets + num_parameters, _HEADER.size + bitmap_bytes).astype(np.int64)
+    begin = _HEADER.size
+    columns = []
+    for kind, count in (("<i8", num_tasklets), ("<i8", num_parameters), ("<u4", num_tasklets), ("<u2", num_tasklets)):
+        columns.append(np.frombuffer(content, kind, count, begin))
+        begin += columns[-1].nbytes
+    generations, steps, positions, devices = columns
     return CommitRecord(
         generation=generation,
-        slots=np.unpackbits(bitmap, count=num_tasklets, bitorder="little"),
-        tasklet_generations=numbers[:num_tasklets],
-        steps=numbers[num_tasklets:],
+        placement=Placement(devices.astype(np.uint16), positions.astype(np.uint32)),
+        tasklet_generations=generations.astype(np.int64),
+        steps=steps.astype(np.int64),
     )
 
 
-def _place_offset(record: CommitRecord) -> int:
-    return (record.generation % 2) * place_bytes(len(record.slots), len(record.steps))
+def _record_offset(record: CommitRecord) -> int:
+    return (record.generation % 2) * record_bytes(len(record.tasklet_generations), len(record.steps))
 
 
 def _crc(content: bytes) -> int:

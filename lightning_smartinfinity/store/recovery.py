@@ -41,7 +41,7 @@ def common_manifest(folders: Sequence[Path], *, rank: int) -> Manifest:
 def newest_complete(folders: Sequence[Path], manifest: Manifest, newest: int | None) -> CommitRecord:
     """The newest record, up to ``newest``, whose extents are all there; newer records are erased.
 
-    They must go: their slots are written again from here on, and a record that outlived them would name a mixture.
+    They must go: their places are written again from here on, and a record that outlived them would name a mixture.
 
     Raises:
         StorageCorruptError: There is none.

@@ -13,11 +13,12 @@ from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path, reclaimable_bytes
 from lightning_smartinfinity.store.parameter_files import deal
-from lightning_smartinfinity.store.record import place_bytes
+from lightning_smartinfinity.store.record import record_bytes
 
 __all__ = [
     "Shortfall",
     "SpaceRequest",
+    "has_room",
     "measure_parameter_space",
     "measure_space",
     "require_space",
@@ -87,7 +88,7 @@ def measure_space(
         StorageError: A folder's file system cannot be asked.
     """
     overhead = _SMALL_FILES_BYTES + _MANIFEST_BYTES_PER_PARAMETER * num_parameters
-    commit_bytes = 2 * place_bytes(extents.num_tasklets, num_parameters)
+    commit_bytes = 2 * record_bytes(extents.num_tasklets, num_parameters)
     return [
         _request(
             Path(folder),
@@ -129,6 +130,15 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
         "Free space there, spread the state over more storage folders, choose a smaller state_format, or halve the"
         " need with TransferConfig(durability='none').",
     )
+
+
+def has_room(folder: Path, num_bytes: int, *, ranks: int) -> bool:
+    """Whether files may grow by so much, if as many ranks do, and half of what is free stay free.
+
+    Raises:
+        StorageError: The folder's file system cannot be asked.
+    """
+    return 2 * ranks * num_bytes <= _request(folder, needed_bytes=num_bytes, reclaimable=0).free_bytes
 
 
 def measure_parameter_space(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, StorageError
+from lightning_smartinfinity.store.capacities import Capacities
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.faults import storage_errors
@@ -26,9 +27,10 @@ from lightning_smartinfinity.store.manifest import (
     StoreDescription,
     write_manifest,
 )
-from lightning_smartinfinity.store.record import CommitRecord, erase_record, place_bytes, write_record
+from lightning_smartinfinity.store.record import CommitRecord, erase_record, record_bytes, write_record
 from lightning_smartinfinity.store.recovery import common_manifest, newest_complete
 from lightning_smartinfinity.store.space import measure_space, require_space
+from lightning_smartinfinity.store.spread import Placement, next_placement, places_needed
 
 __all__ = ["StateStore"]
 
@@ -55,6 +57,8 @@ class StateStore:
         self._folders = tuple(folders)
         self._commit_path = folders[0].path / COMMIT_NAME
         self._unusable: StorageError | None = None
+        self._homes = manifest.extents.first_homes if record.generation < 0 else record.placement.devices
+        self._capacities = Capacities(folders, manifest.extents, ranks=manifest.world_size)
         self.files = tuple(open_state_file(folder.path / STATE_NAME, direct_io) for folder in folders)
 
     @classmethod
@@ -150,13 +154,19 @@ class StateStore:
             _require_on_storage(claimed[0].path, manifest)
             record = newest_complete([folder.path for folder in claimed], manifest, newest)
             store = cls(claimed, manifest, record, direct_io=direct_io)
+            store._restore_places()
             undo.pop_all()
             return store
 
     @property
     def extents(self) -> ExtentMap:
-        """Where tasklets lie."""
+        """Of the tasklets."""
         return self.manifest.extents
+
+    @property
+    def storage_bytes(self) -> int:
+        """Of the state files, as long as they are now."""
+        return self._capacities.nbytes
 
     @cached_property
     def blocks(self) -> tuple[native.Blocks | None, ...]:
@@ -170,9 +180,14 @@ class StateStore:
         return self._record.generation
 
     @property
-    def slots(self) -> NDArray[np.uint8]:
-        """uint8[num_tasklets]: current slot of each tasklet."""
-        return self._record.slots
+    def placement(self) -> Placement:
+        """Where each tasklet's extent lies."""
+        return self._record.placement
+
+    @property
+    def homes(self) -> NDArray[np.uint16]:
+        """uint16[num_tasklets]: the device that each is written to, as far as its file has free places."""
+        return self._homes
 
     @property
     def tasklet_generations(self) -> NDArray[np.int64]:
@@ -183,6 +198,46 @@ class StateStore:
     def steps(self) -> NDArray[np.int64]:
         """int64[num_parameters]: updates of each parameter so far."""
         return self._record.steps
+
+    def next_placement(self) -> Placement:
+        """Where the next generation goes: with two slots, where nothing of this one lies."""
+        extents = self.extents
+        return next_placement(
+            self.placement,
+            lying=self.tasklet_generations >= 0,
+            homes=self._homes,
+            capacities=list(self._capacities),
+            first=extents.num_in_memory,
+            in_place=extents.num_slots == 1,
+        )
+
+    def _restore_places(self) -> None:
+        """For the next generation, in files that were cut off behind this one."""
+        slots, devices = self.extents.num_slots, range(self.extents.num_devices)
+        self._capacities.restore([slots * int((self._homes == device).sum()) for device in devices])
+
+    def spread(self, homes: NDArray[np.uint16]) -> bool:
+        """Write tasklets to these devices from now on; their files grow as they must. Between generations only.
+
+        Args:
+            homes: uint16[num_tasklets].
+
+        Returns:
+            False, and all stays as it is, if a file system has no room for that.
+        """
+        lying, extents = self.tasklet_generations >= 0, self.extents
+        wanted = places_needed(
+            self.placement,
+            lying=lying,
+            homes=homes,
+            num_devices=extents.num_devices,
+            first=extents.num_in_memory,
+            in_place=extents.num_slots == 1,
+        )
+        if not self._capacities.grow(wanted):
+            return False
+        self._homes = homes
+        return True
 
     def require_usable(self) -> None:
         """Raise if an earlier commit failed in a way that forbids to write a generation again.
@@ -197,7 +252,7 @@ class StateStore:
         self,
         *,
         generation: int,
-        slots: NDArray[np.uint8],
+        placement: Placement,
         tasklet_generations: NDArray[np.int64],
         steps: NDArray[np.int64],
     ) -> None:
@@ -205,7 +260,7 @@ class StateStore:
 
         Args:
             generation: The next one: ``self.generation + 1``.
-            slots: uint8[num_tasklets].
+            placement: Where its extents lie.
             tasklet_generations: int64[num_tasklets].
             steps: int64[num_parameters].
 
@@ -217,7 +272,7 @@ class StateStore:
         flush = self.manifest.durability == "power"
         record = CommitRecord(
             generation=generation,
-            slots=slots.copy(),
+            placement=placement.copy(),
             tasklet_generations=tasklet_generations.copy(),
             steps=steps.copy(),
         )
@@ -274,7 +329,7 @@ class StateStore:
                 file.sync()
 
     def _forget(self, record: CommitRecord, *, flush: bool) -> None:
-        # A record that was given up may still be readable after a crash. Its slots are written again after the
+        # A record that was given up may still be readable after a crash. Its places are written again after the
         # rollback, so it must go; if it does not go, they must not be written.
         try:
             erase_record(self._commit_path, record, flush=flush)
@@ -287,7 +342,7 @@ def _no_record(manifest: Manifest) -> CommitRecord:
     num_tasklets = manifest.extents.num_tasklets
     return CommitRecord(
         generation=-1,
-        slots=np.zeros(num_tasklets, np.uint8),
+        placement=Placement(np.zeros(num_tasklets, np.uint16), np.zeros(num_tasklets, np.uint32)),
         tasklet_generations=np.full(num_tasklets, -1, np.int64),
         steps=np.zeros(len(manifest.description.parameters), np.int64),
     )
@@ -336,7 +391,7 @@ def _fill(folders: Sequence[RankFolder], manifest: Manifest) -> None:
     for device, folder in enumerate(folders):
         folder.allocate(STATE_NAME, manifest.extents.file_bytes(device))
     num_parameters = len(manifest.description.parameters)
-    folders[0].allocate(COMMIT_NAME, 2 * place_bytes(manifest.extents.num_tasklets, num_parameters))
+    folders[0].allocate(COMMIT_NAME, 2 * record_bytes(manifest.extents.num_tasklets, num_parameters))
     for device, folder in enumerate(folders):
         write_manifest(folder.expect(MANIFEST_NAME), manifest.for_device(device))
         folder.flush()

@@ -28,7 +28,7 @@ def first_mismatch(paths: list[Path], extents: ExtentMap, record: CommitRecord, 
 
     Args:
         paths: The state file of each device.
-        extents: Where tasklets lie.
+        extents: Of the tasklets.
         record: The generation to verify.
         job: 16 bytes of the store's identity.
         rank: Of the owner.
@@ -53,11 +53,12 @@ def _mismatch_in_file(
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for tasklet, extent in enumerate(extents.extents):
-            if extent.device != device:
+            if record.placement.devices[tasklet] != device:
                 continue
             generation = int(record.tasklet_generations[tasklet])
             expected = (_MAGIC, _VERSION, extents.format.number, job, rank, extents.num_arrays, tasklet, generation)
-            offset = extents.slot_offset(tasklet, int(record.slots[tasklet])) + extent.nbytes - TRAILER_BYTES
+            place = extents.place_offset(int(record.placement.positions[tasklet]))
+            offset = place + extent.nbytes - TRAILER_BYTES
             trailer = os.pread(descriptor, TRAILER_BYTES, offset)
             if not _fits(trailer, (*expected, extent.numel, extent.nbytes)):
                 return (

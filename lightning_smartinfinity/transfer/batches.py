@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.store.spread import Placement
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import Flat
 
@@ -96,15 +97,15 @@ class Places(NamedTuple):
     """Where a generation's extents lie and where the next one's go.
 
     Args:
-        slots: uint8[num_tasklets], current.
-        next_slots: uint8[num_tasklets], of the tasklets that the batch writes.
+        current: Where tasklets lie; anywhere if nothing is there yet.
+        following: Where the batch writes those that it writes.
         generations: int64[num_tasklets], current; -1: nothing there yet.
         next_generation: That the batch writes.
         blocks: ``StateStore.blocks``.
     """
 
-    slots: NDArray[np.uint8]
-    next_slots: NDArray[np.uint8]
+    current: Placement
+    following: Placement
     generations: NDArray[np.int64]
     next_generation: int
     blocks: Sequence[native.Blocks | None]
@@ -116,14 +117,14 @@ class Places(NamedTuple):
         extents, where = layout.extents, layout.tasklets[index]
         return native.Tasklet(
             index=index,
-            read_file=where.device,
-            write_file=where.device,
             numel=where.numel,
             num_arrays=extents.num_arrays,
             extent_bytes=where.extent_bytes,
-            read_offset=extents.slot_offset(index, int(self.slots[index])),
+            read_file=int(self.current.devices[index]),
+            read_offset=extents.place_offset(int(self.current.positions[index])),
             read_generation=max(0, int(self.generations[index])),
-            write_offset=extents.slot_offset(index, int(self.next_slots[index])),
+            write_file=int(self.following.devices[index]),
+            write_offset=extents.place_offset(int(self.following.positions[index])),
             write_generation=self.next_generation,
             segments=segments,
             master_in_parameter=master_in_parameter,

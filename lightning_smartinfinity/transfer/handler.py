@@ -78,6 +78,11 @@ class TransferHandler:
         return self._device.cache_bytes
 
     @property
+    def storage_bytes(self) -> int:
+        """Of the state on storage, every slot included."""
+        return self._store.storage_bytes
+
+    @property
     def ring_bytes(self) -> int:
         """Host memory of the device's ring and, once they are in use, of its slots or of the staging buffer."""
         return self._device.ring_bytes + (self._staging.nbytes if self._staging is not None else 0)

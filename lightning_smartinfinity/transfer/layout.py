@@ -72,14 +72,12 @@ class TaskletSlice:
 
     Args:
         index: Its number, in partition order.
-        device: Index of the storage folder.
         offset: First element in the flat partition.
         numel: Number of elements.
         extent_bytes: Size of its extent in bytes.
     """
 
     index: int
-    device: int
     offset: int
     numel: int
     extent_bytes: int
@@ -108,7 +106,7 @@ class PartitionLayout:
     Args:
         parameters: Slices in partition order; their index is the parameter index everywhere.
         sub_groups: Contiguous pieces of memory, in partition order.
-        extents: Where the tasklets' state lies on storage.
+        extents: Of the tasklets' state on storage.
         num_resident: Tasklets, from the first on, whose state stays in host memory.
     """
 
@@ -128,7 +126,6 @@ class PartitionLayout:
         return tuple(
             TaskletSlice(
                 index=index,
-                device=extent.device,
                 offset=index * self.extents.tasklet_numel,
                 numel=extent.numel,
                 extent_bytes=extent.nbytes,
@@ -224,7 +221,7 @@ def build_layout(
             ``offset`` is ignored and computed here.
         tasklet_bytes: Largest extent in bytes.
         num_arrays: Arrays per element (Adam: 3).
-        num_devices: Storage folders, among which tasklets are dealt round robin.
+        num_devices: Storage folders, among which tasklets are spread.
         num_slots: Places a tasklet's state may lie (``TransferConfig.num_slots``).
         state_format: A name in ``STATE_FORMATS``: the fewer bytes an element takes, the more a tasklet holds.
 

@@ -38,28 +38,28 @@ _FP32_BYTES = 4
 
 def places_of(store: StateStore) -> Places:
     """Where the store's extents lie and where the next generation's go."""
-    # The other slot, unless there is none or nothing lies in the current one yet.
-    flips = (store.tasklet_generations >= 0) & (store.extents.num_slots > 1)
-    return Places(store.slots, store.slots ^ flips, store.tasklet_generations, store.generation + 1, store.blocks)
+    return Places(
+        store.placement, store.next_placement(), store.tasklet_generations, store.generation + 1, store.blocks
+    )
 
 
-def commit_next(store: StateStore, tasklets: Sequence[int], steps: NDArray[np.int64]) -> None:
+def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], steps: NDArray[np.int64]) -> None:
     """Make the next generation current, in which these tasklets have been written.
 
     Args:
         store: The store.
+        places: Where they were written.
         tasklets: Those written.
         steps: int64[num_parameters] of the next generation.
 
     Raises:
         StorageError: The record could not be written.
     """
-    places = places_of(store)
-    slots, generations = store.slots.copy(), store.tasklet_generations.copy()
+    generations = store.tasklet_generations.copy()
     written = np.asarray(tasklets, np.intp)
-    slots[written] = places.next_slots[written]
+    placement = store.placement.after(places.following, written)
     generations[written] = places.next_generation
-    store.commit(generation=places.next_generation, slots=slots, tasklet_generations=generations, steps=steps)
+    store.commit(generation=places.next_generation, placement=placement, tasklet_generations=generations, steps=steps)
 
 
 @contextmanager
@@ -111,10 +111,10 @@ class StateAccess:
 
     def _start(self, memory: FlatMemory, partition: CudaPartition | None = None) -> None:
         pieces = self._all_pieces()
-        tasklets = tasklets_in(pieces)
-        batch = start_batch(self._layout, pieces, tasklets, self._next_places(), masters=memory)
+        tasklets, places = tasklets_in(pieces), self._next_places()
+        batch = start_batch(self._layout, pieces, tasklets, places, masters=memory)
         self._work(batch, tasklets, partition)
-        commit_next(self._store, tasklets, np.zeros_like(self._store.steps))
+        commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
     def initialize_staged(self, masters: StagedPartition, staging: StagingBuffer) -> None:
         pieces, places = self._all_pieces(), self._next_places()
@@ -123,7 +123,7 @@ class StateAccess:
             wave.get(pieces, masters)
             masters.synchronize()
             self._work(start_batch(self._layout, pieces, wave.tasklets, places, masters=wave), wave.tasklets)
-        commit_next(self._store, tasklets, np.zeros_like(self._store.steps))
+        commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
     def scan(self, visit: Callable[[Window], object]) -> None:
         self._walk(places_of(self._store)).read(visit)
@@ -131,8 +131,9 @@ class StateAccess:
     def replace(self, fill: Callable[[Window], object], *, steps: NDArray[np.int64], together: Together) -> None:
         assert len(steps) == len(self._layout.parameters)
         with committing(self._store, self._store.generation + 1, together):
-            self._walk(self._next_places()).write(fill)
-            commit_next(self._store, range(self._layout.extents.num_tasklets), np.asarray(steps, np.int64))
+            places = self._next_places()
+            self._walk(places).write(fill)
+            commit_next(self._store, places, range(self._layout.extents.num_tasklets), np.asarray(steps, np.int64))
 
     def read_parameter(self, parameter: int, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         numel = self._layout.parameters[parameter].real_numel
@@ -160,8 +161,9 @@ class StateAccess:
         self, pieces: Sequence[Piece], addresses: Callable[[Piece], tuple[int, ...]], together: Together
     ) -> None:
         with committing(self._store, self._store.generation + 1, together):
-            self._move(native.Operation.MODIFY, pieces, self._next_places(), addresses)
-            commit_next(self._store, tasklets_in(pieces), self._store.steps)
+            places = self._next_places()
+            self._move(native.Operation.MODIFY, pieces, places, addresses)
+            commit_next(self._store, places, tasklets_in(pieces), self._store.steps)
 
     def _walk(self, places: Places) -> WindowWalk:
         return WindowWalk(self._layout, self._device, places, nbytes=self._device.ring_bytes)

@@ -61,6 +61,8 @@ class Step:
         self.generation = store.generation + 1
         self._outputs = plan.outputs
         self._staging = staging
+        # Once: a step that grows must not change its mind.
+        self._places = places_of(store)
         self._choose(plan, self._updates_of(plan))
         self._tasklets = [] if grows else self._all_tasklets(plan)
         self._run = self._make_run(self._updating(FlatMemory(layout, plan.gradients)))
@@ -175,7 +177,8 @@ class Step:
         self.drain()
         # An interrupt may have come when it was done but for our knowing.
         if self._store.generation < self.generation:
-            self._guarded(lambda: commit_next(self._store, self._tasklets, self._store.steps + self._active))
+            steps = self._store.steps + self._active
+            self._guarded(lambda: commit_next(self._store, self._places, self._tasklets, steps))
 
     def stop(self) -> None:
         """Abandon what has not begun; return when nothing is in flight."""
@@ -206,14 +209,12 @@ class Step:
             raise
 
     def _updating(self, gradients: Memory) -> BatchMaker:
-        places = places_of(self._store)
-
         def make_batch(tasklets: Sequence[int], outputs: Memory) -> native.Batch:
             return update_batch(
                 self._layout,
                 self._pieces,
                 tasklets,
-                places,
+                self._places,
                 updates=self._updates,
                 gradients=gradients,
                 outputs=outputs,
@@ -224,10 +225,8 @@ class Step:
         return make_batch
 
     def _restoring(self) -> BatchMaker:
-        places = places_of(self._store)
-
         def make_batch(tasklets: Sequence[int], outputs: Memory) -> native.Batch:
-            return restore_batch(self._layout, self._pieces, tasklets, places, outputs=outputs)
+            return restore_batch(self._layout, self._pieces, tasklets, self._places, outputs=outputs)
 
         return make_batch
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.store import ExtentMap, StateStore, StoreDescription
+from lightning_smartinfinity.store.spread import Placement
 
 NUMEL = 5_000
 
@@ -51,23 +51,23 @@ def created(folders: Sequence[Path], **config: Any) -> Iterator[StateStore]:
         store.close(remove=True)
 
 
-def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[int] | None = None) -> NDArray[np.uint8]:
-    """Write extents of zeros as a generation into the slot ``generation % 2``; returns the slots to commit."""
+def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[int] | None = None) -> Placement:
+    """Write extents of zeros as a generation where the next one goes; returns where all of them lie then."""
     chosen = range(store.extents.num_tasklets) if tasklets is None else tasklets
-    slot = generation % store.extents.num_slots
+    following = store.next_placement()
     batch = native.Batch(
         native.Operation.WRITE,
         [
             native.Tasklet(
                 index=index,
-                read_file=store.extents.extents[index].device,
-                write_file=store.extents.extents[index].device,
+                read_file=0,
                 numel=store.extents.extents[index].numel,
                 num_arrays=store.extents.num_arrays,
                 extent_bytes=store.extents.extents[index].nbytes,
                 read_offset=0,
                 read_generation=0,
-                write_offset=store.extents.slot_offset(index, slot),
+                write_file=int(following.devices[index]),
+                write_offset=store.extents.place_offset(int(following.positions[index])),
                 write_generation=generation,
                 segments=[],
             )
@@ -80,16 +80,16 @@ def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[i
     pipeline.submit(batch)
     assert pipeline.drain() is None
     pipeline.close()
-    return np.full(store.extents.num_tasklets, slot, np.uint8)
+    return store.placement.after(following, np.asarray(chosen, np.intp))
 
 
 def commit_generation(store: StateStore, generation: int) -> None:
     """Write and commit a whole generation; step counts are its number."""
-    slots = write_generation(store, generation)
+    placement = write_generation(store, generation)
     store.commit(
         generation=generation,
-        slots=slots,
-        tasklet_generations=np.full(len(slots), generation, np.int64),
+        placement=placement,
+        tasklet_generations=np.full(store.extents.num_tasklets, generation, np.int64),
         steps=np.full(len(store.steps), generation, np.int64),
     )
 

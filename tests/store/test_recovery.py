@@ -19,10 +19,11 @@ from lightning_smartinfinity.store.record import (
     CommitRecord,
     decode_record,
     encode_record,
-    place_bytes,
     read_records,
+    record_bytes,
     write_record,
 )
+from lightning_smartinfinity.store.spread import Placement
 from tests.store.makers import commit_generation, create, created, write_generation
 
 JOB = bytes(range(16))
@@ -34,14 +35,17 @@ def records(draw: st.DrawFn) -> CommitRecord:
     numbers = st.integers(0, (1 << 62))
     return CommitRecord(
         generation=draw(numbers),
-        slots=np.array(draw(st.lists(st.integers(0, 1), min_size=tasklets, max_size=tasklets)), np.uint8),
+        placement=Placement(
+            np.array(draw(st.lists(st.integers(0, 7), min_size=tasklets, max_size=tasklets)), np.uint16),
+            np.array(draw(st.lists(st.integers(0, 1 << 31), min_size=tasklets, max_size=tasklets)), np.uint32),
+        ),
         tasklet_generations=np.array(draw(st.lists(numbers, min_size=tasklets, max_size=tasklets)), np.int64),
         steps=np.array(draw(st.lists(numbers, min_size=parameters, max_size=parameters)), np.int64),
     )
 
 
 def decode(content: bytes, like: CommitRecord, *, job: bytes = JOB) -> CommitRecord | None:
-    return decode_record(content, num_tasklets=len(like.slots), num_parameters=len(like.steps), job=job)
+    return decode_record(content, num_tasklets=len(like.tasklet_generations), num_parameters=len(like.steps), job=job)
 
 
 @settings(deadline=None)
@@ -49,12 +53,14 @@ def decode(content: bytes, like: CommitRecord, *, job: bytes = JOB) -> CommitRec
 def test_record_survives_encoding(record: CommitRecord) -> None:
     """Every field comes back, and the record fits its place."""
     content = encode_record(record, job=JOB)
-    assert len(content) <= place_bytes(len(record.slots), len(record.steps))
+    assert len(content) <= record_bytes(len(record.tasklet_generations), len(record.steps))
     decoded = decode(content + bytes(100), record)
     assert decoded is not None
     assert decoded.generation == record.generation
-    for name in ("slots", "tasklet_generations", "steps"):
+    for name in ("tasklet_generations", "steps"):
         assert np.array_equal(getattr(decoded, name), getattr(record, name))
+    for found, column in zip(decoded.placement, record.placement, strict=True):
+        assert found.dtype == column.dtype and np.array_equal(found, column)
 
 
 @settings(deadline=None)
@@ -75,7 +81,7 @@ def test_records_alternate(tmp_path: Path) -> None:
     path = tmp_path / "commit.bin"
     path.touch()
     shape = {
-        "slots": np.zeros(9, np.uint8),
+        "placement": Placement(np.zeros(9, np.uint16), np.zeros(9, np.uint32)),
         "tasklet_generations": np.zeros(9, np.int64),
         "steps": np.zeros(2, np.int64),
     }
@@ -83,18 +89,19 @@ def test_records_alternate(tmp_path: Path) -> None:
         write_record(path, CommitRecord(generation=generation, **shape), job=JOB, flush=False)
         found = read_records(path, num_tasklets=9, num_parameters=2, job=JOB)
         assert [record.generation for record in found] == [generation, generation - 1][: generation + 1]
-    assert path.stat().st_size <= 2 * place_bytes(9, 2)
+    assert path.stat().st_size <= 2 * record_bytes(9, 2)
 
 
 def test_newest_generation_is_found(tmp_path: Path) -> None:
-    """Slots, generations and step counts are those of the last commit."""
+    """Places, generations and step counts are those of the last commit."""
     store = create([tmp_path / "a", tmp_path / "b"])
     for generation in range(4):
         commit_generation(store, generation)
     store.close(remove=False)
     store = StateStore.recover([tmp_path / "a", tmp_path / "b"])
     assert store.generation == 3
-    assert store.slots.tolist() == [1] * store.extents.num_tasklets
+    assert store.placement.devices.tolist() == [0, 1, 0, 1, 0]
+    assert store.placement.positions.tolist() == [3, 2, 4, 3, 5]
     assert store.tasklet_generations.tolist() == [3] * store.extents.num_tasklets
     assert store.steps.tolist() == [3, 3]
     store.close(remove=True)
@@ -133,7 +140,7 @@ def test_record_whose_extents_were_lost(tmp_path: Path) -> None:
     store = create([tmp_path])
     for generation in range(3):
         commit_generation(store, generation)
-    offset = store.extents.slot_offset(2, 0) + store.extents.extents[2].nbytes - 128
+    offset = store.extents.place_offset(int(store.placement.positions[2])) + store.extents.extents[2].nbytes - 128
     path = Path(store.files[0].path)
     store.close(remove=False)
     with open(path, "r+b") as file:
@@ -158,7 +165,7 @@ def test_trailer_is_as_documented(tmp_path: Path) -> None:
     with created([tmp_path]) as store:
         commit_generation(store, 0)
         extent = store.extents.extents[4]
-        offset = store.extents.slot_offset(4, 0) + extent.nbytes - 128
+        offset = store.extents.place_offset(4) + extent.nbytes - 128
         trailer = Path(store.files[0].path).read_bytes()[offset : offset + 128]
         fields = struct.unpack("<8sII16sIIQQQQ", trailer[:72])
         expected = (b"LSIEXT01", 1, 0, store.identity.job, 0, 3, 4, 0, extent.numel, extent.nbytes)
@@ -174,8 +181,8 @@ def change_manifest(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 1}, "format version 1"),
-        ({"version": 3}, "format version 3"),
+        ({"version": 2}, "format version 2"),
+        ({"version": 4}, "format version 4"),
         ({"format": "another"}, "not a readable manifest"),
         ({"layout": {"numel": -1}}, "not a readable manifest"),
         ({"job": "no uuid"}, "not a readable manifest"),

@@ -68,7 +68,9 @@ def test_what_is_free_becomes_a_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 100_000 - SMALL_RING["tasklet_bytes"] < cached <= 100_000
     assert traffic.cached_read_bytes > 0
     assert (traffic.cached_write_bytes > 0) == (durability == "none")
-    extents = strategy.optimizers[0].layout.extents.extents
-    whole = sum(extent.nbytes for extent in extents)
-    assert strategy.state_bytes == (whole - cached if durability == "none" else 2 * whole)
+    layout = strategy.optimizers[0].layout
+    extents, count = layout.extents, layout.num_resident
+    assert sum(extent.nbytes for extent in extents.extents[:count]) == cached
+    num_places = extents.num_tasklets - count if durability == "none" else 2 * extents.num_tasklets
+    assert strategy.state_bytes == num_places * extents.place_bytes
     strategy.close()

@@ -299,7 +299,7 @@ def test_flipped_bit_is_found(tmp_path: Path, offset_in_extent: int) -> None:
     with running(tmp_path, Case()) as run:
         run.step(1)
         extents = run.layout.extents
-        offset = extents.slot_offset(2, int(run.store.slots[2])) + offset_in_extent
+        offset = extents.place_offset(int(run.store.placement.positions[2])) + offset_in_extent
         path = Path(run.store.files[0].path)
         flip_bit(path, offset)
         with pytest.raises(StorageCorruptError, match=r"tasklet 2 at offset \d+ of /.*state\.bin is refused") as caught:
@@ -325,11 +325,13 @@ def test_lost_write(tmp_path: Path) -> None:
     """An extent of an older generation in the current slot (a write the device forgot) is refused."""
     with running(tmp_path, Case()) as run:
         run.steps([1])
-        path, slot = Path(run.store.files[0].path), run.layout.extents.slot_bytes(0)
+        path = Path(run.store.files[0].path)
         content = bytearray(path.read_bytes())
-        run.steps([2])  # into slot 0
+        run.steps([2])
         current = bytearray(path.read_bytes())
-        current[:slot] = content[:slot]
+        begin = run.layout.extents.place_offset(int(run.store.placement.positions[0]))
+        end = begin + run.layout.extents.place_bytes
+        current[begin:end] = content[begin:end]
         path.write_bytes(current)
         with pytest.raises(StorageCorruptError, match="generation"):
             run.state()

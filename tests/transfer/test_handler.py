@@ -118,11 +118,11 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_tasklets_without_gradient_stay_where_they_are(tmp_path: Path) -> None:
-    """A tasklet none of whose parameters is active keeps its slot, its generation and its bytes."""
+    """A tasklet none of whose parameters is active keeps its place, its generation and its bytes."""
     shapes = ((10_240, 0, 0, 0), (5_120, 0, 0, 0), (10_240, 0, 0, 0))
     with running(tmp_path, Case(shapes=shapes)) as run:
         run.step(2)  # the second parameter has no gradient
-        assert run.store.slots.tolist() == [1, 1, 0, 1, 1]
+        assert run.store.placement.positions.tolist() == [5, 6, 2, 8, 9]
         assert run.store.tasklet_generations.tolist() == [1, 1, 0, 1, 1]
         assert run.handler.steps.tolist() == [1, 0, 1]
 

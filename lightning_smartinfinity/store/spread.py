@@ -1,0 +1,145 @@
+"""How tasklets are spread over storage folders, and which free places the next generation takes: arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Placement", "apportion", "interleave", "next_placement", "places_needed"]
+
+
+class Placement(NamedTuple):
+    """Where a generation's extents lie.
+
+    Args:
+        devices: uint16[num_tasklets], index of the storage folder.
+        positions: uint32[num_tasklets], number of the place in its file.
+    """
+
+    devices: NDArray[np.uint16]
+    positions: NDArray[np.uint32]
+
+    def copy(self) -> Placement:
+        """Arrays of its own."""
+        return Placement(self.devices.copy(), self.positions.copy())
+
+    def after(self, moves: Placement, tasklets: NDArray[np.intp]) -> Placement:
+        """The same, but for these tasklets, which lie as ``moves`` says."""
+        placement = self.copy()
+        placement.devices[tasklets] = moves.devices[tasklets]
+        placement.positions[tasklets] = moves.positions[tasklets]
+        return placement
+
+
+def apportion(weights: Sequence[float], count: int) -> NDArray[np.int64]:
+    """How many of ``count`` tasklets each device gets, in proportion to its weight.
+
+    Each gets one at least, if there are as many: a device without any would never be measured again.
+
+    Args:
+        weights: Above zero, one for each device.
+        count: Of all tasklets.
+
+    Returns:
+        int64[num_devices], in sum ``count``.
+    """
+    least = 1 if count >= len(weights) else 0
+    rest = count - least * len(weights)
+    wanted = np.asarray(weights, np.float64) / np.sum(weights) * rest
+    counts: NDArray[np.int64] = wanted.astype(np.int64)
+    largest_remainders = np.argsort(counts - wanted, kind="stable")
+    counts[largest_remainders[: rest - counts.sum()]] += 1
+    counts += least
+    return counts
+
+
+def interleave(counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint16]:
+    """Deal tasklets to devices so that any run of consecutive ones keeps all of them busy; equal counts: round robin.
+
+    Args:
+        counts: Of each device.
+
+    Returns:
+        uint16[sum(counts)]: the device of each tasklet.
+    """
+    devices = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
+    moments = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+    return devices[np.lexsort((devices, moments))]
+
+
+def next_placement(
+    current: Placement,
+    *,
+    lying: NDArray[np.bool_],
+    homes: NDArray[np.uint16],
+    capacities: Sequence[int],
+    first: int = 0,
+    in_place: bool = False,
+) -> Placement:
+    """Where the next generation goes: every tasklet to a free place of its home, or elsewhere if there is none.
+
+    Args:
+        current: Where the current generation lies.
+        lying: bool[num_tasklets]: which tasklets hold their place; the others have never been written.
+        homes: uint16[num_tasklets], the device where each is to lie.
+        capacities: Places of each device's file.
+        first: Tasklets before it are not on storage.
+        in_place: A tasklet is overwritten, unless there is a free place of a home that it does not lie on. All of them
+            lie then, or none.
+
+    Returns:
+        With ``in_place=False``, places of which none is one of a tasklet that lies.
+    """
+    devices, positions = current.copy()
+    on_storage = np.arange(len(homes)) >= first
+    at_home = lying & (devices == homes)
+    moving = on_storage & ~at_home if in_place else on_storage
+    free = _free_positions(current, on_storage & lying, capacities)
+    homeless: list[int] = []
+    for device, there in enumerate(free):
+        (takers,) = np.nonzero(moving & (homes == device))
+        served, left = takers[: len(there)], takers[len(there) :]
+        devices[served], positions[served] = device, there[: len(served)]
+        free[device] = there[len(served) :]
+        homeless += left.tolist()
+    for tasklet in homeless:
+        if in_place and lying[tasklet]:
+            continue
+        device = max(range(len(free)), key=lambda device: len(free[device]))
+        devices[tasklet], positions[tasklet], free[device] = device, free[device][0], free[device][1:]
+    return Placement(devices, positions)
+
+
+def places_needed(
+    current: Placement,
+    *,
+    lying: NDArray[np.bool_],
+    homes: NDArray[np.uint16],
+    num_devices: int,
+    first: int = 0,
+    in_place: bool = False,
+) -> list[int]:
+    """Places that each device's file must have, so that every tasklet finds one at home now and later.
+
+    Args as :func:`next_placement`.
+    """
+    on_storage = np.arange(len(homes)) >= first
+    needed = []
+    for device in range(num_devices):
+        here, home = on_storage & lying & (current.devices == device), on_storage & (homes == device)
+        num_here, num_home, num_either = (int(np.count_nonzero(which)) for which in (here, home, here | home))
+        needed.append(num_either if in_place else num_home + max(num_here, num_home))
+    return needed
+
+
+def _free_positions(current: Placement, held: NDArray[np.bool_], capacities: Sequence[int]) -> list[NDArray[np.uint32]]:
+    """The free positions of each device, ascending."""
+    free = []
+    for device, capacity in enumerate(capacities):
+        is_free = np.ones(capacity, np.bool_)
+        is_free[current.positions[held & (current.devices == device)]] = False
+        free.append(np.flatnonzero(is_free).astype(np.uint32))
+    return free
