@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.errors import StorageCorruptError, StorageError
+from lightning_smartinfinity.store import StateStore
 from tests.transfer.crash_worker import NUM_STEPS, train
 from tests.transfer.harness import Case, Run, assert_equal, running
 
@@ -55,12 +56,22 @@ def generations(folder: Path, case: Case, count: int) -> list[dict[str, torch.Te
     return states
 
 
-@pytest.mark.parametrize("case", [Case(num_devices=2), Case(dtype=torch.bfloat16)], ids=["fp32-two-folders", "bf16"])
-def test_killed_in_the_middle_of_a_step(tmp_path: Path, case: Case) -> None:
+CASES = {
+    "fp32 in two folders": Case(num_devices=2),
+    "bf16 parameters": Case(dtype=torch.bfloat16),
+    "bf16, some in memory": Case(state_format="bf16", cache_bytes=200_000),
+    "int8": Case(state_format="int8", dtype=torch.float16),
+    "int8_remainder, all in memory": Case(state_format="int8_remainder", dtype=torch.bfloat16, cache_bytes=1 << 30),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_in_the_middle_of_a_step(tmp_path: Path, name: str) -> None:
     """Recovery finds a committed generation, bit for bit, and training goes on from it as if nothing had happened."""
+    case = CASES[name]
     expected = generations(tmp_path / "undisturbed", case, 2 * LAST_STEP + 20)
     found = set()
-    for seed in range(8):
+    for seed in range(6):
         folder = tmp_path / str(seed)
         kill_while_training(folder, case, seed)
         with running(folder, case, recover=True) as run:
@@ -91,3 +102,10 @@ def test_killed_without_durability(tmp_path: Path) -> None:
                 assert_equal(stored(run), expected[run.handler.generation])
         except StorageCorruptError:
             continue
+
+
+def test_killed_with_state_in_memory_only(tmp_path: Path) -> None:
+    """What died with the process is not taken for state: the store says so."""
+    kill_while_training(tmp_path, Case(durability="none", cache_bytes=200_000), seed=0)
+    with pytest.raises(StorageError, match="were in the memory of the process"):
+        StateStore.recover([tmp_path / "disk0"])
