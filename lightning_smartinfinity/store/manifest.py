@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import StorageCorruptError
 from lightning_smartinfinity.store.extents import STATE_FORMATS, ExtentMap
 from lightning_smartinfinity.store.faults import storage_errors
@@ -114,7 +115,7 @@ def read_manifest(path: Path) -> Manifest:
             f"{str(path)!r} has format version {version}; this package reads version {FORMAT_VERSION}.",
             "Use the version of the package that wrote it, or remove the folder to start anew.",
         )
-    if values.get("state_format") not in STATE_FORMATS:
+    if values.get("state_format") not in tuple(STATE_FORMATS):
         raise StorageCorruptError(
             f"{str(path)!r} says that the optimizer state is in the format {values.get('state_format')!r}; this package"
             f" reads {', '.join(STATE_FORMATS)}.",
@@ -122,7 +123,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         return _from_json(values)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise _damaged(path) from error
 
 
@@ -145,7 +146,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _from_json(values: Mapping[str, Any]) -> Manifest:
-    return Manifest(
+    manifest = Manifest(
         job=uuid.UUID(values["job"]).bytes,
         rank=int(values["rank"]),
         world_size=int(values["world_size"]),
@@ -161,6 +162,9 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
             groups=tuple(values["groups"]),
         ),
     )
+    if manifest.extents.num_slots != TransferConfig(durability=manifest.durability).num_slots:
+        raise ValueError("durability and num_slots contradict each other")
+    return manifest
 
 
 def _extents(state_format: str, layout: Mapping[str, Any]) -> ExtentMap:
