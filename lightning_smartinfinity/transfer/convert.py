@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
-from lightning_smartinfinity.errors import ConfigError, StorageError
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.extents import STATE_FORMATS
 from lightning_smartinfinity.store.faults import storage_errors
@@ -109,14 +109,7 @@ def _convert(
         opened.callback(source.close, remove=False)
         manifest = source.manifest
         _check_format(state_format, manifest)
-        layout = build_layout(
-            _slices(manifest),
-            tasklet_bytes=config.tasklet_bytes,
-            num_arrays=manifest.extents.num_arrays,
-            num_devices=len(into),
-            num_slots=manifest.extents.num_slots,
-            state_format=state_format,
-        )
+        layout = _layout(manifest, tasklet_bytes=config.tasklet_bytes, num_devices=len(into), state_format=state_format)
         target = StateStore.create(
             into,
             config=replace(config, durability=manifest.durability),
@@ -136,7 +129,7 @@ def _check_format(state_format: str, manifest: Manifest) -> None:
         raise ConfigError(
             f"convert_store(state_format={state_format!r}) is unknown.", f"Use one of: {', '.join(STATE_FORMATS)}."
         )
-    dtypes = {str(parameter["dtype"]) for parameter in manifest.description.parameters}
+    dtypes = {str(parameter.get("dtype")) for parameter in manifest.description.parameters}
     if state_format == "int8_remainder" and dtypes - {"bfloat16"}:
         raise ConfigError(
             f"convert_store(state_format='int8_remainder') needs parameters in bf16; these are in {', '.join(dtypes)}.",
@@ -144,12 +137,34 @@ def _check_format(state_format: str, manifest: Manifest) -> None:
         )
 
 
-def _slices(manifest: Manifest) -> list[ParameterSlice]:
-    def slice_of(parameter: Any) -> ParameterSlice:
-        names = ("name", "numel", "real_numel", "group", "sub_group")
-        return ParameterSlice(**{name: parameter[name] for name in names})
+def _layout(manifest: Manifest, *, tasklet_bytes: int, num_devices: int, state_format: str) -> PartitionLayout:
+    """The partition that the manifest describes, cut anew.
 
-    return [slice_of(parameter) for parameter in manifest.description.parameters]
+    Raises:
+        StorageCorruptError: It describes none, or another than the one on storage.
+    """
+    try:
+        slices = [_slice_of(parameter) for parameter in manifest.description.parameters]
+        if sum(piece.numel for piece in slices) != manifest.extents.numel:
+            raise ValueError("the parameters are not those of the partition")
+        return build_layout(
+            slices,
+            tasklet_bytes=tasklet_bytes,
+            num_arrays=manifest.extents.num_arrays,
+            num_devices=num_devices,
+            num_slots=manifest.extents.num_slots,
+            state_format=state_format,
+        )
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise StorageCorruptError(
+            f"The manifest in {manifest.folders[0]!r} does not describe the parameters whose state lies there.",
+            "Resume from a checkpoint in the format that you want.",
+        ) from error
+
+
+def _slice_of(parameter: Mapping[str, Any]) -> ParameterSlice:
+    numbers = {name: int(parameter[name]) for name in ("numel", "real_numel", "group", "sub_group")}
+    return ParameterSlice(name=str(parameter["name"]), **numbers)
 
 
 def _copy(source: StateStore, target: StateStore, layout: PartitionLayout, progress: Callable[[int], object]) -> None:

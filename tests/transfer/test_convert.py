@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_smartinfinity.errors import ConfigError, StorageError, StorageLockedError
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, StorageLockedError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.convert import convert_store
 from tests.transfer.harness import Case, Run, assert_equal, running
@@ -79,6 +81,21 @@ def test_damaged_source(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="does not match its checksum"):
         convert_store([tmp_path / "disk0"], [tmp_path / "new"], state_format="int8")
     assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "change", [{"numel": 1 << 70}, {"numel": 1, "real_numel": 0}, {"sub_group": 5}, {"real_numel": -1}, {"group": "x"}]
+)
+def test_manifest_that_does_not_fit(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Parameters that cannot be those whose state it is: an error of ours, and nothing is made."""
+    kept(tmp_path, Case())
+    path = next(tmp_path.rglob("manifest.json"))
+    manifest = json.loads(path.read_text())
+    manifest["parameters"][1] |= change
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(StorageCorruptError, match="does not describe the parameters"):
+        convert_store([tmp_path / "disk0"], [tmp_path / "new"], state_format="int8")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("other", FORMATS)
