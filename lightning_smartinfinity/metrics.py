@@ -81,11 +81,10 @@ def traffic_between(before: Traffic, after: Traffic) -> Traffic:
     Returns:
         The field-wise difference, or ``after`` itself when the counters started again in between (a new store).
     """
-    names = [field.name for field in dataclasses.fields(after)]
-    changes = {name: getattr(after, name) - getattr(before, name) for name in names}
-    if any(change < 0 for change in changes.values()):
+    change = after - before
+    if any(getattr(change, name) < 0 for name in (*_COUNTS, *_SECONDS)):
         return after
-    return dataclasses.replace(after, **changes)
+    return change
 
 
 @dataclasses.dataclass(frozen=True)

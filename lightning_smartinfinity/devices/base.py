@@ -5,10 +5,40 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 
 from lightning_smartinfinity import native
 
-__all__ = ["StorageDevice", "Traffic"]
+__all__ = ["FolderTraffic", "StorageDevice", "Traffic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderTraffic:
+    """Cumulative counters of one storage folder of one rank.
+
+    Args:
+        read_bytes: State read from it.
+        write_bytes: State written to it.
+        busy_seconds: Time with at least one read or write under way.
+    """
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    busy_seconds: float = 0.0
+
+    def __add__(self, other: FolderTraffic) -> FolderTraffic:
+        return FolderTraffic(
+            read_bytes=self.read_bytes + other.read_bytes,
+            write_bytes=self.write_bytes + other.write_bytes,
+            busy_seconds=self.busy_seconds + other.busy_seconds,
+        )
+
+    def __sub__(self, other: FolderTraffic) -> FolderTraffic:
+        return FolderTraffic(
+            read_bytes=self.read_bytes - other.read_bytes,
+            write_bytes=self.write_bytes - other.write_bytes,
+            busy_seconds=self.busy_seconds - other.busy_seconds,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +62,7 @@ class Traffic:
         io_cpu_seconds: CPU time of the threads that do I/O.
         cached_read_bytes: State that would have been read, and was in host memory (``dram_cache_bytes``).
         cached_write_bytes: State that would have been written, and is in host memory only.
+        folders: Of optimizer state by storage folder, in their order.
     """
 
     steps: int = 0
@@ -50,6 +81,7 @@ class Traffic:
     io_cpu_seconds: float = 0.0
     cached_read_bytes: int = 0
     cached_write_bytes: int = 0
+    folders: tuple[FolderTraffic, ...] = ()
 
     @classmethod
     def over_shared_channel(cls, counters: native.Counters) -> Traffic:
@@ -67,10 +99,28 @@ class Traffic:
             io_cpu_seconds=counters.io_cpu_seconds,
             cached_read_bytes=counters.cached_read_bytes,
             cached_write_bytes=counters.cached_write_bytes,
+            folders=tuple(
+                FolderTraffic(
+                    read_bytes=file.read_bytes, write_bytes=file.written_bytes, busy_seconds=file.busy_seconds
+                )
+                for file in counters.files
+            ),
         )
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _numbers()}
+        pairs = zip_longest(self.folders, other.folders, fillvalue=FolderTraffic())
+        return Traffic(**sums, folders=tuple(one + two for one, two in pairs))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        changes = {name: getattr(self, name) - getattr(other, name) for name in _numbers()}
+        pairs = zip_longest(self.folders, other.folders, fillvalue=FolderTraffic())
+        return Traffic(**changes, folders=tuple(one - two for one, two in pairs))
+
+
+def _numbers() -> list[str]:
+    """Fields of Traffic that are numbers."""
+    return [field.name for field in fields(Traffic) if field.name != "folders"]
 
 
 class StorageDevice(ABC):
@@ -94,6 +144,14 @@ class StorageDevice(ABC):
             buffer_bytes: Of the largest extent.
             resident_bytes: Of the extents of the first tasklets, whose state stays in memory from then on.
             written_through: It is written to storage as well.
+        """
+
+    @property
+    @abstractmethod
+    def moves_tasklets(self) -> bool:
+        """Whether it can write a tasklet to another file than it read it from.
+
+        If not, each tasklet stays on the storage folder that it was dealt to at first.
         """
 
     @property

@@ -62,6 +62,10 @@ class HostDevice(StorageDevice):
         return self._pipeline
 
     @property
+    def moves_tasklets(self) -> bool:
+        return True
+
+    @property
     def description(self) -> str:
         cached = f", {self.cache_bytes / 2**20:.2f} MiB of it in host memory" if self.cache_bytes else ""
         return f"Optimizer state: updated on the host, I/O by {_engine_in_words(self.pipeline.io_engine)}{cached}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -141,9 +141,11 @@ class ExtentMap:
     @cached_property
     def first_homes(self) -> NDArray[np.uint16]:
         """uint16[num_tasklets]: the device to which each tasklet is dealt at first; 0 for those in memory."""
-        in_memory = np.zeros(self.num_in_memory, np.uint16)
-        counts = apportion([1.0] * self.num_devices, self.num_tasklets - self.num_in_memory)
-        return np.concatenate([in_memory, interleave(counts)])
+        return self.homes(apportion([1.0] * self.num_devices, self.num_tasklets - self.num_in_memory))
+
+    def homes(self, counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint16]:
+        """uint16[num_tasklets]: the device of each tasklet if each device has so many of those on storage."""
+        return np.concatenate([np.zeros(self.num_in_memory, np.uint16), interleave(counts)])
 
     def num_places(self, device: int) -> int:
         """Places that the file of ``device`` has at first."""

@@ -46,13 +46,14 @@ def apportion(weights: Sequence[float], count: int) -> NDArray[np.int64]:
     Returns:
         int64[num_devices], in sum ``count``.
     """
-    least = 1 if count >= len(weights) else 0
-    rest = count - least * len(weights)
-    wanted = np.asarray(weights, np.float64) / np.sum(weights) * rest
+    wanted = np.asarray(weights, np.float64) / np.sum(weights) * count
     counts: NDArray[np.int64] = wanted.astype(np.int64)
     largest_remainders = np.argsort(counts - wanted, kind="stable")
-    counts[largest_remainders[: rest - counts.sum()]] += 1
-    counts += least
+    counts[largest_remainders[: count - counts.sum()]] += 1
+    if count >= len(weights):
+        for device in np.flatnonzero(counts == 0):
+            counts[counts.argmax()] -= 1
+            counts[device] = 1
     return counts
 
 

@@ -190,6 +190,12 @@ class StateStore:
         return self._homes
 
     @property
+    def counts(self) -> list[int]:
+        """How many tasklets on storage are at home on each device."""
+        on_storage = self._homes[self.extents.num_in_memory :]
+        return [int((on_storage == device).sum()) for device in range(self.extents.num_devices)]
+
+    @property
     def tasklet_generations(self) -> NDArray[np.int64]:
         """int64[num_tasklets]: generation of the extent there; a tasklet without gradient keeps its old one."""
         return self._record.tasklet_generations
@@ -213,19 +219,19 @@ class StateStore:
 
     def _restore_places(self) -> None:
         """For the next generation, in files that were cut off behind this one."""
-        slots, devices = self.extents.num_slots, range(self.extents.num_devices)
-        self._capacities.restore([slots * int((self._homes == device).sum()) for device in devices])
+        self._capacities.restore([self.extents.num_slots * count for count in self.counts])
 
-    def spread(self, homes: NDArray[np.uint16]) -> bool:
-        """Write tasklets to these devices from now on; their files grow as they must. Between generations only.
+    def spread(self, counts: Sequence[int] | NDArray[np.int64]) -> bool:
+        """Have so many tasklets on each device from now on; files grow as they must. Between generations only.
 
         Args:
-            homes: uint16[num_tasklets].
+            counts: Of each device; in sum, all that are on storage.
 
         Returns:
             False, and all stays as it is, if a file system has no room for that.
         """
         lying, extents = self.tasklet_generations >= 0, self.extents
+        homes = extents.homes(counts)
         wanted = places_needed(
             self.placement,
             lying=lying,

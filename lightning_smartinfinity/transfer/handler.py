@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store import StateStore
+from lightning_smartinfinity.transfer.balance import Balance
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import UpdateRule
@@ -47,6 +48,8 @@ class TransferHandler:
         self._device = device
         self._rule = rule
         self._access = StateAccess(layout, store, device, names=rule.arrays)
+        num_folders = layout.extents.num_devices
+        self._balance = Balance(num_folders) if device.moves_tasklets and num_folders > 1 else None
         self._step: Step | None = None
         self._staging: StagingBuffer | None = None
         self._num_steps = 0
@@ -115,12 +118,14 @@ class TransferHandler:
             StorageError: It could not be written; an earlier generation stays current.
         """
         self._require_no_step()
+        self._spread()
         if isinstance(masters, Sequence):
             self._access.initialize(masters)
         elif isinstance(masters, CudaPartition):
             self._access.initialize_from_cuda(masters)
         else:
             self._access.initialize_staged(masters, self._staging_for(masters))
+        self._measured()
 
     def begin_step(self, plan: StepPlan) -> None:
         """Start a step and return at once. Memory named in the plan stays untouched until commit or rollback.
@@ -131,6 +136,7 @@ class TransferHandler:
         """
         self._require_no_step()
         self._store.require_usable()
+        self._spread()
         outputs = plan.outputs
         staging = None if isinstance(outputs, (Sequence, CudaPartition)) else self._staging_for(outputs)
         self._step = Step(self._layout, self._store, self._device, rule=self._rule, plan=plan, staging=staging)
@@ -150,6 +156,7 @@ class TransferHandler:
         """
         self._require_no_step()
         self._store.require_usable()
+        self._spread()
         assert isinstance(plan.outputs, Sequence) and self.can_roll_back
         self._step = Step(self._layout, self._store, self._device, rule=self._rule, plan=plan, staging=None, grows=True)
 
@@ -217,6 +224,7 @@ class TransferHandler:
         with committing(self._store, step.generation, together):
             step.commit()
         self._step = None
+        self._measured()
         self._num_steps += 1
         self._numel_updated += step.numel
 
@@ -361,6 +369,19 @@ class TransferHandler:
             self._step = None
         self._device.close()
         self._store.close(remove=remove)
+
+    def _spread(self) -> None:
+        """Between two steps: from the next one on tasklets go where bandwidth wants them; that one is measured."""
+        if self._balance is None:
+            return
+        counts = self._balance.better(self._store.counts)
+        if counts is not None:
+            self._store.spread(counts)
+        self._balance.begin(self._device.counters().folders)
+
+    def _measured(self) -> None:
+        if self._balance is not None:
+            self._balance.end(self._device.counters().folders)
 
     def _require_step(self) -> Step:
         assert self._step is not None, "no step has begun"

@@ -9,14 +9,16 @@ import torch
 
 from lightning_smartinfinity.native.testing import inject
 from tests.transfer.harness import Case, Run
+from tests.transfer.wandering import wander
 
 NUM_STEPS = 1_000
 
 
 def train(folder: Path, case: Case, seed: int, begun: Connection) -> None:
-    """Send the number of every step when it has begun; transfers are delayed and overtake each other."""
+    """Send the number of every step when it has begun; transfers overtake each other, tasklets wander."""
     torch.set_num_threads(1)
     run = Run(folder, case)
+    wander(run, seed=seed)
     inject(run.device.pipeline, seed=seed, max_delay_us=2_000, short_transfer_every=11)
     for number in range(NUM_STEPS):
         run.handler.begin_step(run.collect(number))

@@ -92,7 +92,7 @@ def restore_partition(run: Run) -> None:
 
 def test_killed_without_durability(tmp_path: Path) -> None:
     """With one slot, what is left is a whole generation or is refused: never a mixture."""
-    case = Case(durability="none")
+    case = Case(durability="none", num_devices=2)
     expected = generations(tmp_path / "undisturbed", case, 2 * LAST_STEP + 20)
     for seed in range(4):
         folder = tmp_path / str(seed)

@@ -18,6 +18,7 @@ from lightning_smartinfinity.errors import StorageCorruptError, StorageError, St
 from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.transfer.plan import StepPlan
 from tests.transfer.harness import Case, Run, assert_equal, running
+from tests.transfer.wandering import wander
 
 CASES = [
     Case(),
@@ -98,11 +99,12 @@ def test_failed_step_can_be_done_again(
 def test_any_order_of_failures(
     tmp_path: Path, number: int, events: list[str], seed: int, position: int, staged: bool
 ) -> None:
-    """Whatever fails or is abandoned, and however transfers overtake each other, committed steps alone count."""
+    """Whatever fails or is abandoned, and wherever tasklets go meanwhile, committed steps alone count."""
     case = Case(dtype=torch.bfloat16, staged=staged, num_devices=2)
     folder = tmp_path / f"{number}-{seed}-{len(events)}"
     expected = undisturbed(folder / "undisturbed", case, len(events))
     with running(folder / "disturbed", case) as run:
+        wander(run, seed=seed)
         for step, event in enumerate(events):
             before, plan = torch.cat(run.partition), run.collect(step)
             faults = {"fail read": {"fail_read_at": position}, "fail write": {"fail_write_at": position}}.get(event, {})

@@ -1,0 +1,127 @@
+"""Several storage folders: tasklets follow measured bandwidth, and no bit depends on where they lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity.devices import HostDevice
+from lightning_smartinfinity.native.testing import Throttle, inject
+from lightning_smartinfinity.store import capacities
+from tests.transfer.harness import SHAPES, Case, Run, assert_equal, running
+from tests.transfer.wandering import wander
+
+# 65 tasklets, none without gradient for long.
+LARGE = ((150_000, 0, 0, 0), (100_000, 0, 1, 1), (80_000, 0, 0, 1))
+SLOW = 30e6  # bytes per second: no disk is so slow
+
+
+def folder_bytes(run: Run) -> list[int]:
+    return [folder.read_bytes + folder.write_bytes for folder in run.handler.traffic().folders]
+
+
+def steps(run: Run, numbers: range) -> list[float]:
+    """Part of the bytes that each folder moved in these steps."""
+    before = folder_bytes(run)
+    run.steps(numbers)
+    moved = [now - then for now, then in zip(folder_bytes(run), before, strict=True)]
+    return [one / sum(moved) for one in moved]
+
+
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_a_slow_folder_has_less_to_do(tmp_path: Path, durability: str) -> None:
+    """Its share of tasklets and of bytes falls, and rises again when it is as fast as the others."""
+    with running(tmp_path, Case(num_devices=2, num_buffers=8, shapes=LARGE, durability=durability)) as run:
+        slow, fast = (Throttle(run.device.pipeline, file) for file in run.store.files)
+        slow.bytes_per_second, fast.bytes_per_second = SLOW, 8 * SLOW
+        run.steps(range(4))
+        assert steps(run, range(4, 6))[0] < 0.3
+        assert run.store.counts[0] < 0.3 * len(run.layout.tasklets)
+        written = run.store.tasklet_generations == run.handler.generation
+        assert np.array_equal(run.store.placement.devices[written], run.store.homes[written])
+        slow.bytes_per_second = 8 * SLOW
+        run.steps(range(6, 12))
+        assert steps(run, range(12, 14))[0] > 0.35
+        assert run.store.counts[0] > 0.35 * len(run.layout.tasklets)
+
+
+class Fixed(HostDevice):
+    """Updates next to the storage: no tasklet can move."""
+
+    @property
+    def moves_tasklets(self) -> bool:
+        return False
+
+
+def test_tasklets_that_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With such a device they stay where they were dealt, however slow that is."""
+    monkeypatch.setattr("tests.transfer.harness.HostDevice", Fixed)
+    with running(tmp_path, Case(num_devices=2)) as run:
+        homes = run.store.placement.devices.copy()
+        Throttle(run.device.pipeline, run.store.files[0]).bytes_per_second = SLOW
+        run.steps(range(4))
+        assert np.array_equal(run.store.placement.devices, homes)
+        assert np.array_equal(homes, np.arange(len(homes)) % 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(num_devices=2),
+        Case(num_devices=3, durability="none", dtype=torch.bfloat16),
+        Case(num_devices=2, staged=True, dtype=torch.bfloat16, durability="power"),
+        Case(num_devices=3, state_format="int8_remainder", dtype=torch.bfloat16),
+        Case(num_devices=2, durability="none", cache_bytes=2 * 65_536),
+    ],
+    ids=["fp32", "one-slot", "staged", "int8", "cache"],
+)
+def test_no_bit_depends_on_where_tasklets_lie(tmp_path: Path, case: Case) -> None:
+    """The bits of one folder, with other places at every step, modifications and a new beginning in between."""
+    results = []
+    for name, its_case in (("one", case.but(num_devices=1)), ("several", case)):
+        with running(tmp_path / name, its_case) as run:
+            wander(run, seed=3)
+            inject(run.device.pipeline, seed=1, max_delay_us=300)
+            found, seen = [], set()
+            for number in range(5):
+                run.step(number)
+                seen.add(run.store.placement.devices.tobytes())
+                found.append(run.state())
+            run.handler.modify_parameter(1, {"exp_avg": np.ones(SHAPES[1][0], np.float32)})
+            run.handler.initialize(run.outputs())
+            run.step(6)
+            found.append(run.state())
+            results.append(found)
+            assert name == "one" or len(seen) > 2
+    for one, several in zip(*results, strict=True):
+        assert_equal(several, one)
+
+
+def test_full_disk_when_tasklets_are_to_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on where they are, with the same bits."""
+    with running(tmp_path / "one", Case()) as run:
+        run.steps(range(3))
+        expected = run.state()
+    monkeypatch.setattr(capacities, "has_room", lambda *_, **__: False)
+    with running(tmp_path / "two", Case(num_devices=2)) as run:
+        wander(run)
+        length = run.handler.storage_bytes
+        run.steps(range(3))
+        assert run.handler.storage_bytes == length == 2 * 6 * run.layout.extents.place_bytes
+        assert_equal(run.state(), expected)
+
+
+def test_what_folders_moved_is_counted(tmp_path: Path) -> None:
+    """Of every folder, and together all of it; busy no longer than there was time."""
+    with running(tmp_path, Case(num_devices=2)) as run:
+        run.steps(range(2))
+        traffic = run.handler.traffic()
+        assert sum(folder.read_bytes for folder in traffic.folders) == traffic.shared_read_bytes
+        assert sum(folder.write_bytes for folder in traffic.folders) == traffic.shared_write_bytes
+        assert all(folder.write_bytes > 0 and folder.busy_seconds > 0 for folder in traffic.folders)
+        change = traffic - traffic
+        assert [folder.busy_seconds for folder in change.folders] == [0.0, 0.0]
+        assert (traffic + change).folders == traffic.folders

@@ -1,0 +1,34 @@
+"""Tasklets that go to another storage folder at every step, whatever is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.devices import FolderTraffic
+from lightning_smartinfinity.transfer.balance import Balance
+from tests.transfer.harness import Run
+
+__all__ = ["wander"]
+
+
+class _Random(Balance):
+    """Wants something else each time it is asked."""
+
+    def __init__(self, num_folders: int, seed: int) -> None:
+        super().__init__(num_folders)
+        self._random = np.random.default_rng(seed)
+
+    def end(self, counters: Sequence[FolderTraffic]) -> None:
+        """Nothing is measured."""
+
+    def better(self, counts: Sequence[int]) -> NDArray[np.int64]:
+        return self._random.multinomial(sum(counts), self._random.dirichlet([1.0] * len(counts)))
+
+
+def wander(run: Run, *, seed: int = 0) -> None:
+    """From the next step on, if there are several folders."""
+    if run.case.num_devices > 1:
+        run.handler._balance = _Random(run.case.num_devices, seed)
