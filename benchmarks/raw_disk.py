@@ -11,7 +11,8 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -61,24 +62,43 @@ def all_settings(blocks: Sequence[int] = BLOCKS, depths: Sequence[int] = DEPTHS)
 
 
 class RawDisk:
-    """A file that is read in its lower part and written in its upper one; removed by :meth:`close`.
+    """Some of a file is read while other parts of it are written.
 
     Args:
-        folder: On the disk to measure.
+        path: The file, every block of which was written before; it stays the caller's.
         nbytes: Most bytes of one measurement.
         read_fraction: Of all bytes, how many are read: 0 .. 1.
         settings: What :meth:`sweep` tries.
+
+    Attributes:
+        read_at: Offset in the file of what is read, in bytes.
+        write_at: Offset of what is written.
     """
 
-    def __init__(self, folder: Path, nbytes: int, *, read_fraction: float, settings: Sequence[Setting]) -> None:
+    def __init__(self, path: Path, nbytes: int, *, read_fraction: float, settings: Sequence[Setting]) -> None:
         self.nbytes, self.read_fraction, self.settings = nbytes, read_fraction, settings
-        largest = max(setting.block for setting in settings)
-        self._split = (int(nbytes * read_fraction) // largest + 1) * largest
-        self._path = folder / "raw-disk.bin"
-        _fill(self._path, self._split + (int(nbytes * (1 - read_fraction)) // largest + 1) * largest, largest)
+        self.read_at = self.write_at = 0
+        self._path = path
         self.direct = _takes_direct(self._path)
         room = max(setting.block * setting.depth for setting in settings)
         self._memory = {pages: _Memory(room, pages) for pages in {setting.pages for setting in settings}}
+
+    @classmethod
+    @contextmanager
+    def with_file(
+        cls, folder: Path, nbytes: int, *, read_fraction: float, settings: Sequence[Setting]
+    ) -> Iterator[RawDisk]:
+        """With a file of its own, read in its lower part and written in its upper one, and removed at the end."""
+        largest = max(setting.block for setting in settings)
+        split = (int(nbytes * read_fraction) // largest + 1) * largest
+        path = folder / "raw-disk.bin"
+        try:
+            _fill(path, split + (int(nbytes * (1 - read_fraction)) // largest + 1) * largest, largest)
+            disk = cls(path, nbytes, read_fraction=read_fraction, settings=settings)
+            disk.write_at = split
+            yield disk
+        finally:
+            path.unlink(missing_ok=True)
 
     def sweep(self, nbytes: int, *, keep: int = 3) -> list[Setting]:
         """The fastest settings, best first, each tried with this many bytes."""
@@ -98,19 +118,15 @@ class RawDisk:
         moved = len(pieces) * setting.block
         return Rate(gb_per_second=moved / seconds / 1e9, cpu_seconds_per_gib=cpu / moved * 2**30)
 
-    def close(self) -> None:
-        """Remove the file."""
-        self._path.unlink(missing_ok=True)
-
     def _pieces(self, block: int, nbytes: int) -> list[tuple[bool, int]]:
         """Whether each request reads, and its offset: reads spread evenly among writes."""
         pieces, reads = [], 0
         for index in range(max(1, nbytes // block)):
             if int((index + 1) * self.read_fraction + 1e-9) > reads:
-                pieces.append((True, reads * block))
+                pieces.append((True, self.read_at + reads * block))
                 reads += 1
             else:
-                pieces.append((False, self._split + (index - reads) * block))
+                pieces.append((False, self.write_at + (index - reads) * block))
         return pieces
 
     def _run_threads(self, setting: Setting, pieces: list[tuple[bool, int]]) -> tuple[float, float]:

@@ -25,6 +25,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -152,11 +154,18 @@ def run_stock(options: argparse.Namespace, clip: float | None, common: dict[str,
 class Disk:
     """The raw disk at as many reads as writes, by its best settings."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+    def __init__(self, raw: RawDisk) -> None:
+        self._raw = raw
+        self._best: list[Setting] = raw.sweep(raw.nbytes // 4)
+
+    @classmethod
+    @contextmanager
+    def measured(cls, folder: Path, options: argparse.Namespace) -> Iterator[Disk]:
+        """In a file that is removed at the end."""
         settings = all_settings((MIB // 4,), (2,)) if options.size == "tiny" else all_settings()
-        nbytes = (1 if options.size == "tiny" else 1024) * MIB
-        self._raw = RawDisk(folder, nbytes, read_fraction=0.5, settings=settings)
-        self._best: list[Setting] = self._raw.sweep(nbytes // 4)
+        nbytes = (1 if options.size == "tiny" else 2048) * MIB
+        with RawDisk.with_file(folder, nbytes, read_fraction=0.5, settings=settings) as raw:
+            yield cls(raw)
 
     def gb_per_second(self) -> float:
         """Now."""
@@ -254,8 +263,10 @@ def main() -> int:
     print(machine)
     numbers = [matching_tokens(options) if number == "match" else int(number) for number in options.tokens]
     tables = []
-    with tempfile.TemporaryDirectory(dir=options.storage, prefix="step-") as folder:
-        disk = Disk(Path(folder), options)
+    with (
+        tempfile.TemporaryDirectory(dir=options.storage, prefix="step-") as folder,
+        Disk.measured(Path(folder), options) as disk,
+    ):
         for number, clip in product(numbers, options.clip):
             rows = rounds(clip, number, disk, options)
             compare_with_baseline(rows)

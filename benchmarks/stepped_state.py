@@ -53,6 +53,7 @@ class SteppedState:
         description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=named)
         store = StateStore.create(list(folders), config=transfer, extents=layout.extents, description=description)
         device = HostDevice(num_buffers=transfer.num_buffers, io_engine=transfer.io_engine)
+        self._store = store
         self.handler = TransferHandler(layout, store, device, rule=rule)
         self.handler.open()
         self.numel = sum(numels)
@@ -79,6 +80,12 @@ class SteppedState:
             "read": after.shared_read_bytes - before.shared_read_bytes,
             "written": after.shared_write_bytes - before.shared_write_bytes,
         }
+
+    def halves(self) -> tuple[int, int]:
+        """Byte offsets, in the file of the one device, of the half that holds the state and of the other."""
+        extents, positions = self._store.extents, self._store.placement.positions
+        lower, upper = 0, extents.place_offset(extents.num_tasklets)
+        return (lower, upper) if positions.max(initial=0) < extents.num_tasklets else (upper, lower)
 
     def close(self) -> None:
         """Remove the state."""

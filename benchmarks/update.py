@@ -2,9 +2,10 @@
 
     python benchmarks/update.py --folder /mnt/nvme0 --million 200 --json update.json
 
-A step of the transfer handler reads, updates and writes the state of bf16 parameters. The raw disk moves the same mix
-of reads and writes without any of it: the best settings of a sweep, measured in turn with the steps, as the speed of a
-shared disk drifts. The plain engine goes through the page cache, the raw disk never does where it can be avoided.
+A step of the transfer handler reads, updates and writes the state of bf16 parameters. The raw disk moves as many bytes
+without any of it: it reads where the state lies and writes where the next step will, in the same file, as files on one
+disk differ. Its settings are the best of a sweep; it takes turns with the steps, as the speed of a shared disk drifts.
+The plain engine goes through the page cache, the raw disk never does where it can be avoided.
 """
 
 from __future__ import annotations
@@ -65,14 +66,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=STATE_FORMATS, default=list(STATE_FORMATS))
     parser.add_argument("--engines", nargs="+", choices=engines, default=engines, help="default: all there are here")
     parser.add_argument("--runs", type=int, default=5, help="measured steps; one more comes before")
-    parser.add_argument("--raw-mib", type=int, help="moved in each measurement of the raw disk; default: as by a step")
     parser.add_argument("--sweep-mib", type=int, default=384, help="moved for each setting of the sweep")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--tiny", action="store_true", help="shows no more than that it works")
     options = parser.parse_args()
     options.sweep = all_settings(BLOCKS, DEPTHS)
     if options.tiny:
-        options.million, options.runs, options.raw_mib, options.sweep_mib = 0.1, 1, 1, 1
+        options.million, options.runs, options.sweep_mib = 0.1, 1, 1
         options.sweep = all_settings((MIB // 4,), (2,))
     return options
 
@@ -97,17 +97,18 @@ def measure(
     )
     first = state.step()
     moved = first["read"] + first["written"]
-    # As much as a step, from a file as large: a smaller one fits better into whatever caches there are.
-    raw_bytes = options.raw_mib * MIB if options.raw_mib else round(moved)
-    raw = RawDisk(folder, raw_bytes, read_fraction=first["read"] / moved, settings=options.sweep)
+    state.step()  # both halves are written by now
+    (path,) = folder.rglob("state.bin")
+    raw = RawDisk(path, round(moved), read_fraction=first["read"] / moved, settings=options.sweep)
+    raw.read_at, raw.write_at = state.halves()
     if not best:
         best += raw.sweep(options.sweep_mib * MIB)
     steps, rates = [], {setting: [] for setting in best}
     for _ in range(options.runs):
         steps.append(state.step())
+        raw.read_at, raw.write_at = state.halves()
         for setting in best:
             rates[setting].append(raw.measure(setting))
-    raw.close()
     state.close()
     seconds, cpu = (statistics.median(step[key] for step in steps) for key in ("seconds", "cpu"))
     speeds = {s: statistics.median(rate.gb_per_second for rate in of) for s, of in rates.items()}
