@@ -53,6 +53,8 @@ class StorageTrafficMonitor(Callback):
     ``io/wait_GBps``                        all of it per second waited: the storage's own speed if nothing overlaps
     ``io/wait_s``                           seconds waited for storage per step, slowest rank
     ``io/wait_share``                       share of the training time that is, slowest rank
+    ``io/folder0_GB``, ``..share``, ...     by storage folder, if there are several: what it moves per step, its part of
+                                            all that is, and per second in which it is busy (``..GBps``)
     ``io/compute_s``                        thread-seconds of the update per step, mean of the ranks
     ``io/bytes_per_parameter``              moved per updated parameter over both channels
     ``io/shared_bytes_per_parameter``       moved per updated parameter over the shared channel
@@ -204,7 +206,9 @@ class _Watch:
         self._since = clock()
         # Collectives may need an accelerator's tensors; the index of a CPU device means nothing to tensors.
         device = strategy.root_device
-        self._counters = StorageCounters().to("cpu" if device.type == "cpu" else device)
+        num_folders = len(strategy.traffic().folders)
+        counters = StorageCounters(num_folders=num_folders if num_folders > 1 else 0)
+        self._counters = counters.to("cpu" if device.type == "cpu" else device)
 
     def begin(self, trainer: pl.Trainer) -> None:
         self._first_step = self._measured_step = trainer.global_step
@@ -263,15 +267,29 @@ def _step_values(table: TrafficTable, steps: int) -> dict[str, float]:
         f"io/{channel}_{direction}_GB": float(table.moved_bytes(channel, direction)) / steps / _GB
         for channel, direction in (*_CHANNELS, *_CACHED)
     }
-    return values | {
-        "io/GBps": float(table.bandwidth()) / _GB,
-        "io/wait_GBps": float(table.bandwidth(per="wait_seconds")) / _GB,
-        "io/wait_s": wait / steps,
-        "io/wait_share": wait / wall if wall > 0 else math.nan,
-        "io/compute_s": float(table.seconds("compute_seconds").mean()) / steps,
-        "io/bytes_per_parameter": float(table.bytes_per_parameter()),
-        "io/shared_bytes_per_parameter": float(table.bytes_per_parameter("shared")),
-    }
+    return (
+        values
+        | _folder_values(table, steps)
+        | {
+            "io/GBps": float(table.bandwidth()) / _GB,
+            "io/wait_GBps": float(table.bandwidth(per="wait_seconds")) / _GB,
+            "io/wait_s": wait / steps,
+            "io/wait_share": wait / wall if wall > 0 else math.nan,
+            "io/compute_s": float(table.seconds("compute_seconds").mean()) / steps,
+            "io/bytes_per_parameter": float(table.bytes_per_parameter()),
+            "io/shared_bytes_per_parameter": float(table.bytes_per_parameter("shared")),
+        }
+    )
+
+
+def _folder_values(table: TrafficTable, steps: int) -> dict[str, float]:
+    moved, bandwidths = table.folder_bytes().tolist(), table.folder_bandwidth().tolist()
+    values = {}
+    for index, (num_bytes, bandwidth) in enumerate(zip(moved, bandwidths, strict=True)):
+        values[f"io/folder{index}_GB"] = num_bytes / steps / _GB
+        values[f"io/folder{index}_share"] = num_bytes / sum(moved) if sum(moved) else math.nan
+        values[f"io/folder{index}_GBps"] = bandwidth / _GB
+    return values
 
 
 def _moved(table: TrafficTable, name: str) -> int:

@@ -54,6 +54,7 @@ _COUNTS = (
 )
 _SECONDS = ("read_seconds", "write_seconds", "compute_seconds", "wait_seconds")
 _FIELDS = (*_COUNTS, *_SECONDS, "wall_seconds")
+_FOLDER_FIELDS = ("read_bytes", "write_bytes", "busy_seconds")  # of each storage folder, behind the others
 _COLUMNS = {name: index for index, name in enumerate(_FIELDS)}
 
 # What is cached moves over neither channel, and is no part of all.
@@ -111,6 +112,18 @@ class TrafficTable:
         """One time of every rank in seconds: float64 ``[ranks]``."""
         return self.column(name).to(torch.float64) / _NANOSECONDS
 
+    def folder_bytes(self) -> Tensor:
+        """Bytes moved from and to each storage folder, summed over ranks: int64 ``[folders]``."""
+        return self._of_folders()[..., :2].sum(dim=(0, 2))
+
+    def folder_bandwidth(self) -> Tensor:
+        """Bytes moved per second in which a folder was busy, for the rank that kept it busy longest: ``[folders]``."""
+        seconds = self._of_folders()[..., 2].amax(dim=0).to(torch.float64) / _NANOSECONDS
+        return _ratio(self.folder_bytes(), seconds)
+
+    def _of_folders(self) -> Tensor:
+        return self.rows[:, len(_FIELDS) :].reshape(len(self.rows), -1, len(_FOLDER_FIELDS))
+
     def moved_bytes(self, channel: str = "all", direction: str = "both") -> Tensor:
         """Bytes moved over a channel in a direction, summed over ranks: int64 scalar."""
         columns = [f"{one}_{way}_bytes" for one in _CHANNELS[channel] for way in _DIRECTIONS[direction]]
@@ -134,6 +147,7 @@ class StorageCounters(Metric):
     """All traffic counters of all ranks; the base of the metrics below.
 
     Args:
+        num_folders: Storage folders that are counted one by one, too.
         kwargs: torchmetrics' own keyword arguments (``process_group``, ``sync_on_compute``, ...).
     """
 
@@ -143,11 +157,12 @@ class StorageCounters(Metric):
 
     counters: Tensor
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, num_folders: int = 0, **kwargs: Any) -> None:
         kwargs.setdefault("dist_sync_fn", _gather_fixed_shape)
         super().__init__(**kwargs)
+        self.num_folders = num_folders
         # Without a reduction torchmetrics stacks the states of the ranks, which lets one state be summed and maximized.
-        empty = torch.zeros(len(Phase), len(_FIELDS), dtype=torch.int64)
+        empty = torch.zeros(len(Phase), self._width, dtype=torch.int64)
         self.add_state("counters", default=empty, dist_reduce_fx=None)
 
     @override
@@ -162,6 +177,9 @@ class StorageCounters(Metric):
         values = [int(getattr(traffic, name)) for name in _COUNTS]
         values += [round(getattr(traffic, name) * _NANOSECONDS) for name in _SECONDS]
         values.append(round(seconds * _NANOSECONDS))
+        for folder in traffic.folders[: self.num_folders]:
+            values += [folder.read_bytes, folder.write_bytes, round(folder.busy_seconds * _NANOSECONDS)]
+        values += [0] * (self._width - len(values))  # closed storage has no folders
         # Not in place: what compute() returned before shares memory with the state.
         counters = self.counters.clone()
         counters[int(phase)] += torch.tensor(values, dtype=torch.int64, device=counters.device)
@@ -170,7 +188,11 @@ class StorageCounters(Metric):
     @override
     def compute(self) -> Tensor:
         """Counters as int64 ``[ranks, phases, counters]``; see :meth:`table`."""
-        return self.counters.reshape(-1, len(Phase), len(_FIELDS))
+        return self.counters.reshape(-1, len(Phase), self._width)
+
+    @property
+    def _width(self) -> int:
+        return len(_FIELDS) + self.num_folders * len(_FOLDER_FIELDS)
 
     @staticmethod
     def table(computed: Tensor, phase: Phase | None = None) -> TrafficTable:
@@ -178,7 +200,7 @@ class StorageCounters(Metric):
         return TrafficTable(computed.sum(dim=1) if phase is None else computed[:, int(phase)])
 
     def _table(self, phase: Phase | None = None) -> TrafficTable:
-        return self.table(self.counters.reshape(-1, len(Phase), len(_FIELDS)), phase)
+        return self.table(self.counters.reshape(-1, len(Phase), self._width), phase)
 
 
 class _BytesMoved(StorageCounters):

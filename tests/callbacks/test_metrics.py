@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_smartinfinity.devices.base import Traffic
+from lightning_smartinfinity.devices.base import FolderTraffic, Traffic
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.metrics import (
     BytesPerParameter,
@@ -67,6 +67,21 @@ def test_bytes_add_up_over_updates(channel: str, direction: str, expected: int) 
     metric.update(ONE)
     metric.update(TWO, phase=Phase.OTHER)
     assert metric.compute().item() == expected
+
+
+def test_storage_folders() -> None:
+    """Each has what it moved, over all ranks, and its bandwidth while the rank that used it longest used it."""
+    first, second = (StorageCounters(num_folders=2) for _ in range(2))
+    slow = FolderTraffic(read_bytes=100, write_bytes=200, busy_seconds=3.0)
+    fast = FolderTraffic(read_bytes=1000, write_bytes=500, busy_seconds=1.0)
+    first.update(Traffic(steps=1, folders=(slow, fast)))
+    first.update(Traffic(folders=(slow, fast)), phase=Phase.OTHER)
+    second.update(Traffic(steps=1, folders=(slow, slow)))
+    second.update(Traffic(numel=1))  # of storage that is closed
+    table = StorageCounters.table(torch.cat([first.compute(), second.compute()]), Phase.STEP)
+    assert table.folder_bytes().tolist() == [600, 1800]
+    assert table.folder_bandwidth().tolist() == [200.0, 600.0]
+    assert table.column("steps").tolist() == [1, 1]
 
 
 def test_terabytes_stay_exact() -> None:

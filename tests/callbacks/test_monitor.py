@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smartinfinity.callbacks import StorageTrafficMonitor
+from lightning_smartinfinity.devices import FolderTraffic, Traffic
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from tests.callbacks.fakes import Clock, CountingStrategy, Line
 
@@ -97,6 +99,31 @@ def test_values_of_one_step(tmp_path: Path) -> None:
             "io/endurance_share": projected / 1e-3,
         },
         rel=1e-6,
+    )
+
+
+def test_values_of_storage_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several, what each moved in a step, its part of it, and how fast it was while busy."""
+
+    def two_folders(strategy: CountingStrategy) -> Traffic:
+        steps = strategy.counted.steps
+        slow = FolderTraffic(read_bytes=100 * steps, write_bytes=200 * steps, busy_seconds=2.0 * steps)
+        fast = FolderTraffic(read_bytes=500 * steps, write_bytes=400 * steps, busy_seconds=1.0 * steps)
+        return replace(strategy.counted, folders=(slow, fast))
+
+    monkeypatch.setattr(CountingStrategy, "traffic", two_folders)
+    trainer, monitor, _ = build(tmp_path)
+    trainer.fit(Line(Clock()))
+    found = {name: value for name, value in monitor.summary.items() if "folder" in name}
+    assert found == pytest.approx(
+        {
+            "io/folder0_GB": 300 / 1e9,
+            "io/folder0_share": 0.25,
+            "io/folder0_GBps": 150 / 1e9,
+            "io/folder1_GB": 900 / 1e9,
+            "io/folder1_share": 0.75,
+            "io/folder1_GBps": 900 / 1e9,
+        }
     )
 
 
