@@ -157,13 +157,15 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
         extents=_extents(str(values["state_format"]), values["layout"]),
         description=StoreDescription(
             optimizer=str(values["optimizer"]),
-            arrays=tuple(values["arrays"]),
+            arrays=tuple(map(str, values["arrays"])),
             parameters=tuple(values["parameters"]),
             groups=tuple(values["groups"]),
         ),
     )
     if manifest.extents.num_slots != TransferConfig(durability=manifest.durability).num_slots:
         raise ValueError("durability and num_slots contradict each other")
+    if len(set(manifest.description.arrays)) != manifest.extents.num_arrays:
+        raise ValueError("arrays and num_arrays contradict each other")
     return manifest
 
 

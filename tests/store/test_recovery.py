@@ -188,6 +188,7 @@ def change_manifest(folder: Path, **changes: Any) -> None:
         ({"layout": {"numel": -1}}, "not a readable manifest"),
         ({"job": "no uuid"}, "not a readable manifest"),
         ({"job": 5}, "not a readable manifest"),
+        ({"arrays": ["master", "exp_avg"]}, "not a readable manifest"),
         ({"state_format": []}, "in the format []"),
         ({"durability": "none"}, "not a readable manifest"),
         ({"rank": 1}, "belongs to another store"),
