@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["MemoryReport", "measure_memory", "share_of_memory"]
 
@@ -31,7 +32,7 @@ class MemoryReport:
 
 
 def measure_memory(*, reserved: int, root: Path = Path("/")) -> MemoryReport:
-    """This rank's report, from /proc/meminfo and the limits of its control groups (version 2).
+    """This rank's report, from /proc/meminfo and the limits of its control groups.
 
     Args:
         reserved: As in :class:`MemoryReport`.
@@ -39,7 +40,7 @@ def measure_memory(*, reserved: int, root: Path = Path("/")) -> MemoryReport:
     """
     fields = _fields(root / "proc/meminfo", separator=":")
     seen = [(fields.get("MemTotal", 0) * 1024, fields.get("MemAvailable", 0) * 1024)]
-    seen += [limit for folder in _control_groups(root) if (limit := _limit_of(folder)) is not None]
+    seen += _limits(root)
     return MemoryReport(
         host=platform.node(),
         total=min(total for total, _ in seen),
@@ -57,26 +58,38 @@ def share_of_memory(reports: Sequence[MemoryReport], host: str) -> int:
     return max(0, free) // len(local)
 
 
-def _control_groups(root: Path) -> Iterable[Path]:
-    """Folders of the process's control group and of those that it is in."""
-    mounted = root / "sys/fs/cgroup"
+class _Files(NamedTuple):
+    """How a version of control groups names what it tells of memory."""
+
+    limit: str
+    used: str
+    inactive: str  # in memory.stat
+
+
+_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Of the process's control groups and of those that they are in: memory, and what is left of it."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                group = mounted / line.removeprefix("0::").strip().lstrip("/")
-                return [group, *(parent for parent in group.parents if parent.is_relative_to(mounted))]
-    return []
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                yield from _limits_of(root / "sys/fs/cgroup", path, _VERSION_2)
+            elif "memory" in controllers.split(","):
+                yield from _limits_of(root / "sys/fs/cgroup/memory", path, _VERSION_1)
 
 
-def _limit_of(folder: Path) -> tuple[int, int] | None:
-    """Memory that a control group may use, and what is left of it; None: it has no limit."""
-    try:
-        limit = int((folder / "memory.max").read_text())
-        used = int((folder / "memory.current").read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
-    # Of what is in use, pages of files that nobody looked at lately are given back for the asking.
-    return limit, limit - used + _fields(folder / "memory.stat").get("inactive_file", 0)
+def _limits_of(mounted: Path, path: str, files: _Files) -> Iterator[tuple[int, int]]:
+    group = mounted / path.lstrip("/")
+    for folder in (group, *group.parents):
+        # No such file, or "max". In a container the path may be that of the host.
+        with suppress(OSError, ValueError):
+            if folder.is_relative_to(mounted):
+                limit, used = int((folder / files.limit).read_text()), int((folder / files.used).read_text())
+                # Of what is in use, pages of files that nobody looked at lately are given back for the asking.
+                yield limit, limit - used + _fields(folder / "memory.stat").get(files.inactive, 0)
 
 
 def _fields(path: Path, *, separator: str | None = None) -> dict[str, int]:

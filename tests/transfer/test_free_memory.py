@@ -11,19 +11,19 @@ from lightning_smartinfinity.transfer.free_memory import MemoryReport, measure_m
 GIB = 2**30
 
 
-def machine(root: Path, *, group: str | None = None, **limits: dict[str, str]) -> Path:
+def machine(root: Path, *, group: str | None = None, line: str = "0::", **limits: dict[str, str]) -> Path:
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(
         f"MemTotal:       {64 * GIB // 1024} kB\nMemFree:  1 kB\n"
         f"MemAvailable:   {40 * GIB // 1024} kB\nHugePages_Total: 0\n"
     )
     if group is not None:
-        (root / "proc/self/cgroup").write_text(f"1:cpu:/other\n0::{group}\n")
+        (root / "proc/self/cgroup").write_text(f"1:cpu:/other\n{line}{group}\n")
     for folder, files in limits.items():
         path = root / "sys/fs/cgroup" / folder.replace("root", "").replace("__", "/")
         path.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (path / name.replace("_", ".")).write_text(text)
+            (path / name).write_text(text)
     return root
 
 
@@ -39,11 +39,28 @@ def test_a_container(tmp_path: Path) -> None:
         tmp_path,
         group="/a/b",
         a={
-            "memory_max": f"{16 * GIB}\n",
-            "memory_current": f"{10 * GIB}\n",
-            "memory_stat": f"anon 7\ninactive_file {2 * GIB}\nactive_file 9\n",
+            "memory.max": f"{16 * GIB}\n",
+            "memory.current": f"{10 * GIB}\n",
+            "memory.stat": f"anon 7\ninactive_file {2 * GIB}\nactive_file 9\n",
         },
-        a__b={"memory_max": "max\n", "memory_current": "1\n"},
+        a__b={"memory.max": "max\n", "memory.current": "1\n"},
+    )
+    report = measure_memory(reserved=0, root=root)
+    assert (report.total, report.available) == (16 * GIB, 8 * GIB)
+
+
+def test_a_container_of_version_1(tmp_path: Path) -> None:
+    """The path is that of the host; what counts is mounted at the top. A group without a limit has a huge one."""
+    root = machine(
+        tmp_path,
+        group="/docker/abc",
+        line="9:freezer,memory:",
+        memory={
+            "memory.limit_in_bytes": f"{16 * GIB}\n",
+            "memory.usage_in_bytes": f"{10 * GIB}\n",
+            "memory.stat": f"inactive_file 5\ntotal_inactive_file {2 * GIB}\n",
+        },
+        memory__docker__abc={"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "1\n"},
     )
     report = measure_memory(reserved=0, root=root)
     assert (report.total, report.available) == (16 * GIB, 8 * GIB)
