@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from gpt2 import GPT2, SIZES
 from machine import describe
-from training import tokens
+from training import quiet_trainer, tokens
 
 WARMUP = 2
 PLAIN, OURS = "plain autograd", "smart_infinity"
@@ -69,18 +69,8 @@ def measure(size: str, folder: str, *, runs: int, num_tokens: int) -> dict[str, 
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(torch.zeros(WARMUP + runs, 1), batch_size=1)
 
-    pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=SmartInfinityStrategy(folder, overlap="none"),
-        precision="bf16-true",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    ).fit(Module())
+    strategy = SmartInfinityStrategy(folder, overlap="none")
+    quiet_trainer(folder, strategy, precision="bf16-true", max_epochs=1).fit(Module())
     return {name: times[WARMUP:] for name, times in seconds.items()}
 
 

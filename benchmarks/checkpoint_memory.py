@@ -27,7 +27,7 @@ from comparison import measure, report, table
 from gpt2 import SIZES
 from machine import describe
 from peak_memory import resident
-from training import BUCKET, SUB_GROUP, Probe, lightning_module, tokens
+from training import BUCKET, SUB_GROUP, Probe, lightning_module, quiet_trainer, tokens
 
 SYSTEMS = ("smart_infinity", "stock")
 SAMPLING_SECONDS = 0.005
@@ -108,8 +108,6 @@ def strategy_of(system: str, folder: str) -> Any:
 
 def run(system: str, phase: str, size: str, folder: str) -> dict[str, float]:
     """Save, load or evaluate in this process."""
-    import lightning.pytorch as pl
-
     strategy, watch, path = strategy_of(system, folder), Watch(), Path(folder) / "a.ckpt"
     load = strategy.load_checkpoint
 
@@ -118,19 +116,7 @@ def run(system: str, phase: str, size: str, folder: str) -> dict[str, float]:
             return load(*args, **kwargs)
 
     strategy.load_checkpoint = watched
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        precision="bf16-mixed",
-        max_steps=1 if phase == "save" else 2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_predict_batches=0,
-        default_root_dir=folder,
-    )
+    trainer = quiet_trainer(folder, strategy, max_steps=1 if phase == "save" else 2, limit_predict_batches=0)
     batches = partial(tokens, size=size, shape=(1, 32))
     module = lightning_module(size, 2, Probe(), batches)
     if phase == "evaluate":

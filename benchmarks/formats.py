@@ -24,11 +24,10 @@ from typing import Any
 
 from machine import describe
 from stepped_state import SteppedState
+from training import quiet_trainer
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.store.extents import STATE_FORMATS
-
-PRECISION = "bf16-mixed"
 
 
 @contextmanager
@@ -77,29 +76,22 @@ def losses(size: str, steps: int, seeds: int) -> list[dict[str, Any]]:
 
 
 def _train(folder: Path, state_format: str, size: str, steps: int, seed: int) -> float:
-    import lightning as L
     from byte_lm import ByteLM
+    from lightning import seed_everything
     from text_folder import TextFolder
 
     from lightning_smartinfinity import SmartInfinityStrategy
 
-    L.seed_everything(seed, verbose=False)
-    trainer = L.Trainer(
-        strategy=SmartInfinityStrategy(folder / "state", state_format=state_format),
-        accelerator="cpu",
-        devices=1,
-        precision=PRECISION,
+    seed_everything(seed, verbose=False)
+    trainer = quiet_trainer(
+        folder,
+        SmartInfinityStrategy(folder / "state", state_format=state_format),
         max_steps=steps,
         gradient_clip_val=1.0,
         val_check_interval=steps,
         max_epochs=-1,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     model = ByteLM(size, block_size=64)
     data = TextFolder(None, pattern="*.py", block_size=64, batch_size=8, seed=seed)

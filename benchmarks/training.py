@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +95,15 @@ def lightning_module(size: str, steps: int, probe: Probe, batches: Batches) -> A
     return Module()
 
 
+def quiet_trainer(folder: str | Path, strategy: Any, **settings: Any) -> Any:
+    """A Trainer on one device that shows nothing and writes nothing of its own; bf16-mixed unless told otherwise."""
+    import lightning.pytorch as pl
+
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    common = {"accelerator": "cpu", "devices": 1, "precision": "bf16-mixed", **dict.fromkeys(quiet, False)}
+    return pl.Trainer(strategy=strategy, default_root_dir=folder, **{**common, **settings})
+
+
 def train_near_storage(
     size: str,
     steps: int,
@@ -119,8 +129,6 @@ def train_near_storage(
         settings: Further ones of the strategy.
         **zero: Further keys of its ``zero``.
     """
-    import lightning.pytorch as pl
-
     from lightning_smartinfinity import SmartInfinityStrategy
 
     strategy = SmartInfinityStrategy(
@@ -128,19 +136,8 @@ def train_near_storage(
         zero={"sub_group_size": SUB_GROUP, "reduce_bucket_size": BUCKET, **zero},
         **(settings or {}),
     )
-    pl.Trainer(
-        accelerator=accelerator,
-        devices=1,
-        strategy=strategy,
-        precision="bf16-mixed",
-        max_steps=steps,
-        gradient_clip_val=clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    ).fit(lightning_module(size, steps, probe, batches))
+    trainer = quiet_trainer(folder, strategy, accelerator=accelerator, max_steps=steps, gradient_clip_val=clip)
+    trainer.fit(lightning_module(size, steps, probe, batches))
     return strategy
 
 

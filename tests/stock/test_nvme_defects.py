@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,11 +15,10 @@ import pytest
 import torch
 
 from tests.helpers import reference
-from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import Recipe
+from tests.helpers.processes import run_module
 from tests.stock.comparison import OURS, stock_fails
 from tests.stock.worker import ACCUMULATED, SAVE_AT, THREADS, UNUSED
-from tests.training.worker import REPOSITORY
 
 Outcomes: TypeAlias = "dict[str, dict[str, Any]]"
 
@@ -57,14 +54,7 @@ def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
 
 
 def run(system: str, folder: Path) -> Outcomes:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stock.worker", system, str(folder)],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_module("tests.stock.worker", system, folder)
     # Not an assertion: that would pass for stock's documented failure.
     if done.returncode != 0:
         raise RuntimeError((done.stdout + done.stderr)[-6000:])

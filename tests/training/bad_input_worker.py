@@ -1,4 +1,4 @@
-"""Tries bad input, case after case, in the two processes that Lightning starts: ``... bad_input_worker FOLDER``.
+"""Tries bad input, case after case, in one of two processes: ``... bad_input_worker FOLDER``.
 
 Every rank writes what it caught as ``FOLDER/<case>-<rank>.json``; the test prepares what stands in the way.
 """

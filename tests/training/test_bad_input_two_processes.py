@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_smartinfinity.store.lock import FolderLock
-from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.processes import run_module
 from tests.training.bad_input_worker import CASES
-from tests.training.worker import REPOSITORY
 
 EXPECTED = {
     "file-in-the-way": ("StorageError", "rank-00001"),
@@ -45,14 +42,7 @@ def attempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lock = FolderLock(locked)
     before = {case: sorted(_tree(root / case / "storage")) for case in CASES}
     (root / "before.json").write_text(json.dumps(before))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.bad_input_worker", str(root)],
-        cwd=REPOSITORY,
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_module("tests.training.bad_input_worker", root, ranks=2, timeout=240)
     lock.release(remove=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return root

@@ -22,12 +22,13 @@ CASES = [
     ("int8", torch.float16),
     ("int8_remainder", torch.bfloat16),
 ]
-IDS = [f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in CASES]
-every_format = pytest.mark.parametrize(("name", "dtype"), CASES, ids=IDS)
+FP32 = [("fp32", torch.float32), ("fp32", torch.bfloat16), ("fp32", torch.float16)]
+IDS = [f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in CASES + FP32]
+every_format = pytest.mark.parametrize(("name", "dtype"), CASES, ids=IDS[: len(CASES)])
 TINY = ((1, 0, 0, 0),) * 300 + ((3, 1, 1, 1),) * 300 + ((300, 0, 0, 1), (255, 0, 1, 2), (1, 0, 0, 2))
 
 
-@every_format
+@pytest.mark.parametrize(("name", "dtype"), CASES + FP32, ids=IDS)
 def test_settings_do_not_change_a_bit(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     """Tasklet size, ring, devices, threads, durability and staging give the same bits."""
     case = Case(dtype=dtype, state_format=name)
@@ -39,6 +40,7 @@ def test_settings_do_not_change_a_bit(tmp_path: Path, name: str, dtype: torch.dt
         case.but(tasklet_bytes=100_000, num_buffers=2),
         case.but(num_devices=3, num_buffers=8, compute_threads=2),
         case.but(durability="none"),
+        case.but(durability="power", staged=True, num_buffers=2),
         case.but(staged=True, num_devices=2, tasklet_bytes=70_000, num_buffers=16),
     ]
     for number, variant in enumerate(variants):

@@ -58,28 +58,6 @@ def test_partition_is_the_rounded_master(tmp_path: Path, dtype: torch.dtype) -> 
             assert not state["partition"][begin:end].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_settings_do_not_change_a_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Tasklet size, ring, devices, threads, durability and staging give the same bits."""
-    case = Case(dtype=dtype)
-    with running(tmp_path / "plain", case) as run:
-        run.steps(range(4))
-        expected = run.state()
-    variants = [
-        case.but(tasklet_bytes=1 << 20),
-        case.but(tasklet_bytes=100_000, num_buffers=2),
-        case.but(num_devices=3, num_buffers=8, compute_threads=2),
-        case.but(durability="none"),
-        case.but(durability="power"),
-        case.but(staged=True, num_buffers=2),
-        case.but(staged=True, num_devices=2, tasklet_bytes=70_000, num_buffers=16),
-    ]
-    for number, variant in enumerate(variants):
-        with running(tmp_path / str(number), variant) as run:
-            run.steps(range(4))
-            assert_equal(run.state(), expected)
-
-
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_16_bits(tmp_path: Path, gradient_dtype: torch.dtype) -> None:
     """A 16-bit arena steps like an fp32 arena that holds the same rounded values."""
