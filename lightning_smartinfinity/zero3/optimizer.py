@@ -82,10 +82,8 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
                 "be undone.",
                 stacklevel=2,
             )
-        if self.overlap.may_overlap:
-            # The base class would gather small parameters, from all over the model, as soon as the update has begun.
-            # They are gathered when they are used, and stay so until the next step.
-            self.persistent_parameters: list[Any] = []
+        self._kept_gathered: list[Any] = self.persistent_parameters
+        self._choose_kept_gathered()
         return_freed_memory()
 
     # ---- construction: what the base class calls from its constructor
@@ -163,6 +161,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
                 "Run forward and backward first, then call step().",
             )
         self.overlap.step_begins(time.monotonic(), sum_over_ranks=self.sum_over_ranks)
+        self._choose_kept_gathered()
         refused = find_ignored(_flatten(self.fp16_groups), self._left_out, names=self.param_names)
         self._pre_step()
         self.retained.release()
@@ -186,6 +185,11 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         # torch's schedulers warn unless the optimizer they wrap has stepped; its step() never runs here.
         self.optimizer._opt_called = True
         self._post_step(set())
+
+    def _choose_kept_gathered(self) -> None:
+        # The base class gathers small parameters, from all over the model, at the end of a step. If the update runs
+        # beside what follows, they are gathered when they are used instead, and stay so until the next step.
+        self.persistent_parameters = self._kept_gathered if self.overlap.mode == "none" else []
 
     def _warn_of_skipped_step(self) -> None:
         # fp16 skips steps as a matter of course, while its loss scale settles.

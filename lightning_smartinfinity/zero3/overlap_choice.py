@@ -6,7 +6,7 @@ All of them compute the same bits, so that a choice by time changes nothing but 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 
 __all__ = ["OverlapChoice"]
@@ -18,6 +18,8 @@ _WARM_UP = 2
 _MEASURED = 5
 # What is less simple has to be so much faster.
 _GAIN = 0.97
+# What "auto" tries, the simplest first.
+_CANDIDATES = ("none", "forward", "backward")
 
 
 class OverlapChoice:
@@ -25,27 +27,25 @@ class OverlapChoice:
 
     Args:
         setting: ``"none"``, ``"forward"``, ``"backward"`` or ``"auto"``.
-        speculates: Whether an update that begins in backward could be undone; else ``"auto"`` does not try it.
+        speculates: Whether an update that begins in backward could be undone; else ``"backward"`` is ``"forward"``, and
+            ``"auto"`` does not try it.
+
+    Attributes:
+        mode: Of the step that comes.
+        may_speculate: Whether any step may begin in backward.
     """
 
     def __init__(self, setting: str, *, speculates: bool = True) -> None:
-        candidates = ("none", "forward", "backward") if speculates else ("none", "forward")
-        self._candidates: Sequence[str] = candidates if setting == "auto" else (setting,)
+        candidates: tuple[str, ...] = _CANDIDATES if setting == "auto" else (setting,)
+        if not speculates:
+            candidates = tuple(dict.fromkeys("forward" if name == "backward" else name for name in candidates))
+        self.may_speculate = "backward" in candidates
+        self._candidates = candidates
         self._tried = 0
         self._last: float | None = None
         self._seconds: list[float] = []
         self._medians: list[float] = []
         self.mode = self._candidates[0]
-
-    @property
-    def may_overlap(self) -> bool:
-        """Whether any step may."""
-        return self._candidates != ("none",)
-
-    @property
-    def may_speculate(self) -> bool:
-        """Whether any step may begin in backward."""
-        return "backward" in self._candidates
 
     def step_begins(self, now: float, *, sum_over_ranks: Callable[[float], float]) -> None:
         """Called once for every step, by all ranks; collective when the choice is made.

@@ -16,7 +16,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError
 from lightning_smartinfinity.native import testing
-from lightning_smartinfinity.zero3.update_in_flight import UpdateInFlight
+from lightning_smartinfinity.zero3 import overlap_choice
+from lightning_smartinfinity.zero3.update_in_flight import UpdateInFlight, _Awaited
 from tests.fabric import worker as fabric_worker
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
@@ -318,3 +319,20 @@ def test_auto_changes_nothing_but_time(tmp_path: Path) -> None:
         options = {"overlap": overlap, "state_format": "bf16"}
         results.append(result(Run(out=str(tmp_path / overlap), recipe=recipe, transfer=SMALL_RING, options=options)))
     assert_same(*results)
+
+
+def test_auto_costs_no_gathers_where_none_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parameters are gathered together at the end of the step again, not one module's after the other's."""
+    monkeypatch.setattr(overlap_choice, "_GAIN", 0.0)  # nothing is so much faster
+    call, calls = _Awaited.__call__, []
+    monkeypatch.setattr(_Awaited, "__call__", lambda self, *args, **kw: (calls.append(1), call(self, *args, **kw))[1])
+    last = {}
+    for overlap, steps in (("none", 4), ("forward", 4), ("auto", 26)):
+        strategy = SmartInfinityStrategy(tmp_path / overlap, overlap=overlap)
+        marks: list[int] = []
+        mark = Access(lambda trainer, module, marks=marks: marks.append(len(calls)))  # type: ignore[misc]
+        quiet_trainer(tmp_path, strategy, callbacks=[mark], max_steps=steps).fit(LitTiny(BF16))
+        assert strategy.optimizers[0].overlap.mode == overlap.replace("auto", "none")
+        last[overlap] = marks[-1] - marks[-2]
+        strategy.close()
+    assert last["auto"] == last["none"] < last["forward"]

@@ -39,8 +39,17 @@ def test_what_is_simpler_stays_where_nothing_is_gained() -> None:
 
 def test_no_speculation_where_it_could_not_be_undone() -> None:
     choice = OverlapChoice("auto", speculates=False)
-    assert not choice.may_speculate and choice.may_overlap
-    assert "backward" not in run(choice, {"none": 1.0, "forward": 0.5})
+    assert not choice.may_speculate
+    assert set(run(choice, {"none": 1.0, "forward": 0.5})) == {"none", "forward"}
+    assert set(run(OverlapChoice("backward", speculates=False), {"forward": 1.0})) == {"forward"}
+
+
+def test_what_may_come_is_known_from_the_start() -> None:
+    """It stays as it was when the choice has been made: who asks later is told the same."""
+    choice = OverlapChoice("auto")
+    assert choice.may_speculate
+    assert run(choice, {"none": 0.5, "forward": 1.0, "backward": 1.0})[-1] == "none"
+    assert choice.may_speculate
 
 
 def test_ranks_choose_alike() -> None:
