@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.batches import FlatMemory, Memory, cut, spans_of, tasklets_in
 from lightning_smartinfinity.transfer.layout import PartitionLayout
@@ -181,7 +181,8 @@ class Step:
             self._guarded(lambda: commit_next(self._store, self._places, self._tasklets, steps))
 
     def stop(self) -> None:
-        """Abandon what has not begun; return when nothing is in flight."""
+        """Abandon what has not begun; return when nothing is in flight. The step cannot be committed any more."""
+        self._failure = self._failure or StorageError("The step was abandoned.", "Undo it.")
         self._run.stop()
 
     def restore(self) -> None:

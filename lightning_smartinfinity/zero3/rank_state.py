@@ -90,23 +90,23 @@ class RankState:
         return self._arena
 
     def abandon_step(self, error: BaseException) -> None:
-        """Undo what a failed step did to the parameters, or remember that it cannot be undone.
+        """Undo what the step in flight did to the parameters, if there is one, or remember that it cannot be undone.
+
+        Ctrl-C leaves it in flight, to be undone later.
 
         Args:
-            error: Why it failed.
+            error: Why it is not taken.
         """
-        if not self.handler.in_flight:
+        handler = self._handler
+        if handler is None or self._lost is not None or not handler.in_flight:
             return
-        if not self.handler.can_roll_back:
+        if not handler.can_roll_back:
             self._lost = f"with durability='none' a failed step cannot be undone. {error}"
             return
         try:
-            self.handler.rollback()
+            handler.rollback()
         except SmartInfinityError as second:
             self._lost = f"a failed step could not be undone. {second}"
-        except BaseException:
-            self._lost = "undoing a step was interrupted."
-            raise
 
     @property
     def numel(self) -> int:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError
 from lightning_smartinfinity.transfer.plan import StepPlan
 
@@ -91,9 +93,9 @@ class Speculation:
                 backward of its window, or nothing is known about it.
         """
         self.lose()
-        if plan is None or not self._enabled or not self._hysteresis.allows():
+        if plan is None or not self._enabled or not isinstance(plan.outputs, Sequence):
             return
-        if not isinstance(plan.outputs, Sequence) or not self._handler.can_roll_back:
+        if not self._hysteresis.allows():
             return
         self._optimizer.update.settle()
         layout = self._optimizer.layout
@@ -136,6 +138,7 @@ class Speculation:
             # In one process on a CPU a gathered parameter is its partition.
             if param.ds_active_sub_modules:
                 continue
+            _part_from_partition(param)
             del self._arrived[index]
             self._complete.add(index)
             for tasklet in self._optimizer.layout.tasklets_of(slice(index, index + 1)):
@@ -150,13 +153,16 @@ class Speculation:
                 self._failed = True
 
     def lose(self) -> None:
-        """The guess was wrong, if there was one: undo it."""
+        """The guess was wrong, if there was one: undo it. Never raises StorageError.
+
+        After Ctrl-C in the middle of it, call it again.
+        """
         if not self._on:
             return
+        self._optimizer.rank_state.abandon_step(_WRONG)
         self._on = False
         self._hysteresis.was_wrong()
         self.num_wrong += 1
-        self._optimizer.rank_state.abandon_step(_WRONG)
 
     def take(self, plan: StepPlan) -> bool:
         """Make the guess the step, if it was right; else undo it.
@@ -191,6 +197,12 @@ class Speculation:
     @property
     def _handler(self) -> Any:
         return self._optimizer.rank_state.handler
+
+
+def _part_from_partition(param: Any) -> None:
+    # What ZeRO-3 keeps gathered can be read until the step, and has the values before it.
+    if param.ds_status is ZeroParamStatus.AVAILABLE and param.data_ptr() == param.ds_tensor.data_ptr():
+        param.data = param.data.clone()
 
 
 _WRONG = RuntimeError("The step was not taken as it had been begun.")

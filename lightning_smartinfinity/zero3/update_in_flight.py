@@ -45,6 +45,8 @@ class UpdateInFlight:
         self._lock = threading.RLock()  # autograd's threads gather, too
         self._begun = False
         self._failure: SmartInfinityError | None = None
+        # Why the step in flight is being undone, until it is.
+        self._undoing: BaseException | None = None
         # Indices of the parameters that nobody has asked for, and of those that still have to be waited for.
         self._untouched: set[int] = set()
         self._awaited: set[int] = set()
@@ -113,12 +115,13 @@ class UpdateInFlight:
         wanted = sorted({index[param.ds_id] for param in parameters if param.ds_id in index})
         self._uses.update(dict.fromkeys(wanted))
         self._optimizer.speculation.before_use(parameters)
-        if not self._begun:
+        if not self._begun and self._undoing is None:
             return
         with self._lock:
+            self._go_on_undoing()
             self._untouched.difference_update(wanted)
             wanted = [parameter for parameter in wanted if parameter in self._awaited]
-            if wanted and self._failure is None and self._optimizer.rank_state.is_open:
+            if self._begun and wanted and self._failure is None and self._optimizer.rank_state.is_open:
                 self._wait(wanted)
 
     def settle(self) -> None:
@@ -133,14 +136,12 @@ class UpdateInFlight:
             StorageError: It failed on some rank, or could not be committed there, and was undone on all.
         """
         with self._lock:
-            self._optimizer.speculation.lose()
+            self.quiesce()
             if not self._begun or not self._optimizer.rank_state.is_open:
                 return
-            self.quiesce()
             try:
                 self._commit()
             except SmartInfinityError as error:
-                self._end()
                 self._undo(error)
                 raise
             self._end()
@@ -149,6 +150,7 @@ class UpdateInFlight:
         """Return when nothing of the step in flight moves any more. Not collective; never raises StorageError."""
         with self._lock:
             self._optimizer.speculation.lose()
+            self._go_on_undoing()
             if self._begun and self._failure is None and self._optimizer.rank_state.is_open:
                 try:
                     self._handler.drain()
@@ -157,9 +159,7 @@ class UpdateInFlight:
 
     def abandon(self, error: BaseException) -> None:
         """Undo the step in flight, if there is one, on this rank."""
-        if self._begun:
-            self._end()
-            self._undo(error)
+        self._undo(error)
 
     @property
     def _handler(self) -> TransferHandler:
@@ -195,10 +195,17 @@ class UpdateInFlight:
         self._awaited.clear()
 
     def _undo(self, error: BaseException) -> None:
+        self._undoing = error  # what Ctrl-C breaks off is taken up again by whoever comes next
+        self._end()
         # What is gathered or read ahead may be of the step.
         self._optimizer._partition_all_parameters()
         release_prefetched(self._optimizer)
         self._optimizer.rank_state.abandon_step(error)
+        self._undoing = None
+
+    def _go_on_undoing(self) -> None:
+        if self._undoing is not None:
+            self._undo(self._undoing)
 
 
 class _Awaited:

@@ -1,9 +1,9 @@
-"""Two ranks train; storage fails on rank 1 in the third step.
+"""Two ranks train; storage fails on rank 1.
 
 ``python -m tests.training.failing_rank_worker FOLDER OVERLAP``
 
-First a write of state fails, then, in a second fit, that of the commit record. Every rank writes what it met into
-``rank-<n>.json``.
+First a write of state fails, then, in a second fit, that of the commit record. With ``backward`` there is a fit before
+them in which a guess that was wrong cannot be undone. Every rank writes what it met into ``rank-<n>.json``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy
+from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError
 from lightning_smartinfinity.native import testing
 from tests.helpers.models import LitTiny, Recipe
 
 
 class FailOnRankOne(pl.Callback):
-    """Lets rank 1 fail once in the third step."""
+    """Lets rank 1 fail once, in the third step if not in another one."""
 
-    def __init__(self, fail: Callable[[Any], None]) -> None:
-        self.fail = fail
+    def __init__(self, fail: Callable[[Any], None], step: int = 2) -> None:
+        self.fail, self.step = fail, step
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 2:
+        if trainer.global_step == self.step:
             trainer.strategy.drain()  # the step before may still be in flight
             if trainer.global_rank == 1:
                 self.fail(trainer.strategy.optimizers[0])
@@ -52,15 +52,26 @@ def fail_commit(optimizer: Any) -> None:
     os.pwrite = full  # type: ignore[assignment]
 
 
-def fit(root: Path, fail: Callable[[Any], None]) -> tuple[pl.Trainer, dict[str, Any]]:
-    """Train and note the error, the generation and the step counts of this rank."""
+def fail_undo(optimizer: Any) -> None:
+    """The state of the step before cannot be read back any more."""
+
+    def unreadable() -> None:
+        raise StorageError("rank-00001 cannot be read.", "Use another disk.")
+
+    optimizer.rank_state.handler.rollback = unreadable
+
+
+def fit(root: Path, failure: FailOnRankOne, clip: float | None = None) -> tuple[pl.Trainer, str]:
+    """Train and note the error of this rank."""
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
         precision="bf16-mixed",
-        strategy=SmartInfinityStrategy(root / "storage", overlap=sys.argv[2]),
+        # Gradients leave within backward.
+        strategy=SmartInfinityStrategy(root / "storage", overlap=sys.argv[2], zero={"reduce_bucket_size": 4000}),
         max_steps=5,
-        callbacks=[FailOnRankOne(fail)],
+        gradient_clip_val=clip,
+        callbacks=[failure],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -72,15 +83,19 @@ def fit(root: Path, fail: Callable[[Any], None]) -> tuple[pl.Trainer, dict[str, 
         trainer.fit(LitTiny(Recipe(precision="bf16-mixed")))
     except SmartInfinityError as error:
         met = f"{type(error).__name__}: {error}"
-    handler = trainer.strategy.optimizers[0].handler
-    return trainer, {"met": met, "generation": handler.generation, "steps": max(handler.steps.tolist())}
+    return trainer, met
 
 
 def main() -> None:
-    """Two fits; what the second has left is saved."""
+    """All fits; what the last has left is saved."""
     root, seen = Path(sys.argv[1]), {}
+    if sys.argv[2] == "backward":
+        # Every guess is wrong, for every step is clipped; the third would be the last for a while.
+        _, seen["fail_undo"] = fit(root, FailOnRankOne(fail_undo, step=1), clip=1e-3)
     for fail in (fail_write, fail_commit):
-        trainer, seen[fail.__name__] = fit(root, fail)
+        trainer, met = fit(root, FailOnRankOne(fail))
+        handler = trainer.strategy.optimizers[0].handler
+        seen[fail.__name__] = {"met": met, "generation": handler.generation, "steps": max(handler.steps.tolist())}
     (root / f"rank-{trainer.global_rank}.json").write_text(json.dumps(seen))
     trainer.save_checkpoint(root / "rescued.ckpt")
 

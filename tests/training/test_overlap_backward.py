@@ -14,7 +14,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageError
-from lightning_smartinfinity.zero3.speculation import Hysteresis
+from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.transfer.step import Step
+from lightning_smartinfinity.zero3.speculation import Hysteresis, Speculation
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_overlap import BF16, CASES, SMALL_RING, FailAt, assert_same, result
@@ -110,6 +112,24 @@ def test_what_happens_between_backward_and_the_step(action: Callable[[Any], None
     assert all(torch.equal(a, b) for a, b in zip(seen["none"][1], seen["backward"][1], strict=True))
 
 
+def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> None:
+    """Small parameters are readable after backward, without a word to ZeRO-3: as they were, though the update runs."""
+    seen: dict[str, list[torch.Tensor]] = {}
+    for overlap in ("none", "backward"):
+
+        def read(module: Any, seen: list[torch.Tensor] = seen.setdefault(overlap, [])) -> None:  # noqa: B006
+            module.trainer.strategy.optimizers[0].rank_state.handler.drain()
+            seen.append(module.model.norm.weight.detach().clone())
+
+        strategy = SmartInfinityStrategy(tmp_path / overlap, overlap=overlap, zero=BUCKET)
+        quiet_trainer(tmp_path, strategy, callbacks=[AfterBackward(read)], max_steps=4).fit(LitTiny(BF16))
+        if overlap == "backward":
+            assert strategy.optimizers[0].speculation.num_right == 4
+        strategy.close()
+    assert len(seen["none"][-1]) == 32
+    assert all(torch.equal(a, b) for a, b in zip(seen["none"], seen["backward"], strict=True))
+
+
 def spoil_rate(module: Any) -> None:
     if module.trainer.global_step == 1:
         module.trainer.strategy.optimizers[0].param_groups[0]["lr"] = -1.0
@@ -142,6 +162,105 @@ def test_a_failure_within_backward_undoes_the_step(tmp_path: Path) -> None:
     for name, param in module.model.named_parameters():
         assert torch.equal(optimizer.get_full_hp_param(param), masters[name]), name
     strategy.close()
+
+
+# ---- Ctrl-C
+
+
+def _interrupt_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bool = False) -> None:
+    """Let the first call of a method meet Ctrl-C, before or after it has done its work."""
+    method = getattr(owner, name)
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(owner, name, method)
+        if after:
+            method(self, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+class InterruptAt(pl.Callback):
+    """Ctrl-C comes in the third step, wherever ``where`` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], *, after: bool) -> None:
+        self.arm = lambda: _interrupt_once(monkeypatch, *where, after=after)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2:
+            self.arm()
+
+
+INTERRUPTED = {
+    "a guess begins": (TransferHandler, "begin_growing"),
+    "a tasklet is opened": (TransferHandler, "extend"),
+    "a gradient has come": (Speculation, "arrived"),
+    "the guess is completed": (TransferHandler, "complete"),
+    "the guess is undone": (Step, "restore"),
+    "the step begins after a wrong guess": (TransferHandler, "begin_step"),
+    "a failed step is undone": (Step, "restore"),
+}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None], dict[str, torch.Tensor]]:
+    """The masters after two steps without overlap, by ``clip``."""
+    known: dict[float | None, dict[str, torch.Tensor]] = {}
+
+    def masters(clip: float | None) -> dict[str, torch.Tensor]:
+        if clip not in known:
+            recipe = dataclasses.replace(BF16, clip=clip, max_steps=2)
+            _, known[clip] = result(run_of(tmp_path_factory.mktemp("two"), recipe, "none"))
+        return known[clip]
+
+    return masters
+
+
+def assert_holds(trainer: pl.Trainer, module: LitTiny, masters: dict[str, torch.Tensor]) -> None:
+    """Masters are these, and parameters are these rounded."""
+    for name, param in module.model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            assert torch.equal(param, masters[name].bfloat16()), name
+        assert torch.equal(trainer.strategy.optimizers[0].get_full_hp_param(param), masters[name]), name
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interrupt_within_a_guess(
+    name: str, after: bool, two_steps: Callable[[float | None], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters and masters are those of the last step, and can be saved."""
+    clip = 1e-3 if "wrong" in name or "guess is undone" in name else None
+    faults = [FailAt(2, fail_write_at=0)] if "failed" in name else []
+    strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward", zero=BUCKET)
+    interrupt = InterruptAt(monkeypatch, INTERRUPTED[name], after=after)
+    trainer = quiet_trainer(tmp_path, strategy, callbacks=[interrupt, *faults], max_steps=5, gradient_clip_val=clip)
+    module = LitTiny(BF16)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(module)
+    assert not strategy.optimizers[0].rank_state.handler.grows
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    assert strategy.optimizers[0].handler.generation == 2
+    assert_holds(trainer, module, two_steps(clip))
+    strategy.close()
+
+
+def test_closing_within_a_guess(two_steps: Callable[[float | None], Any], tmp_path: Path) -> None:
+    """The guess is undone; the step says that there is nothing any more that it could update."""
+
+    def close(module: Any) -> None:
+        if module.trainer.global_step == 2:
+            assert strategy.optimizers[0].speculation.on
+            strategy.close()
+
+    strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward", zero=BUCKET)
+    trainer = quiet_trainer(tmp_path, strategy, callbacks=[AfterBackward(close)], max_steps=5)
+    module = LitTiny(BF16)
+    with pytest.raises(StorageError, match="gradient arena of this training has been closed"):
+        trainer.fit(module)
+    for name, param in module.model.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            assert torch.equal(param, two_steps(None)[name].bfloat16()), name
 
 
 def test_pauses_grow_while_guesses_are_wrong() -> None:
