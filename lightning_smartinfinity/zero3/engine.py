@@ -49,10 +49,10 @@ class _PortableEngine(DeepSpeedEngine):
     """``DeepSpeedEngine`` that computes in fp16 wherever torch does, and refuses to load weights that it would lose."""
 
     def __init__(self, **kwargs: Any) -> None:
+        refuse_foreign_steps()
         super().__init__(**kwargs)
         learn_late_uses(getattr(self.optimizer, "parameter_offload", self.optimizer))
         refuse_plain_loading(self.module)
-        refuse_foreign_steps()
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         # zero.Init has given parameters their dtype, so the base class casts none; some came without it, by copying or

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -14,13 +15,35 @@ from lightning_smartinfinity.errors import UnsupportedError
 __all__ = ["refuse_foreign_steps"]
 
 
-@functools.cache
+# What each optimizer looked like when it was found to have no partitioned parameter.
+_FOUND_FREE: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_num_engines = 0
+
+
 def refuse_foreign_steps() -> None:
-    """Let ``step`` of every optimizer in this process raise on partitioned parameters; ours hands torch none."""
+    """Let ``step`` of every optimizer in this process raise on partitioned parameters; ours hands torch none.
+
+    Called whenever an engine is about to partition parameters: those of other optimizers may be among them.
+    """
+    global _num_engines
+    _num_engines += 1
+    _register()
+
+
+@functools.cache
+def _register() -> None:
     register_optimizer_step_pre_hook(_refuse)
 
 
 def _refuse(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+    looks = (_num_engines, sum(len(group["params"]) for group in optimizer.param_groups))
+    if _FOUND_FREE.get(optimizer) != looks:
+        _refuse_partitioned(optimizer)
+        if not any(hasattr(param, "ds_status") for group in optimizer.param_groups for param in group["params"]):
+            _FOUND_FREE[optimizer] = looks
+
+
+def _refuse_partitioned(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             # What happens to be gathered loses its update as soon as it is partitioned again. The flat partitions that
