@@ -49,7 +49,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
     :func:`write_arrays` fills them in where they were saved.
     """
     layout: PartitionLayout = optimizer.layout
-    steps = optimizer.handler.steps
+    steps = optimizer.settled_handler().steps
     return {
         ZERO_STAGE: ZeroStageEnum.weights,
         LOSS_SCALER: optimizer.loss_scaler,
@@ -86,7 +86,7 @@ def write_arrays(optimizer: Any, file: TensorFile) -> None:
         for stream, values in zip(streams, window.arrays, strict=False):
             stream.write(values)
 
-    optimizer.handler.scan(write)
+    optimizer.settled_handler().scan(write)
 
 
 def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
@@ -115,7 +115,7 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optim
             with_moments = load_optimizer_states and not extra.get("without_moments")
             streams = _streams(optimizer, file, with_moments=with_moments)
         steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
-        optimizer.handler.replace(_Filler(optimizer, streams), steps=steps, together=together)
+        optimizer.settled_handler().replace(_Filler(optimizer, streams), steps=steps, together=together)
     if load_optimizer_states:
         _restore_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"], ours=EXTRA_KEY in state_dict)
     optimizer.save_id = extra["save_id"]

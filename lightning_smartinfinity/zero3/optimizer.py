@@ -319,9 +319,12 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
 
     # ---- short names for what the rank holds open
 
-    @property
-    def handler(self) -> TransferHandler:
-        """As :attr:`RankState.handler`, once the step in flight is committed: collective."""
+    def settled_handler(self) -> TransferHandler:
+        """:attr:`RankState.handler`, once the step in flight is committed. Collective.
+
+        Raises:
+            StorageError: As :meth:`UpdateInFlight.settle`, or there is no usable state.
+        """
         self.update.settle()
         return self.rank_state.handler
 

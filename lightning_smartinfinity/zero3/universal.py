@@ -64,7 +64,7 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
         folder.check_arrays((MASTER_FILE, *optimizer.rule.arrays[1:]))
         frozen = _frozen_slices(engine, folder)
     optimizer.checkpoint_event_prologue()
-    optimizer.handler.replace(_filler(optimizer, folder), steps=steps, together=together)
+    optimizer.settled_handler().replace(_filler(optimizer, folder), steps=steps, together=together)
     checkpoint = {"module": folder.model_states["module"], FROZEN_PARAM_FRAGMENTS: frozen}
     with together():
         engine.load_module_state_dict(checkpoint=checkpoint, strict=strict)

@@ -16,6 +16,7 @@ from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoint_folder import check_frozen, check_weights, reading_checkpoint
 from lightning_smartinfinity.zero3.client_state import of_user
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.partition import write_range
 from lightning_smartinfinity.zero3.release import trainings_of
@@ -53,7 +54,7 @@ def load_saved_weights(engine: Any, path: str | Path, *, strict: bool) -> dict[s
             check_frozen(engine.module, saved.model_states, saved.path)
         targets = _targets(engine.module, saved, strict=strict)
     optimizer = engine.optimizer
-    trains = getattr(optimizer, "handler", None) is not None
+    trains = isinstance(optimizer, SmartInfinityOptimizer)
     trainings = [optimizer] if trains else _idle_trainings(engine.module)
     for training in trainings:
         # After a fit that was broken off a step may be in flight; undone later, it would take back what is loaded.
@@ -186,7 +187,7 @@ def _undone_on_failure(trainings: Iterable[Any], engine: Any) -> Iterator[None]:
     except SmartInfinityError:
         for optimizer in trainings:
             with raising_together():
-                optimizer.handler.scan(partial(_put_back, optimizer))
+                optimizer.settled_handler().scan(partial(_put_back, optimizer))
             if optimizer is engine.optimizer:
                 optimizer.checkpoint_event_epilogue()
         raise

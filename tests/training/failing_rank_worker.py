@@ -94,7 +94,7 @@ def main() -> None:
         _, seen["fail_undo"] = fit(root, FailOnRankOne(fail_undo, step=1), clip=1e-3)
     for fail in (fail_write, fail_commit):
         trainer, met = fit(root, FailOnRankOne(fail))
-        handler = trainer.strategy.optimizers[0].handler
+        handler = trainer.strategy.optimizers[0].settled_handler()
         seen[fail.__name__] = {"met": met, "generation": handler.generation, "steps": max(handler.steps.tolist())}
     (root / f"rank-{trainer.global_rank}.json").write_text(json.dumps(seen))
     trainer.save_checkpoint(root / "rescued.ckpt")

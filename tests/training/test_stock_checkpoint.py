@@ -58,9 +58,9 @@ class Look(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         optimizer: Any = trainer.strategy.optimizers[0]
         self.arrays = [np.empty(optimizer.layout.numel, np.float32) for _ in range(3)]
-        optimizer.handler.scan(partial(copy_window, self.arrays))
+        optimizer.settled_handler().scan(partial(copy_window, self.arrays))
         self.partition = torch.cat(optimizer.fp16_partitioned_groups_flat).clone()
-        self.steps = optimizer.handler.steps.tolist()
+        self.steps = optimizer.settled_handler().steps.tolist()
         self.loss_scale = float(optimizer.loss_scale)
         self.lr = [group["lr"] for group in optimizer.param_groups]
 
@@ -138,10 +138,10 @@ def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_
     assert fabric.load(saved / "fp32.engine" / inside, {"model": model, "optimizer": optimizer}) == {}
     inner, state = optimizer.engine.optimizer, optimizer_state(saved / "fp32.engine")
     arrays = [np.empty(inner.layout.numel, np.float32) for _ in range(3)]
-    inner.handler.scan(partial(copy_window, arrays))
+    inner.settled_handler().scan(partial(copy_window, arrays))
     for array, values in zip(arrays, saved_arrays(state), strict=True):
         assert torch.equal(torch.from_numpy(array), values)
-    assert set(inner.handler.steps.tolist()) == {SAVE_AT}
+    assert set(inner.settled_handler().steps.tolist()) == {SAVE_AT}
     fabric.strategy.close()
 
 
