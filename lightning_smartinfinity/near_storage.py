@@ -90,6 +90,9 @@ class NearStorage:
         After training the state stays readable (``save_checkpoint``) until this is called, the next training on the
         same storage begins, or the interpreter exits. Parameters on storage (``offload_param``) stay until this is
         called, or neither their model nor the strategy exists any more. Calling it again does nothing.
+
+        A step in flight is finished first. So with several processes, where ``overlap`` may have left one, every rank
+        calls it.
         """
         self._close_state()
         if self._parameters is not None:
@@ -109,9 +112,9 @@ class NearStorage:
             optimizer.update.settle()
 
     def _close_state(self) -> None:
-        state = self._rank_state
-        if state is not None:
-            state.close()
+        optimizer = self._near_storage_optimizer
+        if optimizer is not None:
+            optimizer.close_storage()
 
     def traffic(self) -> Traffic:
         """Counters of this rank since its storage was opened; all zero before training and after :meth:`close`.
@@ -279,7 +282,7 @@ class NearStorage:
         if optimizer is not None:
             optimizer.rank_state.in_fit = False
             # After an error, which may have come on this rank alone, a step may still be in flight.
-            optimizer.update.quiesce()
+            optimizer.update.training_over()
         if self._idle_key is not None:
             _IDLE[self._idle_key] = weakref.ref(self)
 

@@ -8,6 +8,7 @@ the installed DeepSpeed by the tests of docs/seams.md.
 from __future__ import annotations
 
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
-from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.handler import TransferHandler
@@ -32,8 +34,13 @@ from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.gradient_path import GradientPath
 from lightning_smartinfinity.zero3.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.overlap_choice import OverlapChoice
-from lightning_smartinfinity.zero3.partition import describe_partition, outputs_of, zero_padding
-from lightning_smartinfinity.zero3.rank_state import RankState
+from lightning_smartinfinity.zero3.partition import (
+    describe_partition,
+    lies_in_host_memory,
+    outputs_of,
+    zero_padding,
+)
+from lightning_smartinfinity.zero3.rank_state import RankState, warn_of_undone_step
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.speculation import Speculation
 from lightning_smartinfinity.zero3.state_by_parameter import StateByParameter
@@ -62,8 +69,6 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         self.saves_weights_only = False
         self._left_out: list[Any] = []
         self.update = UpdateInFlight(self)
-        self.overlap = OverlapChoice(offload.overlap, speculates=offload.transfer.num_slots > 1)
-        self.speculation = Speculation(self, enabled=self.overlap.may_speculate)
         # Whether the backward that comes is the last of its window, as far as its caller knows.
         self.step_follows = False
         rank_state = RankState(keep=offload.transfer.keep)
@@ -72,19 +77,22 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         except BaseException:
             rank_state.close()
             raise
+        self.overlap = OverlapChoice(offload.overlap, obstacle=self._obstacle_to_guesses())
+        self.speculation = Speculation(self, enabled=self.overlap.may_speculate)
         self.outside_writes = OutsideWrites(self)
         self.outside_writes.watch(self.module.parameters())
         self.update.watch(self.module.parameters())
         self._watch_releases()
-        if offload.overlap == "backward" and offload.transfer.num_slots == 1:
-            warnings.warn(
-                "overlap='backward' works as 'forward' with TransferConfig(durability='none'): a wrong guess could not "
-                "be undone.",
-                stacklevel=2,
-            )
         self._kept_gathered: list[Any] = self.persistent_parameters
         self._choose_kept_gathered()
         return_freed_memory()
+
+    def _obstacle_to_guesses(self) -> str | None:
+        if self._offload.transfer.num_slots == 1:
+            return "with TransferConfig(durability='none') a wrong guess could not be undone"
+        if not lies_in_host_memory(self):
+            return "only parameters in host memory are updated within backward, not those on storage or on a GPU"
+        return None
 
     # ---- construction: what the base class calls from its constructor
 
@@ -318,6 +326,19 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         )
 
     # ---- short names for what the rank holds open
+
+    def close_storage(self) -> None:
+        """Finish the step in flight, agreed by all ranks, and close its storage. Collective.
+
+        Not while an error is being handled, or after one has ended the training: it may be this rank's alone. Then each
+        rank commits what it can, and a store that is kept goes on from the newest generation that all of them have.
+        """
+        if dist.is_initialized() and sys.exc_info()[0] is None and not self.update.is_in_doubt:
+            try:
+                self.update.settle()
+            except SmartInfinityError as error:
+                warn_of_undone_step(error)
+        self.rank_state.close()
 
     def settled_handler(self) -> TransferHandler:
         """:attr:`RankState.handler`, once the step in flight is committed. Collective.

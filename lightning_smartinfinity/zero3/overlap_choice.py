@@ -6,6 +6,7 @@ All of them compute the same bits, so that a choice by time changes nothing but 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from statistics import median
 
@@ -27,17 +28,18 @@ class OverlapChoice:
 
     Args:
         setting: ``"none"``, ``"forward"``, ``"backward"`` or ``"auto"``.
-        speculates: Whether an update that begins in backward could be undone; else ``"backward"`` is ``"forward"``, and
-            ``"auto"`` does not try it.
+        obstacle: Why no update may begin in backward, if so; then ``"backward"`` is ``"forward"``, and ``"auto"`` does
+            not try it.
 
     Attributes:
         mode: Of the step that comes.
         may_speculate: Whether any step may begin in backward.
     """
 
-    def __init__(self, setting: str, *, speculates: bool = True) -> None:
+    def __init__(self, setting: str, *, obstacle: str | None = None) -> None:
         candidates: tuple[str, ...] = _CANDIDATES if setting == "auto" else (setting,)
-        if not speculates:
+        if obstacle is not None and "backward" in candidates:
+            _say(setting, obstacle)
             candidates = tuple(dict.fromkeys("forward" if name == "backward" else name for name in candidates))
         self.may_speculate = "backward" in candidates
         self._candidates = candidates
@@ -80,3 +82,10 @@ class OverlapChoice:
         self.mode = self._candidates[best]
         self._candidates = (self.mode,)
         _log.info("overlap='auto': %s from now on; steps took, summed over processes: %s.", self.mode, measured)
+
+
+def _say(setting: str, obstacle: str) -> None:
+    if setting == "auto":
+        _log.info("overlap='auto' does not try 'backward': %s.", obstacle)
+    else:
+        warnings.warn(f"overlap='backward' works as 'forward': {obstacle}.", stacklevel=3)

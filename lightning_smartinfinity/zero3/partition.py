@@ -17,6 +17,7 @@ from lightning_smartinfinity.zero3.stored_partition import StoredPartition, has_
 
 __all__ = [
     "describe_partition",
+    "lies_in_host_memory",
     "make_contiguous",
     "outputs_of",
     "read_range",
@@ -62,10 +63,16 @@ def outputs_of(optimizer: Any) -> Sequence[Flat] | CudaPartition | StagedPartiti
         optimizer: DeepSpeed's, with its sub-groups made and every parameter partitioned.
     """
     partitions = optimizer.fp16_partitioned_groups_flat
-    if all(partition is not None and partition.device.type == "cpu" for partition in partitions):
+    if lies_in_host_memory(optimizer):
         return [flat_of(partition) for partition in partitions]
     link = None if has_stored_parameters(optimizer) else link_to(partitions[0].device)
     return link.partition(partitions) if link is not None else staged_partition(optimizer)
+
+
+def lies_in_host_memory(optimizer: Any) -> bool:
+    """Whether all of the partition does."""
+    flats = optimizer.fp16_partitioned_groups_flat
+    return all(flat is not None and flat.device.type == "cpu" for flat in flats)
 
 
 def staged_partition(optimizer: Any) -> StagedPartition:

@@ -13,7 +13,7 @@ from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 
-__all__ = ["RankState"]
+__all__ = ["RankState", "warn_of_undone_step"]
 
 
 class RankState:
@@ -138,8 +138,8 @@ class RankState:
     def close(self) -> None:
         """Close the handler and the arena; the state on storage is removed unless ``keep``. Idempotent.
 
-        A step in flight is committed first, so that the parameters in memory are whole. Not collective: what another
-        rank could not commit, none takes up again.
+        A step that is still in flight is committed first, if this rank can, so that the parameters in memory are whole.
+        Not collective: what another rank could not commit, none takes up again.
         """
         # Closed before they are forgotten: after an interrupt it can be called again.
         if self._handler is not None:
@@ -176,4 +176,9 @@ class RankState:
             handler.commit()
         except SmartInfinityError as error:
             self.abandon_step(error)
-            warnings.warn(f"The last step of the training was undone: {error}", stacklevel=2)
+            warn_of_undone_step(error)
+
+
+def warn_of_undone_step(error: SmartInfinityError) -> None:
+    """The training was over when its last step failed."""
+    warnings.warn(f"The last step of the training was undone: {error}", stacklevel=3)

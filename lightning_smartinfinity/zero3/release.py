@@ -27,7 +27,7 @@ def trainings_of(module: torch.nn.Module) -> list[SmartInfinityOptimizer]:
 def end_training(module: torch.nn.Module) -> None:
     """End earlier trainings of a module, by whatever strategy: their storage is closed."""
     for owner in trainings_of(module):
-        owner.rank_state.close()
+        owner.close_storage()
         owner.destroy()
 
 

@@ -10,7 +10,7 @@ Guesses are right or wrong on all ranks alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -93,9 +93,7 @@ class Speculation:
                 backward of its window, or nothing is known about it.
         """
         self.lose()
-        if plan is None or not self._enabled or not isinstance(plan.outputs, Sequence):
-            return
-        if not self._hysteresis.allows():
+        if plan is None or not self._enabled or not self._hysteresis.allows():
             return
         self._optimizer.update.settle()
         layout = self._optimizer.layout

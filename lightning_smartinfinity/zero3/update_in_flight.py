@@ -44,6 +44,7 @@ class UpdateInFlight:
         self._optimizer = optimizer
         self._lock = threading.RLock()  # autograd's threads gather, too
         self._begun = False
+        self._training_over = False
         self._failure: SmartInfinityError | None = None
         # Why the step in flight is being undone, until it is.
         self._undoing: BaseException | None = None
@@ -52,6 +53,16 @@ class UpdateInFlight:
         self._awaited: set[int] = set()
         self._waits_once = True
         self._uses: dict[int, None] = {}
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether an error has ended the training with a step in flight: other ranks may not be here to agree on it."""
+        return self._begun and self._training_over
+
+    def training_over(self) -> None:
+        """The training has ended, or was broken off. As :meth:`quiesce` otherwise."""
+        self._training_over = True
+        self.quiesce()
 
     def watch(self, parameters: Iterable[Any]) -> None:
         """From now on, gather each of these parameters, or read it from storage, only once it is updated.
@@ -84,7 +95,7 @@ class UpdateInFlight:
         except BaseException as error:
             self._undo(error)
             raise
-        self._begun = True
+        self._begun, self._training_over = True, False
         self._untouched = set(range(len(self._optimizer.layout.parameters)))
         self._awaited = set(self._untouched)
         # Copies to a device have only been started when a wait is over: every stream that gathers waits for them.

@@ -3,7 +3,8 @@
 ``python -m tests.training.failing_rank_worker FOLDER OVERLAP``
 
 First a write of state fails, then, in a second fit, that of the commit record. With ``backward`` there is a fit before
-them in which a guess that was wrong cannot be undone. Every rank writes what it met into ``rank-<n>.json``.
+them in which a guess that was wrong cannot be undone; with ``forward`` a loop in Fabric behind them that ends with a
+step in flight. Every rank writes what it met into ``rank-<n>.json``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import lightning.pytorch as pl
+import torch
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError
 from lightning_smartinfinity.native import testing
+from tests.fabric.worker import _window, quiet_fabric
 from tests.helpers.models import LitTiny, Recipe
 
 
@@ -86,6 +90,31 @@ def fit(root: Path, failure: FailOnRankOne, clip: float | None = None) -> tuple[
     return trainer, met
 
 
+def close_in_flight(root: Path) -> bool:
+    """Whether a step that fails on rank 1 while a loop in Fabric closes its storage leaves all parameters as before."""
+    recipe = Recipe()
+    fabric = quiet_fabric(root / "closed", devices=2, precision="32-true", options={"overlap": "forward"})
+    module = recipe.build_model()
+    model, optimizer = fabric.setup(module, recipe.build_optimizer(list(module.named_parameters())))
+    values: list[list[torch.Tensor]] = []
+    for step in range(2):
+        _window(fabric, model, recipe, step)
+        if step == 1:
+            fabric.strategy.drain()
+            values.append(_gathered(module))
+            if fabric.global_rank == 1:
+                fail_write(optimizer.engine.optimizer)
+        optimizer.step()
+    fabric.strategy.close()
+    values.append(_gathered(module))
+    return all(torch.equal(before, after) for before, after in zip(*values, strict=True))
+
+
+def _gathered(module: torch.nn.Module) -> list[torch.Tensor]:
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        return [param.detach().clone() for param in module.parameters()]
+
+
 def main() -> None:
     """All fits; what the last has left is saved."""
     root, seen = Path(sys.argv[1]), {}
@@ -96,6 +125,8 @@ def main() -> None:
         trainer, met = fit(root, FailOnRankOne(fail))
         handler = trainer.strategy.optimizers[0].settled_handler()
         seen[fail.__name__] = {"met": met, "generation": handler.generation, "steps": max(handler.steps.tolist())}
+    if sys.argv[2] == "forward":
+        seen["close_in_flight"] = close_in_flight(root)
     (root / f"rank-{trainer.global_rank}.json").write_text(json.dumps(seen))
     trainer.save_checkpoint(root / "rescued.ckpt")
 

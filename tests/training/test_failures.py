@@ -99,6 +99,8 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap:
     if overlap == "backward":
         assert seen[0]["fail_undo"].startswith("StorageError: The optimizer state of this training is lost")
         assert "rank-00001" in seen[0]["fail_undo"]
+    if overlap == "forward":
+        assert seen[0]["close_in_flight"], "a step was undone on one rank and not on the other"
     for fault, kind, file in (
         ("fail_write", "StorageError", "state.bin"),
         ("fail_commit", "StorageFullError", "commit.bin"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from lightning_smartinfinity.zero3.overlap_choice import OverlapChoice
@@ -37,11 +39,16 @@ def test_what_is_simpler_stays_where_nothing_is_gained() -> None:
     assert run(OverlapChoice("auto"), {"none": 1.0, "forward": 0.99, "backward": 0.98})[-1] == "none"
 
 
-def test_no_speculation_where_it_could_not_be_undone() -> None:
-    choice = OverlapChoice("auto", speculates=False)
+def test_no_speculation_where_something_is_in_its_way(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says why, and a warning where it had been asked for."""
+    with caplog.at_level(logging.INFO):
+        choice = OverlapChoice("auto", obstacle="there is but one slot")
+    assert "'backward': there is but one slot" in caplog.text
     assert not choice.may_speculate
     assert set(run(choice, {"none": 1.0, "forward": 0.5})) == {"none", "forward"}
-    assert set(run(OverlapChoice("backward", speculates=False), {"forward": 1.0})) == {"forward"}
+    with pytest.warns(UserWarning, match="works as 'forward': there is but one slot"):
+        choice = OverlapChoice("backward", obstacle="there is but one slot")
+    assert set(run(choice, {"forward": 1.0})) == {"forward"}
 
 
 def test_what_may_come_is_known_from_the_start() -> None:
