@@ -1,0 +1,298 @@
+"""Random trainings with random interference, delays and failures: with overlap the same bits as without."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
+
+from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TransferConfig
+from lightning_smartinfinity.native import testing
+from lightning_smartinfinity.zero3.gradient_path import GradientPath
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import quiet_trainer
+
+Action = Callable[[pl.Trainer, Any], None]
+HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
+
+
+# ---- what may happen at any hook
+
+
+def look(trainer: pl.Trainer, module: Any) -> None:
+    module.seen.append(float(safe_get_full_fp32_param(module.model.head.weight).double().sum()))
+
+
+def gather(trainer: pl.Trainer, module: Any) -> None:
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        module.seen.append([float(param.detach().double().sum()) for param in module.parameters()])
+
+
+def edit_gradient(trainer: pl.Trainer, module: Any) -> None:
+    gradient = safe_get_full_grad(module.model.norm.weight)
+    if gradient is not None:
+        safe_set_full_grad(module.model.norm.weight, gradient * 2)
+
+
+def write(trainer: pl.Trainer, module: Any) -> None:
+    value = safe_get_full_fp32_param(module.model.norm.weight)
+    safe_set_full_fp32_param(module.model.norm.weight, value + 0.25)
+
+
+def write_gathered(trainer: pl.Trainer, module: Any) -> None:
+    param = module.model.blocks[0].up.weight
+    with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
+        param.mul_(0.5)
+
+
+def set_hyperparameters(trainer: pl.Trainer, module: Any) -> None:
+    for group in trainer.strategy.optimizers[0].param_groups:
+        group["lr"] *= 0.7
+        group["betas"] = (group["betas"][0] * 0.9, group["betas"][1])
+
+
+def zero_grad(trainer: pl.Trainer, module: Any) -> None:
+    trainer.strategy.optimizers[0].zero_grad()
+
+
+def forward(trainer: pl.Trainer, module: Any) -> None:
+    with torch.no_grad():
+        module.seen.append(float(module.model(module.recipe.batch(0))))
+
+
+def save(trainer: pl.Trainer, module: Any) -> None:
+    trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
+
+
+ACTIONS: tuple[Action, ...] = (
+    look,
+    gather,
+    edit_gradient,
+    write,
+    write_gathered,
+    set_hyperparameters,
+    zero_grad,
+    forward,
+    save,
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training: what is trained, how it is stored, and what interferes at which call of which hook."""
+
+    recipe: Recipe
+    state_format: str
+    zero: dict[str, Any]
+    transfer: dict[str, Any]
+    bypasses_buckets: bool
+    actions: dict[tuple[str, int], Action]
+    # Micro-batches without a loss, and windows whose step is left out.
+    lossless: int
+    stepless: int
+
+
+def program(seed: int) -> Program:
+    """A random one, in which anything may happen."""
+    choose = random.Random(seed)
+    precision = choose.choice(["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
+    formats = ["fp32", "bf16", "int8"] + ["int8_remainder"] * precision.startswith("bf16")
+    recipe = Recipe(
+        precision=precision,
+        depth=1,
+        max_steps=choose.choice([4, 6]),
+        accumulate=choose.choice([1, 1, 2]),
+        epoch_batches=choose.choice([5, 32]),
+        clip=choose.choice([None, None, 1e-3, 0.6, 1.0]),
+        groups=choose.random() < 0.5,
+        scheduler=choose.choice([None, "step", "epoch"]),
+        tied=choose.random() < 0.5,
+        frozen=choose.random() < 0.3,
+        odd=choose.random() < 0.4,
+        skip_side_at=(1, 2) if choose.random() < 0.5 else (),
+        nan_at=(choose.randrange(5),) if choose.random() < 0.4 else (),
+        validate=choose.random() < 0.3,
+    )
+    zero: dict[str, Any] = {"reduce_bucket_size": 4000}
+    if choose.random() < 0.5:
+        zero["stage3_param_persistence_threshold"] = 0
+    if choose.random() < 0.2:
+        zero["offload_param"] = {"device": "cpu"}
+    transfer: dict[str, Any] = {"tasklet_bytes": 64 * 1024, "num_buffers": choose.choice([2, 3, 5])}
+    if choose.random() < 0.3:
+        transfer["dram_cache_bytes"] = choose.choice([100_000, 10**7])
+    return Program(
+        recipe,
+        choose.choice(formats),
+        zero,
+        transfer,
+        bypasses_buckets=choose.random() < 0.6,
+        actions={
+            (choose.choice(HOOKS), choose.randrange(4)): choose.choice(ACTIONS) for _ in range(choose.randrange(4))
+        },
+        lossless=choose.choice([0, 0, 0, 2]),
+        stepless=choose.choice([0, 0, 0, 2]),
+    )
+
+
+class Interference(pl.Callback):
+    """Calls the actions of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.actions = program.actions
+        self.calls = dict.fromkeys(HOOKS, 0)
+
+    def _called(self, hook: str, trainer: pl.Trainer, module: Any) -> None:
+        action = self.actions.get((hook, self.calls[hook]))
+        self.calls[hook] += 1
+        if action is not None:
+            action(trainer, module)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._called("on_after_backward", trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self._called("on_before_optimizer_step", trainer, pl_module)
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self._called("on_before_zero_grad", trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self._called("on_train_batch_end", trainer, pl_module)
+
+
+class Faulty(pl.Callback):
+    """Lets transfers come late, short and out of order, and one of them fail."""
+
+    def __init__(self, **faults: int) -> None:
+        self.faults = faults
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pipeline = trainer.strategy.optimizers[0].rank_state.handler._device._pipeline
+        testing.inject(pipeline, max_delay_us=800, short_transfer_every=3, **self.faults)
+
+
+class Programmed(LitTiny):
+    """Trains a program."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.recipe)
+        self.program = program
+        self.seen: list[Any] = []
+        self.num_batches = 0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.num_batches += 1
+        return None if self.num_batches == self.program.lossless else loss
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.num_batches + 1 == self.program.stepless:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+@dataclass
+class Left:
+    """What a training left behind."""
+
+    observed: str
+    generation: int
+    tensors: dict[str, torch.Tensor]
+    guesses: tuple[int, int]
+
+
+def train(program: Program, root: Path, overlap: str, *callbacks: pl.Callback) -> Left:
+    recipe = program.recipe
+    scaled = {"initial_scale_power": 22, "hysteresis": 1} if recipe.precision.startswith("16") else {}
+    strategy = SmartInfinityStrategy(
+        root / "storage",
+        overlap=overlap,
+        transfer=TransferConfig(**program.transfer),
+        zero=program.zero,
+        state_format=program.state_format,
+        **scaled,
+    )
+    trainer = quiet_trainer(
+        root,
+        strategy,
+        callbacks=[Interference(program), *callbacks],
+        precision=recipe.precision,
+        max_steps=recipe.max_steps,
+        accumulate_grad_batches=recipe.accumulate,
+        gradient_clip_val=recipe.clip,
+    )
+    module = Programmed(program)
+    failed = False
+    try:
+        trainer.fit(module)
+    except StorageError:
+        failed = True
+    optimizer = strategy.optimizers[0]
+    handler = optimizer.settled_handler()
+    tensors = {}
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            tensors[f"master {name}"] = optimizer.get_full_hp_param(param).clone()
+        with deepspeed.zero.GatheredParameters([param]):
+            tensors[name] = param.detach().clone()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    trained = (module.losses, module.validated, module.seen, rates, float(optimizer.loss_scale))
+    left = Left(
+        repr((handler.steps.tolist(), None if failed else trained)),
+        handler.generation,
+        tensors,
+        (optimizer.speculation.num_right, optimizer.speculation.num_wrong),
+    )
+    strategy.close()
+    return left
+
+
+def assert_same(ours: Left, theirs: Left) -> None:
+    assert ours.observed == theirs.observed and ours.generation == theirs.generation
+    for name, tensor in theirs.tensors.items():
+        assert torch.equal(ours.tensors[name], tensor), name
+
+
+def test_any_program_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, what hooks saw, validation, rates, loss scale, masters and parameters; some guesses right, some wrong."""
+    right = wrong = 0
+    for seed in range(5):
+        random_program = program(seed)
+        if not random_program.bypasses_buckets:
+            monkeypatch.setattr(GradientPath, "bypasses_buckets", False)
+        straight = train(random_program, tmp_path / f"{seed} none", "none")
+        left = train(random_program, tmp_path / f"{seed} backward", "backward", Faulty(seed=seed))
+        assert_same(left, straight)
+        right, wrong = right + left.guesses[0], wrong + left.guesses[1]
+        monkeypatch.undo()
+    assert right > 1 and wrong > 1
+
+
+def test_a_failure_anywhere_leaves_the_step_before(tmp_path: Path) -> None:
+    """Whichever transfer fails, within a guess, in undoing one, or beside forward: all is as after whole steps."""
+    failures = 0
+    for seed in range(4):
+        choose = random.Random(seed)
+        recipe = Recipe(precision="bf16-mixed", depth=1, max_steps=4, clip=choose.choice([None, 0.6]), accumulate=2)
+        plain = Program(
+            recipe, "fp32", {"reduce_bucket_size": 4000}, {"tasklet_bytes": 2**16, "num_buffers": 3}, True, {}, 0, 0
+        )
+        where = {choose.choice(["fail_read_at", "fail_write_at"]): choose.randrange(20)}
+        failed = train(plain, tmp_path / f"{seed}", choose.choice(["forward", "backward"]), Faulty(seed=seed, **where))
+        failures += failed.generation < recipe.max_steps
+        steps = dataclasses.replace(recipe, max_steps=failed.generation)
+        straight = train(dataclasses.replace(plain, recipe=steps), tmp_path / f"{seed} straight", "none")
+        for name, tensor in straight.tensors.items():
+            assert torch.equal(failed.tensors[name], tensor), (seed, name)
+    assert failures > 1
