@@ -235,5 +235,19 @@ def test_a_file_that_lost_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     store.close(remove=True)
 
 
+@pytest.mark.parametrize("more", [1, 4096, 100_000])
+def test_a_file_that_grew_before_its_process_died(tmp_path: Path, more: int) -> None:
+    """Whatever length it has: the generation is there, and the next one fits."""
+    store = create([tmp_path])
+    commit_generation(store, 0)
+    path, length = store.files[0].path, sizes(store)[0]
+    store.close(remove=False)
+    os.truncate(path, length + more)
+    store = StateStore.recover([tmp_path])
+    assert store.generation == 0 and length <= store.storage_bytes <= length + more
+    commit_generation(store, 1)
+    store.close(remove=True)
+
+
 def _full(descriptor: int, offset: int, length: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -36,7 +36,7 @@ class Run:
     resume: str | None = None
     save_after_fit: str | None = None
     save_at: tuple[int, ...] = ()
-    storage: str | None = None
+    storage: str | list[str] | None = None
     # Transfers of optimizer state end late and out of order, as this seed has it.
     delays: int | None = None
     delay_us: int = 4000

@@ -11,13 +11,13 @@ from lightning_smartinfinity.devices import FolderTraffic
 from lightning_smartinfinity.transfer.balance import Balance
 from tests.transfer.harness import Run
 
-__all__ = ["wander"]
+__all__ = ["Wandering", "wander"]
 
 
-class _Random(Balance):
+class Wandering(Balance):
     """Wants something else each time it is asked."""
 
-    def __init__(self, num_folders: int, seed: int) -> None:
+    def __init__(self, num_folders: int, seed: int = 0) -> None:
         super().__init__(num_folders)
         self._random = np.random.default_rng(seed)
 
@@ -31,4 +31,4 @@ class _Random(Balance):
 def wander(run: Run, *, seed: int = 0) -> None:
     """From the next step on, if there are several folders."""
     if run.case.num_devices > 1:
-        run.handler._balance = _Random(run.case.num_devices, seed)
+        run.handler._balance = Wandering(run.case.num_devices, seed)
