@@ -99,7 +99,9 @@ def measure(
     moved = first["read"] + first["written"]
     state.step()  # both halves are written by now
     (path,) = folder.rglob("state.bin")
-    raw = RawDisk(path, round(moved), read_fraction=first["read"] / moved, settings=options.sweep)
+    # Rounded to blocks, neither half may reach into the other, which holds the state.
+    room = round(moved) - 2 * max(setting.block for setting in options.sweep)
+    raw = RawDisk(path, room, read_fraction=first["read"] / moved, settings=options.sweep)
     raw.read_at, raw.write_at = state.halves()
     if not best:
         best += raw.sweep(options.sweep_mib * MIB)
