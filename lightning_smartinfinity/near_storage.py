@@ -133,7 +133,7 @@ class NearStorage:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on storage on this rank, all slots; 0 before training."""
+        """Bytes of optimizer state on storage on this rank, all places; 0 before training."""
         state = self._rank_state
         return 0 if state is None else state.storage_bytes
 

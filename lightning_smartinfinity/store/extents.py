@@ -92,7 +92,7 @@ class ExtentMap:
         num_slots: Places a tasklet's state may lie (1 or 2).
         state_format: A name in ``STATE_FORMATS``.
         borders: Elements off the grid of cells that begin a parameter, ascending: blocks end there.
-        num_in_memory: Tasklets, from the first on, that have no place on storage; with one slot only.
+        num_in_memory: Tasklets, from the first on, that have no place on storage; with ``num_slots=1`` only.
     """
 
     numel: int

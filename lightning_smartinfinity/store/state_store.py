@@ -206,7 +206,7 @@ class StateStore:
         return self._record.steps
 
     def next_placement(self) -> Placement:
-        """Where the next generation goes: with two slots, where nothing of this one lies."""
+        """Where the next generation goes: with two places each, where nothing of this one lies."""
         extents = self.extents
         return next_placement(
             self.placement,

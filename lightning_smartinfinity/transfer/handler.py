@@ -30,8 +30,8 @@ class TransferHandler:
     A step is ``begin_step`` -> ``wait`` (any number of times) -> ``commit``, or ``rollback`` instead of ``commit`` at
     any time after ``begin_step``. Everything else asks that no step be in flight. Calls come from one thread.
 
-    A failure leaves the current generation alone, on storage and here. Only with one slot (``durability="none"``) the
-    state that was being overwritten is lost.
+    A failure leaves the current generation alone, on storage and here. Only with one place each (``durability="none"``)
+    the state that was being overwritten is lost.
 
     Args:
         layout: The partition; its extents are those of ``store``.
@@ -72,7 +72,7 @@ class TransferHandler:
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether a step leaves the current generation alone: not with one slot (``durability="none"``)."""
+        """Whether a step leaves the current generation alone: not with one place each (``durability="none"``)."""
         return self._layout.extents.num_slots > 1
 
     @property
@@ -217,8 +217,8 @@ class TransferHandler:
 
         Raises:
             StorageError: As :meth:`wait`, or the commit record could not be written, or ``together`` raised; the
-                previous generation is current: roll back. With one slot that cannot be done, and the generation is the
-                one that was written last.
+                previous generation is current: roll back. With one place each that cannot be done, and the generation
+                is the one that was written last.
         """
         step = self._require_step()
         with committing(self._store, step.generation, together):
@@ -232,7 +232,7 @@ class TransferHandler:
         """Abandon the step in flight: its parameters are restored in the partition from the current generation.
 
         Raises:
-            StorageError: The state could not be read back (call again, or give up), or the store has one slot
+            StorageError: The state could not be read back (call again, or give up), or the store has one place
                 (``durability="none"``) and the step may have overwritten it.
         """
         step = self._require_step()
@@ -266,7 +266,7 @@ class TransferHandler:
 
         It takes as much host memory as :meth:`scan`. The partition in memory is the caller's: write the parameters too.
         If ``fill`` or a write raises, here or under ``together`` elsewhere, the previous generation stays current;
-        only with one slot (``durability="none"``) the state is lost.
+        only with one place each (``durability="none"``) the state is lost.
 
         Args:
             fill: Called with each window, all of whose arrays it fills.

@@ -115,7 +115,7 @@ class RankState:
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of state on storage, all slots; once closed, as many as it began with."""
+        """Bytes of state on storage, all places; once closed, as many as it began with."""
         if self._handler is not None:
             return self._handler.storage_bytes
         extents = self.layout.extents

@@ -3,7 +3,7 @@
 With ``overlap="backward"`` a tasklet is updated as soon as the gradients of all its parameters are there and no module
 computes with them any more. That is a guess: a step is skipped if any gradient is not finite, clipping scales all of
 them once the norm is known, another backward may come. Where the guess was wrong the update is undone, bit for bit,
-from the slots that the step before left alone, and the step is taken as without overlap.
+from the places that the step before left alone, and the step is taken as without overlap.
 
 Guesses are right or wrong on all ranks alike.
 """

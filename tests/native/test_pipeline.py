@@ -149,7 +149,7 @@ def test_read_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_modify(tmp_path: Path) -> None:
-    """MODIFY replaces what has an address, in the segments, and carries the rest over into the other slot."""
+    """MODIFY replaces what has an address, in the segments, and carries the rest over to the other place."""
     arrays = initial()
     new = normals(4)
     with StoredState(tmp_path, NUMEL, 5000) as state:

@@ -43,7 +43,7 @@ def fail_io(**faults: Any) -> Any:
 
 
 def flip_a_byte(optimizer: Any) -> None:
-    """Damage both slots of every tasklet on storage."""
+    """Damage both places of every tasklet on storage."""
     (state,) = Path(optimizer._offload.storage[0]).rglob("state.bin")
     with state.open("r+b") as file:
         for offset in range(64, state.stat().st_size, 4096):

@@ -324,7 +324,7 @@ def test_extents_of_another_job(tmp_path: Path) -> None:
 
 
 def test_lost_write(tmp_path: Path) -> None:
-    """An extent of an older generation in the current slot (a write the device forgot) is refused."""
+    """An extent of an older generation at the current place (a write the device forgot) is refused."""
     with running(tmp_path, Case()) as run:
         run.steps([1])
         path = Path(run.store.files[0].path)
@@ -348,7 +348,7 @@ def test_truncated_file(tmp_path: Path) -> None:
 
 
 def test_modification_that_fails_changes_nothing(tmp_path: Path) -> None:
-    """Writes from outside go through the other slot as well."""
+    """Writes from outside go to the other place as well."""
     with running(tmp_path, Case()) as run:
         run.step(1)
         before = run.state()
