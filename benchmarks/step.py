@@ -3,9 +3,11 @@
     python benchmarks/step.py --size 124m --storage /mnt/nvme0 --json step.json
     python benchmarks/step.py --size 355m --storage /mnt/nvme0 --tokens 32 match --rounds 2
 
-A system of this package is named by its state format and its overlap. ZeRO-Infinity is measured as Lightning sets it up
-(zero_infinity) and pipelined with 12 buffers, blocks of 8 MiB and a queue depth of 32 (zero_infinity_tuned). Its
-async_io op is built when it first runs, for which DeepSpeed needs libaio's header and minutes; TORCH_EXTENSIONS_DIR
+A system of this package is named by its state format and its overlap. ZeRO-Infinity is measured with the I/O settings
+of Lightning's preset (zero_infinity: 4 buffers, blocks of 1 MiB, a queue depth of 8) and pipelined with 12 buffers,
+blocks of 8 MiB and a queue depth of 32 (zero_infinity_tuned). Otherwise it is not as Lightning sets it up: every run of
+DeepSpeed is without Lightning, in sub-groups and reduce buckets of 20 M elements, with overlap_comm off. Its async_io
+op is built when it first runs, for which DeepSpeed needs libaio's header and minutes; TORCH_EXTENSIONS_DIR
 keeps it. With --stock-io glue the op's C++ files are compiled behind a layer of this project, in seconds: that shows
 that the benchmark works, but it is less than half as fast, so its figures are none of DeepSpeed's. torch's fused AdamW
 updates for it; with --stock-adam deepspeed its own Adam does, which is built, too.

@@ -67,7 +67,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             forward after it), or ``"auto"``.
         compression: Not available in this version.
         activations: Not available in this version.
-        transfer: Ring size, durability and direct I/O.
+        transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and the name and life of the
+            files.
         zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
         **options: What Lightning's ``DeepSpeedStrategy`` takes by the same name (:class:`LightningOptions`).
 
