@@ -21,6 +21,7 @@ __all__ = ["StorageTrafficMonitor"]
 
 _GB = 1e9
 _TB = 1e12
+_GIB = 2**30
 _PROG_BAR = ("io/GBps", "io/wait_s")
 _CHANNELS = (("shared", "read"), ("shared", "write"), ("internal", "read"), ("internal", "write"))
 _CACHED = (("cached", "read"), ("cached", "write"))
@@ -56,6 +57,7 @@ class StorageTrafficMonitor(Callback):
     ``io/folder0_GB``, ``..share``, ...     by storage folder, if there are several: what it moves per step, its part of
                                             all that is, and per second in which it is busy (``..GBps``)
     ``io/compute_s``                        thread-seconds of the update per step, mean of the ranks
+    ``io/cpu_s_per_GiB``                    CPU time of the I/O threads per GiB over the shared channel
     ``io/bytes_per_parameter``              moved per updated parameter over both channels
     ``io/shared_bytes_per_parameter``       moved per updated parameter over the shared channel
     ``io/total_shared_read_TB``, ...        read or written per channel since the job began (four names)
@@ -276,6 +278,7 @@ def _step_values(table: TrafficTable, steps: int) -> dict[str, float]:
             "io/wait_s": wait / steps,
             "io/wait_share": wait / wall if wall > 0 else math.nan,
             "io/compute_s": float(table.seconds("compute_seconds").mean()) / steps,
+            "io/cpu_s_per_GiB": float(table.io_cpu_seconds_per_byte()) * _GIB,
             "io/bytes_per_parameter": float(table.bytes_per_parameter()),
             "io/shared_bytes_per_parameter": float(table.bytes_per_parameter("shared")),
         }

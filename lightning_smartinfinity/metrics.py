@@ -52,7 +52,7 @@ _COUNTS = (
     "read_calls",
     "write_calls",
 )
-_SECONDS = ("read_seconds", "write_seconds", "compute_seconds", "wait_seconds")
+_SECONDS = ("read_seconds", "write_seconds", "compute_seconds", "wait_seconds", "io_cpu_seconds")
 _FIELDS = (*_COUNTS, *_SECONDS, "wall_seconds")
 _FOLDER_FIELDS = ("read_bytes", "write_bytes", "busy_seconds")  # of each storage folder, behind the others
 _COLUMNS = {name: index for index, name in enumerate(_FIELDS)}
@@ -132,6 +132,10 @@ class TrafficTable:
     def bandwidth(self, channel: str = "all", direction: str = "both", *, per: str = "wall_seconds") -> Tensor:
         """Bytes of all ranks per second of the slowest one: float64 scalar, NaN without time."""
         return _ratio(self.moved_bytes(channel, direction), self.seconds(per).max())
+
+    def io_cpu_seconds_per_byte(self) -> Tensor:
+        """CPU time of threads that do I/O over what they moved: float64 scalar, NaN when nothing was moved."""
+        return _ratio(self.seconds("io_cpu_seconds").sum(), self.moved_bytes("shared"))
 
     def bytes_per_parameter(self, channel: str = "all", direction: str = "both") -> Tensor:
         """Bytes moved per updated element: float64 scalar, NaN when nothing was updated."""

@@ -27,6 +27,7 @@ PER_STEP = Traffic(
     write_seconds=0.75,
     compute_seconds=0.25,
     wait_seconds=0.125,
+    io_cpu_seconds=0.0625,
 )
 INITIALISATION = Traffic(shared_write_bytes=12_000_000)
 CHECKPOINT = Traffic(shared_read_bytes=9_000_000, wait_seconds=60.0)
