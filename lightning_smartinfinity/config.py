@@ -22,19 +22,20 @@ class TransferConfig:
     Args:
         tasklet_bytes: Size of one ring buffer in bytes: the most state read or written at once.
         num_buffers: Number of ring buffers. ``num_buffers * tasklet_bytes`` bounds the ring, whatever the model's size.
-            Beside it the update holds one gradient per parameter of the rank's partition and, on a GPU, a staging
-            buffer as large as the ring.
-        io_engine: ``"io_uring"`` (registered buffers and files: least CPU time), ``"io_uring_sqpoll"`` (the same, with
-            a kernel thread that polls for requests: it wants a core of its own), ``"threads"`` (pread and pwrite on a
-            thread pool), ``"plain"`` (the same through the page cache, which is given back at once: for file systems
-            without direct I/O) or ``"auto"`` (io_uring where the system allows it, else threads; plain without direct
-            I/O).
+            Beside it the update holds one gradient per parameter of the rank's partition; on a GPU slots for
+            parameters (a sixth of the ring in 16 bit, a third in fp32); with parameters on storage a staging buffer as
+            large as the ring; and what ``dram_cache_bytes`` keeps in memory.
+        io_engine: ``"io_uring"`` (registered files and, where the limit on lockable memory allows it, buffers: least
+            CPU time), ``"io_uring_sqpoll"`` (the same, with a kernel thread that polls for requests: it wants a core of
+            its own), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the page cache,
+            which is given back at once: for file systems without direct I/O) or ``"auto"`` (io_uring where the system
+            allows it, else threads; plain for all folders if any of them has no direct I/O).
         dram_cache_bytes: Optimizer state that stays in host memory, in bytes per rank: whole tasklets, the first of the
             partition first. It is written to storage as well, so that only reads are saved; with ``durability="none"``
             and ``keep=False`` it is in memory only, and writes are saved too. ``"auto"``: what is free when training
             begins, less a quarter of the memory, shared by the ranks of a machine. No result depends on it.
-        durability: ``"none"`` (one slot: a failed step cannot be undone), ``"step"`` (two slots: a failed step is
-            rolled back exactly, ``StateStore.recover`` can open the store after a kill) or ``"power"`` (after a
+        durability: ``"none"`` (one place for each tasklet: a failed step cannot be undone), ``"step"`` (two: a failed
+            step is rolled back exactly, ``StateStore.recover`` can open the store after a kill) or ``"power"`` (after a
             power loss, too: flushes the device at every step). Training resumes from checkpoints, whichever it is.
         direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT where
             the file system has it, otherwise a warning).

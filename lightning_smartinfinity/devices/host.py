@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
@@ -54,6 +57,7 @@ class HostDevice(StorageDevice):
         self._io_engine = io_engine
         self._pipeline: native.Pipeline | None = None
         self._path = ""
+        self._buffered: list[str] = []
 
     @property
     def pipeline(self) -> native.Pipeline:
@@ -68,7 +72,16 @@ class HostDevice(StorageDevice):
     @property
     def description(self) -> str:
         cached = f", {self.cache_bytes / 2**20:.2f} MiB of it in host memory" if self.cache_bytes else ""
-        return f"Optimizer state: updated on the host, I/O by {_engine_in_words(self.pipeline.io_engine)}{cached}."
+        return f"Optimizer state: updated on the host, I/O by {self._engine_in_words()}{cached}."
+
+    def _engine_in_words(self) -> str:
+        engine = self.pipeline.io_engine
+        if engine.startswith("io_uring"):
+            return f"{engine}, {_registration_in_words(self.pipeline)}"
+        if engine == "plain" and self._io_engine == "auto":
+            return f"{engine} for all folders, since these have no direct I/O: {', '.join(self._buffered)}"
+        refused = dict(native.io_engines())["io_uring"]
+        return f"{engine} ({refused})" if engine == "threads" and refused else engine
 
     @property
     def ring_bytes(self) -> int:
@@ -90,6 +103,7 @@ class HostDevice(StorageDevice):
         assert self._pipeline is None, "the device is open"
         with storage_errors("Allocating buffers for", files[0].path):
             self._path = files[0].path
+            self._buffered = [str(Path(file.path).parent) for file in files if not file.direct]
             self._pipeline = native.Pipeline(
                 files=list(files),
                 identity=identity,
@@ -131,9 +145,16 @@ class HostDevice(StorageDevice):
             self._pipeline.close()
 
 
-def _engine_in_words(engine: str) -> str:
-    refused = dict(native.io_engines())["io_uring"]
-    return f"{engine} ({refused})" if engine == "threads" and refused else engine
+def _registration_in_words(pipeline: native.Pipeline) -> str:
+    counters = pipeline.counters()
+    if counters.registered_bytes:
+        return "with registered buffers"
+    reason = os.strerror(counters.registration_errno)
+    if counters.registration_errno == errno.ENOMEM:
+        # The kernel's word for the limit, which counts what all processes of a user have registered.
+        ring = f"the ring of {pipeline.ring_bytes / 2**20:.2f} MiB"
+        reason = f"{ring} does not fit below the limit on lockable memory; raise it: ulimit -l"
+    return f"without registered buffers ({reason})"
 
 
 def _raise_failure(failure: native.Failure | None) -> None:

@@ -284,7 +284,7 @@ class Operation(enum.Enum):
     """What a batch does with every tasklet."""
 
     UPDATE = 0
-    """Read, optimizer update, parameters out, write the other slot."""
+    """Read, optimizer update, parameters out, write at the other place."""
 
     READ = 1
     """Read, copy arrays and the master (cast to the parameter) out."""
@@ -479,6 +479,10 @@ class Counters:
     @property
     def registered_bytes(self) -> int:
         """Of memory that is pinned for it now."""
+
+    @property
+    def registration_errno(self) -> int:
+        """Why none is, where it asked for it, or 0."""
 
     @property
     def files(self) -> list[FileCounters]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import re
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +34,14 @@ def device(tmp_path: Path) -> HostDevice:
         buffer_bytes=EXTENT_BYTES,
     )
     return device
+
+
+@contextmanager
+def opened(files: Sequence[native.StateFile], *, io_engine: str = "auto") -> Iterator[HostDevice]:
+    device = HostDevice(num_buffers=2, io_engine=io_engine)
+    device.open(files=files, identity=native.Identity(job=bytes(16), rank=0, state_format=0), buffer_bytes=EXTENT_BYTES)
+    yield device
+    device.close()
 
 
 def batch(operation: native.Operation, *, generation: int = 0) -> native.Batch:
@@ -159,13 +171,42 @@ def test_unavailable_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_choice_of_engine_is_told(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """What moves the state, and why it is not what it could be."""
-    assert device.description == "Optimizer state: updated on the host, I/O by plain."
-    monkeypatch.setattr(native, "io_engines", lambda: [("io_uring", "forbidden"), ("threads", None)])
-    threads = HostDevice(num_buffers=2, io_engine="threads")
-    threads.open(
-        files=[native.StateFile(device._path, direct=False)],
-        identity=native.Identity(job=bytes(16), rank=0, state_format=0),
-        buffer_bytes=EXTENT_BYTES,
+    folder = Path(device._path).parent
+    assert device.description == (
+        f"Optimizer state: updated on the host, I/O by plain for all folders, since these have no direct I/O: {folder}."
     )
-    assert threads.description.endswith("I/O by threads (forbidden).")
-    threads.close()
+    monkeypatch.setattr(native, "io_engines", lambda: [("io_uring", "forbidden"), ("threads", None)])
+    with opened([native.StateFile(device._path, direct=False)], io_engine="threads") as threads:
+        assert threads.description.endswith("I/O by threads (forbidden).")
+
+
+def test_one_folder_without_direct_io(tmp_path: Path) -> None:
+    """It takes io_uring from all, and is named."""
+    folders = [tmp_path / "direct", tmp_path / "buffered"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "state.bin").touch()
+    files = [native.StateFile(str(folder / "state.bin"), direct=folder is folders[0]) for folder in folders]
+    with opened(files) as device:
+        assert device.description.endswith(f"plain for all folders, since these have no direct I/O: {folders[1]}.")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "with registered buffers"),
+        (errno.ENOMEM, r"without registered buffers \(.*0\.05 MiB.*limit on lockable memory; raise it: ulimit -l\)"),
+        (errno.EPERM, r"without registered buffers \(Operation not permitted\)"),
+    ],
+)
+def test_registration_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str) -> None:
+    """Whether the ring is registered with io_uring, and if not, why, and what to do."""
+    path = tmp_path / "state.bin"
+    path.touch()
+    with opened([native.StateFile(str(path), direct=True)], io_engine="io_uring") as device:
+        if number:
+            refused = SimpleNamespace(registered_bytes=0, registration_errno=number)
+            pipeline = SimpleNamespace(io_engine="io_uring", ring_bytes=device.ring_bytes, counters=lambda: refused)
+            monkeypatch.setattr(HostDevice, "pipeline", pipeline)
+            monkeypatch.setattr(HostDevice, "cache_bytes", 0)
+        assert re.search(rf"I/O by io_uring, {words}\.$", device.description)

@@ -90,7 +90,8 @@ def test_many_requests_at_once(tmp_path: Path, engine: str) -> None:
 def test_ring_memory_is_registered(tmp_path: Path) -> None:
     """The ring is pinned for io_uring once, all of it, and nothing else is."""
     with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
-        assert state.pipeline.counters().registered_bytes == state.pipeline.ring_bytes
+        counters = state.pipeline.counters()
+        assert (counters.registered_bytes, counters.registration_errno) == (state.pipeline.ring_bytes, 0)
     with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "threads"}) as state:
         assert state.pipeline.counters().registered_bytes == 0
 
@@ -172,13 +173,14 @@ UNPRIVILEGED = """
     options = {"io_engine": "io_uring", "num_buffers": 24, "buffer_bytes": 1 << 20}
     with StoredState(Path(), NUMEL, 2048, options=options) as state:
         work_two_steps(state)
-        print(state.pipeline.ring_bytes, state.pipeline.counters().registered_bytes)
+        counters = state.pipeline.counters()
+        print(state.pipeline.ring_bytes, counters.registered_bytes, counters.registration_errno)
 """
 
 
 def test_without_privileges_and_with_little_memory_to_lock(tmp_path: Path) -> None:
-    """A ring of 24 MiB works under a limit of 8 MiB: unregistered."""
-    assert run_python(UNPRIVILEGED, str(tmp_path)) == f"{24 << 20} 0\n"
+    """A ring of 24 MiB works under a limit of 8 MiB: unregistered, and the kernel's reason is kept."""
+    assert run_python(UNPRIVILEGED, str(tmp_path)) == f"{24 << 20} 0 {errno.ENOMEM}\n"
 
 
 WITHOUT_DESCRIPTORS = """

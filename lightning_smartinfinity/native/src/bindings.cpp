@@ -368,7 +368,7 @@ void bind_segment(nb::module_& m) {
 
 void bind_operation(nb::module_& m) {
     nb::enum_<Operation>(m, "Operation", "What a batch does with every tasklet.")
-        .value("UPDATE", Operation::kUpdate, "Read, optimizer update, parameters out, write the other slot.")
+        .value("UPDATE", Operation::kUpdate, "Read, optimizer update, parameters out, write at the other place.")
         .value("READ", Operation::kRead, "Read, copy arrays and the master (cast to the parameter) out.")
         .value("WRITE", Operation::kWrite, "Write arrays from memory; zeros where there is none.")
         .value("MODIFY", Operation::kModify, "Read, replace arrays from memory where there are some, write.");
@@ -560,6 +560,7 @@ void bind_results(nb::module_& m) {
         .def_ro("system_calls", &Counters::system_calls, "Of the I/O engine.")
         .def_ro("io_cpu_seconds", &Counters::io_cpu_seconds, "Of its threads.")
         .def_ro("registered_bytes", &Counters::registered_bytes, "Of memory that is pinned for it now.")
+        .def_ro("registration_errno", &Counters::registration_errno, "Why none is, where it asked for it, or 0.")
         .def_ro("files", &Counters::files, "Of a pipeline, by index.");
     nb::class_<Failure>(
         m, "Failure",

@@ -36,6 +36,7 @@ struct Counters {
     std::uint64_t system_calls = 0;      // of the I/O engine
     double io_cpu_seconds = 0;           // of its threads
     std::uint64_t registered_bytes = 0;  // of memory pinned for it, now
+    int registration_errno = 0;          // why none is, where the engine asked for it
     std::vector<FileCounters> files;     // of a pipeline, by index
 
     // A call has ended.
@@ -52,6 +53,7 @@ inline Counters with_usage(Counters counters, const IoUsage& usage) {
     counters.system_calls = usage.system_calls;
     counters.io_cpu_seconds = usage.cpu_seconds;
     counters.registered_bytes = usage.registered_bytes;
+    counters.registration_errno = usage.registration_errno;
     return counters;
 }
 

@@ -6,7 +6,7 @@
 namespace smart_infinity {
 
 enum class IoEngineKind {
-    kUring,        // io_uring, with registered buffers and files
+    kUring,        // io_uring, with registered files and, below the limit on locked memory, buffers
     kUringPolled,  // the same, and a thread of the kernel that polls for requests
     kThreads,      // blocking calls in threads
     kPlain,        // the same, for files that go through the page cache: it is told what will not be used again
@@ -44,6 +44,7 @@ struct IoUsage {
     std::uint64_t system_calls = 0;
     double cpu_seconds = 0;              // of its own threads
     std::uint64_t registered_bytes = 0;  // of memory that the kernel holds pinned for it
+    int registration_errno = 0;          // why it holds none, where the engine asked for it
 };
 
 class IoEngine {

@@ -200,18 +200,18 @@ class UringEngine final : public IoEngine {
         arm_wake_up();
     }
 
-    // Best effort: an unprivileged process may lock little memory.
+    // All of it or none: an unprivileged process may lock little memory, and works without.
     void register_memory() {
         if (memory_.part_bytes == 0) return;
         std::vector<iovec> parts;
         for (std::size_t begin = 0; begin < memory_.bytes; begin += memory_.part_bytes) {
             parts.push_back({memory_.data + begin, std::min(memory_.part_bytes, memory_.bytes - begin)});
         }
-        if (io_uring_register_buffers(ring_, parts.data(), static_cast<unsigned>(parts.size())) == 0) {
-            const std::lock_guard lock(mutex_);
-            usage_.registered_bytes = memory_.bytes;
-            memory_registered_ = true;
-        }
+        const int result = io_uring_register_buffers(ring_, parts.data(), static_cast<unsigned>(parts.size()));
+        memory_registered_ = result == 0;
+        const std::lock_guard lock(mutex_);
+        if (memory_registered_) usage_.registered_bytes = memory_.bytes;
+        usage_.registration_errno = -result;
     }
 
     void work() {
