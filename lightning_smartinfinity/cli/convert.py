@@ -18,8 +18,8 @@ and other folders. The old state stays. Ended early, the command leaves nothing;
 """
 
 
-def add_to(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command."""
+def add_to(commands: Any) -> None:
+    """Add the command to what ``ArgumentParser.add_subparsers`` returns."""
     parser = commands.add_parser("convert", help="kept state into another state format", description=_DESCRIPTION)
     parser.add_argument("folders", nargs="+", type=Path, help="its storage folders, in the order of the run")
     parser.add_argument("--into", nargs="+", type=Path, required=True, help="storage folders for the new state")
