@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +127,6 @@ def test_nothing_is_left_of_a_broken_fit(tmp_path: Path) -> None:
     quiet_trainer(tmp_path).fit(Everything())
 
 
-@pytest.fixture
-def sigint() -> Iterator[None]:
-    """Lightning ignores Ctrl-C once it has noticed one."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 class InterruptTheWait(pl.Callback):
     """Makes the storage slow for the second step, and presses Ctrl-C while it is waited for."""
 
@@ -149,7 +140,6 @@ class InterruptTheWait(pl.Callback):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.usefixtures("sigint")
 def test_ctrl_c_during_the_update_abandons_the_step(precision: Any, tmp_path: Path) -> None:
     """Parameters and state are those of the step before, to the bit; the checkpoint saved then resumes like any."""
     straight = Everything()
