@@ -9,7 +9,8 @@ from lightning_smartinfinity.errors import ConfigError
 __all__ = ["TransferConfig"]
 
 _MIN_TASKLET_BYTES = 64 * 1024
-_MAX_BUFFERS = 4096  # the native core's own limit
+_MAX_BUFFERS = 4096  # the native core's own limits
+_MAX_COMPUTE_THREADS = 1024
 _IO_ENGINES = ("auto", "io_uring", "io_uring_sqpoll", "threads", "plain")
 _DURABILITIES = ("none", "step", "power")
 _DIRECT_IO = ("auto", "on", "off")
@@ -25,6 +26,8 @@ class TransferConfig:
             Beside it the update holds one gradient per parameter of the rank's partition; on a GPU slots for
             parameters (a sixth of the ring in 16 bit, a third in fp32); with parameters on storage a staging buffer as
             large as the ring; and what ``dram_cache_bytes`` keeps in memory.
+        compute_threads: Threads that update, per rank. One keeps up with one disk as a rule; more help where
+            arithmetic, not storage, takes the time, and take cores from forward and backward. No result depends on it.
         io_engine: ``"io_uring"`` (registered files and, where the limit on lockable memory allows it, buffers: least
             CPU time), ``"io_uring_sqpoll"`` (the same, with a kernel thread that polls for requests: it wants a core of
             its own), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the page cache,
@@ -48,6 +51,7 @@ class TransferConfig:
 
     tasklet_bytes: int = 4 * 1024 * 1024
     num_buffers: int = 16
+    compute_threads: int = 1
     io_engine: str = "auto"
     dram_cache_bytes: int | str = 0
     durability: str = "step"
@@ -58,6 +62,7 @@ class TransferConfig:
     def __post_init__(self) -> None:
         _require_int("tasklet_bytes", self.tasklet_bytes, _MIN_TASKLET_BYTES)
         _require_int("num_buffers", self.num_buffers, 2, _MAX_BUFFERS)
+        _require_int("compute_threads", self.compute_threads, 1, _MAX_COMPUTE_THREADS)
         _require_one_of("io_engine", self.io_engine, _IO_ENGINES)
         _require_one_of("durability", self.durability, _DURABILITIES)
         _require_one_of("direct_io", self.direct_io, _DIRECT_IO)

@@ -35,7 +35,7 @@ class HostDevice(StorageDevice):
     Args:
         num_buffers: Ring buffers (``TransferConfig.num_buffers``).
         io_threads: Threads that read and write; None: four for each file.
-        compute_threads: Threads that update.
+        compute_threads: Threads that update (``TransferConfig.compute_threads``).
         io_engine: ``TransferConfig.io_engine``.
 
     Raises:

@@ -96,7 +96,9 @@ def with_cache(layout: PartitionLayout, transfer: TransferConfig, group: Any) ->
 
 
 def _host_device(transfer: TransferConfig) -> HostDevice:
-    return HostDevice(num_buffers=transfer.num_buffers, io_engine=transfer.io_engine)
+    return HostDevice(
+        num_buffers=transfer.num_buffers, compute_threads=transfer.compute_threads, io_engine=transfer.io_engine
+    )
 
 
 def require_parameter_space(
