@@ -22,10 +22,14 @@ __all__ = ["Hysteresis", "Speculation"]
 
 
 class Hysteresis:
-    """Whether to guess again: not for a while after several wrong guesses, and for longer each time.
+    """Whether to guess again: not for a while once guessing has lost, and for longer each time.
+
+    A right guess hides one update within backward at most; a wrong one costs at least another. So guessing loses where
+    more than half of the guesses are wrong. The count of wrong guesses less right ones, never below zero, rises in the
+    long run just then, in whatever order they come.
 
     Args:
-        patience: Wrong guesses in a row before a pause.
+        patience: The count at which a pause begins.
         first_pause: Windows that the first pause takes.
         longest_pause: Windows that any pause takes at most.
     """
@@ -34,7 +38,7 @@ class Hysteresis:
         self._patience = patience
         self._first_pause = first_pause
         self._longest_pause = longest_pause
-        self._wrong = 0
+        self._lost = 0
         self._pause = first_pause
         self._left = 0
 
@@ -47,14 +51,17 @@ class Hysteresis:
 
     def was_right(self) -> None:
         """The last guess was."""
-        self._wrong, self._pause = 0, self._first_pause
+        if self._lost > 0:
+            self._lost -= 1
+        else:
+            self._pause = max(self._pause // 2, self._first_pause)
 
     def was_wrong(self) -> None:
         """The last guess was not."""
-        self._wrong += 1
-        if self._wrong >= self._patience:
+        self._lost += 1
+        if self._lost >= self._patience:
             # One wrong guess after the pause is enough for the next.
-            self._wrong = self._patience - 1
+            self._lost = self._patience - 1
             self._left, self._pause = self._pause, min(2 * self._pause, self._longest_pause)
 
 

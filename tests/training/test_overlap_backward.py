@@ -16,7 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_s
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageError
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.step import Step
-from lightning_smartinfinity.zero3.speculation import Hysteresis, Speculation
+from lightning_smartinfinity.zero3.speculation import Speculation
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_overlap import BF16, CASES, SMALL_RING, FailAt, assert_same, result
@@ -262,20 +262,3 @@ def test_closing_within_a_guess(two_steps: Callable[[float | None], Any], tmp_pa
     for name, param in module.model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
             assert torch.equal(param, two_steps(None)[name].bfloat16()), name
-
-
-def test_pauses_grow_while_guesses_are_wrong() -> None:
-    """Three wrong ones, then a pause; one more, then twice as long; a right one starts over."""
-    hysteresis = Hysteresis(patience=3, first_pause=4, longest_pause=8)
-
-    def windows_until_allowed() -> int:
-        return next(number for number in range(100) if hysteresis.allows())
-
-    for expected in (0, 0, 0, 4, 8, 8):
-        assert windows_until_allowed() == expected
-        hysteresis.was_wrong()
-    assert windows_until_allowed() == 8
-    hysteresis.was_right()
-    for expected in (0, 0, 0, 4):
-        assert windows_until_allowed() == expected
-        hysteresis.was_wrong()

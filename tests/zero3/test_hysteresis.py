@@ -1,0 +1,64 @@
+"""When guessing pauses, and when it goes on."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+
+import pytest
+
+from lightning_smartinfinity.zero3.speculation import Hysteresis
+
+
+def guesses(hysteresis: Hysteresis, outcomes: str, num_windows: int) -> int:
+    """How many are made in so many windows, each window's guess being right ("r") or wrong ("w") in turn."""
+    made = 0
+    for outcome in islice(cycle(outcomes), num_windows):
+        if hysteresis.allows():
+            made += 1
+            (hysteresis.was_right if outcome == "r" else hysteresis.was_wrong)()
+    return made
+
+
+@pytest.mark.parametrize("outcomes", ["w", "wwr", "wrw", "rww", "wwrwr", "wwwwwwwwwr", "rrrrrrwwwwwwwww"])
+def test_guesses_most_of_which_are_wrong_are_few(outcomes: str) -> None:
+    """Whatever their order."""
+    assert guesses(Hysteresis(), outcomes, 1000) < 80
+
+
+@pytest.mark.parametrize("outcomes", ["r", "wr", "wrr", "wwrr", "wwrrrrrrrr", "wrrrrrrrrr"])
+def test_guesses_most_of_which_are_right_never_pause(outcomes: str) -> None:
+    """One wrong in ten, and up to one in two."""
+    assert guesses(Hysteresis(), outcomes, 1000) == 1000
+
+
+def until_allowed(hysteresis: Hysteresis) -> int:
+    """Windows without a guess before the next."""
+    return next(number for number in range(100) if hysteresis.allows())
+
+
+def test_pauses_grow_while_guesses_are_wrong() -> None:
+    """Three lost, then a pause; one more, then twice as long, up to the longest."""
+    hysteresis = Hysteresis(patience=3, first_pause=4, longest_pause=8)
+    for expected in (0, 0, 0, 4, 8, 8):
+        assert until_allowed(hysteresis) == expected
+        hysteresis.was_wrong()
+    assert until_allowed(hysteresis) == 8
+
+
+@pytest.mark.parametrize(
+    ("num_right", "pauses"),
+    [(1, (0, 16)), (2, (0, 0, 16)), (3, (0, 0, 8)), (4, (0, 0, 4)), (9, (0, 0, 4))],
+)
+def test_right_guesses_after_a_pause_win_back_what_was_lost(num_right: int, pauses: tuple[int, ...]) -> None:
+    """They take the count to zero, then shorten the next pause, down to the first."""
+    hysteresis = Hysteresis(patience=3, first_pause=4, longest_pause=16)
+    for _ in range(5):
+        until_allowed(hysteresis)
+        hysteresis.was_wrong()
+    assert until_allowed(hysteresis) == 16
+    for _ in range(num_right):
+        hysteresis.was_right()
+        assert until_allowed(hysteresis) == 0
+    for expected in pauses:
+        hysteresis.was_wrong()
+        assert until_allowed(hysteresis) == expected
