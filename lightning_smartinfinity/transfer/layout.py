@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.store.extents import BLOCK_BYTES, CELL_NUMEL, STATE_FORMATS, ExtentMap, extent_bytes
 
 __all__ = [
+    "Holdings",
     "ParameterColumns",
     "ParameterSlice",
     "PartitionLayout",
@@ -99,6 +100,18 @@ class ParameterColumns(NamedTuple):
     sub_groups: NDArray[np.intp]
 
 
+class Holdings(NamedTuple):
+    """Every pair of a parameter and a tasklet that holds some of it, in partition order.
+
+    Args:
+        parameters: int64, indices, ascending.
+        tasklets: int64, indices, ascending.
+    """
+
+    parameters: NDArray[np.int64]
+    tasklets: NDArray[np.int64]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartitionLayout:
     """Where parameters, sub-groups and tasklets lie in the flat partition. Built by :func:`build_layout`.
@@ -143,6 +156,27 @@ class PartitionLayout:
             sub_groups=np.array([parameter.sub_group for parameter in self.parameters], np.intp),
         )
 
+    @cached_property
+    def holdings(self) -> Holdings:
+        """Which tasklets hold which parameters."""
+        numel, (offsets, numels, *_) = self.extents.tasklet_numel, self.columns
+        (held,) = np.nonzero(numels)
+        firsts, lasts = offsets[held] // numel, (offsets[held] + numels[held] - 1) // numel
+        counts = lasts - firsts + 1
+        tasklets = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        return Holdings(np.asarray(np.repeat(held, counts), np.int64), np.asarray(tasklets, np.int64))
+
+    @cached_property
+    def num_parameters_in(self) -> NDArray[np.int64]:
+        """int64[num_tasklets]: how many parameters each tasklet holds some of."""
+        return np.asarray(np.bincount(self.holdings.tasklets, minlength=self.extents.num_tasklets), np.int64)
+
+    def parameters_in(self, tasklets: Iterable[int]) -> NDArray[np.int64]:
+        """int64: indices of the parameters that any of the tasklets holds some of, ascending."""
+        wanted = np.zeros(self.extents.num_tasklets, np.bool_)
+        wanted[list(tasklets)] = True
+        return np.unique(self.holdings.parameters[wanted[self.holdings.tasklets]])
+
     def tasklets_of(self, parameters: slice) -> range:
         """Indices of the tasklets that hold elements of the parameters ``[start, stop)``.
 
@@ -163,14 +197,8 @@ class PartitionLayout:
             tasklets: Indices.
             first_uses: int64[num_parameters]: when each parameter is used first.
         """
-        numel, (offsets, numels, *_) = self.extents.tasklet_numel, self.columns
-        (held,) = np.nonzero(numels)
-        firsts, lasts = offsets[held] // numel, (offsets[held] + numels[held] - 1) // numel
-        counts = lasts - firsts + 1
-        # Every pair of a parameter and a tasklet that holds some of it.
-        of_pairs = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         uses = np.full(self.extents.num_tasklets, np.iinfo(np.int64).max)
-        np.minimum.at(uses, of_pairs, np.repeat(first_uses[held], counts))
+        np.minimum.at(uses, self.holdings.tasklets, first_uses[self.holdings.parameters])
         wanted = np.asarray(tasklets, np.int64)
         return wanted[np.lexsort((wanted, uses[wanted]))].tolist()  # type: ignore[no-any-return]
 

@@ -100,7 +100,7 @@ class Step:
         """
         updates = self._updates_of(plan)
         opened = set(self._tasklets)
-        if not updates.agrees(self._updates, self._parameters_in(opened)):
+        if not updates.agrees(self._updates, self._layout.parameters_in(opened)):
             return False
         self._choose(plan, updates)
         self.grows = False
@@ -110,14 +110,6 @@ class Step:
             # Those of the last layers came first; the first layers are needed first.
             self._direct_run.prefer(tasklets)
         return True
-
-    def _parameters_in(self, tasklets: Iterable[int]) -> list[int]:
-        wanted = set(tasklets)
-        return [
-            index
-            for index in range(len(self._layout.parameters))
-            if not wanted.isdisjoint(self._layout.tasklets_of(slice(index, index + 1)))
-        ]
 
     def _extend(self, tasklets: Sequence[int]) -> None:
         assert isinstance(self._outputs, Sequence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,12 @@ class Updates:
         self.steps = steps
         self.origins = origins
 
-    def agrees(self, other: Updates, parameters: Iterable[int]) -> bool:
-        """Whether both update these parameters, and alike."""
+    def agrees(self, other: Updates, parameters: NDArray[np.int64]) -> bool:
+        """Whether both update these parameters, given by their indices, and alike."""
+        # In models of many thousand parameters only a few pairs of keys occur.
+        pairs = np.unique(np.stack([self.keys[parameters], other.keys[parameters]], axis=1), axis=0)
         return all(
-            self.keys[index] >= 0
-            and other.keys[index] >= 0
-            and self.origins[self.keys[index]] == other.origins[other.keys[index]]
-            for index in parameters
+            ours >= 0 and theirs >= 0 and self.origins[ours] == other.origins[theirs] for ours, theirs in pairs.tolist()
         )
 
 

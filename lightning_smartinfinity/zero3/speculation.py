@@ -103,12 +103,8 @@ class Speculation:
         if plan is None or not self._enabled or not self._hysteresis.allows():
             return
         self._optimizer.update.settle()
-        layout = self._optimizer.layout
         self._arrived, self._complete, self._failed = {}, set(), False
-        self._missing = [0] * len(layout.tasklets)
-        for index in range(len(layout.parameters)):
-            for tasklet in layout.tasklets_of(slice(index, index + 1)):
-                self._missing[tasklet] += 1
+        self._missing = self._optimizer.layout.num_parameters_in.tolist()
         self._on = True
         try:
             self._handler.begin_growing(plan)
@@ -135,14 +131,13 @@ class Speculation:
     def open(self) -> None:
         """Begin what can be: called when modules have released parameters."""
         if self._on:
-            self._open(dict(self._arrived))
+            self._open(self._arrived)
 
     def _open(self, arrived: Mapping[int, Any]) -> None:
         ready: list[int] = []
-        for index, param in arrived.items():
-            # In one process on a CPU a gathered parameter is its partition.
-            if param.ds_active_sub_modules:
-                continue
+        # In one process on a CPU a gathered parameter is its partition.
+        free = [(index, param) for index, param in arrived.items() if not param.ds_active_sub_modules]
+        for index, param in free:
             _part_from_partition(param)
             del self._arrived[index]
             self._complete.add(index)

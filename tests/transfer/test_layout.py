@@ -90,6 +90,19 @@ def test_extents_fit_a_buffer_and_any_place(numel: int, tasklet_bytes: int, arra
 
 @settings(deadline=None)
 @given(layouts(), st.data())
+def test_parameters_in_tasklets(layout: PartitionLayout, data: st.DataObject) -> None:
+    """All parameters that any of the tasklets holds an element of, once; and how many each tasklet holds."""
+    holders = [layout.tasklets_of(slice(index, index + 1)) for index in range(len(layout.parameters))]
+    for tasklet, count in zip(layout.tasklets, layout.num_parameters_in.tolist(), strict=True):
+        assert count == sum(tasklet.index in held_by for held_by in holders)
+    count = len(layout.tasklets)
+    wanted = data.draw(st.sets(st.integers(0, max(0, count - 1)), max_size=count))
+    expected = [index for index, held_by in enumerate(holders) if not wanted.isdisjoint(held_by)]
+    assert layout.parameters_in(wanted).tolist() == expected
+
+
+@settings(deadline=None)
+@given(layouts(), st.data())
 def test_tasklets_of_a_range_of_parameters(layout: PartitionLayout, data: st.DataObject) -> None:
     """Exactly those tasklets that hold an element of the parameters, when the range has any element."""
     count = len(layout.parameters)

@@ -1,0 +1,82 @@
+"""What a guess asks the layout: per parameter only once its gradient has come."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+
+from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.zero3.speculation import Speculation
+
+NUM_PARAMETERS = 1000
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
+    """The parameters whose tasklets somebody asked for."""
+    calls: list[slice] = []
+    tasklets_of = PartitionLayout.tasklets_of
+
+    def counted(self: PartitionLayout, parameters: slice) -> range:
+        calls.append(parameters)
+        return tasklets_of(self, parameters)
+
+    monkeypatch.setattr(PartitionLayout, "tasklets_of", counted)
+    return calls
+
+
+class Param:
+    """As much of one of ZeRO-3's as is looked at; counts how often somebody looks whether a module computes with it."""
+
+    num_looks = 0
+
+    def __init__(self, index: int, *, active: bool) -> None:
+        self.ds_id, self.ds_status, self.active = index, None, active
+
+    @property
+    def ds_active_sub_modules(self) -> set[int]:
+        Param.num_looks += 1
+        return {0} if self.active else set()
+
+
+def test_a_window_costs_what_arrives_in_it(asked: list[slice]) -> None:
+    """Nothing is asked when a window begins; one question for each gradient; a release looks at what waits for one."""
+    layout = build_layout(
+        [ParameterSlice(name="", numel=100, real_numel=100, group=0, sub_group=0) for _ in range(NUM_PARAMETERS)],
+        tasklet_bytes=64 * 1024,
+        num_arrays=3,
+        num_devices=1,
+        num_slots=2,
+    )
+    handler = MagicMock()
+    optimizer = SimpleNamespace(
+        layout=layout,
+        update=MagicMock(),
+        rank_state=SimpleNamespace(handler=handler, abandon_step=lambda reason: None),
+        parameter_index={index: index for index in range(NUM_PARAMETERS)},
+    )
+    speculation = Speculation(optimizer, enabled=True)
+    params: list[Any] = [Param(index, active=index == 7) for index in range(NUM_PARAMETERS)]
+    for _ in range(2):
+        asked.clear()
+        handler.reset_mock()
+        speculation.backward_begins(cast(StepPlan, SimpleNamespace()))
+        assert not asked
+        speculation.arrived(params)
+        assert len(asked) == NUM_PARAMETERS - 1
+        ((opened,),) = [call.args for call in handler.extend.call_args_list]
+        assert opened == list(range(1, layout.extents.num_tasklets))
+        looks = Param.num_looks
+        speculation.open()
+        assert Param.num_looks == looks + 1
+        params[7].active = False
+        speculation.open()
+        assert handler.extend.call_args.args == ([0],)
+        params[7].active = True
+        looks = Param.num_looks
+        speculation.open()
+        assert Param.num_looks == looks
