@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,18 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_s
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TransferConfig
 from lightning_smartinfinity.native import testing
+from lightning_smartinfinity.transfer import handler as handler_module
+from lightning_smartinfinity.zero3 import overlap_choice
 from lightning_smartinfinity.zero3.gradient_path import GradientPath
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
+from tests.transfer.wandering import Wandering
+
+# The first from which on five have every overlap, guesses right and wrong, both gradient paths, one folder and two, and
+# some of every other kind. For a longer search: OVERLAP_PROGRAMS=200.
+FIRST_PROGRAM = 1459
+NUM_PROGRAMS = int(os.environ.get("OVERLAP_PROGRAMS", "5"))
+NUM_FAILURES = int(os.environ.get("OVERLAP_PROGRAMS", "4"))
 
 Action = Callable[[pl.Trainer, Any], None]
 HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
@@ -99,13 +109,18 @@ class Program:
     # Micro-batches without a loss, and windows whose step is left out.
     lossless: int
     stepless: int
+    overlap: str = "none"
+    num_folders: int = 1
+
+
+def formats(precision: str) -> list[str]:
+    return ["fp32", "bf16", "int8"] + ["int8_remainder"] * precision.startswith("bf16")
 
 
 def program(seed: int) -> Program:
     """A random one, in which anything may happen."""
-    choose = random.Random(seed)
+    choose = random.Random(str(seed))  # small integers begin alike
     precision = choose.choice(["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
-    formats = ["fp32", "bf16", "int8"] + ["int8_remainder"] * precision.startswith("bf16")
     recipe = Recipe(
         precision=precision,
         depth=1,
@@ -130,9 +145,9 @@ def program(seed: int) -> Program:
     transfer: dict[str, Any] = {"tasklet_bytes": 64 * 1024, "num_buffers": choose.choice([2, 3, 5])}
     if choose.random() < 0.3:
         transfer["dram_cache_bytes"] = choose.choice([100_000, 10**7])
-    return Program(
+    drawn = Program(
         recipe,
-        choose.choice(formats),
+        choose.choice(formats(precision)),
         zero,
         transfer,
         bypasses_buckets=choose.random() < 0.6,
@@ -141,7 +156,18 @@ def program(seed: int) -> Program:
         },
         lossless=choose.choice([0, 0, 0, 2]),
         stepless=choose.choice([0, 0, 0, 2]),
+        overlap=choose.choice(["forward", "backward", "backward", "auto"]),
+        num_folders=choose.choice([1, 2]),
     )
+    drawn.transfer["durability"] = choose.choice(["step", "step", "power", "none"])
+    drawn.transfer["compute_threads"] = choose.choice([1, 2])
+    return drawn
+
+
+def straight_of(program: Program) -> Program:
+    """The same training, stored in the simplest way."""
+    plain = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
+    return dataclasses.replace(program, transfer=plain, overlap="none", num_folders=1)
 
 
 class Interference(pl.Callback):
@@ -212,12 +238,12 @@ class Left:
     guesses: tuple[int, int]
 
 
-def train(program: Program, root: Path, overlap: str, *callbacks: pl.Callback) -> Left:
+def train(program: Program, root: Path, *callbacks: pl.Callback) -> Left:
     recipe = program.recipe
     scaled = {"initial_scale_power": 22, "hysteresis": 1} if recipe.precision.startswith("16") else {}
     strategy = SmartInfinityStrategy(
-        root / "storage",
-        overlap=overlap,
+        [root / f"disk{index}" for index in range(program.num_folders)],
+        overlap=program.overlap,
         transfer=TransferConfig(**program.transfer),
         zero=program.zero,
         state_format=program.state_format,
@@ -266,33 +292,45 @@ def assert_same(ours: Left, theirs: Left) -> None:
 
 def test_any_program_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, what hooks saw, validation, rates, loss scale, masters and parameters; some guesses right, some wrong."""
+    # One step with each candidate of "auto"; tasklets that go to another folder in each.
+    monkeypatch.setattr(overlap_choice, "_WARM_UP", 0)
+    monkeypatch.setattr(overlap_choice, "_MEASURED", 1)
+    monkeypatch.setattr(handler_module, "Balance", Wandering)
     right = wrong = 0
-    for seed in range(5):
-        random_program = program(seed)
-        if not random_program.bypasses_buckets:
-            monkeypatch.setattr(GradientPath, "bypasses_buckets", False)
-        straight = train(random_program, tmp_path / f"{seed} none", "none")
-        left = train(random_program, tmp_path / f"{seed} backward", "backward", Faulty(seed=seed))
+    for seed in range(FIRST_PROGRAM, FIRST_PROGRAM + NUM_PROGRAMS):
+        drawn = program(seed)
+        with monkeypatch.context() as patch:
+            if not drawn.bypasses_buckets:
+                patch.setattr(GradientPath, "bypasses_buckets", False)
+            straight = train(straight_of(drawn), tmp_path / f"{seed} straight")
+            left = train(drawn, tmp_path / f"{seed}", Faulty(seed=seed))
         assert_same(left, straight)
         right, wrong = right + left.guesses[0], wrong + left.guesses[1]
-        monkeypatch.undo()
     assert right > 1 and wrong > 1
 
 
 def test_a_failure_anywhere_leaves_the_step_before(tmp_path: Path) -> None:
     """Whichever transfer fails, within a guess, in undoing one, or beside forward: all is as after whole steps."""
     failures = 0
-    for seed in range(4):
+    for seed in range(NUM_FAILURES):
         choose = random.Random(seed)
         recipe = Recipe(precision="bf16-mixed", depth=1, max_steps=4, clip=choose.choice([None, 0.6]), accumulate=2)
-        plain = Program(
-            recipe, "fp32", {"reduce_bucket_size": 4000}, {"tasklet_bytes": 2**16, "num_buffers": 3}, True, {}, 0, 0
-        )
         where = {choose.choice(["fail_read_at", "fail_write_at"]): choose.randrange(20)}
-        failed = train(plain, tmp_path / f"{seed}", choose.choice(["forward", "backward"]), Faulty(seed=seed, **where))
+        failing = Program(
+            recipe,
+            zero={"reduce_bucket_size": 4000},
+            transfer={"tasklet_bytes": 2**16, "num_buffers": 3},
+            bypasses_buckets=True,
+            actions={},
+            lossless=0,
+            stepless=0,
+            overlap=choose.choice(["forward", "backward"]),
+            state_format=choose.choice(formats(recipe.precision)),
+        )
+        failed = train(failing, tmp_path / f"{seed}", Faulty(seed=seed, **where))
         failures += failed.generation < recipe.max_steps
         steps = dataclasses.replace(recipe, max_steps=failed.generation)
-        straight = train(dataclasses.replace(plain, recipe=steps), tmp_path / f"{seed} straight", "none")
+        straight = train(straight_of(dataclasses.replace(failing, recipe=steps)), tmp_path / f"{seed} straight")
         for name, tensor in straight.tensors.items():
             assert torch.equal(failed.tensors[name], tensor), (seed, name)
     assert failures > 1
