@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def sigint() -> Iterator[None]:
-    """Lightning ignores Ctrl-C once it has noticed one; the next test may need it."""
-    before = signal.getsignal(signal.SIGINT)
+    """Lightning ignores Ctrl-C once it has noticed one, and so does what a shell starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
