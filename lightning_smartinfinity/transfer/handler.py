@@ -82,7 +82,7 @@ class TransferHandler:
 
     @property
     def storage_bytes(self) -> int:
-        """Of the state on storage, every slot included."""
+        """Of the state files, free places included."""
         return self._store.storage_bytes
 
     @property
