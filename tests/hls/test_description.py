@@ -1,0 +1,123 @@
+"""The description of the kernels, and what is generated from it."""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hls.card_build import compile_line, connectivity_config, link_line
+from hls.description import ADAGRAD, ADAMW, KERNELS, SGD, SMARTSSD, ComputeUnit, Design, MemoryBank, Platform
+from hls.generate import main
+from hls.xclbin import SectionKind, sections, xclbin
+
+
+def test_arguments_come_in_the_order_of_the_contract() -> None:
+    """Pointers first, then the words that all kernels have, then the rule's."""
+    assert [argument.name for argument in SGD.arguments] == [
+        *("gradient", "master_in", "momentum_buffer_in", "master_out", "momentum_buffer_out", "parameter", "status"),
+        *("numel", "first", "last", "gradient_form", "parameter_form", "active"),
+        *("gradient_scale", "weight_decay", "buffer_coefficient", "gradient_coefficient", "nesterov_momentum", "lr"),
+    ]
+    assert [len(kernel.arguments) for kernel in KERNELS] == [24, 17, 19]
+
+
+def test_arrays_share_their_bundle_between_reading_and_writing() -> None:
+    """At most one reader and one writer on each master."""
+    for kernel in KERNELS:
+        uses = [(argument.bundle, argument.kind) for argument in kernel.arguments if argument.is_pointer]
+        assert len(set(uses)) == len(uses)
+    bundles = {argument.name: argument.bundle for argument in ADAMW.arguments}
+    assert bundles["gradient"] == bundles["status"] == "gmem0"
+    assert bundles["exp_avg_in"] == bundles["exp_avg_out"] == "gmem2"
+    assert bundles["parameter"] == "gmem4"
+
+
+def test_registers_are_laid_out_as_vitis_does() -> None:
+    """From 0x10 on, 8 bytes for a pointer and 4 for a word, and 4 reserved ones after each."""
+    offsets = dict(zip((argument.name for argument in ADAGRAD.arguments), ADAGRAD.register_offsets, strict=True))
+    assert offsets["gradient"] == 0x10
+    assert offsets["master_in"] == 0x1C
+    assert offsets["numel"] == 0x10 + 7 * 12
+    assert offsets["first"] == offsets["numel"] + 8
+
+
+def test_kernels_fit_the_memory_bank_together() -> None:
+    """All three at once take 13 of 15 masters."""
+    assert SMARTSSD.num_masters == 13
+
+
+def test_sixteen_masters_are_refused() -> None:
+    """v++ would fail only after hours."""
+    second = ComputeUnit(ADAGRAD, "adagrad_update_2")
+    with pytest.raises(ValueError, match=r"17 AXI masters on bank0, which takes 15 .*adagrad_update_2 4"):
+        Design(SMARTSSD.platform, (*SMARTSSD.compute_units, second))
+
+
+def test_compute_units_need_names_of_their_own() -> None:
+    """XRT finds them by name."""
+    with pytest.raises(ValueError, match="share a name"):
+        Design(SMARTSSD.platform, (ComputeUnit(SGD, "unit"), ComputeUnit(ADAGRAD, "unit")))
+
+
+def test_config_names_every_compute_unit() -> None:
+    """Two of a kernel are one line."""
+    pair = tuple(ComputeUnit(ADAMW, f"adamw_update_{number}") for number in (1, 2))
+    config = connectivity_config(Design(SMARTSSD.platform, (*pair, ComputeUnit(SGD, "sgd_update_1"))))
+    assert config.splitlines() == [
+        "[connectivity]",
+        "nk=adamw_update:2:adamw_update_1.adamw_update_2",
+        "nk=sgd_update:1:sgd_update_1",
+    ]
+
+
+def test_lines_for_the_card_name_shell_kernel_and_files() -> None:
+    """Each kernel is compiled from its source; all are linked with the config."""
+    line = compile_line(SMARTSSD, ADAMW, target="hw", folder="out")
+    assert line[0] == "v++" and line[-1] == "hls/kernels/adamw_update.cpp"
+    assert line[line.index("--platform") + 1] == "xilinx_u2_gen3x4_xdma_gc_2_202110_1"
+    assert line[line.index("--kernel") + 1] == "adamw_update"
+    assert line[line.index("--output") + 1] == "out/adamw_update.xo"
+    linked = link_line(SMARTSSD, target="hw_emu", folder="out", output="x.xclbin")
+    assert linked[-3:] == [f"out/{kernel.name}.xo" for kernel in KERNELS]
+    assert linked[linked.index("--config") + 1] == "out/smartssd.cfg"
+
+
+def test_xclbin_is_one_of_its_design() -> None:
+    """The same bytes again; another uuid for another design."""
+    bank = replace(SMARTSSD.platform.bank, size_bytes=1 << 30)
+    other = replace(SMARTSSD, platform=replace(SMARTSSD.platform, bank=bank))
+    assert xclbin(SMARTSSD) == xclbin(SMARTSSD)
+    assert _uuid(xclbin(other)) != _uuid(xclbin(SMARTSSD))
+
+
+def test_xclbin_holds_bank_connections_and_units() -> None:
+    """As XRT's header lays them out."""
+    bank = MemoryBank("ddr", base=0x1000_0000, size_bytes=2 << 30)
+    contents = {part.kind: part.content for part in sections(replace(SMARTSSD, platform=_with(bank)))}
+    assert struct.unpack_from("<i4xBB6xQQ16s", contents[SectionKind.MEM_TOPOLOGY])[3:5] == (2 << 20, 0x1000_0000)
+    pointers = [sum(argument.is_pointer for argument in kernel.arguments) for kernel in KERNELS]
+    assert struct.unpack_from("<i", contents[SectionKind.CONNECTIVITY])[0] == sum(pointers)
+    assert len(contents[SectionKind.IP_LAYOUT]) == 8 + 3 * 80
+    assert b'name="beta2"' in contents[SectionKind.EMBEDDED_METADATA]
+
+
+def test_command_writes_files_and_prints_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the Makefile calls."""
+    main(["test-xclbin", str(tmp_path / "x.xclbin")])
+    assert (tmp_path / "x.xclbin").read_bytes() == xclbin(SMARTSSD)
+    main(["config", str(tmp_path / "smartssd.cfg")])
+    assert (tmp_path / "smartssd.cfg").read_text() == connectivity_config(SMARTSSD)
+    main(["link-line", "--output", "x.xclbin", "--folder", "out"])
+    assert capsys.readouterr().out.split() == link_line(SMARTSSD, target="hw", folder="out", output="x.xclbin")
+
+
+def _with(bank: MemoryBank) -> Platform:
+    return replace(SMARTSSD.platform, bank=bank)
+
+
+def _uuid(content: bytes) -> uuid.UUID:
+    return uuid.UUID(bytes=content[416:432])
