@@ -7,6 +7,7 @@ been drained.
 from __future__ import annotations
 
 from lightning_smartinfinity.native._core import (
+    AdagradStep,
     AdamStep,
     Batch,
     Blocks,
@@ -24,6 +25,7 @@ from lightning_smartinfinity.native._core import (
     Operation,
     Pipeline,
     Segment,
+    SgdStep,
     StateFile,
     Tasklet,
     TransferSchedule,
@@ -37,6 +39,7 @@ from lightning_smartinfinity.native._core import (
 )
 
 __all__ = [
+    "AdagradStep",
     "AdamStep",
     "Batch",
     "Blocks",
@@ -54,6 +57,7 @@ __all__ = [
     "Operation",
     "Pipeline",
     "Segment",
+    "SgdStep",
     "StateFile",
     "Tasklet",
     "TransferSchedule",

@@ -242,13 +242,74 @@ class AdamStep:
     def eps(self) -> float: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def words(self) -> list[int]:
+        """The scalars as a card's kernel takes them: the bits of each, in order."""
+
+class AdagradStep:
+    """
+    The scalars of one hyperparameter set at one step, as fp32.
+
+    g = gradient * gradient_scale (+ weight_decay * p); s = s + g * g;
+    p = p - step_size * (g / (sqrt(s) + eps)).
+    """
+
+    def __init__(self, *, gradient_scale: float, weight_decay: float, step_size: float, eps: float) -> None: ...
+    @property
+    def gradient_scale(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def step_size(self) -> float: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def words(self) -> list[int]:
+        """The scalars as a card's kernel takes them: the bits of each, in order."""
+
+class SgdStep:
+    """
+    The scalars of one hyperparameter set at one step, as fp32.
+
+    g = gradient * gradient_scale (+ weight_decay * p);
+    b = buffer_coefficient * b + gradient_coefficient * g;
+    p = p - lr * (g + nesterov_momentum * b), or, where that is 0, p - lr * b.
+    A buffer_coefficient of 0 forgets the buffer, even what is not finite in it.
+    """
+
+    def __init__(
+        self,
+        *,
+        gradient_scale: float,
+        weight_decay: float,
+        buffer_coefficient: float,
+        gradient_coefficient: float,
+        nesterov_momentum: float,
+        lr: float,
+    ) -> None: ...
+    @property
+    def gradient_scale(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def buffer_coefficient(self) -> float: ...
+    @property
+    def gradient_coefficient(self) -> float: ...
+    @property
+    def nesterov_momentum(self) -> float: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def words(self) -> list[int]:
+        """The scalars as a card's kernel takes them: the bits of each, in order."""
 
 class Segment:
     """
     Elements [offset, offset + numel) of a tasklet; addresses are those of the first element, 0 is none.
 
-    step -1 carries the state over and leaves the parameter alone. `arrays` are fp32: master, exp_avg,
-    exp_avg_sq. WRITE and MODIFY take the master from `parameter` if arrays[0] is 0.
+    step -1 carries the state over and leaves the parameter alone. `arrays` are fp32: the master and
+    what the rule keeps (exp_avg, exp_avg_sq; sum; momentum_buffer). WRITE and MODIFY take the
+    master from `parameter` if arrays[0] is 0.
     """
 
     def __init__(
@@ -372,7 +433,7 @@ class Batch:
         self,
         operation: Operation,
         tasklets: Sequence[Tasklet],
-        steps: Sequence[AdamStep] = [],
+        steps: Sequence[AdamStep | AdagradStep | SgdStep] = [],
         stream: CudaStream | None = None,
     ) -> None: ...
     @property
@@ -380,7 +441,7 @@ class Batch:
     @property
     def tasklets(self) -> list[Tasklet]: ...
     @property
-    def steps(self) -> list[AdamStep]: ...
+    def steps(self) -> list[AdamStep | AdagradStep | SgdStep]: ...
 
 class TransferSchedule:
     """The order of a batch as a pure state machine: no I/O, no clock, no threads."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_smartinfinity.native import (
+    AdagradStep,
     AdamStep,
     Batch,
     Blocks,
@@ -22,13 +23,15 @@ from lightning_smartinfinity.native import (
     Operation,
     Pipeline,
     Segment,
+    SgdStep,
     StateFile,
     Tasklet,
 )
 
-__all__ = ["JOB", "Run", "StoredState", "address_of", "align", "extent_bytes", "region_bytes", "takes_direct"]
+__all__ = ["JOB", "Run", "Step", "StoredState", "address_of", "align", "extent_bytes", "region_bytes", "takes_direct"]
 
 Array = npt.NDArray[Any]
+Step = AdamStep | AdagradStep | SgdStep
 
 JOB = bytes(range(16))
 _BLOCK = 4096
@@ -218,7 +221,7 @@ class StoredState:
         self,
         operation: Operation,
         runs: Sequence[Run],
-        steps: Sequence[AdamStep] = (),
+        steps: Sequence[Step] = (),
         *,
         master_in_parameter: bool = False,
     ) -> None:
@@ -230,7 +233,7 @@ class StoredState:
         self,
         operation: Operation,
         runs: Sequence[Run],
-        steps: Sequence[AdamStep] = (),
+        steps: Sequence[Step] = (),
         *,
         master_in_parameter: bool = False,
     ) -> Failure | None:

@@ -18,11 +18,11 @@ from lightning_smartinfinity.native import (
     select_instruction_set,
     supported_instruction_sets,
 )
+from tests.helpers.golden import assert_same_bits, random_arrays
+from tests.helpers.update_rules import Floats, adam, adam_step
 from tests.native import codecs
 from tests.native.codecs import EXP_AVG, EXP_AVG_SQ, Minifloat
-from tests.native.formula import Floats, adam, adam_step
 from tests.native.stored import JOB, Run, StoredState
-from tests.native.test_update import assert_same_bits, random_state
 
 Bits = npt.NDArray[Any]
 
@@ -69,7 +69,7 @@ def regions_of(state_format: int, arrays: list[Floats], borders: list[int], rand
 def wide_state(numel: int, seed: int) -> tuple[Floats, Floats, Floats, Floats]:
     """Gradient, master and moments over many orders of magnitude, zeros and subnormals among them."""
     random = np.random.default_rng(seed)
-    g, p, m, v = random_state(numel, seed, special=False)
+    g, p, m, v = random_arrays(adam_step(), numel, seed, special=False)
     m = m * np.exp2(random.integers(-30, 3, numel)).astype(np.float32)
     v = v * np.exp2(random.integers(-50, 3, numel)).astype(np.float32)
     for array in (m, v):
@@ -226,7 +226,7 @@ def test_small_second_moments_stay_alive(tmp_path: Path) -> None:
 def test_what_is_not_finite(instruction_set: InstructionSet, tmp_path: Path, state_format: int) -> None:
     """It is not lost, written or computed: 8-bit formats make it NaN; what lies beside it keeps its value."""
     numel = 300
-    g, p, m, v = random_state(numel, seed=5, special=False)
+    g, p, m, v = random_arrays(adam_step(), numel, seed=5, special=False)
     m[7], m[8], v[9], v[10], p[11] = np.inf, np.nan, np.inf, np.nan, np.nan
     with stored(tmp_path, numel, state_format) as state:
         state.write(p, m, v)
@@ -282,7 +282,7 @@ def test_remainders(tmp_path: Path) -> None:
 def test_modified_state(tmp_path: Path, state_format: int) -> None:
     """Replacing some elements of a block leaves the others alone, unless they are too small beside the new ones."""
     numel = 1000
-    _, p, m, v = random_state(numel, seed=8, special=False)
+    _, p, m, v = random_arrays(adam_step(), numel, seed=8, special=False)
     new = np.full(10, 1.5, np.float32)
     with stored(tmp_path, numel, state_format, borders=[300]) as state:
         state.write(p, m, v)

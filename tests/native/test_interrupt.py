@@ -13,7 +13,7 @@ import pytest
 
 from lightning_smartinfinity.native import FileQueue, HostBuffer, Operation, Pipeline, StateFile
 from lightning_smartinfinity.native.testing import inject
-from tests.native.formula import adam_step
+from tests.helpers.update_rules import adam_step
 from tests.native.stored import Run, StoredState
 from tests.native.test_pipeline import adam, assert_same, initial, normals
 

@@ -20,7 +20,7 @@ import pytest
 import lightning_smartinfinity.native._core as core
 from lightning_smartinfinity.native import Failure, HostBuffer, Operation, StateFile
 from lightning_smartinfinity.native.testing import inject
-from tests.native.formula import adam_step
+from tests.helpers.update_rules import adam_step
 from tests.native.stored import Run, StoredState
 from tests.native.test_pipeline import assert_same, initial, normals
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_smartinfinity.native import Batch, DType, Operation
 from lightning_smartinfinity.native.testing import inject
-from tests.native.formula import Floats, adam, adam_step
+from tests.helpers.update_rules import Floats, adam, adam_step
 from tests.native.stored import JOB, Run, StoredState, align, extent_bytes
 from tests.native.test_crc32c import bitwise
 

@@ -2,88 +2,50 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from lightning_smartinfinity.native import (
-    AdamStep,
     DType,
     InstructionSet,
     Operation,
     select_instruction_set,
     supported_instruction_sets,
 )
-from tests.native.formula import Floats, adam, adam_step
-from tests.native.stored import Run, StoredState
-
-DTYPES = [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16]
-TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
-STEPS = {
-    "adamw": adam_step(),
-    "adam": adam_step(decay=1.0, l2=0.01),
-    "near_end": adam_step(beta1=0.2, one_minus_beta1=0.8, gradient_scale=-0.5),
-    "half": adam_step(beta1=0.5, one_minus_beta1=0.5, l2=0.1, decay=1.0),
-}
-SPECIAL = np.array(
-    [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 1.1754942e-38, 1.1754944e-38, 3e38, -3e38, 1e-30, 65504, 65520],
-    np.float32,
+from tests.helpers.golden import (
+    DTYPES,
+    STEPS,
+    Bits,
+    assert_same_bits,
+    decode,
+    encode,
+    expected_state,
+    random_arrays,
 )
+from tests.helpers.update_rules import ARRAYS, Floats, adam_step
+from tests.native.stored import Run, Step, StoredState
 
-Bits = npt.NDArray[Any]
-
-
-def encode(values: Floats, dtype: DType) -> Bits:
-    """As stored in memory: fp32, or the 16-bit patterns that torch gives."""
-    if dtype is DType.FLOAT32:
-        return values.copy()
-    return torch.from_numpy(values).to(TORCH[dtype]).view(torch.int16).numpy().copy()
+ONE_OF_EACH = ["adam_half", "adagrad_decayed", "sgd_nesterov"]
 
 
-def decode(values: Bits, dtype: DType) -> Floats:
-    if dtype is DType.FLOAT32:
-        return values.copy()
-    return torch.from_numpy(values).view(TORCH[dtype]).float().numpy()
-
-
-def assert_same_bits(found: Bits, expected: Bits) -> None:
-    """Bit for bit; a NaN is a NaN."""
-    assert found.dtype == expected.dtype
-    if found.dtype == np.float32:
-        nan = np.isnan(expected)
-        np.testing.assert_array_equal(np.isnan(found), nan)
-        found, expected = found.view(np.uint32)[~nan], expected.view(np.uint32)[~nan]
-    np.testing.assert_array_equal(found, expected)
-
-
-def random_state(numel: int, seed: int, *, special: bool) -> tuple[Floats, Floats, Floats, Floats]:
-    """Gradient, master, exp_avg and exp_avg_sq."""
-    random = np.random.default_rng(seed)
-    g, p, m, v = (random.standard_normal(numel).astype(np.float32) for _ in range(4))
-    v = v * v
-    if special:
-        for array in (g, p, m):
-            chosen = random.integers(0, 3, numel) == 0
-            array[chosen] = random.choice(SPECIAL, int(chosen.sum()))
-        chosen = random.integers(0, 3, numel) == 0
-        v[chosen] = np.abs(random.choice(SPECIAL, int(chosen.sum())))
-    return g, p, m, v
+def stored(folder: Path, step: Step, numel: int) -> StoredState:
+    """A partition of the step's rule."""
+    return StoredState(folder, numel, num_arrays=len(ARRAYS[type(step)]))
 
 
 def update(
     folder: Path,
-    step: AdamStep,
-    arrays: tuple[Floats, Floats, Floats, Floats],
+    step: Step,
+    arrays: tuple[Floats, ...],
     *,
     dtypes: tuple[DType, DType] = (DType.FLOAT32, DType.FLOAT32),
 ) -> tuple[Bits, ...]:
-    """Parameter, master, exp_avg and exp_avg_sq after one step by the pipeline."""
+    """Parameter, master and the rule's other arrays after one step by the pipeline."""
     gradient = encode(arrays[0], dtypes[0])
     parameter = encode(np.full_like(arrays[0], -7), dtypes[1])
-    with StoredState(folder, len(gradient)) as state:
+    with stored(folder, step, len(gradient)) as state:
         state.write(*arrays[1:])
         run = Run(0, len(gradient), 0, gradient, dtypes[0], parameter, dtypes[1])
         assert state.work(Operation.UPDATE, [run], [step]) is None
@@ -94,9 +56,9 @@ def update(
 @pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
 def test_numpy_reference(instruction_set: InstructionSet, tmp_path: Path, name: str, special: bool) -> None:
     """Every instruction set gives numpy's fp32 results bit for bit, subnormals flushed, NaN and infinity included."""
-    arrays = random_state(20_011, seed=1, special=special)
+    arrays = random_arrays(STEPS[name], 20_011, seed=1, special=special)
     parameter, *state = update(tmp_path, STEPS[name], arrays)
-    for found, expected in zip(state, adam(STEPS[name], arrays[0], arrays[1:]), strict=True):
+    for found, expected in zip(state, expected_state(STEPS[name], arrays), strict=True):
         assert_same_bits(found, expected)
     assert_same_bits(parameter, state[0])
 
@@ -104,59 +66,87 @@ def test_numpy_reference(instruction_set: InstructionSet, tmp_path: Path, name: 
 @pytest.mark.parametrize(
     "dtypes", list(itertools.product(DTYPES, DTYPES)), ids=lambda pair: "-".join(d.name for d in pair)
 )
-@pytest.mark.parametrize("name", ["adamw", "half"])
+@pytest.mark.parametrize("name", ["adamw", *ONE_OF_EACH])
 def test_dtypes(instruction_set: InstructionSet, tmp_path: Path, dtypes: tuple[DType, DType], name: str) -> None:
     """A 16-bit gradient is widened exactly; a 16-bit parameter is the master rounded as torch rounds it."""
-    arrays = random_state(5_003, seed=2, special=True)
+    arrays = random_arrays(STEPS[name], 5_003, seed=2, special=True)
     parameter, *state = update(tmp_path, STEPS[name], arrays, dtypes=dtypes)
-    gradient = decode(encode(arrays[0], dtypes[0]), dtypes[0])
-    for found, expected in zip(state, adam(STEPS[name], gradient, arrays[1:]), strict=True):
+    for found, expected in zip(state, expected_state(STEPS[name], arrays, dtypes[0]), strict=True):
         assert_same_bits(found, expected)
     assert_same_bits(decode(parameter, dtypes[1]), decode(encode(state[0], dtypes[1]), dtypes[1]))
 
 
+@pytest.mark.parametrize("name", ["adam", "adagrad_decayed", "sgd_dampened"])
 @pytest.mark.parametrize("numel", [1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 65, 127, 1023, 12287, 12288, 12289])
-def test_lengths(tmp_path: Path, numel: int) -> None:
+def test_lengths(tmp_path: Path, numel: int, name: str) -> None:
     """No length, odd or shorter than a register, changes a bit between instruction sets, nor between them and numpy."""
-    arrays = random_state(numel, seed=numel, special=True)
-    expected = adam(STEPS["adam"], arrays[0], arrays[1:])
+    arrays = random_arrays(STEPS[name], numel, seed=numel, special=True)
+    expected = expected_state(STEPS[name], arrays)
     for choice in supported_instruction_sets():
         select_instruction_set(choice)
-        _, *state = update(tmp_path, STEPS["adam"], arrays)
+        _, *state = update(tmp_path, STEPS[name], arrays)
         for found, wanted in zip(state, expected, strict=True):
             assert_same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_unaligned_segments(instruction_set: InstructionSet, tmp_path: Path, dtype: DType) -> None:
+@pytest.mark.parametrize("name", ["adamw", *ONE_OF_EACH])
+def test_unaligned_segments(instruction_set: InstructionSet, tmp_path: Path, dtype: DType, name: str) -> None:
     """Segments may begin at any element and memory at any multiple of its item; nothing beside them is written."""
     numel, shift = 1_000, 3
-    g, p, m, v = random_state(numel, seed=3, special=False)
-    gradient = encode(np.concatenate([np.zeros(shift, np.float32), g]), dtype)
+    arrays = random_arrays(STEPS[name], numel, seed=3, special=False)
+    gradient = encode(np.concatenate([np.zeros(shift, np.float32), arrays[0]]), dtype)
     parameter = encode(np.full(numel + 2 * shift, -7, np.float32), dtype)
     untouched = parameter[0]
     runs = [
         Run(first, last - first, 0, gradient[shift + first :], dtype, parameter[shift + first :], dtype)
         for first, last in itertools.pairwise([0, 1, 2, 5, 6, 23, 24, 400, 401, 999, 1000])
     ]
-    with StoredState(tmp_path, numel) as state:
-        state.write(p, m, v)
-        assert state.work(Operation.UPDATE, runs, [STEPS["adamw"]]) is None
+    with stored(tmp_path, STEPS[name], numel) as state:
+        state.write(*arrays[1:])
+        assert state.work(Operation.UPDATE, runs, [STEPS[name]]) is None
         found = state.read()
-    expected = adam(STEPS["adamw"], decode(encode(g, dtype), dtype), (p, m, v))
+    expected = expected_state(STEPS[name], arrays, dtype)
     for array, wanted in zip(found, expected, strict=True):
         assert_same_bits(array, wanted)
     assert_same_bits(parameter[shift:-shift], encode(expected[0], dtype))
     assert (parameter[:shift] == untouched).all() and (parameter[-shift:] == untouched).all()
 
 
-def test_parameter_is_optional(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["adamw", *ONE_OF_EACH])
+def test_parameter_is_optional(tmp_path: Path, name: str) -> None:
     """A segment without a parameter address updates the state alone."""
-    g, p, m, v = random_state(100, seed=4, special=False)
-    with StoredState(tmp_path, 100) as state:
-        state.write(p, m, v)
-        assert state.work(Operation.UPDATE, [Run(0, 100, 0, g)], [STEPS["adamw"]]) is None
-        assert_same_bits(state.read()[0], adam(STEPS["adamw"], g, (p, m, v))[0])
+    arrays = random_arrays(STEPS[name], 100, seed=4, special=False)
+    with stored(tmp_path, STEPS[name], 100) as state:
+        state.write(*arrays[1:])
+        assert state.work(Operation.UPDATE, [Run(0, 100, 0, arrays[0])], [STEPS[name]]) is None
+        assert_same_bits(state.read()[0], expected_state(STEPS[name], arrays)[0])
+
+
+@pytest.mark.parametrize("name", ["sgd_first", "sgd_nesterov_first"])
+def test_a_buffer_that_begins_forgets_what_it_held(instruction_set: InstructionSet, tmp_path: Path, name: str) -> None:
+    """Even infinities and NaNs, which zero times them would keep."""
+    gradient, master = random_arrays(STEPS[name], 100, seed=5, special=False)[:2]
+    anything = np.resize(np.array([np.nan, np.inf, -np.inf, 3e38], np.float32), 100)
+    for found, expected in zip(
+        update(tmp_path, STEPS[name], (gradient, master, anything))[1:],
+        expected_state(STEPS[name], (gradient, master, np.zeros(100, np.float32))),
+        strict=True,
+    ):
+        assert_same_bits(found, expected)
+
+
+def test_words_are_the_scalars_in_the_order_of_a_kernel() -> None:
+    """Every scalar that a kernel takes, once, as the bits of its fp32."""
+    orders = {
+        "adamw": "gradient_scale one_minus_beta1 beta2 one_minus_beta2 decay l2 step_size "
+        "inverse_sqrt_bias_correction2 eps",
+        "adagrad_decayed": "gradient_scale weight_decay step_size eps",
+        "sgd_nesterov": "gradient_scale weight_decay buffer_coefficient gradient_coefficient nesterov_momentum lr",
+    }
+    for name, order in orders.items():
+        scalars = np.array([getattr(STEPS[name], field) for field in order.split()], np.float32)
+        assert STEPS[name].words == scalars.view(np.uint32).tolist()
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])

@@ -19,8 +19,8 @@ from lightning_smartinfinity.native import (
     StateFile,
     Tasklet,
 )
-from tests.native.formula import adam_step
-from tests.native.stored import JOB, StoredState, extent_bytes
+from tests.helpers.update_rules import adagrad_step, adam_step, sgd_step
+from tests.native.stored import JOB, Run, Step, StoredState, extent_bytes
 
 NUMEL = 100
 MEMORY = np.zeros(NUMEL, np.float32)
@@ -56,7 +56,7 @@ def tasklet(**changes: Any) -> Tasklet:
         ({"numel": 1 << 41}, "is not in"),
         ({"num_arrays": 0}, "num_arrays 0 is not in"),
         ({"num_arrays": 9}, "num_arrays 9 is not in"),
-        ({"num_arrays": 2, "extent_bytes": extent_bytes(NUMEL, 2)}, "UPDATE needs 3 arrays"),
+        ({"num_arrays": 2, "extent_bytes": extent_bytes(NUMEL, 2)}, "UPDATE by AdamStep needs 3 arrays"),
         ({"extent_bytes": extent_bytes(NUMEL) + 4096}, "extent_bytes is 20480, its arrays take 16384"),
         ({"numel": 10_000, "extent_bytes": extent_bytes(10_000)}, "does not fit a buffer of 16384"),
         ({"read_file": 1}, "there is no file 1"),
@@ -93,6 +93,30 @@ def test_bad_tasklet(tmp_path: Path, changes: dict[str, Any], problem: str) -> N
         counters = state.pipeline.counters()
         assert (counters.read_calls, counters.write_calls) == (0, 0)
         state.write(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [
+        (adagrad_step(), "UPDATE by AdagradStep needs 2 arrays: master and sum"),
+        (sgd_step(), "UPDATE by SgdStep needs 2 arrays: master and momentum_buffer"),
+    ],
+)
+def test_arrays_of_another_rule(tmp_path: Path, step: Step, problem: str) -> None:
+    """ValueError names what the rule keeps."""
+    with StoredState(tmp_path, NUMEL) as state, pytest.raises(ValueError, match=f"tasklet 5.*{problem}"):
+        state.pipeline.submit(Batch(Operation.UPDATE, [tasklet()], [step]))
+
+
+@pytest.mark.parametrize("step", [adagrad_step(), sgd_step()])
+@pytest.mark.parametrize("state_format", [1, 2, 3])
+def test_rules_without_moments_are_for_fp32_state(tmp_path: Path, step: Step, state_format: int) -> None:
+    """ValueError, in every format that stores exp_avg and exp_avg_sq in fewer bits."""
+    identity = Identity(job=JOB, rank=0, state_format=state_format)
+    with StoredState(tmp_path, NUMEL, identity=identity) as state:
+        one = state.tasklet(0, [Run(0, NUMEL, 0, MEMORY)])
+        with pytest.raises(ValueError, match=f"for AdamStep only, not for {type(step).__name__}"):
+            state.pipeline.submit(Batch(Operation.UPDATE, [one], [step]))
 
 
 @pytest.mark.parametrize("operation", [Operation.READ, Operation.WRITE, Operation.MODIFY])

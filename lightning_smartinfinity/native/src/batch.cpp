@@ -74,9 +74,6 @@ class Checker {
     }
 
     void check_operation() const {
-        if (batch_.operation == Operation::kUpdate && tasklet_.num_arrays != kMomentArrays) {
-            refuse("UPDATE needs 3 arrays: master, exp_avg and exp_avg_sq");
-        }
         if (!tasklet_.master_in_parameter) return;
         if (batch_.operation != Operation::kUpdate) refuse("master_in_parameter is for UPDATE only");
         std::uint64_t covered = 0;
@@ -115,9 +112,21 @@ class Checker {
         if (segment.step < kNoStep || segment.step >= static_cast<std::int64_t>(batch_.steps.size())) {
             refuse("there is no step " + std::to_string(segment.step));
         }
+        if (segment.step != kNoStep) check_rule(batch_.steps[static_cast<std::size_t>(segment.step)]);
         if (segment.step != kNoStep && segment.gradient == 0) refuse("a segment to update has no gradient address");
         if (has_blocks(format_)) check_blocks(segment);
         if (tasklet_.master_in_parameter) check_master(segment);
+    }
+
+    void check_rule(const UpdateStep& step) const {
+        const UpdateRule& rule = rule_of(step);
+        if (format_ != StateFormat::kFp32 && !std::holds_alternative<AdamStep>(step)) {
+            refuse(std::string("this state format is for AdamStep only, not for ") + rule.step);
+        }
+        if (tasklet_.num_arrays != rule.num_arrays) {
+            refuse(std::string("UPDATE by ") + rule.step + " needs " + std::to_string(rule.num_arrays) +
+                   " arrays: " + rule.arrays);
+        }
     }
 
     // A block is rounded as a whole.

@@ -8,8 +8,8 @@
 
 #include "blocks.hpp"
 #include "dtype.hpp"
-#include "kernels.hpp"
 #include "state_format.hpp"
+#include "update_step.hpp"
 
 namespace smart_infinity {
 
@@ -58,7 +58,7 @@ struct Tasklet {
 struct Batch {
     Operation operation = Operation::kUpdate;
     std::vector<Tasklet> tasklets;
-    std::vector<AdamStep> steps;
+    std::vector<UpdateStep> steps;
     // Parameters are in the memory of its device and travel through it; none: they are in host memory.
     std::shared_ptr<const CudaStream> stream;
 };

@@ -5,6 +5,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -302,6 +303,14 @@ void bind_identity(nb::module_& m) {
         .def_ro("state_format", &Identity::state_format);
 }
 
+constexpr const char* kWords = "The scalars as a card's kernel takes them: the bits of each, in order.";
+
+template <class Step>
+std::vector<std::uint32_t> words_in_order(const Step& step) {
+    const StepWords words = words_of(step);
+    return {words.words.begin(), words.words.begin() + static_cast<std::ptrdiff_t>(words.count)};
+}
+
 void bind_adam_step(nb::module_& m) {
     nb::class_<AdamStep>(m, "AdamStep",
                          "The scalars of one hyperparameter set at one step, as fp32.\n\n"
@@ -337,15 +346,60 @@ void bind_adam_step(nb::module_& m) {
         .def_ro("step_size", &AdamStep::step_size)
         .def_ro("inverse_sqrt_bias_correction2", &AdamStep::inverse_sqrt_bias_correction2)
         .def_ro("eps", &AdamStep::eps)
-        .def_ro("seed", &AdamStep::seed);
+        .def_ro("seed", &AdamStep::seed)
+        .def_prop_ro("words", &words_in_order<AdamStep>, kWords);
+}
+
+void bind_adagrad_step(nb::module_& m) {
+    nb::class_<AdagradStep>(m, "AdagradStep",
+                            "The scalars of one hyperparameter set at one step, as fp32.\n\n"
+                            "g = gradient * gradient_scale (+ weight_decay * p); s = s + g * g;\n"
+                            "p = p - step_size * (g / (sqrt(s) + eps)).")
+        .def(
+            "__init__",
+            [](AdagradStep* self, float gradient_scale, float weight_decay, float step_size, float eps) {
+                new (self) AdagradStep{gradient_scale, weight_decay, step_size, eps};
+            },
+            nb::kw_only(), "gradient_scale"_a, "weight_decay"_a, "step_size"_a, "eps"_a)
+        .def_ro("gradient_scale", &AdagradStep::gradient_scale)
+        .def_ro("weight_decay", &AdagradStep::weight_decay)
+        .def_ro("step_size", &AdagradStep::step_size)
+        .def_ro("eps", &AdagradStep::eps)
+        .def_prop_ro("words", &words_in_order<AdagradStep>, kWords);
+}
+
+void bind_sgd_step(nb::module_& m) {
+    nb::class_<SgdStep>(m, "SgdStep",
+                        "The scalars of one hyperparameter set at one step, as fp32.\n\n"
+                        "g = gradient * gradient_scale (+ weight_decay * p);\n"
+                        "b = buffer_coefficient * b + gradient_coefficient * g;\n"
+                        "p = p - lr * (g + nesterov_momentum * b), or, where that is 0, p - lr * b.\n"
+                        "A buffer_coefficient of 0 forgets the buffer, even what is not finite in it.")
+        .def(
+            "__init__",
+            [](SgdStep* self, float gradient_scale, float weight_decay, float buffer_coefficient,
+               float gradient_coefficient, float nesterov_momentum, float lr) {
+                new (self) SgdStep{gradient_scale,       weight_decay,      buffer_coefficient,
+                                   gradient_coefficient, nesterov_momentum, lr};
+            },
+            nb::kw_only(), "gradient_scale"_a, "weight_decay"_a, "buffer_coefficient"_a, "gradient_coefficient"_a,
+            "nesterov_momentum"_a, "lr"_a)
+        .def_ro("gradient_scale", &SgdStep::gradient_scale)
+        .def_ro("weight_decay", &SgdStep::weight_decay)
+        .def_ro("buffer_coefficient", &SgdStep::buffer_coefficient)
+        .def_ro("gradient_coefficient", &SgdStep::gradient_coefficient)
+        .def_ro("nesterov_momentum", &SgdStep::nesterov_momentum)
+        .def_ro("lr", &SgdStep::lr)
+        .def_prop_ro("words", &words_in_order<SgdStep>, kWords);
 }
 
 void bind_segment(nb::module_& m) {
     nb::class_<Segment>(
         m, "Segment",
         "Elements [offset, offset + numel) of a tasklet; addresses are those of the first element, 0 is none.\n\n"
-        "step -1 carries the state over and leaves the parameter alone. `arrays` are fp32: master, exp_avg,\n"
-        "exp_avg_sq. WRITE and MODIFY take the master from `parameter` if arrays[0] is 0.")
+        "step -1 carries the state over and leaves the parameter alone. `arrays` are fp32: the master and\n"
+        "what the rule keeps (exp_avg, exp_avg_sq; sum; momentum_buffer). WRITE and MODIFY take the\n"
+        "master from `parameter` if arrays[0] is 0.")
         .def(
             "__init__",
             [](Segment* self, std::uint64_t offset, std::uint64_t numel, std::int64_t step, Address gradient,
@@ -440,11 +494,11 @@ void bind_batch(nb::module_& m) {
                       "through one slot of host memory for each ring buffer.")
         .def(
             "__init__",
-            [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<AdamStep> steps,
+            [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<UpdateStep> steps,
                std::shared_ptr<const CudaStream> stream) {
                 new (self) Batch{operation, std::move(tasklets), std::move(steps), std::move(stream)};
             },
-            "operation"_a, "tasklets"_a, "steps"_a = std::vector<AdamStep>(), "stream"_a = nb::none())
+            "operation"_a, "tasklets"_a, "steps"_a = std::vector<UpdateStep>(), "stream"_a = nb::none())
         .def_ro("operation", &Batch::operation)
         .def_ro("tasklets", &Batch::tasklets)
         .def_ro("steps", &Batch::steps);
@@ -753,6 +807,8 @@ NB_MODULE(_core, m) {
     bind_state_file(m);
     bind_identity(m);
     bind_adam_step(m);
+    bind_adagrad_step(m);
+    bind_sgd_step(m);
     bind_segment(m);
     bind_operation(m);
     bind_blocks(m);

@@ -14,6 +14,16 @@ constexpr std::size_t kRemainderRegion = 1;
 
 std::size_t index_of(DType dtype) { return static_cast<std::size_t>(dtype); }
 
+const Updates<AdamStep>& updates_by(const AdamStep&, const Kernels& kernels) { return kernels.adam; }
+const Updates<AdagradStep>& updates_by(const AdagradStep&, const Kernels& kernels) { return kernels.adagrad; }
+const Updates<SgdStep>& updates_by(const SgdStep&, const Kernels& kernels) { return kernels.sgd; }
+
+template <class Step>
+typename Updates<Step>::Kernel kernel_for(const Step& step, const Kernels& kernels, const Segment& segment) {
+    const std::size_t column = segment.parameter == 0 ? kNoParameter : index_of(segment.parameter_dtype);
+    return updates_by(step, kernels).table[index_of(segment.gradient_dtype)][column];
+}
+
 // A key for every cell of every update; splitmix64's last lines.
 std::uint32_t cell_key(std::uint32_t seed, std::uint64_t cell) {
     std::uint64_t x = cell * 0x9e3779b97f4a7c15u + seed * 0xd1b54a32d192ed03u;
@@ -100,15 +110,26 @@ void Codec::take_masters(std::size_t first, std::size_t numel, const void* param
     }
 }
 
-void Codec::update(const AdamStep& step, std::size_t first, std::size_t numel, const Segment& segment,
+void Codec::update(const UpdateStep& step, std::size_t first, std::size_t numel, const Segment& segment,
                    const std::byte* gradient, std::byte* parameter) const {
-    const std::size_t column = segment.parameter == 0 ? kNoParameter : index_of(segment.parameter_dtype);
-    const auto adam = kernels_.adam[index_of(segment.gradient_dtype)][column];
-    if (format_ == StateFormat::kFp32) {
-        const AdamArrays arrays{in_place(kMaster) + first, in_place(kExpAvg) + first, in_place(kExpAvgSq) + first,
-                                gradient, parameter};
-        return adam(step, arrays, numel);
+    if (format_ != StateFormat::kFp32) {
+        return update_chunks(std::get<AdamStep>(step), first, numel, segment, gradient, parameter);
     }
+    std::visit([&](const auto& scalars) { update_in_place(scalars, first, numel, segment, gradient, parameter); },
+               step);
+}
+
+template <class Step>
+void Codec::update_in_place(const Step& step, std::size_t first, std::size_t numel, const Segment& segment,
+                            const std::byte* gradient, std::byte* parameter) const {
+    UpdateArrays memory{{}, gradient, parameter};
+    for (std::size_t array = 0; array < tasklet_.num_arrays; ++array) memory.arrays[array] = in_place(array) + first;
+    kernel_for(step, kernels_, segment)(step, memory, numel);
+}
+
+void Codec::update_chunks(const AdamStep& step, std::size_t first, std::size_t numel, const Segment& segment,
+                          const std::byte* gradient, std::byte* parameter) const {
+    const auto adam = kernel_for(step, kernels_, segment);
     const std::size_t end = first + numel;
     Chunk chunk;
     for (std::size_t begin = first; begin < end; begin += chunk.numel) {
@@ -116,11 +137,11 @@ void Codec::update(const AdamStep& step, std::size_t first, std::size_t numel, c
         chunk.first = begin;
         chunk.numel = std::min(end, (begin / kChunkNumel + 1) * kChunkNumel) - begin;
         open(chunk);
-        const AdamArrays arrays{
-            chunk.arrays[kMaster], chunk.arrays[kExpAvg], chunk.arrays[kExpAvgSq],
+        const UpdateArrays memory{
+            {chunk.arrays[kMaster], chunk.arrays[kExpAvg], chunk.arrays[kExpAvgSq]},
             gradient + skipped * item_bytes(segment.gradient_dtype),
             parameter == nullptr ? nullptr : parameter + skipped * item_bytes(segment.parameter_dtype)};
-        adam(step, arrays, chunk.numel);
+        adam(step, memory, chunk.numel);
         close(chunk, step.seed);
     }
 }

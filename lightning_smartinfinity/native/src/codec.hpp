@@ -23,12 +23,18 @@ class Codec {
 
     // What the parameters hold of the masters, which was not read.
     void take_masters(std::size_t first, std::size_t numel, const void* parameters) const;
-    // Whole blocks. Moments that are not stored as fp32 are rounded stochastically.
-    void update(const AdamStep& step, std::size_t first, std::size_t numel, const Segment& segment,
+    // Whole blocks. Moments that are not stored as fp32, which only an AdamStep has, are rounded stochastically.
+    void update(const UpdateStep& step, std::size_t first, std::size_t numel, const Segment& segment,
                 const std::byte* gradient, std::byte* parameter) const;
 
  private:
     struct Chunk;
+
+    template <class Step>
+    void update_in_place(const Step& step, std::size_t first, std::size_t numel, const Segment& segment,
+                         const std::byte* gradient, std::byte* parameter) const;
+    void update_chunks(const AdamStep& step, std::size_t first, std::size_t numel, const Segment& segment,
+                       const std::byte* gradient, std::byte* parameter) const;
 
     void open(Chunk& chunk) const;
     void close(const Chunk& chunk, std::uint32_t seed) const;

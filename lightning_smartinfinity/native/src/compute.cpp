@@ -96,7 +96,7 @@ class TaskletWork {
     void update(const Part& part) const {
         if (tasklet_.master_in_parameter) codec_.take_masters(part.offset, part.numel, part.parameter());
         if (part.segment.step == kNoStep) return;
-        const AdamStep& step = batch_.steps[static_cast<std::size_t>(part.segment.step)];
+        const UpdateStep& step = batch_.steps[static_cast<std::size_t>(part.segment.step)];
         codec_.update(step, part.offset, part.numel, part.segment, part.gradient(), part.parameter());
     }
 

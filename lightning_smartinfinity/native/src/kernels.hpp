@@ -28,11 +28,27 @@ struct AdamStep {
     std::uint32_t seed;  // of stochastic rounding: the number of the update
 };
 
-// First elements of a run. The arrays must not overlap.
-struct AdamArrays {
-    float* master;
-    float* exp_avg;
-    float* exp_avg_sq;
+struct AdagradStep {
+    float gradient_scale;
+    float weight_decay;
+    float step_size;  // lr / (1 + (step - 1) * lr_decay)
+    float eps;
+};
+
+struct SgdStep {
+    float gradient_scale;
+    float weight_decay;
+    float buffer_coefficient;    // momentum; 0: the buffer begins anew, whatever it held
+    float gradient_coefficient;  // 1 - dampening, or 1 where the buffer begins
+    float nesterov_momentum;     // momentum, or 0: not nesterov
+    float lr;
+};
+
+constexpr std::size_t kMaxRuleArrays = 3;
+
+// First elements of a run. The memory of one must not overlap that of another.
+struct UpdateArrays {
+    float* arrays[kMaxRuleArrays];  // the master, then what the rule keeps besides
     const void* gradient;
     void* parameter;
 };
@@ -53,10 +69,16 @@ struct Codes {
     std::uint8_t* exponent;
 };
 
-constexpr std::size_t kNoParameter = kNumDTypes;  // column of Kernels::adam that writes no parameter
+constexpr std::size_t kNoParameter = kNumDTypes;  // column of an Updates that writes no parameter
+
+// One rule's kernels: [gradient dtype][parameter dtype or kNoParameter].
+template <class Step>
+struct Updates {
+    using Kernel = void (*)(const Step& step, const UpdateArrays& arrays, std::size_t numel);
+    Kernel table[kNumDTypes][kNumDTypes + 1];
+};
 
 struct Kernels {
-    using Adam = void (*)(const AdamStep& step, const AdamArrays& arrays, std::size_t numel);
     using Widen = void (*)(const void* values, float* out, std::size_t numel);
     using Narrow = void (*)(const float* values, void* out, std::size_t numel);
     using SumOfSquares = double (*)(const void* values, std::size_t numel);
@@ -71,7 +93,9 @@ struct Kernels {
     using Join = void (*)(const std::uint16_t* parameter, const std::uint16_t* remainder, float* out,
                           std::size_t numel);
 
-    Adam adam[kNumDTypes][kNumDTypes + 1];  // [gradient dtype][parameter dtype or kNoParameter]
+    Updates<AdamStep> adam;
+    Updates<AdagradStep> adagrad;
+    Updates<SgdStep> sgd;
     Widen widen[kNumDTypes];
     Narrow narrow[kNumDTypes];
     SumOfSquares sum_of_squares[kNumDTypes];

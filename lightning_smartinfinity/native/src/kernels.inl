@@ -96,12 +96,12 @@ struct IsWritten<NotWritten> {
 
 // torch.optim.Adam / AdamW, single-tensor order. kNearStart chooses torch.lerp's branch.
 template <class Gradient, class Parameter, bool kL2, bool kNearStart>
-void update(const AdamStep& step, const AdamArrays& arrays, std::size_t numel) {
+void update_adam(const AdamStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const AdamStep s = step;  // by value: nothing the loop stores can change it
     const float keep = 1.0f - s.one_minus_beta1;
-    float* __restrict master = arrays.master;
-    float* __restrict exp_avg = arrays.exp_avg;
-    float* __restrict exp_avg_sq = arrays.exp_avg_sq;
+    float* __restrict master = arrays.arrays[0];
+    float* __restrict exp_avg = arrays.arrays[1];
+    float* __restrict exp_avg_sq = arrays.arrays[2];
     const auto* __restrict gradient = static_cast<const typename Gradient::Storage*>(arrays.gradient);
     auto* __restrict parameter = static_cast<typename Parameter::Storage*>(arrays.parameter);
     for (std::size_t i = 0; i < numel; ++i) {
@@ -121,14 +121,61 @@ void update(const AdamStep& step, const AdamArrays& arrays, std::size_t numel) {
 }
 
 template <class Gradient, class Parameter>
-void adam(const AdamStep& step, const AdamArrays& arrays, std::size_t numel) {
+void adam(const AdamStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const bool near_start = step.one_minus_beta1 < 0.5f;
     if (step.l2 != 0.0f) {
-        (near_start ? update<Gradient, Parameter, true, true> : update<Gradient, Parameter, true, false>)(step, arrays,
-                                                                                                          numel);
+        (near_start ? update_adam<Gradient, Parameter, true, true>
+                    : update_adam<Gradient, Parameter, true, false>)(step, arrays, numel);
     } else {
-        (near_start ? update<Gradient, Parameter, false, true>
-                    : update<Gradient, Parameter, false, false>)(step, arrays, numel);
+        (near_start ? update_adam<Gradient, Parameter, false, true>
+                    : update_adam<Gradient, Parameter, false, false>)(step, arrays, numel);
+    }
+}
+
+// torch.optim.Adagrad, single-tensor order.
+template <class Gradient, class Parameter>
+void adagrad(const AdagradStep& step, const UpdateArrays& arrays, std::size_t numel) {
+    const AdagradStep s = step;
+    const bool decays = s.weight_decay != 0.0f;
+    float* __restrict master = arrays.arrays[0];
+    float* __restrict sum = arrays.arrays[1];
+    const auto* __restrict gradient = static_cast<const typename Gradient::Storage*>(arrays.gradient);
+    auto* __restrict parameter = static_cast<typename Parameter::Storage*>(arrays.parameter);
+    for (std::size_t i = 0; i < numel; ++i) {
+        float p = master[i];
+        const float scaled = Gradient::widen(gradient[i]) * s.gradient_scale;
+        const float g = decays ? scaled + s.weight_decay * p : scaled;
+        const float total = sum[i] + g * g;
+        p = p - s.step_size * (g / (__builtin_sqrtf(total) + s.eps));
+        sum[i] = total;
+        master[i] = p;
+        if constexpr (IsWritten<Parameter>::value) parameter[i] = Parameter::narrow(p);
+    }
+}
+
+// torch.optim.SGD, single-tensor order. Coefficients of zero leave a term out, so that nothing infinite in it can
+// become NaN.
+template <class Gradient, class Parameter>
+void sgd(const SgdStep& step, const UpdateArrays& arrays, std::size_t numel) {
+    const SgdStep s = step;
+    const bool decays = s.weight_decay != 0.0f;
+    const bool keeps = s.buffer_coefficient != 0.0f;
+    const bool nesterov = s.nesterov_momentum != 0.0f;
+    float* __restrict master = arrays.arrays[0];
+    float* __restrict momentum_buffer = arrays.arrays[1];
+    const auto* __restrict gradient = static_cast<const typename Gradient::Storage*>(arrays.gradient);
+    auto* __restrict parameter = static_cast<typename Parameter::Storage*>(arrays.parameter);
+    for (std::size_t i = 0; i < numel; ++i) {
+        float p = master[i];
+        const float scaled = Gradient::widen(gradient[i]) * s.gradient_scale;
+        const float g = decays ? scaled + s.weight_decay * p : scaled;
+        const float kept = keeps ? s.buffer_coefficient * momentum_buffer[i] : 0.0f;
+        const float buffer = kept + s.gradient_coefficient * g;
+        const float direction = nesterov ? g + s.nesterov_momentum * buffer : buffer;
+        p = p - s.lr * direction;
+        momentum_buffer[i] = buffer;
+        master[i] = p;
+        if constexpr (IsWritten<Parameter>::value) parameter[i] = Parameter::narrow(p);
     }
 }
 
@@ -420,15 +467,25 @@ void join(const std::uint16_t* parameter, const std::uint16_t* remainder, float*
 
 }  // namespace
 
-#define SMART_INFINITY_ADAM_ROW(Gradient) \
-    {adam<Gradient, Float32>, adam<Gradient, Float16>, adam<Gradient, BFloat16>, adam<Gradient, NotWritten>}
+#define SMART_INFINITY_UPDATE_ROW(rule, Gradient) \
+    {rule<Gradient, Float32>, rule<Gradient, Float16>, rule<Gradient, BFloat16>, rule<Gradient, NotWritten>}
+
+#define SMART_INFINITY_UPDATES(rule)                                                            \
+    {                                                                                           \
+        {                                                                                       \
+            SMART_INFINITY_UPDATE_ROW(rule, Float32), SMART_INFINITY_UPDATE_ROW(rule, Float16), \
+                SMART_INFINITY_UPDATE_ROW(rule, BFloat16)                                       \
+        }                                                                                       \
+    }
 
 #define SMART_INFINITY_ACCUMULATE_ROW(Gradient) \
     {accumulate<Gradient, Float32>, accumulate<Gradient, Float16>, accumulate<Gradient, BFloat16>}
 
 // The order is that of DType.
 const Kernels SMART_INFINITY_KERNELS = {
-    {SMART_INFINITY_ADAM_ROW(Float32), SMART_INFINITY_ADAM_ROW(Float16), SMART_INFINITY_ADAM_ROW(BFloat16)},
+    SMART_INFINITY_UPDATES(adam),
+    SMART_INFINITY_UPDATES(adagrad),
+    SMART_INFINITY_UPDATES(sgd),
     {widen<Float32>, widen<Float16>, widen<BFloat16>},
     {narrow<Float32>, narrow<Float16>, narrow<BFloat16>},
     {sum_of_squares<Float32>, sum_of_squares<Float16>, sum_of_squares<BFloat16>},
@@ -444,7 +501,8 @@ const Kernels SMART_INFINITY_KERNELS = {
     join,
 };
 
-#undef SMART_INFINITY_ADAM_ROW
+#undef SMART_INFINITY_UPDATE_ROW
+#undef SMART_INFINITY_UPDATES
 #undef SMART_INFINITY_ACCUMULATE_ROW
 
 }  // namespace smart_infinity

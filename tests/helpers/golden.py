@@ -1,0 +1,96 @@
+"""Golden vectors of every update rule: the steps, the values they are done to, and what equal bits are.
+
+The host's kernels, those of a card and numpy must agree on them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_smartinfinity.native import DType
+from tests.helpers.update_rules import ARRAYS, RULES, Floats, adagrad_step, adam_step, sgd_step
+
+__all__ = ["DTYPES", "STEPS", "Bits", "assert_same_bits", "decode", "encode", "expected_state", "random_arrays"]
+
+Bits = npt.NDArray[Any]
+"""Values as they lie in memory: fp32, or 16-bit patterns as int16."""
+
+DTYPES = [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16]
+_TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
+
+STEPS = {
+    "adamw": adam_step(),
+    "adam": adam_step(decay=1.0, l2=0.01),
+    "adam_near_end": adam_step(beta1=0.2, one_minus_beta1=0.8, gradient_scale=-0.5),
+    "adam_half": adam_step(beta1=0.5, one_minus_beta1=0.5, l2=0.1, decay=1.0),
+    "adagrad": adagrad_step(),
+    "adagrad_decayed": adagrad_step(weight_decay=0.1, step_size=1e-2 / 1.9, gradient_scale=-0.5),
+    "adagrad_without_eps": adagrad_step(eps=0.0),
+    "sgd": sgd_step(),
+    "sgd_first": sgd_step(buffer_coefficient=0.0, gradient_scale=-0.5),
+    "sgd_dampened": sgd_step(gradient_coefficient=0.3, weight_decay=0.1),
+    "sgd_nesterov": sgd_step(nesterov_momentum=0.9),
+    "sgd_nesterov_first": sgd_step(nesterov_momentum=0.9, buffer_coefficient=0.0, weight_decay=0.01),
+}
+
+_SPECIAL = np.array(
+    [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 1.1754942e-38, 1.1754944e-38, 3e38, -3e38, 1e-30, 65504, 65520],
+    np.float32,
+)
+_SQUARES = ("exp_avg_sq", "sum")  # never negative
+
+
+def random_arrays(step: object, numel: int, seed: int, *, special: bool) -> tuple[Floats, ...]:
+    """A gradient, then the arrays of the step's rule.
+
+    Args:
+        step: The rule is that of its class.
+        numel: Elements of each.
+        seed: Of the values.
+        special: A third of them are zeros, infinities, NaNs, subnormals and what is next to those.
+    """
+    random = np.random.default_rng(seed)
+    arrays = []
+    for name in ("gradient", *ARRAYS[type(step)]):
+        values = random.standard_normal(numel).astype(np.float32)
+        if name in _SQUARES:
+            values = values * values
+        if special:
+            chosen = random.integers(0, 3, numel) == 0
+            values[chosen] = random.choice(_SPECIAL, int(chosen.sum()))
+        arrays.append(np.abs(values) if name in _SQUARES else values)
+    return tuple(arrays)
+
+
+def expected_state(step: object, arrays: tuple[Floats, ...], dtype: DType = DType.FLOAT32) -> tuple[Floats, ...]:
+    """The rule's arrays after the step, by numpy, if the gradient is of this type."""
+    gradient, *state = arrays
+    return RULES[type(step)](step, decode(encode(gradient, dtype), dtype), tuple(state))
+
+
+def encode(values: Floats, dtype: DType) -> Bits:
+    """As stored in memory: fp32, or the 16-bit patterns that torch gives."""
+    if dtype is DType.FLOAT32:
+        return values.copy()
+    return torch.from_numpy(values).to(_TORCH[dtype]).view(torch.int16).numpy().copy()
+
+
+def decode(values: Bits, dtype: DType) -> Floats:
+    """As fp32."""
+    if dtype is DType.FLOAT32:
+        return values.copy()
+    return torch.from_numpy(values).view(_TORCH[dtype]).float().numpy()
+
+
+def assert_same_bits(found: Bits, expected: Bits) -> None:
+    """Bit for bit; a NaN is a NaN."""
+    assert found.dtype == expected.dtype
+    if found.dtype == np.float32:
+        nan = np.isnan(expected)
+        np.testing.assert_array_equal(np.isnan(found), nan)
+        found, expected = found.view(np.uint32)[~nan], expected.view(np.uint32)[~nan]
+    np.testing.assert_array_equal(found, expected)

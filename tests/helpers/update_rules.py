@@ -1,0 +1,140 @@
+"""Every update rule in numpy: one fp32 operation at a time, subnormals flushed before and after each.
+
+That is the arithmetic of a compute thread and of an accelerator's floating-point operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_smartinfinity.native import AdagradStep, AdamStep, SgdStep
+
+__all__ = ["ARRAYS", "RULES", "Floats", "adagrad", "adagrad_step", "adam", "adam_step", "flush", "sgd", "sgd_step"]
+
+Floats = npt.NDArray[np.float32]
+
+ARRAYS = {
+    AdamStep: ("master", "exp_avg", "exp_avg_sq"),
+    AdagradStep: ("master", "sum"),
+    SgdStep: ("master", "momentum_buffer"),
+}
+"""What each rule keeps of an element."""
+
+
+def adam_step(*, seed: int = 0, **changes: float) -> AdamStep:
+    """The tenth step of AdamW with torch's defaults, with changes."""
+    step = 10
+    values = {
+        "gradient_scale": 1.0,
+        "beta1": 0.9,
+        "one_minus_beta1": 1 - 0.9,
+        "beta2": 0.999,
+        "one_minus_beta2": 1 - 0.999,
+        "decay": 1 - 1e-3 * 1e-2,
+        "l2": 0.0,
+        "step_size": 1e-3 / (1 - 0.9**step),
+        "inverse_sqrt_bias_correction2": (1 - 0.999**step) ** -0.5,
+        "eps": 1e-8,
+    }
+    return AdamStep(**{**values, **changes}, seed=seed)
+
+
+def adagrad_step(**changes: float) -> AdagradStep:
+    """A step of Adagrad with torch's defaults, with changes."""
+    values = {"gradient_scale": 1.0, "weight_decay": 0.0, "step_size": 1e-2, "eps": 1e-10}
+    return AdagradStep(**{**values, **changes})
+
+
+def sgd_step(**changes: float) -> SgdStep:
+    """A step of SGD with momentum 0.9 after the first, with changes."""
+    values = {
+        "gradient_scale": 1.0,
+        "weight_decay": 0.0,
+        "buffer_coefficient": 0.9,
+        "gradient_coefficient": 1.0,
+        "nesterov_momentum": 0.0,
+        "lr": 1e-2,
+    }
+    return SgdStep(**{**values, **changes})
+
+
+def flush(values: Floats) -> Floats:
+    """Subnormals as zeros of their sign."""
+    tiny = np.abs(values) < np.finfo(np.float32).tiny
+    return np.where(tiny, np.copysign(np.float32(0), values), values).astype(np.float32)
+
+
+def adam(step: AdamStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    """Master, exp_avg and exp_avg_sq after one step of Adam or AdamW.
+
+    Args:
+        step: The scalars.
+        gradient: fp32, unscaled.
+        state: fp32 master, exp_avg and exp_avg_sq; not changed.
+    """
+    with np.errstate(all="ignore"):
+        p, m, v = (flush(array) for array in state)
+        g = _decayed(gradient, p, step.gradient_scale, step.l2)
+        m = _lerp(m, g, _scalar(step.one_minus_beta1))
+        square = flush(flush(_scalar(step.one_minus_beta2) * g) * g)
+        v = flush(flush(v * _scalar(step.beta2)) + square)
+        p = flush(p * _scalar(step.decay))
+        scaled_root = flush(np.sqrt(v) * _scalar(step.inverse_sqrt_bias_correction2))
+        denominator = flush(scaled_root + _scalar(step.eps))
+        p = flush(p - flush(_scalar(step.step_size) * flush(m / denominator)))
+    return p, m, v
+
+
+def adagrad(step: AdagradStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    """Master and sum after one step of Adagrad. As :func:`adam` otherwise."""
+    with np.errstate(all="ignore"):
+        p, s = (flush(array) for array in state)
+        g = _decayed(gradient, p, step.gradient_scale, step.weight_decay)
+        s = flush(s + flush(g * g))
+        denominator = flush(np.sqrt(s) + _scalar(step.eps))
+        p = flush(p - flush(_scalar(step.step_size) * flush(g / denominator)))
+    return p, s
+
+
+def sgd(step: SgdStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    """Master and momentum_buffer after one step of SGD. As :func:`adam` otherwise."""
+    with np.errstate(all="ignore"):
+        p, b = (flush(array) for array in state)
+        g = _decayed(gradient, p, step.gradient_scale, step.weight_decay)
+        keep = _scalar(step.buffer_coefficient)
+        kept = flush(keep * b) if keep != 0 else np.zeros_like(b)
+        b = flush(kept + flush(_scalar(step.gradient_coefficient) * g))
+        momentum = _scalar(step.nesterov_momentum)
+        direction = flush(g + flush(momentum * b)) if momentum != 0 else b
+        p = flush(p - flush(_scalar(step.lr) * direction))
+    return p, b
+
+
+RULES: dict[type, Callable[[Any, Floats, tuple[Floats, ...]], tuple[Floats, ...]]] = {
+    AdamStep: adam,
+    AdagradStep: adagrad,
+    SgdStep: sgd,
+}
+"""The function of each class of step."""
+
+
+def _scalar(value: float) -> np.float32:
+    return np.float32(flush(np.asarray(value, np.float32)))
+
+
+def _decayed(gradient: Floats, master: Floats, scale: float, weight_decay: float) -> Floats:
+    """The scaled gradient, and weight decay that is added to it."""
+    g = flush(flush(gradient) * _scalar(scale))
+    decay = _scalar(weight_decay)
+    return flush(g + flush(decay * master)) if decay != 0 else g
+
+
+def _lerp(start: Floats, end: Floats, weight: np.float32) -> Floats:
+    gap = flush(end - start)
+    if weight < np.float32(0.5):
+        return flush(start + flush(weight * gap))
+    return flush(end - flush(gap * (np.float32(1) - weight)))
