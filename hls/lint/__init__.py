@@ -1,0 +1,56 @@
+"""Checks kernels without the synthesis tool: pragmas, DATAFLOW, synthesisability, and the description of the kernels.
+
+That it finds nothing does not say that v++ takes a kernel: only v++ knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hls.description import Design, Kernel
+from hls.lint.dataflow import check_dataflow
+from hls.lint.pragmas import check_pragmas
+from hls.lint.signature import check_masters, check_top
+from hls.lint.source import Finding, Source
+from hls.lint.synthesis import check_synthesis
+
+__all__ = ["Finding", "lint"]
+
+_ROOT = Path(__file__).parents[2]
+
+
+def lint(design: Design, *, root: Path = _ROOT) -> list[Finding]:
+    """Checks all kernels of a design.
+
+    Args:
+        design: Kernels and compute units.
+        root: Folder that the kernels' sources lie below. Their headers are looked for in ``hls/include``, those that
+            take the place of the toolchain's in ``hls/sim/include``.
+    """
+    missing = [Finding(str(root / k.source), 1, "is missing") for k in design.kernels if not (root / k.source).exists()]
+    if missing:
+        return missing
+    sources = {
+        kernel: Source(root / kernel.source, include=[root / "hls/include"], stand_ins=[root / "hls/sim/include"])
+        for kernel in design.kernels
+    }
+    findings = {finding for kernel, source in sources.items() for finding in _check(source, kernel)}
+    tops = [
+        (top, sum(unit.kernel == kernel for unit in design.compute_units))
+        for kernel, source in sources.items()
+        for top in source.tops
+    ]
+    return sorted({*findings, *check_masters(tops, path=str(root / design.kernels[-1].source))})
+
+
+def _check(source: Source, kernel: Kernel) -> Iterator[Finding]:
+    yield from source.errors
+    yield from check_pragmas(source)
+    yield from check_top(source, kernel)
+    unsynthesisable = [finding for top in source.tops for finding in check_synthesis(source, top)]
+    yield from unsynthesisable
+    # Streams are followed through calls, which has an end where nothing calls itself.
+    if not unsynthesisable:
+        for top in source.tops:
+            yield from check_dataflow(source, top)

@@ -1,0 +1,211 @@
+"""DATAFLOW: one producer and one consumer per stream, one process per pointer, one of a kind per AXI master."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from clang.cindex import CursorKind, TypeKind
+
+from hls.lint.source import FUNCTIONS, Cursor, Finding, Function, Source, parameters
+from hls.lint.synthesis import calls
+
+__all__ = ["check_dataflow"]
+
+_READS = frozenset({"read", "read_nb", "operator>>"})
+_WRITES = frozenset({"write", "write_nb", "operator<<"})
+_MAY_STAND = frozenset({CursorKind.DECL_STMT, CursorKind.NULL_STMT})
+
+
+@dataclass(frozen=True)
+class _Process:
+    """One call in a DATAFLOW region.
+
+    Attributes:
+        arguments: What it is given, by position.
+    """
+
+    name: str
+    function: Cursor
+    arguments: tuple[Cursor, ...]
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A DATAFLOW region.
+
+    Attributes:
+        bundles: Of the pointers that it is given: their AXI masters.
+    """
+
+    function: Cursor
+    line: int
+    processes: tuple[_Process, ...]
+    bundles: Mapping[str, str]
+
+    def finding(self, message: str) -> Finding:
+        return Finding(str(self.function.location.file), self.line, message)
+
+
+def check_dataflow(source: Source, top: Function) -> Iterator[Finding]:
+    """Checks every DATAFLOW region that a kernel's top reaches."""
+    ports = {p.options.get("port", ""): p.options.get("bundle", "") for p in top.named("INTERFACE")}
+    yield from _check_function(source, top.cursor, ports)
+
+
+def _check_function(source: Source, function: Cursor, bundles: Mapping[str, str]) -> Iterator[Finding]:
+    written = source.written(function)
+    pragmas = written.named("DATAFLOW") if written else []
+    for pragma in pragmas:
+        body = _block_around(function, pragma.line)
+        yield from _check_form(function, body)
+        region = _Region(function, pragma.line, tuple(_processes(body)), bundles)
+        yield from _check_streams(region, body)
+        yield from _check_pointers(region)
+        yield from _check_bundles(region)
+    for call, called in calls(function):
+        if source.owns(called):
+            yield from _check_function(source, called, _passed_on(call, called, bundles))
+
+
+def _passed_on(call: Cursor, called: Cursor, bundles: Mapping[str, str]) -> dict[str, str]:
+    """Masters of a called function's parameters."""
+    pairs = zip(parameters(called), call.get_arguments(), strict=False)
+    passed = {str(parameter.spelling): _variables(argument) & bundles.keys() for parameter, argument in pairs}
+    return {parameter: bundles[next(iter(names))] for parameter, names in passed.items() if names}
+
+
+def _block_around(function: Cursor, line: int) -> Cursor:
+    blocks = [c for c in Function(function).around(line) if c.kind == CursorKind.COMPOUND_STMT]
+    return blocks[-1]
+
+
+def _check_form(function: Cursor, body: Cursor) -> Iterator[Finding]:
+    """The form that tools take: nothing but declarations and calls."""
+    for statement in body.get_children():
+        if statement.kind not in _MAY_STAND and _call_in(statement) is None:
+            message = f"{function.spelling}: a DATAFLOW region may hold declarations and calls of functions only"
+            yield Finding(str(statement.location.file), statement.location.line, message)
+
+
+def _call_in(statement: Cursor) -> Cursor | None:
+    """The call that a statement consists of."""
+    while statement.kind == CursorKind.UNEXPOSED_EXPR and len(children := list(statement.get_children())) == 1:
+        statement = children[0]
+    is_call = statement.kind == CursorKind.CALL_EXPR and statement.referenced is not None
+    return statement if is_call and statement.referenced.kind in FUNCTIONS else None
+
+
+def _processes(body: Cursor) -> Iterator[_Process]:
+    for statement in body.get_children():
+        if (call := _call_in(statement)) is not None:
+            function = call.referenced.get_definition() or call.referenced
+            yield _Process(f"{call.spelling} (line {call.location.line})", function, tuple(call.get_arguments()))
+
+
+def _check_streams(region: _Region, body: Cursor) -> Iterator[Finding]:
+    readers: dict[str, list[str]] = defaultdict(list)
+    writers: dict[str, list[str]] = defaultdict(list)
+    for process in region.processes:
+        for position, argument in enumerate(process.arguments):
+            stream = _stream(argument)
+            reads, writes = _directions(process.function, position) if stream else (False, False)
+            if reads:
+                readers[stream].append(process.name)
+            if writes:
+                writers[stream].append(process.name)
+    for stream in _streams(body):
+        for what, users in (("producer", writers[stream]), ("consumer", readers[stream])):
+            if len(users) != 1:
+                yield region.finding(f"stream {stream} has {len(users)} {what}s{_listed(users)}: it takes one")
+
+
+def _streams(body: Cursor) -> Iterator[str]:
+    """Names of the streams that a region declares; each of an array apart."""
+    for statement in body.get_children():
+        if statement.kind != CursorKind.DECL_STMT:
+            continue
+        for variable in statement.get_children():
+            kind = variable.type.get_canonical()
+            if kind.kind == TypeKind.CONSTANTARRAY and _is_stream(kind.element_type):
+                yield from (f"{variable.spelling}[{index}]" for index in range(kind.element_count))
+            elif _is_stream(kind):
+                yield str(variable.spelling)
+
+
+def _is_stream(kind: Cursor) -> bool:
+    return str(kind.get_canonical().spelling).removeprefix("const ").startswith("hls::stream<")
+
+
+def _stream(argument: Cursor) -> str:
+    """Name of the stream that is passed, or nothing if it is none."""
+    if not _is_stream(argument.type):
+        return ""
+    return "".join(token.spelling for token in argument.get_tokens())
+
+
+def _directions(function: Cursor, position: int) -> tuple[bool, bool]:
+    """Whether a function reads from, and writes to, the stream that is its parameter."""
+    stream = str(parameters(function)[position].spelling)
+    reads = writes = False
+    for call, called in calls(function):
+        if _receiver(call) == stream:
+            reads |= called.spelling in _READS
+            writes |= called.spelling in _WRITES
+            continue
+        for index, argument in enumerate(call.get_arguments()):
+            if _stream(argument) == stream and index < len(parameters(called)):
+                further = _directions(called, index)
+                reads, writes = reads or further[0], writes or further[1]
+    return reads, writes
+
+
+def _receiver(call: Cursor) -> str:
+    """The variable whose method is called."""
+    first = next(call.get_children(), None)
+    if first is None or call.referenced.kind != CursorKind.CXX_METHOD:
+        return ""
+    owner = next(first.get_children(), None) if first.kind == CursorKind.MEMBER_REF_EXPR else first
+    return str(owner.spelling) if owner is not None else ""
+
+
+def _check_pointers(region: _Region) -> Iterator[Finding]:
+    users = _pointer_users(region)
+    for parameter in parameters(region.function):
+        name = str(parameter.spelling)
+        if parameter.type.get_canonical().kind == TypeKind.POINTER and len(users[name]) != 1:
+            yield region.finding(
+                f"pointer {name} is used by {len(users[name])} processes{_listed(users[name])}: one may"
+            )
+
+
+def _check_bundles(region: _Region) -> Iterator[Finding]:
+    """A master has one channel for reading and one for writing: two processes on one of them wait for each other."""
+    by_direction: dict[tuple[str, str], set[str]] = defaultdict(set)
+    users = _pointer_users(region)
+    for parameter in parameters(region.function):
+        name = str(parameter.spelling)
+        if name in region.bundles and parameter.type.get_canonical().kind == TypeKind.POINTER:
+            is_read = parameter.type.get_canonical().get_pointee().is_const_qualified()
+            by_direction[region.bundles[name], "read" if is_read else "written"].update(users[name])
+    for (bundle, direction), processes in by_direction.items():
+        if len(processes) > 1:
+            listed = _listed(sorted(processes))
+            yield region.finding(f"bundle {bundle} is {direction} by {len(processes)} processes{listed}: one may")
+
+
+def _pointer_users(region: _Region) -> dict[str, list[str]]:
+    users: dict[str, list[str]] = defaultdict(list)
+    for process in region.processes:
+        for name in {name for argument in process.arguments for name in _variables(argument)}:
+            users[name].append(process.name)
+    return users
+
+
+def _variables(expression: Cursor) -> set[str]:
+    return {str(c.spelling) for c in expression.walk_preorder() if c.kind == CursorKind.DECL_REF_EXPR}
+
+
+def _listed(names: list[str]) -> str:
+    return f" ({', '.join(names)})" if names else ""

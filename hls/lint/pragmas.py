@@ -1,0 +1,163 @@
+"""Pragmas: known, in their place, about what exists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from clang.cindex import CursorKind, TypeKind
+
+from hls.lint.source import LOOPS, Cursor, Finding, Function, Pragma, Source, parameters
+
+__all__ = ["check_pragmas"]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a pragma may hold.
+
+    Attributes:
+        needs_loop: It says something about a loop, and has to stand in the loop's body.
+    """
+
+    options: frozenset[str] = frozenset()
+    words: frozenset[str] = frozenset()
+    needs_loop: bool = False
+
+
+def _kind(options: str = "", words: str = "", *, needs_loop: bool = False) -> _Kind:
+    return _Kind(frozenset(options.split()), frozenset(words.split()), needs_loop)
+
+
+_PARTITION = _kind("variable type factor dim", "complete block cyclic off")
+_KNOWN = {
+    "AGGREGATE": _kind("variable compact"),
+    "ALLOCATION": _kind("instances limit", "operation function"),
+    "ARRAY_PARTITION": _PARTITION,
+    "ARRAY_RESHAPE": _PARTITION,
+    "BIND_OP": _kind("variable op impl latency"),
+    "BIND_STORAGE": _kind("variable type impl latency"),
+    "DATAFLOW": _kind("", "disable_start_propagation"),
+    "DEPENDENCE": _kind(
+        "variable class type direction distance dependent", "array pointer inter intra raw war waw true false"
+    ),
+    "DISAGGREGATE": _kind("variable"),
+    "EXPRESSION_BALANCE": _kind("", "off"),
+    "FUNCTION_INSTANTIATE": _kind("variable"),
+    "INLINE": _kind("", "off recursive"),
+    "INTERFACE": _kind(
+        "mode port bundle offset depth latency name register storage_type max_widen_bitwidth "
+        "max_read_burst_length max_write_burst_length num_read_outstanding num_write_outstanding",
+        "m_axi s_axilite axis ap_ctrl_hs ap_ctrl_chain ap_ctrl_none register",
+    ),
+    "LATENCY": _kind("min max"),
+    "LOOP_FLATTEN": _kind("", "off", needs_loop=True),
+    "LOOP_MERGE": _kind("", "force"),
+    "LOOP_TRIPCOUNT": _kind("min max avg", needs_loop=True),
+    "OCCURRENCE": _kind("cycle"),
+    "PIPELINE": _kind("ii style", "off rewind enable_flush"),
+    "PROTOCOL": _kind("mode", "floating fixed"),
+    "RESET": _kind("variable", "off"),
+    "STABLE": _kind("variable"),
+    "STREAM": _kind("variable depth type", "off"),
+    "UNROLL": _kind("factor", "skip_exit_check off", needs_loop=True),
+}
+_NUMBERS = frozenset({"ii", "factor", "dim", "depth", "latency", "min", "max", "avg", "cycle", "distance"})
+_MAX_WIDTH_BITS = 1024
+_AXI_BOUNDARY_BYTES = 4096
+
+
+def check_pragmas(source: Source) -> Iterator[Finding]:
+    """Unknown pragmas and options, pragmas out of place, and ports, variables and constants that do not exist."""
+    for pragma in source.homeless:
+        yield pragma.finding(f"pragma {pragma.name} stands outside of every function")
+    constants = source.constants()
+    for function in source.functions:
+        for pragma in function.pragmas:
+            if pragma.name not in _KNOWN:
+                yield pragma.finding(f"unknown pragma {pragma.name}")
+                continue
+            yield from _check_form(pragma, _KNOWN[pragma.name], constants)
+            yield from _check_place(function, pragma)
+            yield from _check_variable(function, pragma)
+            if pragma.name == "INTERFACE":
+                yield from _check_port(function, pragma)
+
+
+def _check_form(pragma: Pragma, kind: _Kind, constants: set[str]) -> Iterator[Finding]:
+    unknown = [f"{name}=" for name in pragma.options if name not in kind.options]
+    unknown += [word for word in pragma.words if word.lower() not in kind.words]
+    if unknown:
+        yield pragma.finding(f"pragma {pragma.name} has no {', '.join(unknown)}")
+    for name, value in pragma.options.items():
+        if name in _NUMBERS and not re.fullmatch(r"-?\d+", value) and value not in constants:
+            yield pragma.finding(f"pragma {pragma.name}: {name}={value} is neither a number nor a constant")
+
+
+def _check_place(function: Function, pragma: Pragma) -> Iterator[Finding]:
+    if _KNOWN[pragma.name].needs_loop and not _is_in_loop_body(function, pragma.line):
+        yield pragma.finding(f"pragma {pragma.name} does not stand in a loop's body")
+
+
+def _is_in_loop_body(function: Function, line: int) -> bool:
+    around = function.around(line)
+    blocks = [index for index, cursor in enumerate(around) if cursor.kind == CursorKind.COMPOUND_STMT]
+    return bool(blocks) and blocks[-1] > 0 and around[blocks[-1] - 1].kind in LOOPS
+
+
+def _check_variable(function: Function, pragma: Pragma) -> Iterator[Finding]:
+    if "variable" not in _KNOWN[pragma.name].options:
+        return
+    name = pragma.options.get("variable")
+    if name is None:
+        # DEPENDENCE alone may speak of all variables.
+        if pragma.name != "DEPENDENCE":
+            yield pragma.finding(f"pragma {pragma.name} names no variable")
+        return
+    first = re.split(r"\.|->|\[", name.removeprefix("this->"))[0]
+    if first not in _names(function.cursor):
+        yield pragma.finding(f"pragma {pragma.name}: there is no variable {name} in {function.name}")
+
+
+def _names(function: Cursor) -> set[str]:
+    """Parameters and variables of a function, and the fields of the class that it belongs to."""
+    own = (c for c in function.walk_preorder() if c.kind in (CursorKind.PARM_DECL, CursorKind.VAR_DECL))
+    house = function.semantic_parent
+    fields = (c for c in house.get_children() if c.kind == CursorKind.FIELD_DECL)
+    return {str(c.spelling) for each in (own, fields) for c in each}
+
+
+def _check_port(function: Function, pragma: Pragma) -> Iterator[Finding]:
+    ports = {str(c.spelling): c.type.get_canonical() for c in parameters(function.cursor)}
+    port = pragma.options.get("port")
+    if not pragma.mode:
+        yield pragma.finding("pragma INTERFACE names no mode")
+    elif port == "return":
+        if pragma.mode == "m_axi":
+            yield pragma.finding("pragma INTERFACE: return cannot be m_axi")
+    elif port not in ports:
+        yield pragma.finding(f"pragma INTERFACE: {function.name} has no port {port}")
+    elif pragma.mode == "m_axi":
+        yield from _check_master(pragma, port, ports[port])
+
+
+def _check_master(pragma: Pragma, port: str, kind: Cursor) -> Iterator[Finding]:
+    if kind.kind != TypeKind.POINTER:
+        yield pragma.finding(f"m_axi port {port} is no pointer")
+        return
+    beat_bytes = kind.get_pointee().get_size()
+    width = beat_bytes * 8
+    if width > _MAX_WIDTH_BITS or width & (width - 1):
+        yield pragma.finding(f"m_axi port {port} is {width} bits wide: not a power of two of at most {_MAX_WIDTH_BITS}")
+    for name in ("max_read_burst_length", "max_write_burst_length"):
+        beats = pragma.options.get(name, "0")
+        if not beats.isdigit():
+            yield pragma.finding(f"m_axi port {port}: {name}={beats} has to be a number")
+        elif int(beats) * beat_bytes > _AXI_BOUNDARY_BYTES:
+            yield pragma.finding(
+                f"m_axi port {port}: {name}={beats} beats of {beat_bytes} bytes are more than the "
+                f"{_AXI_BOUNDARY_BYTES} that an AXI burst may span"
+            )
+    if kind.get_pointee().is_const_qualified() and "max_write_burst_length" in pragma.options:
+        yield pragma.finding(f"m_axi port {port} is read only, but has max_write_burst_length")

@@ -1,0 +1,236 @@
+"""A kernel's source as v++ sees it: parsed by libclang with ``__SYNTHESIS__`` defined, its pragmas beside it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from clang.cindex import CursorKind, Index, LinkageKind
+
+__all__ = ["FUNCTIONS", "LOOPS", "Cursor", "Finding", "Function", "Pragma", "Source", "parameters"]
+
+# libclang carries no types.
+Cursor: TypeAlias = Any
+
+FUNCTIONS = frozenset(
+    {
+        CursorKind.FUNCTION_DECL,
+        CursorKind.FUNCTION_TEMPLATE,
+        CursorKind.CXX_METHOD,
+        CursorKind.CONSTRUCTOR,
+        CursorKind.CONVERSION_FUNCTION,
+        CursorKind.DESTRUCTOR,
+    }
+)
+LOOPS = frozenset({CursorKind.FOR_STMT, CursorKind.WHILE_STMT, CursorKind.DO_STMT, CursorKind.CXX_FOR_RANGE_STMT})
+
+_HOUSES = frozenset(
+    {
+        CursorKind.NAMESPACE,
+        CursorKind.LINKAGE_SPEC,
+        CursorKind.UNEXPOSED_DECL,  # extern "C" of some versions
+        CursorKind.CLASS_DECL,
+        CursorKind.STRUCT_DECL,
+        CursorKind.CLASS_TEMPLATE,
+        CursorKind.CLASS_TEMPLATE_PARTIAL_SPECIALIZATION,
+    }
+)
+_STANDARD = "-std=c++14"  # what v++ takes unless told otherwise
+_ERROR = 3  # clang's severity
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """What is wrong with a source, and where."""
+
+    path: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Pragma:
+    """One ``#pragma HLS``.
+
+    Attributes:
+        name: In capitals, for instance ``PIPELINE``.
+        words: What stands alone, for instance ``m_axi`` or ``off``.
+        options: What has a value; names are lower-case.
+    """
+
+    path: str
+    line: int
+    name: str
+    words: tuple[str, ...]
+    options: dict[str, str]
+
+    @property
+    def mode(self) -> str:
+        """Of an INTERFACE: ``mode=m_axi``, or ``m_axi`` alone."""
+        return self.options.get("mode") or next(iter(self.words), "")
+
+    def finding(self, message: str) -> Finding:
+        return Finding(self.path, self.line, message)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or template of the project's, and the pragmas that stand in its body."""
+
+    cursor: Cursor
+    pragmas: list[Pragma] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.cursor.spelling)
+
+    def named(self, name: str) -> list[Pragma]:
+        """The pragmas of this name."""
+        return [pragma for pragma in self.pragmas if pragma.name == name]
+
+    def around(self, line: int) -> list[Cursor]:
+        """Everything in it that spans a line, outermost first."""
+        return list(_around(self.cursor, line))
+
+
+class Source:
+    """A kernel's source with every header of the project that it includes.
+
+    Args:
+        path: The kernel's source.
+        include: Folders with headers of the project.
+        stand_ins: Folders with headers that take the place of the toolchain's: they are not looked at.
+    """
+
+    def __init__(self, path: Path, *, include: Sequence[Path] = (), stand_ins: Sequence[Path] = ()) -> None:
+        self.path = str(path)
+        arguments = [
+            *("-x", "c++", _STANDARD, "-D__SYNTHESIS__"),
+            *(f"-I{folder}" for folder in include),
+            *(part for folder in stand_ins for part in ("-isystem", str(folder))),
+        ]
+        self._files, self._pragmas = _preprocessed(self.path, arguments)
+        self._unit = Index.create().parse(self.path, args=[*arguments, "-isystem", _compiler_headers()])
+        self.functions = [Function(cursor) for cursor in _functions(self._unit.cursor, self._files)]
+        self.homeless = [pragma for pragma in self._pragmas if not self._house(pragma)]
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What does not compile."""
+        return [
+            Finding(str(each.location.file), each.location.line, f"does not compile: {each.spelling}")
+            for each in self._unit.diagnostics
+            if each.severity >= _ERROR
+        ]
+
+    @property
+    def tops(self) -> list[Function]:
+        """The functions of the source itself (not of headers) that the linker can see."""
+        return [
+            function
+            for function in self.functions
+            if function.cursor.kind == CursorKind.FUNCTION_DECL
+            and _file(function.cursor) == self.path
+            and function.cursor.linkage == LinkageKind.EXTERNAL
+        ]
+
+    def constants(self) -> set[str]:
+        """Names that may stand for a number in a pragma: variables, enumerators and parameters of templates."""
+        kinds = (CursorKind.VAR_DECL, CursorKind.ENUM_CONSTANT_DECL, CursorKind.TEMPLATE_NON_TYPE_PARAMETER)
+        return {
+            str(cursor.spelling)
+            for top in self._unit.cursor.get_children()
+            if _file(top) in self._files
+            for cursor in top.walk_preorder()
+            if cursor.kind in kinds
+        }
+
+    def owns(self, cursor: Cursor) -> bool:
+        """Whether it stands in one of the project's files."""
+        return _file(cursor) in self._files
+
+    def written(self, cursor: Cursor) -> Function | None:
+        """The function as it was written, of which ``cursor`` may be an instance."""
+        place = (_file(cursor), cursor.location.line)
+        matches = (f for f in self.functions if (_file(f.cursor), f.cursor.location.line) == place)
+        return next((f for f in matches if f.name == cursor.spelling), None)
+
+    def _house(self, pragma: Pragma) -> bool:
+        """Gives a pragma to the innermost function around it."""
+        around = [f for f in self.functions if _file(f.cursor) == pragma.path and _spans(f.cursor, pragma.line)]
+        if around:
+            max(around, key=lambda f: f.cursor.extent.start.line).pragmas.append(pragma)
+        return bool(around)
+
+
+def parameters(function: Cursor) -> list[Cursor]:
+    """Parameters of a function, of an instance of a template, or of a template."""
+    return [child for child in function.get_children() if child.kind == CursorKind.PARM_DECL]
+
+
+def _preprocessed(path: str, arguments: Sequence[str]) -> tuple[set[str], list[Pragma]]:
+    """The project's files that take part, and the pragmas that no condition removed."""
+    command = ["g++", "-E", *arguments, path]
+    completed = subprocess.run(command, capture_output=True, text=True)
+    files, pragmas = {path}, []
+    file, line, is_system = path, 0, False
+    for text in completed.stdout.splitlines():
+        if marker := re.match(r'# (\d+) "([^"]*)"(.*)', text):
+            file, line, is_system = marker[2], int(marker[1]), "3" in marker[3].split()
+            if not is_system and not file.startswith("<"):
+                files.add(file)
+            continue
+        if not is_system and (pragma := re.match(r"\s*#\s*pragma\s+(\w+)\s*(.*)", text)):
+            pragmas.append(_pragma(file, line, pragma[1], pragma[2]))
+        line += 1
+    return files, pragmas
+
+
+def _pragma(path: str, line: int, family: str, text: str) -> Pragma:
+    if family.upper() != "HLS":
+        return Pragma(path, line, f"(not HLS) {family}", (), {})
+    name, *_ = [*text.split(), ""]
+    rest = text[len(name) :].split("//")[0]
+    options = {key.lower(): value for key, value in re.findall(r"(\w+)\s*=\s*(\S+)", rest)}
+    words = re.sub(r"\w+\s*=\s*\S+", "", rest).split()
+    return Pragma(path, line, name.upper(), tuple(words), options)
+
+
+@lru_cache(maxsize=1)
+def _compiler_headers() -> str:
+    """Folder of stddef.h and its like, which do not come with libclang."""
+    found = subprocess.run(["g++", "-print-file-name=include"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def _functions(cursor: Cursor, files: set[str]) -> Iterator[Cursor]:
+    for child in cursor.get_children():
+        if _file(child) not in files:
+            continue
+        if child.kind in FUNCTIONS and child.is_definition():
+            yield child
+        elif child.kind in _HOUSES:
+            yield from _functions(child, files)
+
+
+def _around(cursor: Cursor, line: int) -> Iterator[Cursor]:
+    for child in cursor.get_children():
+        if _spans(child, line):
+            yield child
+            yield from _around(child, line)
+
+
+def _spans(cursor: Cursor, line: int) -> bool:
+    return bool(cursor.extent.start.line <= line <= cursor.extent.end.line)
+
+
+def _file(cursor: Cursor) -> str:
+    return str(cursor.location.file) if cursor.location.file else ""

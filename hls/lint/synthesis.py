@@ -1,0 +1,92 @@
+"""What no tool makes hardware of: looked for in everything that a kernel's top reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from clang.cindex import CursorKind, TypeKind
+
+from hls.lint.source import FUNCTIONS, Cursor, Finding, Function, Source
+
+__all__ = ["calls", "check_synthesis"]
+
+_CONSTRUCTS = {
+    CursorKind.CXX_NEW_EXPR: "new",
+    CursorKind.CXX_DELETE_EXPR: "delete",
+    CursorKind.CXX_THROW_EXPR: "throw",
+    CursorKind.CXX_TRY_STMT: "try",
+    CursorKind.GOTO_STMT: "goto",
+    CursorKind.INDIRECT_GOTO_STMT: "goto",
+    CursorKind.CXX_DYNAMIC_CAST_EXPR: "dynamic_cast",
+    CursorKind.CXX_TYPEID_EXPR: "typeid",
+    CursorKind.ASM_STMT: "assembler",
+}
+_DOUBLES = (TypeKind.DOUBLE, TypeKind.LONGDOUBLE)
+
+
+def check_synthesis(source: Source, top: Function) -> Iterator[Finding]:
+    """Heap, exceptions, goto, recursion, double precision, and calls of what is neither ours nor the toolchain's."""
+    reached = _reached(source, top.cursor)
+    for function in reached.values():
+        if function.kind == CursorKind.CXX_METHOD and function.is_virtual_method():
+            yield _finding(function, f"{function.spelling} is virtual, which cannot be synthesised")
+        for cursor in function.walk_preorder():
+            yield from _check_construct(cursor)
+            yield from _check_call(source, cursor)
+        if function.get_usr() in _reachable_names(source, function):
+            yield _finding(function, f"{function.spelling} calls itself, which cannot be synthesised")
+
+
+def calls(function: Cursor) -> Iterator[tuple[Cursor, Cursor]]:
+    """Every call in a function: the call, and what it calls (an instance, where that is a template)."""
+    for cursor in function.walk_preorder():
+        if cursor.kind == CursorKind.CALL_EXPR and cursor.referenced and cursor.referenced.kind in FUNCTIONS:
+            yield cursor, cursor.referenced.get_definition() or cursor.referenced
+
+
+def _reached(source: Source, top: Cursor) -> dict[str, Cursor]:
+    """The project's functions that a call of ``top`` runs, itself among them, by their unique names."""
+    found, waiting = {}, [top]
+    while waiting:
+        function = waiting.pop()
+        if function.get_usr() not in found and source.owns(function):
+            found[function.get_usr()] = function
+            waiting.extend(called for _, called in calls(function))
+    return found
+
+
+def _reachable_names(source: Source, function: Cursor) -> set[str]:
+    """Unique names of what a function calls, directly or not."""
+    return {name for _, called in calls(function) for name in _reached(source, called)}
+
+
+def _check_construct(cursor: Cursor) -> Iterator[Finding]:
+    if cursor.kind in _CONSTRUCTS:
+        yield _finding(cursor, f"{_CONSTRUCTS[cursor.kind]} cannot be synthesised")
+    elif cursor.kind == CursorKind.FLOATING_LITERAL and cursor.type.kind in _DOUBLES:
+        yield _finding(cursor, "a constant of double precision: write 1.0f for 1.0")
+    elif cursor.kind == CursorKind.VAR_DECL and cursor.type.get_canonical().kind in _DOUBLES:
+        yield _finding(cursor, f"{cursor.spelling} has double precision")
+
+
+def _check_call(source: Source, cursor: Cursor) -> Iterator[Finding]:
+    if cursor.kind != CursorKind.CALL_EXPR:
+        return
+    called = cursor.referenced
+    if called is None or called.kind not in FUNCTIONS:
+        # Conversions and constructions without a function show up as calls of nothing.
+        if called is not None and called.type.get_canonical().kind == TypeKind.POINTER:
+            yield _finding(cursor, f"a call through the pointer {called.spelling} cannot be synthesised")
+    elif not source.owns(called) and not _is_toolchain(called):
+        yield _finding(cursor, f"call of {called.spelling}, which is neither the project's nor the toolchain's")
+
+
+def _is_toolchain(function: Cursor) -> bool:
+    """Whether a header that comes with the synthesis tool declares it."""
+    file = function.location.file
+    return file is not None and Path(str(file)).name.startswith(("hls_", "ap_"))
+
+
+def _finding(cursor: Cursor, message: str) -> Finding:
+    return Finding(str(cursor.location.file), cursor.location.line, message)

@@ -1,0 +1,314 @@
+"""Every rule of the lint, with a kernel that breaks it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hls.description import SMARTSSD, Argument, ArgumentKind, ComputeUnit, Design, Kernel
+from hls.lint import lint
+
+EXAMPLE = Path(__file__).parent / "lint_example"
+KERNEL = "kernels/scale.cpp"
+STEPS = "include/steps.hpp"
+
+Edit = Callable[..., list[str]]
+
+
+class ScaleKernel(Kernel):
+    """The example's description."""
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        return (
+            Argument("values_in", ArgumentKind.READ, "gmem0"),
+            Argument("values_out", ArgumentKind.WRITE, "gmem0"),
+            Argument("beats", ArgumentKind.SCALAR),
+        )
+
+
+@pytest.fixture
+def findings(tmp_path: Path) -> Edit:
+    """Replaces text of the example's files, and returns what the lint says of it."""
+    shutil.copytree(EXAMPLE, tmp_path / "hls")
+    kernel = ScaleKernel("scale", number=1, arrays=(), words=())
+    design = Design(SMARTSSD.platform, (ComputeUnit(kernel, "scale_1"),))
+
+    def edit(*replacements: tuple[str, str], file: str = KERNEL) -> list[str]:
+        path = tmp_path / "hls" / file
+        text = path.read_text()
+        for old, new in replacements:
+            assert old in text
+            text = text.replace(old, new, 1)
+        path.write_text(text)
+        return [str(finding).removeprefix(f"{tmp_path}/hls/") for finding in lint(design, root=tmp_path)]
+
+    return edit
+
+
+def test_the_example_is_clean(findings: Edit) -> None:
+    """What the other tests break has nothing wrong."""
+    assert findings() == []
+
+
+BROKEN = {
+    # Pragmas
+    "an unknown pragma": ("PIPELINE II = 8", "PIPELIME II = 8", "unknown pragma PIPELIME"),
+    "a pragma of somebody else": ("#pragma HLS DATAFLOW", "#pragma HSL DATAFLOW", "unknown pragma .*HSL"),
+    "an unknown option": ("UNROLL factor", "UNROLL times", "UNROLL has no times="),
+    "an unknown word": ("beat complete", "beat completely", "ARRAY_PARTITION has no completely"),
+    "no number": ("factor = 2", "factor = kMany", "factor=kMany is neither a number nor a constant"),
+    "a pragma outside": ("namespace {", "#pragma HLS INLINE\nnamespace {", "INLINE stands outside of every function"),
+    "a loop's pragma without a loop": (
+        "out.write(beat);\n    }",
+        "out.write(beat);\n    }\n#pragma HLS LOOP_FLATTEN\n",
+        "LOOP_FLATTEN does not stand in a loop's body",
+    ),
+    "an unknown variable": ("variable = loaded", "variable = laoded", "no variable laoded in scale"),
+    "no variable": ("STREAM variable = loaded", "STREAM", "STREAM names no variable"),
+    "an unknown port": ("port = values_in", "port = value_in", "scale has no port value_in"),
+    "an unknown mode": ("INTERFACE s_axilite", "INTERFACE s_axi", "INTERFACE has no s_axi"),
+    "no mode": ("INTERFACE s_axilite port = return", "INTERFACE port = beats", "INTERFACE names no mode"),
+    "a master for what is returned": ("s_axilite port = return", "m_axi port = return", "return cannot be m_axi"),
+    "a master for a word": ("s_axilite port = return", "m_axi port = beats", "m_axi port beats is no pointer"),
+    "a burst across 4 KiB": (
+        "max_read_burst_length = 64",
+        "max_read_burst_length = 128",
+        "max_read_burst_length=128 beats of 64 bytes are more than the 4096",
+    ),
+    "a burst by name": (
+        "max_read_burst_length = 64",
+        "max_read_burst_length = kDepth",
+        "max_read_burst_length=kDepth has to be a number",
+    ),
+    "a write burst on what is read": (
+        "max_read_burst_length",
+        "max_write_burst_length",
+        "values_in is read only, but has max_write_burst_length",
+    ),
+    # DATAFLOW
+    "a stream without a consumer": (
+        "store(values_out, computed, beats);",
+        "store(values_out, loaded, beats);",
+        r"stream computed has 0 consumers: it takes one",
+    ),
+    "a stream with two consumers": (
+        "store(values_out, computed, beats);",
+        "store(values_out, loaded, beats);",
+        r"stream loaded has 2 consumers \(compute \(line \d+\), store \(line \d+\)\)",
+    ),
+    "a stream with two producers": (
+        "load(values_in, loaded, beats);",
+        "load(values_in, computed, beats);",
+        r"stream computed has 2 producers \(load \(line \d+\), compute \(line \d+\)\)",
+    ),
+    "a pointer in two processes": (
+        "compute(loaded, computed, beats);",
+        "load(values_in + 1, computed, beats);",
+        r"pointer values_in is used by 2 processes",
+    ),
+    "a pointer in no process": ("store(values_out, computed, beats);", "", "pointer values_out is used by 0 processes"),
+    "something else than calls": (
+        "    load(values_in",
+        "    if (beats > 0) load(values_in",
+        "scale: a DATAFLOW region may hold declarations and calls of functions only",
+    ),
+    # Synthesis
+    "new": ("return value * 2.0f;", "return *new float(value);", "new cannot be synthesised"),
+    "delete": ("return value * 2.0f;", "delete &value; return value;", "delete cannot be synthesised"),
+    "throw": ("return value * 2.0f;", "throw value;", "throw cannot be synthesised"),
+    "try": ("return value * 2.0f;", "try { return value; } catch (...) { return 0; }", "try cannot be synthesised"),
+    "goto": ("return value * 2.0f;", "goto end; end: return value;", "goto cannot be synthesised"),
+    "recursion": ("return value * 2.0f;", "return scaled(value);", "scaled calls itself"),
+    "recursion of two": (
+        "float scaled(float value) { return value * 2.0f; }",
+        "float scaled(float); float again(float value) { return scaled(value); } "
+        "float scaled(float value) { return again(value); }",
+        "scaled calls itself",
+    ),
+    "a call through a pointer": (
+        "return value * 2.0f;",
+        "float (*rule)(float) = scaled; return rule(value);",
+        "a call through the pointer rule cannot be synthesised",
+    ),
+    "a virtual function": (
+        "float scaled(float value) { return value * 2.0f; }",
+        "struct Rule { virtual float apply(float value) { return value; } }; "
+        "float scaled(float value) { return Rule().apply(value); }",
+        "apply is virtual",
+    ),
+    "a double constant": ("2.0f", "2.0", "a constant of double precision"),
+    "a double variable": ("return value * 2.0f;", "double twice = value; return twice;", "twice has double precision"),
+    "what does not compile": ("return value * 2.0f;", "return valeu;", "does not compile: .*valeu"),
+    # Signature
+    "no extern C": ('extern "C" void scale', "void scale", 'scale is not extern "C"'),
+    "no top": ("void scale(", "void scalee(", "there is no function scale"),
+    "a second top": ("namespace {", "void second() {}\nnamespace {", "second can be seen from outside"),
+    "a result": ('extern "C" void scale', 'extern "C" int scale', "scale returns something"),
+    "a pointer without INTERFACE": (
+        "#pragma HLS INTERFACE m_axi port = values_out offset = slave bundle = gmem0 max_write_burst_length = 64\n",
+        "",
+        "pointer values_out has no m_axi INTERFACE",
+    ),
+    "a reference": (
+        "std::uint32_t beats) {\n#pragma HLS I",
+        "std::uint32_t& beats) {\n#pragma HLS I",
+        "is a reference",
+    ),
+    "another bundle": ("bundle = gmem0 max_write", "bundle = gmem1 max_write", "in bundle gmem1; described is gmem0"),
+    "no address from the host": ("offset = slave", "offset = off", "values_in needs offset=slave"),
+    "another name": (
+        "scale(const Beat* values_in, Beat* v",
+        "scale(const Beat* values, Beat* v",
+        "arguments are values,",
+    ),
+    "a word of 64 bits": (
+        "std::uint32_t beats) {\n#pragma HLS I",
+        "std::uint64_t beats) {\n#pragma HLS I",
+        "beats is unsigned long; described is a 32-bit word",
+    ),
+    "writing to what is read": ("scale(const Beat*", "scale(Beat*", "values_in is .*; described is one to read"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_kernel(findings: Edit, old: str, new: str, message: str) -> None:
+    """Each is found and named."""
+    found = findings((old, new))
+    assert any(re.search(message, finding) for finding in found), found
+
+
+def test_a_library_function_is_found(findings: Edit) -> None:
+    """Whatever is declared neither in the project nor in a header of the toolchain."""
+    found = findings(
+        ('#include "steps.hpp"', '#include "steps.hpp"\n#include <cstdio>'),
+        ("return value * 2.0f;", 'std::printf("%f", value); return value;'),
+    )
+    assert [finding.split(": ", 1)[1] for finding in found] == [
+        "call of printf, which is neither the project's nor the toolchain's"
+    ]
+
+
+def test_type_information_is_found(findings: Edit) -> None:
+    """There is none on a card."""
+    found = findings(
+        ('#include "steps.hpp"', '#include "steps.hpp"\n#include <typeinfo>'),
+        ("return value * 2.0f;", "return &typeid(value) == &typeid(int) ? value : 0.0f;"),
+    )
+    assert any("typeid cannot be synthesised" in finding for finding in found)
+
+
+def test_what_only_simulation_sees_is_not_looked_at(findings: Edit) -> None:
+    """Between `#ifndef __SYNTHESIS__` and `#endif` anything may stand, pragmas too."""
+    simulated = "#ifndef __SYNTHESIS__\n#pragma HLS NONSENSE\n    throw value;\n#endif\n    return value * 2.0f;\n"
+    assert findings(("return value * 2.0f;", f"\n{simulated}")) == []
+
+
+def test_headers_are_checked_where_the_kernel_includes_them(findings: Edit) -> None:
+    """With the header's own path and line."""
+    found = findings(("target[i] = in.read();", "target[i] = *new T(in.read());"), file=STEPS)
+    assert found == ["include/steps.hpp:24: new cannot be synthesised"]
+
+
+def test_a_port_of_odd_width_is_found(findings: Edit) -> None:
+    """AXI ports are 8 to 1024 bits wide, a power of two."""
+    found = findings(
+        ("namespace {", "struct Odd { float values[12]; };\nnamespace {"),
+        ("scale(const Beat*", "scale(const Odd*"),
+    )
+    assert any("m_axi port values_in is 384 bits wide: not a power of two" in finding for finding in found)
+    assert any("values_in is const Odd *; described is a pointer to 512-bit beats" in finding for finding in found)
+
+
+def test_two_readers_on_one_master_are_found(findings: Edit) -> None:
+    """They would wait for each other's bursts; two masters may have one each."""
+    second = (
+        ("values_in, Beat* values_out", "values_in, const Beat* more, Beat* values_out"),
+        ("(values_in, loaded, beats);", '(values_in, loaded, beats);\nhls::stream<Beat> b("b"); load(more, b, beats);'),
+        (
+            "#pragma HLS DATAFLOW",
+            "#pragma HLS INTERFACE m_axi port=more offset=slave bundle=gmem0\n#pragma HLS DATAFLOW",
+        ),
+        ("compute(loaded, computed, beats);", "compute(loaded, b, computed, beats);"),
+        ("void compute(hls::stream<Beat>& in, ", "void compute(hls::stream<Beat>& in, hls::stream<Beat>& b, "),
+        ("out.write(beat);", "out.write(beat); b.read();"),
+    )
+    found = findings(*second)
+    assert any(re.search(r"bundle gmem0 is read by 2 processes \(load .*, load", finding) for finding in found)
+    found = findings(("port=more offset=slave bundle=gmem0", "port=more offset=slave bundle=gmem2"))
+    assert not any("bundle gmem0 is read by" in finding for finding in found)
+
+
+def test_streams_are_followed_through_functions_and_arrays(findings: Edit) -> None:
+    """A process that only hands a stream on is a consumer if the one it calls is; streams of an array count apart."""
+    array = (
+        ('hls::stream<Beat> loaded("loaded")', "hls::stream<Beat> s[2]"),
+        ("variable = loaded", "variable = s"),
+        ('hls::stream<Beat> computed("computed");\n#pragma HLS STREAM variable = computed depth = 64\n', ""),
+        ("load(values_in, loaded", "load(values_in, s[0]"),
+        ("compute(loaded, computed", "compute(s[0], s[1]"),
+        ("store(values_out, computed", "keep(values_out, s[1]"),
+        (
+            "}  // namespace",
+            "void keep(Beat* to, hls::stream<Beat>& s, std::uint32_t n) { store(to, s, n); }\n}  // namespace",
+        ),
+    )
+    findings(("explicit stream(const char*) {}", "stream() {}"), file="sim/include/hls_stream.h")
+    assert findings(*array) == []
+    found = findings(("keep(values_out, s[1]", "keep(values_out, s[0]"))
+    assert [re.sub(r" \(.*\)", "", f.split(": ", 1)[1]) for f in found] == [
+        "stream s[0] has 2 consumers: it takes one",
+        "stream s[1] has 0 consumers: it takes one",
+    ]
+
+
+def test_dataflow_below_the_top_knows_the_tops_masters(findings: Edit) -> None:
+    """A top may hold interfaces only, and call the function with the processes, whose pointers have other names."""
+    body = """    hls::stream<Beat> loaded("loaded");
+    hls::stream<Beat> more("more");
+    hls::stream<Beat> computed("computed");
+    load(from, loaded, beats);
+    load(second, more, beats);
+    compute(loaded, computed, beats);
+    take(more);
+    store(to, computed, beats);
+"""
+    flow = f"""
+void take(hls::stream<Beat>& in) {{ in.read(); }}
+
+void flow(const Beat* from, const Beat* second, Beat* to, std::uint32_t beats) {{
+#pragma HLS DATAFLOW
+{body}}}
+
+}}  // namespace
+"""
+    text = (EXAMPLE / KERNEL).read_text()
+    rest = text[text.index("#pragma HLS DATAFLOW") :]
+    found = findings(
+        ("}  // namespace", flow),
+        (rest, "    flow(values_in, values_in, values_out, beats);\n}\n"),
+    )
+    assert [re.sub(r" \(.*\)", "", f.split(": ", 1)[1]) for f in found] == [
+        "bundle gmem0 is read by 2 processes: one may"
+    ]
+
+
+def test_more_masters_than_the_bank_takes_are_found(tmp_path: Path) -> None:
+    """Counted in the source: the description may say otherwise."""
+    shutil.copytree(EXAMPLE, tmp_path / "hls")
+    path = tmp_path / "hls" / KERNEL
+    path.write_text(path.read_text().replace("bundle = gmem0 max_write", "bundle = gmem1 max_write"))
+    kernel = ScaleKernel("scale", number=1, arrays=(), words=())
+    design = Design(SMARTSSD.platform, tuple(ComputeUnit(kernel, f"scale_{index}") for index in range(8)))
+    assert any(
+        "16 AXI masters on one memory bank, which takes 15 (scale 16)" in str(f) for f in lint(design, root=tmp_path)
+    )
+
+
+def test_a_described_kernel_without_a_source_is_found(tmp_path: Path) -> None:
+    """The description names the file."""
+    assert [finding.message for finding in lint(SMARTSSD, root=tmp_path)] == ["is missing"] * 3
