@@ -1,0 +1,281 @@
+// From the gradient in card memory to beats of fp32 for the update, in three processes.
+//
+//   read_gradient --values----> decode_gradient --dense----> expand_gradient --gradients-->
+//                 --indices--->                 --entries-->    (a tile)
+//                 --counts---------------------------------->
+//
+// A dense gradient passes through `values` and `dense` only. A compressed one is scattered over a tile on the chip,
+// block after block: nothing of it lies in card memory in dense form.
+#pragma once
+
+#include "crc32c.hpp"
+#include "payload.hpp"
+
+namespace card {
+
+// An element that a compressed gradient keeps.
+struct Entry {
+    std::uint16_t index;
+    float value;
+};
+
+// ---- read
+
+// Beats of indices that are fetched in one burst, and then the values to them. The streams hold a burst of either.
+constexpr std::uint32_t kIndexBurst = 16;
+
+inline void read_dense(const Words* gradient, hls::stream<Words>& values, Run& run) {
+#pragma HLS INLINE
+    const std::uint32_t item_bytes = bytes_of(run.gradient_dtype);
+    const std::uint32_t per_beat = run.gradient_dtype == kFloat32 ? 1 : 2;  // beats of the array
+    RangeChecksum checksum(run, item_bytes);
+dense:
+    for (std::uint32_t beat = run.begin / per_beat; beat < run.end / per_beat; ++beat) {
+#pragma HLS PIPELINE II = 8
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
+        const Words words = gradient[beat];
+        checksum.add(words, beat);
+        values.write(words);
+    }
+    run.status[kWordGradientRead] = checksum.value();
+}
+
+// Header and counts, before anything else moves: a run with a bad payload writes nothing.
+inline Payload read_payload_front(const Words* gradient, hls::stream<std::uint32_t>& counts, Run& run) {
+#pragma HLS INLINE
+    Checksum checksum;
+    const Words header = gradient[0];
+    checksum.add(header);
+    const Payload payload = plan_payload(run, header[4]);
+    if (describes(header, run, payload)) {
+        std::uint64_t total = 0;
+        Words words;
+    counts:
+        for (std::uint32_t block = 0; block < payload.num_blocks; ++block) {
+#pragma HLS PIPELINE II = 1
+#pragma HLS LOOP_TRIPCOUNT min = 1 max = 8192
+            if (block % kLanes == 0) {
+                words = gradient[1 + block / kLanes];
+                checksum.add(words);
+            }
+            total += words[block % kLanes];
+            counts.write(words[block % kLanes]);
+        }
+        run.num_blocks = payload.num_blocks;
+        run.count = payload.count;
+        if (total != payload.count) refuse(run, kWrongCounts);
+    } else {
+        refuse(run, kBadHeader);
+    }
+    run.status[kWordHeaderRead] = checksum.value();
+    return payload;
+}
+
+// A burst from `begin` on, of `limit` beats at most.
+inline void read_burst(const Words* from, std::uint32_t begin, std::uint32_t end, hls::stream<Words>& beats,
+                       Checksum& checksum) {
+#pragma HLS INLINE
+burst:
+    for (std::uint32_t beat = begin; beat < end; ++beat) {
+#pragma HLS PIPELINE II = 1
+#pragma HLS LOOP_TRIPCOUNT min = 1 max = 32
+        const Words words = from[beat];
+        checksum.add(words);
+        beats.write(words);
+    }
+}
+
+inline std::uint32_t smaller(std::uint32_t left, std::uint32_t right) {
+#pragma HLS INLINE
+    return left < right ? left : right;
+}
+
+inline void read_entries(const Words* gradient, const Payload& payload, hls::stream<Words>& values,
+                         hls::stream<Words>& indices, Run& run) {
+#pragma HLS INLINE
+    const std::uint32_t first_index = 1 + payload.count_beats;
+    const std::uint32_t first_value = first_index + payload.index_beats;
+    const std::uint32_t value_burst = run.gradient_dtype == kFloat32 ? 2 * kIndexBurst : kIndexBurst;
+    Checksum of_indices;
+    Checksum of_values;
+    std::uint32_t value = 0;
+bursts:
+    for (std::uint32_t index = 0; index < payload.index_beats; index += kIndexBurst) {
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 4096
+        read_burst(gradient + first_index, index, smaller(index + kIndexBurst, payload.index_beats), indices,
+                   of_indices);
+        read_burst(gradient + first_value, value, smaller(value + value_burst, payload.value_beats), values, of_values);
+        value += value_burst;
+    }
+    run.status[kWordIndicesRead] = of_indices.value();
+    run.status[kWordGradientRead] = of_values.value();
+}
+
+// Makes the run, and starts the chain along which it is handed.
+inline void read_gradient(const Words* gradient, hls::stream<Words>& values, hls::stream<Words>& indices,
+                          hls::stream<std::uint32_t>& counts, hls::stream<Run>& runs, std::uint32_t kernel,
+                          std::uint32_t numel, std::uint32_t first, std::uint32_t last, std::uint32_t gradient_form,
+                          std::uint32_t parameter_form, std::uint32_t active) {
+#pragma HLS INLINE off
+    Run run = plan_run(kernel, numel, first, last, gradient_form, parameter_form, active);
+    Payload payload = {};
+    if (run.active && run.compressed) payload = read_payload_front(gradient, counts, run);
+    runs.write(run);
+    if (run.active && run.compressed) read_entries(gradient, payload, values, indices, run);
+    if (run.active && !run.compressed) read_dense(gradient, values, run);
+    runs.write(run);
+}
+
+// ---- decode
+
+inline void widen_dense(hls::stream<Words>& values, hls::stream<Floats>& dense, const Run& run) {
+#pragma HLS INLINE
+    if (run.gradient_dtype == kFloat32) {
+    same:
+        for (std::uint32_t beat = run.begin; beat < run.end; ++beat) {
+#pragma HLS PIPELINE II = 8
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
+            dense.write(floats_of(values.read()));
+        }
+    } else {
+    groups:
+        for (std::uint32_t beat = run.begin; beat < run.end; beat += kGroup / kLanes) {
+#pragma HLS PIPELINE II = 16
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 131072
+            const Words halves = values.read();
+            dense.write(widen_part(halves, 0, run.gradient_dtype));
+            dense.write(widen_part(halves, 1, run.gradient_dtype));
+        }
+    }
+}
+
+inline void pair_entries(hls::stream<Words>& values, hls::stream<Words>& indices, hls::stream<Entry>& entries,
+                         const Run& run) {
+#pragma HLS INLINE
+    const bool wide = run.gradient_dtype == kFloat32;
+    Words index_beat;
+    Words value_beat;
+pairs:
+    for (std::uint32_t number = 0; number < run.count; ++number) {
+#pragma HLS PIPELINE II = 1
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 4194304
+        if (number % kGroup == 0) index_beat = indices.read();
+        if (number % (wide ? kLanes : kGroup) == 0) value_beat = values.read();
+        const std::uint32_t half = half_of(value_beat, number % kGroup);
+        Entry entry;
+        entry.index = static_cast<std::uint16_t>(half_of(index_beat, number % kGroup));
+        entry.value = wide ? float_of(value_beat[number % kLanes]) : widen_half(half, run.gradient_dtype);
+        entries.write(entry);
+    }
+}
+
+inline void decode_gradient(hls::stream<Words>& values, hls::stream<Words>& indices, hls::stream<Floats>& dense,
+                            hls::stream<Entry>& entries, hls::stream<Run>& runs_in, hls::stream<Run>& runs_out) {
+#pragma HLS INLINE off
+    const Run run = pass_on(runs_in, runs_out);
+    if (run.active && run.compressed) pair_entries(values, indices, entries, run);
+    if (run.active && !run.compressed) widen_dense(values, dense, run);
+    report(runs_in, runs_out);
+}
+
+// ---- expand
+
+constexpr std::uint32_t kRows = kBlock / kLanes;
+
+inline void scatter(hls::stream<std::uint32_t>& counts, hls::stream<Entry>& entries, float tile[kRows][kLanes],
+                    hls::stream<std::uint32_t>& findings, std::uint32_t block, std::uint32_t numel) {
+#pragma HLS INLINE off
+clear:
+    for (std::uint32_t row = 0; row < kRows; ++row) {
+#pragma HLS PIPELINE II = 1
+    lanes:
+        for (std::uint32_t lane = 0; lane < kLanes; ++lane) {
+#pragma HLS UNROLL
+            tile[row][lane] = 0.0f;
+        }
+    }
+    const std::uint32_t limit = smaller(kBlock, numel - block * kBlock);
+    const std::uint32_t count = counts.read();
+    std::uint32_t least = 0;  // that the next index may be
+    std::uint32_t errors = 0;
+place:
+    for (std::uint32_t number = 0; number < count; ++number) {
+#pragma HLS PIPELINE II = 1
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 65536
+        const Entry entry = entries.read();
+        if (entry.index >= least && entry.index < limit) {
+            tile[entry.index / kLanes][entry.index % kLanes] = entry.value;
+            least = entry.index + 1u;
+        } else {
+            errors = kBadIndex;
+        }
+    }
+    findings.write(errors);
+}
+
+// What of the block belongs to the beats [begin, end).
+inline void emit(const float tile[kRows][kLanes], hls::stream<Floats>& gradients, std::uint32_t block,
+                 std::uint32_t begin, std::uint32_t end) {
+#pragma HLS INLINE off
+    const std::uint32_t base = block * kRows;
+    const std::uint32_t first = begin < base ? 0 : smaller(begin - base, kRows);
+    const std::uint32_t last = end < base ? 0 : smaller(end - base, kRows);
+rows:
+    for (std::uint32_t row = first; row < last; ++row) {
+#pragma HLS PIPELINE II = 8
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 4096
+        Floats beat;
+    lanes:
+        for (std::uint32_t lane = 0; lane < kLanes; ++lane) {
+#pragma HLS UNROLL
+            beat[lane] = tile[row][lane];
+        }
+        gradients.write(beat);
+    }
+}
+
+// The tile is a ping-pong buffer: while a block is emitted, in 32,768 cycles, the next one is cleared (4,096) and
+// scattered (one element a cycle).
+inline void expand_blocks(hls::stream<std::uint32_t>& counts, hls::stream<Entry>& entries,
+                          hls::stream<Floats>& gradients, hls::stream<std::uint32_t>& findings,
+                          std::uint32_t num_blocks, std::uint32_t numel, std::uint32_t begin, std::uint32_t end) {
+#pragma HLS INLINE off
+blocks:
+    for (std::uint32_t block = 0; block < num_blocks; ++block) {
+#pragma HLS LOOP_TRIPCOUNT min = 1 max = 64
+#pragma HLS DATAFLOW
+        float tile[kRows][kLanes];
+#pragma HLS ARRAY_PARTITION variable = tile dim = 2 complete
+#pragma HLS BIND_STORAGE variable = tile type = ram_2p impl = uram
+        scatter(counts, entries, tile, findings, block, numel);
+        emit(tile, gradients, block, begin, end);
+    }
+}
+
+inline void expand_gradient(hls::stream<Floats>& dense, hls::stream<std::uint32_t>& counts, hls::stream<Entry>& entries,
+                            hls::stream<Floats>& gradients, hls::stream<std::uint32_t>& findings,
+                            hls::stream<Run>& runs_in, hls::stream<Run>& runs_out) {
+#pragma HLS INLINE off
+    const Run run = pass_on(runs_in, runs_out);
+    if (run.active && run.compressed) {
+        expand_blocks(counts, entries, gradients, findings, run.num_blocks, run.numel, run.begin, run.end);
+    } else {
+    drop:
+        for (std::uint32_t block = 0; block < run.num_blocks; ++block) {
+#pragma HLS PIPELINE II = 1
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 8192
+            counts.read();  // of a payload that was refused
+        }
+    }
+    if (run.active && !run.compressed) {
+    forward:
+        for (std::uint32_t beat = run.begin; beat < run.end; ++beat) {
+#pragma HLS PIPELINE II = 8
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
+            gradients.write(dense.read());
+        }
+    }
+    report(runs_in, runs_out);
+}
+
+}  // namespace card

@@ -1,0 +1,146 @@
+// One run of a kernel: what it was asked for, which beats that makes, and what came of it.
+//
+// A run is handed from process to process twice, along one chain of streams. First as the order: nobody starts before
+// the reader of the gradient has found its payload sound. Then as the report: each process adds the checksum of what it
+// moved, and the last one writes it to card memory.
+#pragma once
+
+#include <hls_stream.h>
+
+#include "number_formats.hpp"
+
+namespace card {
+
+constexpr std::uint32_t kInterfaceVersion = 1;
+constexpr std::uint32_t kStatusMagic = 0x5349534cu;
+
+// Words of the status beat.
+enum StatusWord : std::uint32_t {
+    kWordMagic = 0,
+    kWordVersion = 1,
+    kWordCount = 2,
+    kWordErrors = 3,
+    kWordGradientRead = 4,
+    kWordArrayRead = 5,  // and two more
+    kWordParameterWritten = 8,
+    kWordArrayWritten = 9,  // and two more
+    kWordIndicesRead = 12,
+    kWordHeaderRead = 13,
+    kWordKernel = 14,
+};
+
+enum KernelNumber : std::uint32_t { kAdamW = 1, kAdagrad = 2, kSgd = 3 };
+
+enum Error : std::uint32_t {
+    kBadIndex = 1,
+    kBadHeader = 2,
+    kBadRange = 4,
+    kUnknownForm = 8,
+    kWrongCounts = 16,
+};
+
+struct Run {
+    // Elements.
+    std::uint32_t numel;
+    std::uint32_t first;
+    std::uint32_t last;
+    // The gradient and the parameter.
+    std::uint32_t gradient_dtype;
+    std::uint32_t parameter_dtype;
+    bool compressed;
+    bool active;
+    // A compressed gradient's blocks and values.
+    std::uint32_t num_blocks;
+    std::uint32_t count;
+    // Beats of an array: [begin, end) are read, [begin, stored_end) are written.
+    std::uint32_t begin;
+    std::uint32_t end;
+    std::uint32_t stored_end;
+
+    std::uint32_t status[kLanes];
+};
+
+inline std::uint32_t rounded_up(std::uint32_t value, std::uint32_t multiple) {
+#pragma HLS INLINE
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+// Leaves a run nothing to do but to report.
+inline void refuse(Run& run, std::uint32_t errors) {
+#pragma HLS INLINE
+    run.status[kWordErrors] |= errors;
+    run.active = false;
+    run.begin = run.end = run.stored_end = 0;
+}
+
+inline Run plan_run(std::uint32_t kernel, std::uint32_t numel, std::uint32_t first, std::uint32_t last,
+                    std::uint32_t gradient_form, std::uint32_t parameter_form, std::uint32_t active) {
+#pragma HLS INLINE
+    constexpr std::uint32_t kCompressed = 0x100;
+    const bool bad_range = first > last || last > numel || numel > kLargestNumel;
+    const bool known_form = (gradient_form & ~kCompressed) < kNumDTypes && parameter_form < kNumDTypes;
+    Run run = {};
+    run.numel = numel;
+    run.first = first;
+    run.last = last;
+    run.gradient_dtype = gradient_form & ~kCompressed;
+    run.parameter_dtype = parameter_form;
+    run.compressed = (gradient_form & kCompressed) != 0;
+    run.active = active != 0 && first != last;
+    if (first != last) {
+        run.begin = first / kGroup * (kGroup / kLanes);
+        run.end = rounded_up(last, kGroup) / kLanes;
+        run.stored_end = last == numel ? rounded_up(numel, kPadding) / kLanes : run.end;
+    }
+    run.status[kWordMagic] = kStatusMagic;
+    run.status[kWordVersion] = kInterfaceVersion;
+    run.status[kWordCount] = last - first;
+    run.status[kWordKernel] = kernel;
+    if (bad_range) refuse(run, kBadRange);
+    if (!known_form) refuse(run, kUnknownForm);
+    return run;
+}
+
+// Whether the run updates this element.
+inline bool covers(const Run& run, std::uint32_t element) {
+#pragma HLS INLINE
+    return element - run.first < run.last - run.first;
+}
+
+// What an element of an array becomes.
+inline float settled(const Run& run, std::uint32_t element, float before, float updated) {
+#pragma HLS INLINE
+    if (element >= run.numel) return 0.0f;
+    return run.active && covers(run, element) ? updated : before;
+}
+
+// The next beat, where there is one.
+inline Floats next_beat(hls::stream<Floats>& beats, bool given) {
+#pragma HLS INLINE
+    Floats beat(0.0f);
+    if (given) beat = beats.read();
+    return beat;
+}
+
+// The order: taken and handed on at once.
+inline Run pass_on(hls::stream<Run>& runs_in, hls::stream<Run>& runs_out) {
+#pragma HLS INLINE
+    const Run run = runs_in.read();
+    runs_out.write(run);
+    return run;
+}
+
+// The report, of a process that has nothing to add.
+inline void report(hls::stream<Run>& runs_in, hls::stream<Run>& runs_out) {
+#pragma HLS INLINE
+    runs_out.write(runs_in.read());
+}
+
+inline void report(hls::stream<Run>& runs_in, hls::stream<Run>& runs_out, std::uint32_t word, std::uint32_t value) {
+#pragma HLS INLINE
+    Run run = runs_in.read();
+    run.status[word] = value;
+    runs_out.write(run);
+}
+
+}  // namespace card

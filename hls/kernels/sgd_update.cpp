@@ -1,0 +1,141 @@
+// torch.optim.SGD.
+//
+//   gradient --> read_gradient --> decode_gradient --> expand_gradient --+
+//   master          --> load_array --------------------------------------+--> compute --> store_array --> master
+//   momentum_buffer --> load_array --------------------------------------+            --> store_array -->
+//   momentum_buffer
+//
+//   and along all of them the run: read_gradient --> ... --> write_status --> status
+#include <arrays.hpp>
+#include <gradient.hpp>
+#include <kernels.hpp>
+#include <process.hpp>
+
+using namespace card;
+
+namespace {
+
+struct Sgd {
+    float gradient_scale;
+    float weight_decay;
+    float buffer_coefficient;
+    float gradient_coefficient;
+    float nesterov_momentum;
+    float lr;
+};
+
+void compute(hls::stream<Floats>& gradients, hls::stream<Floats>& masters, hls::stream<Floats>& momentum_buffers,
+             hls::stream<Floats>& new_masters, hls::stream<Floats>& new_momentum_buffers,
+             hls::stream<Floats>& parameters, hls::stream<Run>& runs_in, hls::stream<Run>& runs_out,
+             std::uint32_t gradient_scale, std::uint32_t weight_decay, std::uint32_t buffer_coefficient,
+             std::uint32_t gradient_coefficient, std::uint32_t nesterov_momentum, std::uint32_t lr) {
+#pragma HLS INLINE off
+    const Sgd step = {float_of(gradient_scale),       float_of(weight_decay),      float_of(buffer_coefficient),
+                      float_of(gradient_coefficient), float_of(nesterov_momentum), float_of(lr)};
+    const Run run = pass_on(runs_in, runs_out);
+beats:
+    for (std::uint32_t beat = run.begin; beat < run.stored_end; ++beat) {
+#pragma HLS PIPELINE II = 8
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
+        const bool given = beat < run.end;
+        const Floats gradient = next_beat(gradients, given && run.active);
+        Floats master = next_beat(masters, given);
+        Floats momentum_buffer = next_beat(momentum_buffers, given);
+    lanes:
+        for (std::uint32_t lane = 0; lane < kLanes; ++lane) {
+#pragma HLS UNROLL
+            float p = master[lane];
+            float g = gradient[lane] * step.gradient_scale;
+            g = step.weight_decay != 0.0f ? g + step.weight_decay * p : g;
+            const float kept = step.buffer_coefficient != 0.0f ? step.buffer_coefficient * momentum_buffer[lane] : 0.0f;
+            const float b = kept + step.gradient_coefficient * g;
+            const float d = step.nesterov_momentum != 0.0f ? g + step.nesterov_momentum * b : b;
+            p = p - step.lr * d;
+
+            const std::uint32_t element = beat * kLanes + lane;
+            master[lane] = settled(run, element, master[lane], p);
+            momentum_buffer[lane] = settled(run, element, momentum_buffer[lane], b);
+        }
+        new_masters.write(master);
+        new_momentum_buffers.write(momentum_buffer);
+        if (given) parameters.write(master);
+    }
+    report(runs_in, runs_out);
+}
+
+}  // namespace
+
+extern "C" void sgd_update(const Words* gradient, const Floats* master_in, const Floats* momentum_buffer_in,
+                           Floats* master_out, Floats* momentum_buffer_out, Words* parameter, Words* status,
+                           std::uint32_t numel, std::uint32_t first, std::uint32_t last, std::uint32_t gradient_form,
+                           std::uint32_t parameter_form, std::uint32_t active, std::uint32_t gradient_scale,
+                           std::uint32_t weight_decay, std::uint32_t buffer_coefficient,
+                           std::uint32_t gradient_coefficient, std::uint32_t nesterov_momentum, std::uint32_t lr) {
+    // clang-format off
+#pragma HLS INTERFACE m_axi port=gradient bundle=gmem0 max_read_burst_length=64 num_read_outstanding=4
+#pragma HLS INTERFACE m_axi port=master_in bundle=gmem1 max_read_burst_length=64 num_read_outstanding=4
+#pragma HLS INTERFACE m_axi port=momentum_buffer_in bundle=gmem2 max_read_burst_length=64 num_read_outstanding=4
+#pragma HLS INTERFACE m_axi port=master_out bundle=gmem1 max_write_burst_length=64 num_write_outstanding=4
+#pragma HLS INTERFACE m_axi port=momentum_buffer_out bundle=gmem2 max_write_burst_length=64 num_write_outstanding=4
+#pragma HLS INTERFACE m_axi port=parameter bundle=gmem3 max_write_burst_length=64 num_write_outstanding=4
+#pragma HLS INTERFACE m_axi port=status bundle=gmem0 max_write_burst_length=2 num_write_outstanding=1
+#pragma HLS INTERFACE s_axilite port=return
+    // clang-format on
+#pragma HLS DATAFLOW
+    hls::stream<Words, 32> values("values");
+#pragma HLS STREAM variable = values depth = 32
+    hls::stream<Words, 32> indices("indices");
+#pragma HLS STREAM variable = indices depth = 32
+    hls::stream<std::uint32_t, 8192> counts("counts");
+#pragma HLS STREAM variable = counts depth = 8192
+    hls::stream<Floats, 32> dense("dense");
+#pragma HLS STREAM variable = dense depth = 32
+    hls::stream<Entry, 64> entries("entries");
+#pragma HLS STREAM variable = entries depth = 64
+    hls::stream<std::uint32_t, 16> findings("findings");
+#pragma HLS STREAM variable = findings depth = 16
+    hls::stream<Floats, 32> gradients("gradients");
+#pragma HLS STREAM variable = gradients depth = 32
+    hls::stream<Floats, 32> masters("masters");
+#pragma HLS STREAM variable = masters depth = 32
+    hls::stream<Floats, 32> momentum_buffers("momentum_buffers");
+#pragma HLS STREAM variable = momentum_buffers depth = 32
+    hls::stream<Floats, 32> new_masters("new_masters");
+#pragma HLS STREAM variable = new_masters depth = 32
+    hls::stream<Floats, 32> new_momentum_buffers("new_momentum_buffers");
+#pragma HLS STREAM variable = new_momentum_buffers depth = 32
+    hls::stream<Floats, 32> parameters("parameters");
+#pragma HLS STREAM variable = parameters depth = 32
+    // The chain along which the run is handed.
+    hls::stream<Run, 2> runs_1("runs_1");
+#pragma HLS STREAM variable = runs_1 depth = 2
+    hls::stream<Run, 2> runs_2("runs_2");
+#pragma HLS STREAM variable = runs_2 depth = 2
+    hls::stream<Run, 2> runs_3("runs_3");
+#pragma HLS STREAM variable = runs_3 depth = 2
+    hls::stream<Run, 2> runs_4("runs_4");
+#pragma HLS STREAM variable = runs_4 depth = 2
+    hls::stream<Run, 2> runs_5("runs_5");
+#pragma HLS STREAM variable = runs_5 depth = 2
+    hls::stream<Run, 2> runs_6("runs_6");
+#pragma HLS STREAM variable = runs_6 depth = 2
+    hls::stream<Run, 2> runs_7("runs_7");
+#pragma HLS STREAM variable = runs_7 depth = 2
+    hls::stream<Run, 2> runs_8("runs_8");
+#pragma HLS STREAM variable = runs_8 depth = 2
+    hls::stream<Run, 2> runs_9("runs_9");
+#pragma HLS STREAM variable = runs_9 depth = 2
+
+    PROCESS(read_gradient, gradient, values, indices, counts, runs_1, kSgd, numel, first, last, gradient_form,
+            parameter_form, active);
+    PROCESS(decode_gradient, values, indices, dense, entries, runs_1, runs_2);
+    PROCESS(expand_gradient, dense, counts, entries, gradients, findings, runs_2, runs_3);
+    PROCESS(load_array, master_in, masters, runs_3, runs_4, 0);
+    PROCESS(load_array, momentum_buffer_in, momentum_buffers, runs_4, runs_5, 1);
+    PROCESS(compute, gradients, masters, momentum_buffers, new_masters, new_momentum_buffers, parameters, runs_5,
+            runs_6, gradient_scale, weight_decay, buffer_coefficient, gradient_coefficient, nesterov_momentum, lr);
+    PROCESS(store_array, master_out, new_masters, runs_6, runs_7, 0);
+    PROCESS(store_array, momentum_buffer_out, new_momentum_buffers, runs_7, runs_8, 1);
+    PROCESS(store_parameter, parameter, parameters, runs_8, runs_9);
+    PROCESS(write_status, status, findings, runs_9);
+}

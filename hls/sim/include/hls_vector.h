@@ -1,0 +1,23 @@
+// What the kernels use of Vitis HLS's hls::vector.
+#pragma once
+
+#include <cstddef>
+
+namespace hls {
+
+template <class T, std::size_t kSize>
+class alignas(kSize * sizeof(T)) vector {
+ public:
+    vector() = default;
+    vector(T value) {  // as there: a vector of one value
+        for (T& element : elements_) element = value;
+    }
+    T& operator[](std::size_t index) { return elements_[index]; }
+    const T& operator[](std::size_t index) const { return elements_[index]; }
+
+ private:
+    static_assert((kSize & (kSize - 1)) == 0, "a memory port's width is a power of two");
+    T elements_[kSize];
+};
+
+}  // namespace hls
