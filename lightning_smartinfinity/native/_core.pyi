@@ -41,6 +41,9 @@ def crc32c(address: int, nbytes: int, value: int = 0, width: int | None = None) 
         ValueError: This CPU has no such way.
     """
 
+def crc32c_combine(first: int, second: int, nbytes: int) -> int:
+    """CRC-32C of two pieces of memory, one behind the other, from the checksum of each; nbytes are the second's."""
+
 def crc32c_widths() -> list[int]:
     """Ways to compute CRC-32C on this CPU, slowest first: the bits of their registers, 0 for the table."""
 
@@ -373,7 +376,8 @@ class Tasklet:
     (WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters; INT8_REMAINDER: bf16) the master
     is not read, or only its remainder: it is the parameter, and segments cover the whole tasklet.
     `offset` is that of the first element in the partition, a multiple of 256: stochastic rounding
-    depends on it. `blocks` tells where parameters meet, for formats that have blocks.
+    depends on it. `blocks` tells where parameters meet, for formats that have blocks. `payload` is the
+    address of a compressed gradient, for segments that have the type of its values and no gradient.
     """
 
     def __init__(
@@ -393,6 +397,8 @@ class Tasklet:
         master_in_parameter: bool = False,
         offset: int = 0,
         blocks: Blocks | None = None,
+        payload: int = 0,
+        payload_bytes: int = 0,
     ) -> None: ...
     @property
     def index(self) -> int: ...
@@ -420,6 +426,10 @@ class Tasklet:
     def master_in_parameter(self) -> bool: ...
     @property
     def offset(self) -> int: ...
+    @property
+    def payload(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
 
 class Batch:
     """
@@ -522,6 +532,30 @@ class Counters:
         """Of resident tasklets: not written."""
 
     @property
+    def shared_read_bytes(self) -> int:
+        """Of a card: from it to the host."""
+
+    @property
+    def shared_write_bytes(self) -> int:
+        """Of a card: from the host to it."""
+
+    @property
+    def internal_read_bytes(self) -> int:
+        """Of a card: from storage to it."""
+
+    @property
+    def internal_write_bytes(self) -> int:
+        """Of a card: from it to storage."""
+
+    @property
+    def padding_bytes(self) -> int:
+        """Of a card: what these four do not count, of blocks."""
+
+    @property
+    def control_bytes(self) -> int:
+        """Of a card: trailers and status beats."""
+
+    @property
     def read_seconds(self) -> float: ...
     @property
     def write_seconds(self) -> float: ...
@@ -550,7 +584,10 @@ class Counters:
         """Of a pipeline, by index."""
 
 class Failure:
-    """Why a batch stopped: kind is io, short, checksum, foreign, generation, format or cuda; errno may be 0."""
+    """
+    Why a batch stopped: kind is io, short, checksum, foreign, generation, format, cuda, device (a card) or
+    gradient (a compressed one); errno may be 0.
+    """
 
     @property
     def kind(self) -> str: ...
@@ -569,6 +606,79 @@ class Failure:
 def io_engines() -> list[tuple[str, str | None]]:
     """The I/O engines by name, fastest first, each with the reason why it is not to be had here, or None."""
 
+class CardError(RuntimeError):
+    """A call at a card failed."""
+
+class Card:
+    """
+    A card whose kernels are loaded, through the methods of `door` (see devices/smartssd), which are called
+    with the interpreter's lock; or, with open(), through XRT's public C API, without it.
+
+    Every call of it, and of what it gives out, raises CardError if the card fails.
+    """
+
+    def __init__(self, door: object) -> None: ...
+    @staticmethod
+    def open(device: int | str, *, xclbin: str, library: str = "libxrt_coreutil.so.2") -> Card:
+        """Open a device by its index or PCIe address and load the kernels of a file."""
+
+    def group(self, kernel: str, argument: int) -> int:
+        """The memory that a kernel's argument must lie in."""
+
+    def allocate(self, nbytes: int, *, group: int, p2p: bool = False) -> CardBuffer:
+        """Memory on the card."""
+
+    def close(self) -> None:
+        """Idempotent. The device closes with the last buffer or pipeline that uses it."""
+
+class CardBuffer:
+    """
+    Memory on the card. Peer to peer, only a file system may touch what is at `address`:
+    it is the card's own memory.
+    """
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def sync_to_card(self, nbytes: int, offset: int = 0) -> None:
+        """What is at `address` becomes what the card has."""
+
+    def sync_from_card(self, nbytes: int, offset: int = 0) -> None:
+        """The other way round."""
+
+class CardOptions:
+    """
+    A card that works the batches of a pipeline: UPDATE only, of fp32 state in one file.
+
+    Args:
+        card: The card.
+        kernel: Name of the update rule's.
+        gradient_bytes: On the card for each buffer of the ring: the largest gradient or payload.
+        parameter_bytes: The same of parameters: two bytes for every element at least.
+        timeout_ms: How long a run of a kernel may take.
+        p2p: The arrays go from storage to the card directly; else through host memory.
+        dram_bytes: The most that the ring may take of the card's memory; None: all there is.
+        gradient_file: On the card's own storage, with gradient_bytes (a multiple of 4096) for each
+            buffer: gradients go through it. None: from host memory.
+
+    Raises:
+        ValueError: The card is closed.
+    """
+
+    def __init__(
+        self,
+        *,
+        card: Card,
+        kernel: str,
+        gradient_bytes: int,
+        parameter_bytes: int,
+        timeout_ms: int,
+        p2p: bool = True,
+        dram_bytes: int | None = None,
+        gradient_file: StateFile | None = None,
+    ) -> None: ...
+
 class Pipeline:
     """
     Works batches of tasklets in a ring of buffers: reads, compute and writes overlap.
@@ -581,9 +691,13 @@ class Pipeline:
     The tasklets with the indices 0, 1, ... are resident, as many as resident_bytes has items, the sizes of
     their extents: their state stays in host memory. Unless resident_through, it is never on storage.
 
+    With a card, it works the batches, in a ring of its own memory, and I/O runs in threads. More than one
+    compute thread lets the gradient of a tasklet travel while another is updated.
+
     Raises:
         ValueError: A size or number is out of range.
         OSError: Memory, threads or the I/O engine are not to be had.
+        CardError: The card fails, or has too little memory.
     """
 
     def __init__(
@@ -598,6 +712,7 @@ class Pipeline:
         io_engine: str = "auto",
         resident_bytes: Sequence[int] = [],
         resident_through: bool = True,
+        card: CardOptions | None = None,
     ) -> None: ...
     @property
     def io_engine(self) -> str:
@@ -644,6 +759,16 @@ class Pipeline:
 
     def abandon(self) -> None:
         """End the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done."""
+
+    def finished(self) -> list[int]:
+        """
+        Positions in the active batch, or the last, of tasklets that are wholly done: their outputs in memory,
+        their extents written.
+        """
+
+    @property
+    def busy(self) -> bool:
+        """Whether a card's run that timed out has not returned; no batch may be submitted until then."""
 
     def counters(self) -> Counters: ...
     def close(self) -> None:

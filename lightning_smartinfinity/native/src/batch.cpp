@@ -4,6 +4,7 @@
 #include <string>
 
 #include "extent.hpp"
+#include "sparse_gradient.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -19,6 +20,7 @@ class Checker {
     void check(std::size_t num_files, std::size_t buffer_bytes) const {
         check_sizes(num_files, buffer_bytes);
         check_operation();
+        if (tasklet_.payload != 0) check_payload();
         std::uint64_t end = 0;
         for (const Segment& segment : tasklet_.segments) {
             check_range(segment, end);
@@ -81,6 +83,27 @@ class Checker {
         if (covered != tasklet_.numel) refuse("master_in_parameter needs segments that cover the whole tasklet");
     }
 
+    void check_payload() const {
+        if (batch_.operation != Operation::kUpdate) refuse("a payload is for UPDATE only");
+        if (tasklet_.payload % sizeof(float) != 0) refuse("the payload's address is misaligned");
+        const DType dtype = payload_dtype();
+        for (const Segment& segment : tasklet_.segments) {
+            if (segment.gradient != 0) refuse("a segment has a gradient address beside the tasklet's payload");
+            if (segment.step != kNoStep && segment.gradient_dtype != dtype) {
+                refuse("a segment's gradient is of another type than the payload's values");
+            }
+        }
+    }
+
+    DType payload_dtype() const {
+        try {
+            const auto* const payload = reinterpret_cast<const std::byte*>(tasklet_.payload);
+            return SparseGradient(payload, tasklet_.payload_bytes, tasklet_.numel).dtype();
+        } catch (const std::invalid_argument& error) {
+            refuse(error.what());
+        }
+    }
+
     void check_range(const Segment& segment, std::uint64_t end) const {
         if (segment.offset > tasklet_.numel || segment.numel > tasklet_.numel - segment.offset) {
             refuse("a segment of " + std::to_string(segment.numel) + " elements at " + std::to_string(segment.offset) +
@@ -113,7 +136,9 @@ class Checker {
             refuse("there is no step " + std::to_string(segment.step));
         }
         if (segment.step != kNoStep) check_rule(batch_.steps[static_cast<std::size_t>(segment.step)]);
-        if (segment.step != kNoStep && segment.gradient == 0) refuse("a segment to update has no gradient address");
+        if (segment.step != kNoStep && segment.gradient == 0 && tasklet_.payload == 0) {
+            refuse("a segment to update has no gradient address");
+        }
         if (has_blocks(format_)) check_blocks(segment);
         if (tasklet_.master_in_parameter) check_master(segment);
     }

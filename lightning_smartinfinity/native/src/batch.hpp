@@ -53,6 +53,8 @@ struct Tasklet {
     bool master_in_parameter = false;
     std::uint64_t offset = 0;              // of the first element in the partition, for stochastic rounding
     std::shared_ptr<const Blocks> blocks;  // of a format that has some; none: the grid
+    Address payload = 0;                   // of a compressed gradient, that of all segments; 0: they have theirs
+    std::uint64_t payload_bytes = 0;
 };
 
 struct Batch {

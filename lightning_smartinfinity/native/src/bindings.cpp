@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings_card.hpp"
 #include "crc32c.hpp"
 #include "cuda_device.hpp"
 #include "fault_injection.hpp"
@@ -138,6 +139,8 @@ void bind_kernels(nb::module_& m) {
         "CRC-32C of memory, continuing `value`: in the way of the instruction set in use, or of a width in "
         "crc32c_widths().\n\n"
         "Raises:\n    ValueError: This CPU has no such way.");
+    m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
+          "CRC-32C of two pieces of memory, one behind the other, from the checksum of each; nbytes are the second's.");
     m.def("crc32c_widths", &crc32c_widths,
           "Ways to compute CRC-32C on this CPU, slowest first: the bits of their registers, 0 for the table.");
     m.def(
@@ -446,14 +449,16 @@ void bind_tasklet(nb::module_& m) {
         "(WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters; INT8_REMAINDER: bf16) the master\n"
         "is not read, or only its remainder: it is the parameter, and segments cover the whole tasklet.\n"
         "`offset` is that of the first element in the partition, a multiple of 256: stochastic rounding\n"
-        "depends on it. `blocks` tells where parameters meet, for formats that have blocks.")
+        "depends on it. `blocks` tells where parameters meet, for formats that have blocks. `payload` is the\n"
+        "address of a compressed gradient, for segments that have the type of its values and no gradient.")
         .def(
             "__init__",
             [](Tasklet* self, std::uint64_t index, std::uint64_t numel, std::uint64_t num_arrays,
                std::uint64_t extent_bytes, std::uint64_t read_file, std::uint64_t read_offset,
                std::uint64_t read_generation, std::uint64_t write_file, std::uint64_t write_offset,
                std::uint64_t write_generation, std::vector<Segment> segments, bool master_in_parameter,
-               std::uint64_t offset, std::shared_ptr<const Blocks> blocks) {
+               std::uint64_t offset, std::shared_ptr<const Blocks> blocks, Address payload,
+               std::uint64_t payload_bytes) {
                 new (self) Tasklet{index,
                                    numel,
                                    num_arrays,
@@ -467,11 +472,14 @@ void bind_tasklet(nb::module_& m) {
                                    std::move(segments),
                                    master_in_parameter,
                                    offset,
-                                   std::move(blocks)};
+                                   std::move(blocks),
+                                   payload,
+                                   payload_bytes};
             },
             nb::kw_only(), "index"_a, "numel"_a, "num_arrays"_a, "extent_bytes"_a, "read_file"_a, "read_offset"_a,
             "read_generation"_a, "write_file"_a, "write_offset"_a, "write_generation"_a, "segments"_a,
-            "master_in_parameter"_a = false, "offset"_a = 0, "blocks"_a = nb::none())
+            "master_in_parameter"_a = false, "offset"_a = 0, "blocks"_a = nb::none(), "payload"_a = 0,
+            "payload_bytes"_a = 0)
         .def_ro("index", &Tasklet::index)
         .def_ro("numel", &Tasklet::numel)
         .def_ro("num_arrays", &Tasklet::num_arrays)
@@ -484,7 +492,9 @@ void bind_tasklet(nb::module_& m) {
         .def_ro("write_generation", &Tasklet::write_generation)
         .def_ro("segments", &Tasklet::segments)
         .def_ro("master_in_parameter", &Tasklet::master_in_parameter)
-        .def_ro("offset", &Tasklet::offset);
+        .def_ro("offset", &Tasklet::offset)
+        .def_ro("payload", &Tasklet::payload)
+        .def_ro("payload_bytes", &Tasklet::payload_bytes);
 }
 
 void bind_batch(nb::module_& m) {
@@ -607,6 +617,12 @@ void bind_results(nb::module_& m) {
         .def_ro("write_calls", &Counters::write_calls)
         .def_ro("cached_read_bytes", &Counters::cached_read_bytes, "Of resident tasklets: not read.")
         .def_ro("cached_write_bytes", &Counters::cached_write_bytes, "Of resident tasklets: not written.")
+        .def_ro("shared_read_bytes", &Counters::shared_read_bytes, "Of a card: from it to the host.")
+        .def_ro("shared_write_bytes", &Counters::shared_write_bytes, "Of a card: from the host to it.")
+        .def_ro("internal_read_bytes", &Counters::internal_read_bytes, "Of a card: from storage to it.")
+        .def_ro("internal_write_bytes", &Counters::internal_write_bytes, "Of a card: from it to storage.")
+        .def_ro("padding_bytes", &Counters::padding_bytes, "Of a card: what these four do not count, of blocks.")
+        .def_ro("control_bytes", &Counters::control_bytes, "Of a card: trailers and status beats.")
         .def_ro("read_seconds", &Counters::read_seconds)
         .def_ro("write_seconds", &Counters::write_seconds)
         .def_ro("compute_seconds", &Counters::compute_seconds)
@@ -618,7 +634,8 @@ void bind_results(nb::module_& m) {
         .def_ro("files", &Counters::files, "Of a pipeline, by index.");
     nb::class_<Failure>(
         m, "Failure",
-        "Why a batch stopped: kind is io, short, checksum, foreign, generation, format or cuda; errno may be 0.")
+        "Why a batch stopped: kind is io, short, checksum, foreign, generation, format, cuda, device (a card) or\n"
+        "gradient (a compressed one); errno may be 0.")
         .def_prop_ro("kind", [](const Failure& self) { return std::string(smart_infinity::name_of(self.kind)); })
         .def_ro("path", &Failure::path)
         .def_ro("offset", &Failure::offset)
@@ -639,13 +656,18 @@ void bind_pipeline(nb::module_& m) {
         "io_engine is one of io_engines(), or \"auto\": the fastest that works here for these files.\n\n"
         "The tasklets with the indices 0, 1, ... are resident, as many as resident_bytes has items, the sizes of\n"
         "their extents: their state stays in host memory. Unless resident_through, it is never on storage.\n\n"
+        "With a card, it works the batches, in a ring of its own memory, and I/O runs in threads. More than one\n"
+        "compute thread lets the gradient of a tasklet travel while another is updated.\n\n"
         "Raises:\n    ValueError: A size or number is out of range.\n"
-        "    OSError: Memory, threads or the I/O engine are not to be had.")
+        "    OSError: Memory, threads or the I/O engine are not to be had.\n"
+        "    CardError: The card fails, or has too little memory.")
         .def(
             "__init__",
             [](PythonPipeline* self, std::vector<StateFile> files, const Identity& identity, std::size_t num_buffers,
                std::size_t buffer_bytes, std::size_t io_threads, std::size_t compute_threads,
-               const std::string& io_engine, std::vector<std::size_t> resident_bytes, bool resident_through) {
+               const std::string& io_engine, std::vector<std::size_t> resident_bytes, bool resident_through,
+               std::optional<CardOptions> card) {
+                const nb::gil_scoped_release release;  // a card may answer with Python's lock only
                 new (self) PythonPipeline(PipelineOptions{std::move(files),
                                                           identity,
                                                           num_buffers,
@@ -653,11 +675,12 @@ void bind_pipeline(nb::module_& m) {
                                                           io_threads,
                                                           compute_threads,
                                                           io_engine_of(io_engine),
-                                                          {std::move(resident_bytes), resident_through}});
+                                                          {std::move(resident_bytes), resident_through},
+                                                          std::move(card)});
             },
             nb::kw_only(), "files"_a, "identity"_a, "num_buffers"_a, "buffer_bytes"_a, "io_threads"_a = 4,
             "compute_threads"_a = 1, "io_engine"_a = "auto", "resident_bytes"_a = std::vector<std::size_t>(),
-            "resident_through"_a = true)
+            "resident_through"_a = true, "card"_a = nb::none())
         .def_prop_ro(
             "io_engine", [](const PythonPipeline& self) { return name_of(self.io_engine()); },
             "The engine in use: one of io_engines().")
@@ -693,6 +716,11 @@ void bind_pipeline(nb::module_& m) {
             "Until nothing is in flight; the batch is over. A signal handler may end the wait, as in wait().")
         .def("abandon", &PythonPipeline::abandon, WithoutGil(),
              "End the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done.")
+        .def("finished", &PythonPipeline::complete, WithoutGil(),
+             "Positions in the active batch, or the last, of tasklets that are wholly done: their outputs in memory,\n"
+             "their extents written.")
+        .def_prop_ro("busy", &PythonPipeline::busy, WithoutGil(),
+                     "Whether a card's run that timed out has not returned; no batch may be submitted until then.")
         .def("counters", &PythonPipeline::counters)
         .def("close", &PythonPipeline::close, WithoutGil(),
              "Abandon the batch, whose waiters get a failure; wait for what is in flight. Idempotent.");
@@ -817,6 +845,7 @@ NB_MODULE(_core, m) {
     bind_schedule(m);
     bind_results(m);
     bind_io_engines(m);
+    bind_card(m);
     bind_pipeline(m);
     bind_file_queue(m);
     bind_inject<PythonPipeline>(m, "pipeline");

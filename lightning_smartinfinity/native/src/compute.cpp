@@ -8,6 +8,7 @@
 #include "crc32c.hpp"
 #include "flush_subnormals.hpp"
 #include "instruction_set.hpp"
+#include "sparse_gradient.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -57,17 +58,27 @@ class TaskletWork {
         if (guards_.verifies) {
             if (auto refusal = extent_.verify(identity_, tasklet_.master_in_parameter ? 1 : 0)) return refusal;
         }
+        if (tasklet_.payload != 0) {
+            if (auto problem = open_payload()) return Refusal{FailureKind::kGradient, *problem};
+        }
         work_chunks();
         if (guards_.seals) extent_.seal(identity_, checksums_);
         return std::nullopt;
     }
 
  private:
+    std::optional<std::string> open_payload() {
+        sparse_.emplace(reinterpret_cast<const std::byte*>(tasklet_.payload), tasklet_.payload_bytes, tasklet_.numel);
+        dense_.resize(kChunkNumel * item_bytes(sparse_->dtype()));
+        return sparse_->check();
+    }
+
     void work_chunks() {
         auto segment = tasklet_.segments.begin();
         for (std::size_t begin = 0; begin < tasklet_.numel; begin += kChunkNumel) {
             const std::size_t end = std::min<std::size_t>(begin + kChunkNumel, tasklet_.numel);
             if (takes_arrays()) open_chunk(begin, end);
+            if (sparse_) sparse_->decode(begin, end, dense_.data());
             for (; segment != tasklet_.segments.end(); ++segment) {
                 work_part(*segment, begin, end);
                 if (segment->offset + segment->numel > end) break;  // goes on in the next chunk
@@ -84,7 +95,7 @@ class TaskletWork {
         const Part part{segment, first - segment.offset, first, last - first, slot_};
         switch (batch_.operation) {
             case Operation::kUpdate:
-                return update(part);
+                return update(part, begin);
             case Operation::kRead:
                 return copy_out(part);
             case Operation::kWrite:
@@ -93,11 +104,13 @@ class TaskletWork {
         }
     }
 
-    void update(const Part& part) const {
+    void update(const Part& part, std::size_t begin) const {
         if (tasklet_.master_in_parameter) codec_.take_masters(part.offset, part.numel, part.parameter());
         if (part.segment.step == kNoStep) return;
         const UpdateStep& step = batch_.steps[static_cast<std::size_t>(part.segment.step)];
-        codec_.update(step, part.offset, part.numel, part.segment, part.gradient(), part.parameter());
+        const std::byte* const gradient =
+            sparse_ ? dense_.data() + (part.offset - begin) * item_bytes(sparse_->dtype()) : part.gradient();
+        codec_.update(step, part.offset, part.numel, part.segment, gradient, part.parameter());
     }
 
     void copy_out(const Part& part) {
@@ -172,6 +185,8 @@ class TaskletWork {
     Guards guards_;
     const Kernels& kernels_;
     Codec codec_;
+    std::optional<SparseGradient> sparse_;     // of a tasklet whose gradient is compressed
+    std::vector<std::byte> dense_;             // its elements of the chunk being worked
     std::array<float*, kMaxArrays> values_{};  // of the chunk being written
     std::array<std::vector<float>, kMaxArrays> memory_;
     Checksums checksums_{};

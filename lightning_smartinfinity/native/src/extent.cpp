@@ -1,93 +1,12 @@
 #include "extent.hpp"
 
-#include <bit>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 #include "crc32c.hpp"
 
 namespace smart_infinity {
-namespace {
-
-static_assert(std::endian::native == std::endian::little, "extents are little endian");
-
-constexpr std::array<char, 8> kMagic = {'L', 'S', 'I', 'E', 'X', 'T', '0', '1'};
-constexpr std::uint32_t kVersion = 1;
-
-struct Trailer {
-    std::array<char, 8> magic;
-    std::uint32_t version;
-    std::uint32_t state_format;
-    std::array<std::uint8_t, kJobBytes> job;
-    std::uint32_t rank;
-    std::uint32_t num_arrays;
-    std::uint64_t tasklet;
-    std::uint64_t generation;
-    std::uint64_t numel;
-    std::uint64_t extent_bytes;
-    Checksums checksums;
-    std::array<std::uint8_t, 20> zero;
-    std::uint32_t trailer_checksum;
-};
-
-static_assert(sizeof(Trailer) == 128 && offsetof(Trailer, tasklet) == 40 && offsetof(Trailer, checksums) == 72 &&
-                  offsetof(Trailer, trailer_checksum) == 124,
-              "the layout on storage is fixed");
-
-std::uint32_t own_checksum(const Trailer& trailer) { return crc32c(&trailer, offsetof(Trailer, trailer_checksum)); }
-
-Trailer load_trailer(const std::byte* extent, std::size_t bytes) {
-    Trailer trailer;
-    std::memcpy(&trailer, extent + bytes - sizeof trailer, sizeof trailer);
-    return trailer;
-}
-
-std::string differs(const char* field, std::uint64_t found, std::uint64_t expected) {
-    return std::string(field) + " is " + std::to_string(found) + ", expected " + std::to_string(expected);
-}
-
-std::optional<Refusal> check_integrity(const Trailer& trailer) {
-    if (trailer.magic != kMagic) return Refusal{FailureKind::kFormat, "there is no extent here"};
-    if (trailer.version != kVersion) {
-        return Refusal{FailureKind::kFormat, differs("format version", trailer.version, kVersion)};
-    }
-    if (trailer.trailer_checksum != own_checksum(trailer)) {
-        return Refusal{FailureKind::kChecksum, "the trailer does not match its checksum"};
-    }
-    return std::nullopt;
-}
-
-std::optional<Refusal> check_owner(const Trailer& trailer, const Identity& identity, const Tasklet& tasklet) {
-    if (trailer.state_format != identity.state_format) {
-        return Refusal{FailureKind::kFormat, differs("state format", trailer.state_format, identity.state_format)};
-    }
-    if (trailer.job != identity.job) return Refusal{FailureKind::kForeign, "it belongs to another job"};
-    if (trailer.rank != identity.rank) {
-        return Refusal{FailureKind::kForeign, differs("rank", trailer.rank, identity.rank)};
-    }
-    if (trailer.tasklet != tasklet.index) {
-        return Refusal{FailureKind::kForeign, differs("tasklet", trailer.tasklet, tasklet.index)};
-    }
-    return std::nullopt;
-}
-
-std::optional<Refusal> check_shape(const Trailer& trailer, const Tasklet& tasklet) {
-    if (trailer.numel != tasklet.numel) {
-        return Refusal{FailureKind::kFormat, differs("number of elements", trailer.numel, tasklet.numel)};
-    }
-    if (trailer.num_arrays != tasklet.num_arrays) {
-        return Refusal{FailureKind::kFormat, differs("number of arrays", trailer.num_arrays, tasklet.num_arrays)};
-    }
-    if (trailer.extent_bytes != tasklet.extent_bytes) {
-        return Refusal{FailureKind::kFormat, differs("extent bytes", trailer.extent_bytes, tasklet.extent_bytes)};
-    }
-    if (trailer.generation != tasklet.read_generation) {
-        return Refusal{FailureKind::kGeneration, differs("generation", trailer.generation, tasklet.read_generation)};
-    }
-    return std::nullopt;
-}
-
-}  // namespace
 
 StateFormat checked_format(std::uint32_t number) {
     if (number < kNumStateFormats) return static_cast<StateFormat>(number);
@@ -97,12 +16,10 @@ StateFormat checked_format(std::uint32_t number) {
 std::uint32_t Extent::checksum(std::size_t index) const { return crc32c(region(index), regions_.bytes(index)); }
 
 std::optional<Refusal> Extent::verify(const Identity& identity, std::size_t first_region) const {
-    const Trailer trailer = load_trailer(data_, tasklet_.extent_bytes);
-    if (auto refusal = check_integrity(trailer)) return refusal;
-    if (auto refusal = check_owner(trailer, identity, tasklet_)) return refusal;
-    if (auto refusal = check_shape(trailer, tasklet_)) return refusal;
+    if (auto refusal = trailer_page().verify(identity, tasklet_)) return refusal;
+    const Checksums checksums = trailer_page().checksums();
     for (std::size_t index = first_region; index < regions_.count(); ++index) {
-        if (checksum(index) != trailer.checksums[index]) {
+        if (checksum(index) != checksums[index]) {
             return Refusal{FailureKind::kChecksum, "region " + std::to_string(index) + " does not match its checksum"};
         }
     }
@@ -114,22 +31,7 @@ void Extent::seal(const Identity& identity, const Checksums& checksums) const {
         const std::size_t used = regions_.bytes(index);
         std::memset(region(index) + used, 0, regions_.padded_bytes(index) - used);
     }
-    Trailer trailer{};
-    trailer.magic = kMagic;
-    trailer.version = kVersion;
-    trailer.state_format = identity.state_format;
-    trailer.job = identity.job;
-    trailer.rank = identity.rank;
-    trailer.num_arrays = static_cast<std::uint32_t>(tasklet_.num_arrays);
-    trailer.tasklet = tasklet_.index;
-    trailer.generation = tasklet_.write_generation;
-    trailer.numel = tasklet_.numel;
-    trailer.extent_bytes = tasklet_.extent_bytes;
-    trailer.checksums = checksums;
-    trailer.trailer_checksum = own_checksum(trailer);
-    std::byte* const end = data_ + tasklet_.extent_bytes;
-    std::memset(end - kTrailerPageBytes, 0, kTrailerPageBytes - sizeof trailer);
-    std::memcpy(end - sizeof trailer, &trailer, sizeof trailer);
+    trailer_page().write(identity, tasklet_, checksums);
 }
 
 }  // namespace smart_infinity

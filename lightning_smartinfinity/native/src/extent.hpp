@@ -1,20 +1,14 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <string>
 
 #include "batch.hpp"
-#include "buffer.hpp"
-#include "failure.hpp"
 #include "state_format.hpp"
+#include "trailer.hpp"
 
 namespace smart_infinity {
-
-constexpr std::size_t kTrailerPageBytes = kBlockBytes;
-constexpr std::size_t kJobBytes = 16;
 
 // Throws std::invalid_argument for a number that is no format's.
 StateFormat checked_format(std::uint32_t number);
@@ -31,23 +25,6 @@ inline std::size_t extent_bytes(const Regions& regions) { return regions.total_b
 inline std::size_t skipped_bytes(StateFormat format, const Tasklet& tasklet) {
     return tasklet.master_in_parameter ? regions_of(format, tasklet).offset(1) : 0;
 }
-
-// What every extent of a store must carry.
-struct Identity {
-    std::array<std::uint8_t, kJobBytes> job{};
-    std::uint32_t rank = 0;
-    std::uint32_t state_format = 0;
-
-    StateFormat format() const { return static_cast<StateFormat>(state_format); }
-};
-
-using Checksums = std::array<std::uint32_t, kMaxRegions>;
-
-// Why an extent is refused.
-struct Refusal {
-    FailureKind kind;
-    std::string message;
-};
 
 // A tasklet's state in a ring buffer: its regions, then the page whose last bytes are the trailer.
 class Extent {
@@ -67,6 +44,8 @@ class Extent {
     void seal(const Identity& identity, const Checksums& checksums) const;
 
  private:
+    TrailerPage trailer_page() const { return TrailerPage(data_ + regions_.total_bytes()); }
+
     std::byte* data_;
     const Tasklet& tasklet_;
     Regions regions_;

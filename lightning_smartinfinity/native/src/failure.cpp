@@ -17,9 +17,13 @@ const char* name_of(FailureKind kind) {
         case FailureKind::kFormat:
             return "format";
         case FailureKind::kCuda:
+            return "cuda";
+        case FailureKind::kDevice:
+            return "device";
+        case FailureKind::kGradient:
             break;
     }
-    return "cuda";
+    return "gradient";
 }
 
 }  // namespace smart_infinity

@@ -13,6 +13,8 @@ enum class FailureKind {
     kGeneration,  // an extent of another step
     kFormat,      // no extent, one of another format, or one of another shape
     kCuda,        // a copy from or to a CUDA device failed
+    kDevice,      // a card failed, or gave back other bytes than it should
+    kGradient,    // a compressed gradient is not what its header says
 };
 
 const char* name_of(FailureKind kind);

@@ -35,6 +35,10 @@ class Pipeline {
     std::optional<Failure> drain(const TransferLoop::Poll& poll = [] {});
     // Ends the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done.
     void abandon();
+    // Of the active batch, or the last one: what is wholly done, parameters out and extent written.
+    std::vector<std::size_t> complete() const { return loop_.get()->complete(); }
+    // Whether a card's run that was given up has not returned.
+    bool busy() const { return loop_.get()->busy(); }
     Counters counters() const;
     IoEngineKind io_engine() const { return loop_.get()->io_engine(); }
     // Abandons the batch, whose waiters get a failure, and gives back threads, ring and descriptors once nothing is in

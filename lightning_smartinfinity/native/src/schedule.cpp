@@ -46,6 +46,7 @@ void TransferSchedule::extend(const std::vector<Way>& ways) {
         queue_of(tasklet).emplace(ranks_[tasklet], tasklet);
     }
     parameters_out_.resize(ways_.size(), false);
+    complete_.resize(ways_.size(), false);
     if (!resident_.empty()) buffers_.resize(2 * num_buffers_);
 }
 
@@ -101,6 +102,7 @@ void TransferSchedule::fail(Work work, std::size_t tasklet) {
     stop();
     Buffer* const buffer = holder_of(tasklet);
     if (buffer == nullptr || !buffer->works(work)) return;
+    buffer->failed = true;
     // Nothing follows, whatever has ended; the other leg, if in flight, still has to.
     if (work == Work::kWrite) {
         buffer->write = Leg::kDone;
@@ -181,7 +183,9 @@ void TransferSchedule::advance(Buffer& buffer, Work work) {
         case Work::kDeliver:
             buffer.deliver = Leg::kDone;
     }
-    if (buffer.write == Leg::kDone && buffer.deliver == Leg::kDone) buffer.stage = Stage::kFree;
+    if (buffer.write != Leg::kDone || buffer.deliver != Leg::kDone) return;
+    buffer.stage = Stage::kFree;
+    complete_[buffer.tasklet] = !buffer.failed;
 }
 
 }  // namespace smart_infinity

@@ -70,6 +70,8 @@ class TransferSchedule {
     // All there is so far is done, or stopped with nothing in flight.
     bool finished() const;
     bool parameters_out(std::size_t tasklet) const { return parameters_out_.at(tasklet); }
+    // By tasklet: whether all of it is done.
+    const std::vector<bool>& complete() const { return complete_; }
     std::size_t num_tasklets() const { return parameters_out_.size(); }
 
  private:
@@ -82,6 +84,7 @@ class TransferSchedule {
         std::size_t tasklet = 0;
         Leg write = Leg::kDone;
         Leg deliver = Leg::kDone;
+        bool failed = false;
 
         bool is_held() const;
         bool works(Work work) const;
@@ -106,6 +109,7 @@ class TransferSchedule {
     std::vector<Buffer> buffers_;  // as many again for resident tasklets, once there are some
     std::vector<Way> ways_;        // by tasklet
     std::vector<bool> parameters_out_;
+    std::vector<bool> complete_;
     std::vector<std::int64_t> ranks_;  // by tasklet: its number, or below 0 once it was preferred
     std::int64_t lowest_rank_ = 0;
     Queue on_storage_;

@@ -2,24 +2,11 @@
 
 #include <fcntl.h>
 #include <sys/types.h>
-#include <unistd.h>
 
-#include <cerrno>
-
-#include "stopwatch.hpp"
+#include "blocking_transfer.hpp"
 
 namespace smart_infinity {
 namespace {
-
-IoResult transfer(const IoRequest& request) {
-    const Stopwatch stopwatch;
-    const auto offset = static_cast<off_t>(request.offset);
-    const ssize_t transferred = request.direction == Direction::kRead
-                                    ? ::pread(request.descriptor, request.data, request.bytes, offset)
-                                    : ::pwrite(request.descriptor, request.data, request.bytes, offset);
-    const std::int64_t result = transferred >= 0 ? transferred : -errno;
-    return IoResult{result, stopwatch.seconds()};
-}
 
 // Advice, which may be declined: written pages start on their way to storage, clean ones are dropped.
 void give_back(const IoRequest& request) {
@@ -44,7 +31,7 @@ void ThreadPoolEngine::submit(const IoRequest& request, CompletionHandler& handl
 IoUsage ThreadPoolEngine::usage() const { return {system_calls_, pool_.cpu_seconds(), 0}; }
 
 void ThreadPoolEngine::work(const Item& item) {
-    const IoResult result = transfer(item.request);
+    const IoResult result = attempt(item.request);
     ++system_calls_;
     if (page_cache_ == PageCache::kGiveBack && result.transferred > 0) {
         give_back(item.request);

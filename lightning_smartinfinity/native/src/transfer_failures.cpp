@@ -5,14 +5,25 @@
 
 namespace smart_infinity {
 
+namespace {
+
+std::string what_is_refused(FailureKind kind, const Tasklet& tasklet, const std::string& path) {
+    const std::string name = "tasklet " + std::to_string(tasklet.index);
+    if (kind == FailureKind::kDevice) return "the card did not update " + name + " of " + path + ": ";
+    if (kind == FailureKind::kGradient) return "the compressed gradient of " + name + " is refused: ";
+    return "the extent of " + name + " at offset " + std::to_string(tasklet.read_offset) + " of " + path +
+           " is refused: ";
+}
+
+}  // namespace
+
 Failure abandoned() {
     return Failure{FailureKind::kIo, "", 0, ECANCELED, 0, "the batch was abandoned before it was done"};
 }
 
 Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::string& path) {
-    const std::string message = "the extent of tasklet " + std::to_string(tasklet.index) + " at offset " +
-                                std::to_string(tasklet.read_offset) + " of " + path + " is refused: " + refusal.message;
-    return Failure{refusal.kind, path, tasklet.read_offset, 0, tasklet.index, message};
+    return Failure{refusal.kind,  path,          tasklet.read_offset,
+                   refusal.error, tasklet.index, what_is_refused(refusal.kind, tasklet, path) + refusal.message};
 }
 
 Failure not_copied(const Tasklet& tasklet, int error, const std::string& reason) {

@@ -4,7 +4,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "compute.hpp"
+#include "card_updater.hpp"
+#include "host_updater.hpp"
 #include "stopwatch.hpp"
 #include "transfer_failures.hpp"
 
@@ -13,6 +14,17 @@ namespace {
 
 void require(bool condition, const std::string& problem) {
     if (!condition) throw std::invalid_argument("Pipeline: " + problem);
+}
+
+// The card's memory goes to system calls of threads: io_uring would register it, which newer kernels refuse.
+void require_card_fits(PipelineOptions& options) {
+    require(options.files.size() == 1, "a card has one file");
+    require(options.resident.extent_bytes.empty(), "a card has no resident tasklets");
+    require(options.identity.format() == StateFormat::kFp32, "a card updates fp32 state only");
+    const bool direct = options.files.front().access() == Access::kDirect;
+    const IoEngineKind kind = options.io_engine.value_or(direct ? IoEngineKind::kThreads : IoEngineKind::kPlain);
+    require(kind == IoEngineKind::kThreads || kind == IoEngineKind::kPlain, "a card's I/O runs in threads");
+    options.io_engine = kind;
 }
 
 PipelineOptions checked(PipelineOptions options) {
@@ -25,7 +37,15 @@ PipelineOptions checked(PipelineOptions options) {
     require(options.compute_threads >= 1 && options.compute_threads <= 1024, "compute_threads must be in [1, 1024]");
     (void)checked_format(options.identity.state_format);
     for (const StateFile& file : options.files) (void)file.descriptor();
+    if (options.card) require_card_fits(options);
     return options;
+}
+
+std::unique_ptr<Updater> make_updater(const PipelineOptions& options) {
+    if (options.card) {
+        return make_card_updater(*options.card, options.identity, options.num_buffers, options.buffer_bytes);
+    }
+    return std::make_unique<HostUpdater>(options.identity, options.num_buffers, options.buffer_bytes);
 }
 
 std::size_t file_of(const Tasklet& tasklet, Direction direction) {
@@ -47,9 +67,10 @@ std::optional<Failure> copying(const Tasklet& tasklet, const Copies& copies) {
 
 TransferLoop::TransferLoop(PipelineOptions options)
     : options_(checked(std::move(options))),
-      ring_(options_.num_buffers * options_.buffer_bytes),
+      updater_(make_updater(options_)),
       resident_(options_.resident),
-      transfers_(num_buffers()),
+      transfers_(num_buffers() * kMostPieces),
+      under_way_(num_buffers()),
       items_(num_buffers()),
       positions_(num_buffers()),
       busy_(options_.files.size()),
@@ -73,6 +94,7 @@ void TransferLoop::submit(Batch batch) {
 }
 
 void TransferLoop::validate(const Batch& batch) const {
+    updater_->require_workable(batch);
     smart_infinity::validate(batch, options_.identity.format(), options_.files.size(), options_.buffer_bytes);
     for (const Tasklet& tasklet : batch.tasklets) {
         require(!resident_.include(tasklet) || resident_.fit(tasklet),
@@ -154,13 +176,25 @@ std::optional<Failure> TransferLoop::drain(const Poll& poll) {
     if (run == nullptr) return std::nullopt;
     await(lock, poll, [&] { return run->schedule.finished(); });
     counters_.wait_seconds += stopwatch.seconds();
-    if (run_ == run) run_ = nullptr;
+    forget(run);
     return run->failure;
 }
 
 TransferLoop::Report TransferLoop::report() const {
     const std::lock_guard lock(mutex_);
-    return {with_usage(counters_, engine_->usage()), ring_.bytes() + (slots_ ? slots_->bytes() : 0), resident_.bytes()};
+    Counters counters = with_usage(counters_, engine_->usage());
+    updater_->count(counters);
+    return {counters, updater_->host_bytes() + (slots_ ? slots_->bytes() : 0), resident_.bytes()};
+}
+
+std::vector<std::size_t> TransferLoop::complete() const {
+    const std::lock_guard lock(mutex_);
+    const std::vector<bool>& complete = run_ != nullptr ? run_->schedule.complete() : complete_;
+    std::vector<std::size_t> positions;
+    for (std::size_t position = 0; position < complete.size(); ++position) {
+        if (complete[position]) positions.push_back(position);
+    }
+    return positions;
 }
 
 IoEngineKind TransferLoop::io_engine() const {
@@ -169,8 +203,7 @@ IoEngineKind TransferLoop::io_engine() const {
 }
 
 IoOptions TransferLoop::io_options() const {
-    return {options_.io_engine, options_.io_threads, options_.files,
-            MemoryRange{ring_.data(), ring_.bytes(), options_.buffer_bytes}};
+    return {options_.io_engine, options_.io_threads, options_.files, updater_->registrable()};
 }
 
 template <typename Condition>
@@ -194,7 +227,13 @@ void TransferLoop::abandon(std::unique_lock<std::mutex>& lock) {
     run->schedule.stop();
     changed_.notify_all();
     changed_.wait(lock, [&] { return run->schedule.finished(); });
-    if (run_ == run) run_ = nullptr;
+    forget(run);
+}
+
+void TransferLoop::forget(const std::shared_ptr<TransferRun>& run) {
+    if (run_ != run) return;
+    complete_ = run->schedule.complete();
+    run_ = nullptr;
 }
 
 void TransferLoop::close() {
@@ -225,9 +264,10 @@ void TransferLoop::prepare_slots(const Batch& batch) {
     slots_ = std::make_unique<ParameterSlots>(batch.stream, num_buffers(), bytes);
 }
 
-std::byte* TransferLoop::buffer(std::size_t index) const {
-    if (items_[index].residence != Residence::kNone) return resident_.place(*items_[index].tasklet);
-    return ring_.data() + index * options_.buffer_bytes;
+ExtentMemory TransferLoop::memory(std::size_t buffer) const {
+    const Tasklet& tasklet = *items_[buffer].tasklet;
+    if (items_[buffer].residence != Residence::kNone) return contiguous(resident_.place(tasklet), tasklet);
+    return updater_->memory(buffer, tasklet);
 }
 
 std::byte* TransferLoop::slot(const Batch& batch, std::size_t index) const {
@@ -264,14 +304,15 @@ void TransferLoop::start_transfer(const Action& action, Direction direction) {
     const StateFile& file = options_.files[file_of(tasklet, direction)];
     const bool read = direction == Direction::kRead;
     const std::size_t skipped = read ? skipped_bytes(options_.identity.format(), tasklet) : 0;
-    const IoRequest whole{direction,
-                          file.descriptor(),
-                          (read ? tasklet.read_offset : tasklet.write_offset) + skipped,
-                          buffer(action.buffer) + skipped,
-                          tasklet.extent_bytes - skipped,
-                          action.buffer};
-    transfers_[action.buffer] = Transfer(whole, file.access());
-    engine_->submit(whole, *this);
+    const std::uint64_t place = read ? tasklet.read_offset : tasklet.write_offset;
+    const std::vector<ExtentPiece> pieces = pieces_of(tasklet, memory(action.buffer), skipped);
+    under_way_[action.buffer] = {pieces.size(), std::nullopt};
+    std::size_t tag = action.buffer * kMostPieces;
+    for (const ExtentPiece& piece : pieces) {
+        const IoRequest whole{direction, file.descriptor(), place + piece.offset, piece.data, piece.bytes, tag};
+        transfers_[tag++] = Transfer(whole, file.access());
+        engine_->submit(whole, *this);
+    }
 }
 
 const std::string& TransferLoop::path_of(const Tasklet& tasklet, Direction direction) const {
@@ -280,7 +321,7 @@ const std::string& TransferLoop::path_of(const Tasklet& tasklet, Direction direc
 
 void TransferLoop::count(const IoRequest& request, const IoResult& result) {
     counters_.count(request.direction, result);
-    const std::size_t file = file_of(*items_[request.tag].tasklet, request.direction);
+    const std::size_t file = file_of(*items_[request.tag / kMostPieces].tasklet, request.direction);
     busy_[file].ended(result.seconds);
     counters_.files[file].count(request.direction, result);
     counters_.files[file].busy_seconds = busy_[file].seconds();
@@ -293,9 +334,16 @@ void TransferLoop::completed(const IoRequest& request, const IoResult& result) {
     const std::lock_guard lock(mutex_);
     count(request, result);
     if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
-    const Tasklet& tasklet = *items_[request.tag].tasklet;
-    end(request.direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[request.tag],
-        failure_of(transfer, progress, tasklet, path_of(tasklet, request.direction)));
+    const std::size_t buffer = request.tag / kMostPieces;
+    const Tasklet& tasklet = *items_[buffer].tasklet;
+    UnderWay& under_way = under_way_[buffer];
+    if (!under_way.failure) {
+        under_way.failure = failure_of(transfer, progress, tasklet, path_of(tasklet, request.direction));
+    }
+    if (--under_way.num_pieces > 0) return;
+    if (!under_way.failure) updater_->transferred(request.direction, tasklet);
+    end(request.direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[buffer],
+        std::move(under_way.failure));
 }
 
 // On a thread of the compute pool. Neither run_ nor what the buffer holds can change: an action of it is in flight.
@@ -316,7 +364,7 @@ void TransferLoop::compute_item(const Action& action) {
     end(Work::kCompute, action.tasklet, std::move(failure));
 }
 
-std::optional<Failure> TransferLoop::compute(const TransferItem& item, std::size_t buffer) const {
+std::optional<Failure> TransferLoop::compute(const TransferItem& item, std::size_t buffer) {
     const Tasklet& tasklet = *item.tasklet;
     if (item.residence == Residence::kMissing) {
         return refused({FailureKind::kGeneration, "it is in memory only, where there is no such generation"}, tasklet,
@@ -324,8 +372,8 @@ std::optional<Failure> TransferLoop::compute(const TransferItem& item, std::size
     }
     const Guards guards{.verifies = item.residence != Residence::kHeld,
                         .seals = item.residence == Residence::kNone || resident_.writes_through()};
-    const auto refusal = smart_infinity::compute(*item.batch, tasklet, options_.identity, this->buffer(buffer),
-                                                 slot(*item.batch, buffer), guards);
+    const auto refusal =
+        updater_->work({*item.batch, tasklet, buffer, memory(buffer), slot(*item.batch, buffer), guards});
     return refusal ? std::optional(refused(*refusal, tasklet, path_of(tasklet, Direction::kRead))) : std::nullopt;
 }
 

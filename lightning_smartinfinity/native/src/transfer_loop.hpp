@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "batch.hpp"
-#include "buffer.hpp"
 #include "busy_time.hpp"
+#include "card_options.hpp"
 #include "counters.hpp"
 #include "extent.hpp"
 #include "failure.hpp"
@@ -23,6 +23,7 @@
 #include "state_file.hpp"
 #include "transfer.hpp"
 #include "transfer_run.hpp"
+#include "updater.hpp"
 #include "worker_pool.hpp"
 
 namespace smart_infinity {
@@ -36,6 +37,7 @@ struct PipelineOptions {
     std::size_t compute_threads = 1;
     std::optional<IoEngineKind> io_engine = std::nullopt;  // none: the fastest that works here
     ResidentOptions resident = {};
+    std::optional<CardOptions> card = std::nullopt;  // none: the host updates
 };
 
 // Runs a TransferSchedule with real buffers, I/O and threads.
@@ -66,6 +68,9 @@ class TransferLoop final : private CompletionHandler {
     std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const Poll& poll);
     std::optional<Failure> drain(const Poll& poll);
     IoEngineKind io_engine() const;
+    // Of the active batch, or the last one: what is wholly done, to the end of its write.
+    std::vector<std::size_t> complete() const;
+    bool busy() const { return updater_->busy(); }
 
     // Ends the batch, whose waiters get a failure, before its time: what is in flight is waited for, nothing is begun.
     void abandon();
@@ -91,6 +96,7 @@ class TransferLoop final : private CompletionHandler {
 
     // With the mutex held:
     void abandon(std::unique_lock<std::mutex>& lock);
+    void forget(const std::shared_ptr<TransferRun>& run);
     void require_open() const;
     static void require_listed(const TransferRun& run, const std::vector<std::size_t>& positions);
     void prepare_slots(const Batch& batch);
@@ -102,22 +108,30 @@ class TransferLoop final : private CompletionHandler {
     void end(Work work, std::size_t tasklet, std::optional<Failure> failure);
 
     IoOptions io_options() const;
-    std::byte* buffer(std::size_t index) const;
+    ExtentMemory memory(std::size_t buffer) const;
     std::size_t num_buffers() const { return options_.num_buffers * (resident_.count() > 0 ? 2 : 1); }
     const std::string& path_of(const Tasklet& tasklet, Direction direction) const;
-    std::optional<Failure> compute(const TransferItem& item, std::size_t buffer) const;
+    std::optional<Failure> compute(const TransferItem& item, std::size_t buffer);
     std::byte* slot(const Batch& batch, std::size_t index) const;
 
+    // A transfer of an extent, whose pieces end in any order.
+    struct UnderWay {
+        std::size_t num_pieces = 0;
+        std::optional<Failure> failure;  // the first
+    };
+
     PipelineOptions options_;
-    HostBuffer ring_;
+    std::unique_ptr<Updater> updater_;
     ResidentTasklets resident_;        // its generations with the mutex held; a place belongs to its tasklet's buffer
-    std::vector<Transfer> transfers_;  // by buffer, those of resident tasklets behind those of the ring
+    std::vector<Transfer> transfers_;  // by buffer and piece, those of resident tasklets behind those of the ring
+    std::vector<UnderWay> under_way_;  // by buffer
     std::vector<TransferItem> items_;  // by buffer: what it holds
     std::vector<std::size_t> positions_;  // by buffer: of what it holds
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::shared_ptr<TransferRun> run_;  // the active batch; shared with those who wait for it
+    std::vector<bool> complete_;        // of the batch before, by position
     Counters counters_;
     std::vector<BusyTime> busy_;  // by file
     bool closed_ = false;

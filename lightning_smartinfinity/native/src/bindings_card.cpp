@@ -1,0 +1,164 @@
+// The card's part of the Python module: bindings only.
+
+#include "bindings_card.hpp"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/variant.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "card_options.hpp"
+#include "python_door.hpp"
+#include "xrt_door.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace smart_infinity {
+namespace {
+
+using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
+
+// A door until it is closed; what was made through it keeps its own.
+class Card {
+ public:
+    explicit Card(std::shared_ptr<CardDoor> door) : door_(std::move(door)) {}
+
+    std::shared_ptr<CardDoor> door() const {
+        const std::lock_guard lock(mutex_);
+        if (!door_) throw std::invalid_argument("Card: it is closed");
+        return door_;
+    }
+
+    void close() {
+        std::shared_ptr<CardDoor> closing;
+        const std::lock_guard lock(mutex_);
+        closing.swap(door_);
+    }
+
+ private:
+    mutable std::mutex mutex_;
+    std::shared_ptr<CardDoor> door_;
+};
+
+struct PythonCardBuffer {
+    std::shared_ptr<CardBuffer> buffer;
+    std::size_t bytes;
+    std::byte* data;
+
+    void sync(Sync direction, std::size_t nbytes, std::size_t offset) const {
+        if (offset > bytes || nbytes > bytes - offset) {
+            throw std::invalid_argument("CardBuffer: " + std::to_string(nbytes) + " bytes at " +
+                                        std::to_string(offset) + " leave its " + std::to_string(bytes));
+        }
+        buffer->sync(direction, nbytes, offset);
+    }
+};
+
+void bind_opened_card(nb::module_& m) {
+    nb::class_<Card>(
+        m, "Card",
+        "A card whose kernels are loaded, through the methods of `door` (see devices/smartssd), which are called\n"
+        "with the interpreter's lock; or, with open(), through XRT's public C API, without it.\n\n"
+        "Every call of it, and of what it gives out, raises CardError if the card fails.")
+        .def(
+            "__init__", [](Card* self, nb::object door) { new (self) Card(make_python_door(std::move(door))); },
+            "door"_a)
+        .def_static(
+            "open",
+            [](const CardAddress& device, const std::string& xclbin, const std::string& library) {
+                return std::make_unique<Card>(open_xrt_door(library, device, xclbin));
+            },
+            "device"_a, nb::kw_only(), "xclbin"_a, "library"_a = "libxrt_coreutil.so.2", WithoutGil(),
+            "Open a device by its index or PCIe address and load the kernels of a file.")
+        .def(
+            "group",
+            [](const Card& self, const std::string& kernel, int argument) {
+                return self.door()->kernel(kernel)->group(argument);
+            },
+            "kernel"_a, "argument"_a, WithoutGil(), "The memory that a kernel's argument must lie in.")
+        .def(
+            "allocate",
+            [](const Card& self, std::size_t nbytes, int group, bool p2p) {
+                auto buffer = self.door()->allocate(nbytes, p2p ? Memory::kPeerToPeer : Memory::kNormal, group);
+                std::byte* const data = buffer->map();
+                return PythonCardBuffer{std::move(buffer), nbytes, data};
+            },
+            "nbytes"_a, nb::kw_only(), "group"_a, "p2p"_a = false, WithoutGil(), "Memory on the card.")
+        .def("close", &Card::close, WithoutGil(),
+             "Idempotent. The device closes with the last buffer or pipeline that uses it.");
+}
+
+void bind_card_buffer(nb::module_& m) {
+    nb::class_<PythonCardBuffer>(
+        m, "CardBuffer",
+        "Memory on the card. Peer to peer, only a file system may touch what is at `address`:\n"
+        "it is the card's own memory.")
+        .def_prop_ro("address",
+                     [](const PythonCardBuffer& self) { return reinterpret_cast<std::uintptr_t>(self.data); })
+        .def_ro("nbytes", &PythonCardBuffer::bytes)
+        .def(
+            "sync_to_card",
+            [](const PythonCardBuffer& self, std::size_t nbytes, std::size_t offset) {
+                self.sync(Sync::kToCard, nbytes, offset);
+            },
+            "nbytes"_a, "offset"_a = 0, WithoutGil(), "What is at `address` becomes what the card has.")
+        .def(
+            "sync_from_card",
+            [](const PythonCardBuffer& self, std::size_t nbytes, std::size_t offset) {
+                self.sync(Sync::kFromCard, nbytes, offset);
+            },
+            "nbytes"_a, "offset"_a = 0, WithoutGil(), "The other way round.");
+}
+
+void bind_card_options(nb::module_& m) {
+    nb::class_<CardOptions>(
+        m, "CardOptions",
+        "A card that works the batches of a pipeline: UPDATE only, of fp32 state in one file.\n\n"
+        "Args:\n"
+        "    card: The card.\n"
+        "    kernel: Name of the update rule's.\n"
+        "    gradient_bytes: On the card for each buffer of the ring: the largest gradient or payload.\n"
+        "    parameter_bytes: The same of parameters: two bytes for every element at least.\n"
+        "    timeout_ms: How long a run of a kernel may take.\n"
+        "    p2p: The arrays go from storage to the card directly; else through host memory.\n"
+        "    dram_bytes: The most that the ring may take of the card's memory; None: all there is.\n"
+        "    gradient_file: On the card's own storage, with gradient_bytes (a multiple of 4096) for each\n"
+        "        buffer: gradients go through it. None: from host memory.\n\n"
+        "Raises:\n    ValueError: The card is closed.")
+        .def(
+            "__init__",
+            [](CardOptions* self, const Card& card, std::string kernel, std::size_t gradient_bytes,
+               std::size_t parameter_bytes, std::int64_t timeout_ms, bool p2p, std::optional<std::size_t> dram_bytes,
+               std::optional<StateFile> gradient_file) {
+                new (self) CardOptions{card.door(),
+                                       std::move(kernel),
+                                       gradient_bytes,
+                                       parameter_bytes,
+                                       std::chrono::milliseconds(timeout_ms),
+                                       p2p ? Memory::kPeerToPeer : Memory::kNormal,
+                                       dram_bytes,
+                                       std::move(gradient_file)};
+            },
+            nb::kw_only(), "card"_a, "kernel"_a, "gradient_bytes"_a, "parameter_bytes"_a, "timeout_ms"_a,
+            "p2p"_a = true, "dram_bytes"_a = nb::none(), "gradient_file"_a = nb::none());
+}
+
+}  // namespace
+
+void bind_card(nb::module_& m) {
+    nb::exception<CardError>(m, "CardError", PyExc_RuntimeError).doc() = "A call at a card failed.";
+    bind_opened_card(m);
+    bind_card_buffer(m);
+    bind_card_options(m);
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,168 @@
+#include "card_updater.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "card_job.hpp"
+
+namespace smart_infinity {
+namespace {
+
+void require(bool condition, const std::string& problem) {
+    if (!condition) throw std::invalid_argument(problem);
+}
+
+CardOptions checked(CardOptions options) {
+    require(options.door != nullptr, "CardOptions: a card is needed");
+    (void)card_kernel_type(options.kernel);
+    require(options.gradient_bytes >= 1 && options.parameter_bytes >= 1,
+            "CardOptions: gradient_bytes and parameter_bytes must be at least 1");
+    require(options.timeout.count() >= 1 && options.timeout.count() <= std::numeric_limits<int>::max(),
+            "CardOptions: timeout_ms must be in [1, 2**31)");
+    require(!options.gradient_file || options.memory == Memory::kPeerToPeer,
+            "CardOptions: gradient_file needs a card that reads it peer to peer");
+    options.gradient_bytes = align_up(options.gradient_bytes, kBlockBytes);
+    options.parameter_bytes = align_up(options.parameter_bytes, kBlockBytes);
+    return options;
+}
+
+// Runs that were given up, until they return.
+class RunsStillOut {
+ public:
+    void add(std::shared_ptr<CardRun> run) {
+        const std::lock_guard lock(mutex_);
+        runs_.push_back(std::move(run));
+    }
+    bool any() {
+        const std::lock_guard lock(mutex_);
+        runs_.erase(std::remove_if(runs_.begin(), runs_.end(), [](const auto& run) { return has_returned(*run); }),
+                    runs_.end());
+        return !runs_.empty();
+    }
+
+ private:
+    static bool has_returned(CardRun& run) {
+        try {
+            return is_over(run.state());
+        } catch (const CardError&) {
+            return false;  // a card that does not answer may still write
+        }
+    }
+
+    std::mutex mutex_;
+    std::vector<std::shared_ptr<CardRun>> runs_;
+};
+
+// What a run still uses: neither may it be freed, nor can the run's end be waited for.
+void keep_for_ever(std::unique_ptr<CardRing> ring, std::unique_ptr<RunsStillOut> runs) {
+    using Kept = std::pair<std::unique_ptr<CardRing>, std::unique_ptr<RunsStillOut>>;
+    static std::mutex mutex;
+    static auto* const kept = new std::vector<Kept>;
+    const std::lock_guard lock(mutex);
+    kept->emplace_back(std::move(ring), std::move(runs));
+}
+
+class CardUpdater final : public Updater {
+ public:
+    CardUpdater(CardOptions options, const Identity& identity, std::size_t num_buffers, std::size_t buffer_bytes)
+        : options_(checked(std::move(options))),
+          identity_(identity),
+          ring_(std::make_unique<CardRing>(options_, num_buffers, buffer_bytes)) {}
+
+    ~CardUpdater() override {
+        if (still_out_->any()) keep_for_ever(std::move(ring_), std::move(still_out_));
+    }
+
+    void require_workable(const Batch& batch) const override {
+        require(!busy(), "Pipeline: a run that timed out has not returned from the card");
+        require(batch.operation == Operation::kUpdate, "Batch: a card works UPDATE only");
+        const CardKernelType& type = card_kernel_type(options_.kernel);
+        for (const UpdateStep& step : batch.steps) {
+            require(type.has(step), std::string("Batch: kernel ") + type.name + " has no " + rule_of(step).step);
+        }
+        for (const Tasklet& tasklet : batch.tasklets) require_workable(tasklet, type);
+    }
+
+    ExtentMemory memory(std::size_t buffer, const Tasklet&) const override {
+        return {ring_->regions(buffer), ring_->trailer_page(buffer)};
+    }
+    MemoryRange registrable() const override { return {}; }
+    std::size_t host_bytes() const override { return ring_->host_bytes(); }
+
+    std::optional<Refusal> work(const Job& job) override {
+        CardJob on_card(job, options_, identity_, *ring_);
+        std::optional<Refusal> refusal;
+        try {
+            refusal = on_card.run();
+        } catch (const CardError& error) {
+            refusal = Refusal{FailureKind::kDevice, error.what(), error.error()};
+        }
+        if (auto run = on_card.run_still_out()) still_out_->add(std::move(run));
+        add(on_card.traffic());
+        return refusal;
+    }
+
+    void transferred(Direction direction, const Tasklet& tasklet) override {
+        CardTraffic traffic;
+        traffic.control_bytes = kTrailerPageBytes;
+        if (options_.memory == Memory::kPeerToPeer) {
+            const std::uint64_t payload = tasklet.num_arrays * tasklet.numel * sizeof(float);
+            (direction == Direction::kRead ? traffic.internal_read_bytes : traffic.internal_write_bytes) = payload;
+            traffic.padding_bytes = tasklet.extent_bytes - kTrailerPageBytes - payload;
+        }
+        add(traffic);
+    }
+
+    void count(Counters& counters) const override {
+        const std::lock_guard lock(mutex_);
+        traffic_.add_to(counters);
+    }
+
+    bool busy() const override { return still_out_->any(); }
+
+ private:
+    void add(const CardTraffic& traffic) {
+        const std::lock_guard lock(mutex_);
+        traffic_ += traffic;
+    }
+
+    void require_workable(const Tasklet& tasklet, const CardKernelType& type) const {
+        const auto require_of = [&tasklet](bool condition, const std::string& problem) {
+            require(condition, "Batch: tasklet " + std::to_string(tasklet.index) + ": " + problem);
+        };
+        require_of(!tasklet.master_in_parameter, "a card reads the master from storage");
+        require_of(tasklet.num_arrays == type.num_arrays,
+                   std::string("kernel ") + type.name + " has " + std::to_string(type.num_arrays) + " arrays");
+        // Beyond, the words of a kernel would not do.
+        require_of(tasklet.numel <= std::numeric_limits<std::uint32_t>::max() / sizeof(float), "it is too large");
+        require_of(tasklet.payload_bytes <= options_.gradient_bytes, "its payload does not fit gradient_bytes");
+        for (const CardPass& pass : card_passes(tasklet)) {
+            require_of(
+                tasklet.payload != 0 || tasklet.numel * item_bytes(pass.gradient_dtype) <= options_.gradient_bytes,
+                "its gradient does not fit gradient_bytes");
+            require_of(tasklet.numel * item_bytes(pass.parameter_dtype) <= options_.parameter_bytes,
+                       "its parameters do not fit parameter_bytes");
+        }
+    }
+
+    const CardOptions options_;
+    const Identity identity_;
+    std::unique_ptr<CardRing> ring_;
+    std::unique_ptr<RunsStillOut> still_out_ = std::make_unique<RunsStillOut>();
+    mutable std::mutex mutex_;
+    CardTraffic traffic_;
+};
+
+}  // namespace
+
+std::unique_ptr<Updater> make_card_updater(CardOptions options, const Identity& identity, std::size_t num_buffers,
+                                           std::size_t buffer_bytes) {
+    return std::make_unique<CardUpdater>(std::move(options), identity, num_buffers, buffer_bytes);
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "card_options.hpp"
+#include "trailer.hpp"
+#include "updater.hpp"
+
+namespace smart_infinity {
+
+// A card, over a ring in its DRAM: what is in it is only ever touched by the card and by reads and writes of files.
+//
+// Throws std::invalid_argument for options that make no sense, CardError if the card does not have what they ask for.
+std::unique_ptr<Updater> make_card_updater(CardOptions options, const Identity& identity, std::size_t num_buffers,
+                                           std::size_t buffer_bytes);
+
+}  // namespace smart_infinity

@@ -1,0 +1,151 @@
+#include "python_door.hpp"
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+namespace nb = nanobind;
+
+namespace smart_infinity {
+namespace {
+
+// An object that may be let go of by any thread.
+class Held {
+ public:
+    explicit Held(nb::object object) : object_(std::move(object)) {}
+    ~Held() {
+        const nb::gil_scoped_acquire acquire;
+        object_.reset();
+    }
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
+
+    const nb::object& get() const { return object_; }
+
+ private:
+    nb::object object_;
+};
+
+using SharedHeld = std::shared_ptr<const Held>;
+
+// With the interpreter's lock. What Python raises is a failed call, but for what ends the program.
+template <class Call>
+auto attempt(const char* name, const Call& call) {
+    try {
+        return call();
+    } catch (nb::python_error& error) {
+        if (!error.matches(PyExc_Exception)) throw;
+        throw CardError(std::string(name) + " failed: " + nb::str(error.value()).c_str());
+    } catch (const std::exception& error) {
+        throw CardError(std::string(name) + " gave something else than it should: " + error.what());
+    }
+}
+
+// Calls a method of the door.
+template <class... Arguments>
+SharedHeld make(const SharedHeld& door, const char* name, const Arguments&... arguments) {
+    return attempt(name, [&] { return std::make_shared<const Held>(door->get().attr(name)(arguments...)); });
+}
+
+template <class Result, class... Arguments>
+Result get(const SharedHeld& door, const char* name, const Arguments&... arguments) {
+    return attempt(name, [&] { return nb::cast<Result>(door->get().attr(name)(arguments...)); });
+}
+
+class PythonBuffer final : public CardBuffer {
+ public:
+    PythonBuffer(SharedHeld door, SharedHeld buffer) : door_(std::move(door)), buffer_(std::move(buffer)) {}
+
+    std::byte* map() override {
+        const nb::gil_scoped_acquire acquire;
+        return reinterpret_cast<std::byte*>(get<std::uintptr_t>(door_, "address", buffer_->get()));
+    }
+    void sync(Sync direction, std::size_t bytes, std::size_t offset) override {
+        const nb::gil_scoped_acquire acquire;
+        (void)make(door_, "sync", buffer_->get(), direction == Sync::kToCard, bytes, offset);
+    }
+    std::shared_ptr<CardBuffer> part(std::size_t bytes, std::size_t offset) override {
+        const nb::gil_scoped_acquire acquire;
+        return std::make_shared<PythonBuffer>(door_, make(door_, "part", buffer_->get(), bytes, offset));
+    }
+
+    const nb::object& object() const { return buffer_->get(); }
+
+ private:
+    SharedHeld door_;
+    SharedHeld buffer_;
+};
+
+class PythonRun final : public CardRun {
+ public:
+    PythonRun(SharedHeld door, SharedHeld run) : door_(std::move(door)), run_(std::move(run)) {}
+
+    // As a C int, which is all that a door may be able to pass on.
+    void set(int argument, std::uint32_t word) override {
+        const nb::gil_scoped_acquire acquire;
+        (void)make(door_, "set_scalar", run_->get(), argument, static_cast<std::int32_t>(word));
+    }
+    void set(int argument, const std::shared_ptr<CardBuffer>& buffer) override {
+        const nb::gil_scoped_acquire acquire;
+        const auto& of_python = static_cast<const PythonBuffer&>(*buffer);
+        (void)make(door_, "set_buffer", run_->get(), argument, of_python.object());
+    }
+    void start() override {
+        const nb::gil_scoped_acquire acquire;
+        (void)make(door_, "start", run_->get());
+    }
+    int wait(std::chrono::milliseconds timeout) override {
+        const nb::gil_scoped_acquire acquire;
+        return get<int>(door_, "wait", run_->get(), timeout.count());
+    }
+    int state() override {
+        const nb::gil_scoped_acquire acquire;
+        return get<int>(door_, "state", run_->get());
+    }
+
+ private:
+    SharedHeld door_;
+    SharedHeld run_;
+};
+
+class PythonKernel final : public CardKernel {
+ public:
+    PythonKernel(SharedHeld door, SharedHeld kernel) : door_(std::move(door)), kernel_(std::move(kernel)) {}
+
+    std::shared_ptr<CardRun> run() override {
+        const nb::gil_scoped_acquire acquire;
+        return std::make_shared<PythonRun>(door_, make(door_, "run", kernel_->get()));
+    }
+    int group(int argument) override {
+        const nb::gil_scoped_acquire acquire;
+        return get<int>(door_, "group", kernel_->get(), argument);
+    }
+
+ private:
+    SharedHeld door_;
+    SharedHeld kernel_;
+};
+
+class PythonDoor final : public CardDoor {
+ public:
+    explicit PythonDoor(nb::object door) : door_(std::make_shared<const Held>(std::move(door))) {}
+
+    std::shared_ptr<CardKernel> kernel(const std::string& name) override {
+        const nb::gil_scoped_acquire acquire;
+        return std::make_shared<PythonKernel>(door_, make(door_, "kernel", name.c_str()));
+    }
+    std::shared_ptr<CardBuffer> allocate(std::size_t bytes, Memory memory, int group) override {
+        const nb::gil_scoped_acquire acquire;
+        const bool p2p = memory == Memory::kPeerToPeer;
+        return std::make_shared<PythonBuffer>(door_, make(door_, "allocate", bytes, p2p, group));
+    }
+
+ private:
+    SharedHeld door_;
+};
+
+}  // namespace
+
+std::shared_ptr<CardDoor> make_python_door(nb::object door) { return std::make_shared<PythonDoor>(std::move(door)); }
+
+}  // namespace smart_infinity
