@@ -191,7 +191,7 @@ class NearStorage:
         with raising_together():
             refuse_in_fit(model)
             check_model(model)
-            check_optimizer(optimizer)
+            check_optimizer(optimizer, state_format=self._state_format)
             check_dtype(model, self.config)
             check_state_format(self._state_format, self.config)
         self._release_storage()

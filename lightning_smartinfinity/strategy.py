@@ -319,6 +319,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        from lightning_smartinfinity.transfer.rules import supported_optimizers
+
         assert self.lightning_module is not None
         try:
             optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
@@ -331,7 +333,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         if isinstance(optimizers[0], _MockOptimizer):  # what Lightning puts in the place of None
             raise UnsupportedError(
                 f"{type(self.lightning_module).__name__}.configure_optimizers returned None.",
-                "Return torch.optim.Adam or torch.optim.AdamW; without an optimizer, call validate, test or predict.",
+                f"Return one of: {supported_optimizers()}; without an optimizer, call validate, test or predict.",
             )
         return optimizers[0], schedulers[0] if schedulers else None
 

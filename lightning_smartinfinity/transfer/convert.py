@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
-from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.extents import STATE_FORMATS
 from lightning_smartinfinity.store.faults import storage_errors
@@ -24,6 +24,7 @@ from lightning_smartinfinity.transfer.windows import Window
 __all__ = ["Progress", "convert_store"]
 
 _NUM_BUFFERS = 4
+_MOMENT_ARRAYS = 3
 
 Progress = Callable[[int, int, int], object]
 """Called with the rank, the elements of its partition that are converted, and how many it has."""
@@ -58,6 +59,7 @@ def convert_store(
 
     Raises:
         ConfigError: A setting is out of range, or the format does not go with the parameters' dtype.
+        UnsupportedError: The format does not go with the optimizer.
         StorageLockedError: A process uses the old state, or the new folders.
         StorageError: The old state cannot be read, or the new one not be written.
     """
@@ -128,6 +130,12 @@ def _check_format(state_format: str, manifest: Manifest) -> None:
     if state_format not in STATE_FORMATS:
         raise ConfigError(
             f"convert_store(state_format={state_format!r}) is unknown.", f"Use one of: {', '.join(STATE_FORMATS)}."
+        )
+    if STATE_FORMATS[state_format].item_bytes and manifest.extents.num_arrays != _MOMENT_ARRAYS:
+        raise UnsupportedError(
+            f"convert_store(state_format={state_format!r}) is not supported with {manifest.description.optimizer}: it "
+            "rounds Adam's moments.",
+            "Use state_format='fp32'.",
         )
     dtypes = {str(parameter.get("dtype")) for parameter in manifest.description.parameters}
     if state_format == "int8_remainder" and dtypes - {"bfloat16"}:

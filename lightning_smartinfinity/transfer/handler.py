@@ -106,13 +106,16 @@ class TransferHandler:
             written_through=extents.num_in_memory == 0,
         )
 
-    def initialize(self, masters: Sequence[Flat] | CudaPartition | StagedPartition) -> None:
-        """Write the first state and commit it: masters widened from the partition, moments and steps zero.
+    def initialize(
+        self, masters: Sequence[Flat] | CudaPartition | StagedPartition, *, first_values: Sequence[float] = ()
+    ) -> None:
+        """Write the first state and commit it: masters widened from the partition, step counts zero.
 
         A fresh store becomes generation 0. An initialized store is overwritten as the next generation.
 
         Args:
             masters: Each sub-group's parameters, of any dtype; as ``StepPlan.outputs``.
+            first_values: Of the rule's other arrays, ``UpdateRule.first_values``; none: zeros.
 
         Raises:
             StorageError: It could not be written; an earlier generation stays current.
@@ -120,11 +123,11 @@ class TransferHandler:
         self._require_no_step()
         self._spread()
         if isinstance(masters, Sequence):
-            self._access.initialize(masters)
+            self._access.initialize(masters, first_values)
         elif isinstance(masters, CudaPartition):
-            self._access.initialize_from_cuda(masters)
+            self._access.initialize_from_cuda(masters, first_values)
         else:
-            self._access.initialize_staged(masters, self._staging_for(masters))
+            self._access.initialize_staged(masters, self._staging_for(masters), first_values)
         self._measured()
 
     def begin_step(self, plan: StepPlan) -> None:

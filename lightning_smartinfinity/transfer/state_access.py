@@ -85,6 +85,24 @@ def committing(store: StateStore, generation: int, together: Together) -> Iterat
         raise
 
 
+class _FirstArrays:
+    """What every array but the master begins with: one value all over, in memory for one tasklet.
+
+    Args:
+        layout: The partition.
+        values: Of each array but the master; none: zeros.
+    """
+
+    def __init__(self, layout: PartitionLayout, values: Sequence[float]) -> None:
+        numel = min(layout.extents.tasklet_numel, layout.numel)
+        self._arrays = [np.full(numel, value, np.float32) if value else None for value in values]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of each array, the master's first; 0: zeros."""
+        return (0, *(0 if array is None else array.ctypes.data for array in self._arrays))
+
+
 class StateAccess:
     """The methods of the same names of ``TransferHandler``; no batch may be in flight.
 
@@ -103,26 +121,27 @@ class StateAccess:
         self._device = device
         self._names = tuple(names)
 
-    def initialize(self, masters: Sequence[Flat]) -> None:
-        self._start(FlatMemory(self._layout, masters))
+    def initialize(self, masters: Sequence[Flat], values: Sequence[float]) -> None:
+        self._start(FlatMemory(self._layout, masters), values)
 
-    def initialize_from_cuda(self, masters: CudaPartition) -> None:
-        self._start(FlatMemory(self._layout, masters.flats, stream=masters.stream), masters)
+    def initialize_from_cuda(self, masters: CudaPartition, values: Sequence[float]) -> None:
+        self._start(FlatMemory(self._layout, masters.flats, stream=masters.stream), values, masters)
 
-    def _start(self, memory: FlatMemory, partition: CudaPartition | None = None) -> None:
-        pieces = self._all_pieces()
+    def _start(self, memory: FlatMemory, values: Sequence[float], partition: CudaPartition | None = None) -> None:
+        pieces, first = self._all_pieces(), _FirstArrays(self._layout, values)
         tasklets, places = tasklets_in(pieces), self._next_places()
-        batch = start_batch(self._layout, pieces, tasklets, places, masters=memory)
+        batch = start_batch(self._layout, pieces, tasklets, places, masters=memory, arrays=first.addresses)
         self._work(batch, tasklets, partition)
         commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
-    def initialize_staged(self, masters: StagedPartition, staging: StagingBuffer) -> None:
+    def initialize_staged(self, masters: StagedPartition, staging: StagingBuffer, values: Sequence[float]) -> None:
         pieces, places = self._all_pieces(), self._next_places()
-        tasklets = tasklets_in(pieces)
+        tasklets, first = tasklets_in(pieces), _FirstArrays(self._layout, values)
         for wave in waves_of(self._layout, tasklets, staging):
             wave.get(pieces, masters)
             masters.synchronize()
-            self._work(start_batch(self._layout, pieces, wave.tasklets, places, masters=wave), wave.tasklets)
+            batch = start_batch(self._layout, pieces, wave.tasklets, places, masters=wave, arrays=first.addresses)
+            self._work(batch, wave.tasklets)
         commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
     def scan(self, visit: Callable[[Window], object]) -> None:

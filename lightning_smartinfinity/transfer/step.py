@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
@@ -79,7 +77,6 @@ class Step:
         )
 
     def _choose(self, plan: StepPlan, updates: Updates) -> None:
-        self._active = np.array(plan.active, np.bool_)
         self._updates = updates
         self._pieces = cut(self._layout, spans_of(self._layout, updates.keys))
 
@@ -169,7 +166,7 @@ class Step:
         self.drain()
         # An interrupt may have come when it was done but for our knowing.
         if self._store.generation < self.generation:
-            steps = self._store.steps + self._active
+            steps = self._updates.counts_after(self._store.steps)
             self._guarded(lambda: commit_next(self._store, self._places, self._tasklets, steps))
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.batches import Memory, Piece, Places, segments_of
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.rules import UpdateRule
+from lightning_smartinfinity.transfer.rules import UpdateRule, UpdateStep
 
 __all__ = ["Updates", "array_batch", "choose_updates", "restore_batch", "start_batch", "update_batch"]
 
@@ -23,12 +23,25 @@ class Updates:
         keys: int64[num_parameters]: an index into ``steps``, or -1: not updated.
         steps: The distinct scalars.
         origins: What each of them was computed from.
+        counts: Of each, how many updates a parameter has had after it.
     """
 
-    def __init__(self, keys: NDArray[np.int64], steps: list[native.AdamStep], origins: Sequence[Hashable]) -> None:
+    def __init__(
+        self,
+        keys: NDArray[np.int64],
+        steps: list[UpdateStep],
+        *,
+        origins: Sequence[Hashable],
+        counts: Sequence[int],
+    ) -> None:
         self.keys = keys
         self.steps = steps
         self.origins = origins
+        self._counts = counts
+
+    def counts_after(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64[num_parameters]: updates of each parameter after the step, from those before it."""
+        return np.where(self.keys >= 0, np.append(np.asarray(self._counts, np.int64), 0)[self.keys], counts)
 
     def agrees(self, other: Updates, parameters: NDArray[np.int64]) -> bool:
         """Whether both update these parameters, given by their indices, and alike."""
@@ -74,8 +87,12 @@ def choose_updates(
     keys[active] = numbers
     chosen = [divmod(pair, stride) for pair in pairs.tolist()]
     scalars = [rule.scalars(distinct[setting], step=step, gradient_scale=gradient_scale) for setting, step in chosen]
-    origins = [(distinct[setting], step, gradient_scale) for setting, step in chosen]
-    return Updates(keys, scalars, origins)
+    return Updates(
+        keys,
+        scalars,
+        origins=[(distinct[setting], step, gradient_scale) for setting, step in chosen],
+        counts=[rule.count_after(distinct[setting], step) for setting, step in chosen],
+    )
 
 
 def update_batch(
@@ -123,12 +140,27 @@ def restore_batch(
 
 
 def start_batch(
-    layout: PartitionLayout, pieces: Sequence[Piece], tasklets: Sequence[int], places: Places, *, masters: Memory
+    layout: PartitionLayout,
+    pieces: Sequence[Piece],
+    tasklets: Sequence[int],
+    places: Places,
+    *,
+    masters: Memory,
+    arrays: tuple[int, ...] = (),
 ) -> native.Batch:
-    """Write the first state: masters widened from the parameters, everything else zero."""
+    """Write the first state: masters widened from the parameters.
+
+    Args:
+        layout: The partition.
+        pieces: All of it.
+        tasklets: Those to write.
+        places: Where extents lie.
+        masters: The parameters.
+        arrays: Addresses of what each array begins with in every piece, the master's being 0; 0: zeros.
+    """
 
     def segment(offset: int, piece: Piece) -> native.Segment:
-        return _parameter_segment(offset, piece, masters)
+        return _parameter_segment(offset, piece, masters, arrays=arrays)
 
     return _batch(native.Operation.WRITE, layout, pieces, tasklets, places, segment, stream=masters.stream)
 
@@ -159,11 +191,15 @@ def array_batch(
     return _batch(operation, layout, pieces, tasklets, places, segment)
 
 
-def _parameter_segment(offset: int, piece: Piece, memory: Memory | None) -> native.Segment:
+def _parameter_segment(
+    offset: int, piece: Piece, memory: Memory | None, *, arrays: tuple[int, ...] = ()
+) -> native.Segment:
     numel = piece.end - piece.begin
     if memory is None:
         return native.Segment(offset=offset, numel=numel)
-    return native.Segment(offset=offset, numel=numel, parameter=memory.address(piece), parameter_dtype=memory.dtype)
+    return native.Segment(
+        offset=offset, numel=numel, parameter=memory.address(piece), parameter_dtype=memory.dtype, arrays=arrays
+    )
 
 
 def _batch(

@@ -29,7 +29,7 @@ from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
-from lightning_smartinfinity.zero3.stock_checkpoint import describe_stock
+from lightning_smartinfinity.zero3.stock_checkpoint import WITHOUT_ARRAYS, describe_stock
 from lightning_smartinfinity.zero3.tensor_file import TensorFile, TensorStream, room_for
 
 __all__ = ["EXTRA_KEY", "FILE", "is_described", "load_state_dict", "state_dict", "write_arrays"]
@@ -44,12 +44,12 @@ _VERSION = 1
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
-    """This rank's optimizer state in words: masters and moments are tensors without memory, one per sub-group.
+    """This rank's optimizer state in words: masters and other arrays are tensors without memory, one per sub-group.
 
     :func:`write_arrays` fills them in where they were saved.
     """
     layout: PartitionLayout = optimizer.layout
-    steps = optimizer.settled_handler().steps
+    steps, with_arrays = optimizer.settled_handler().steps, _saves_arrays(optimizer)
     return {
         ZERO_STAGE: ZeroStageEnum.weights,
         LOSS_SCALER: optimizer.loss_scaler,
@@ -57,7 +57,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
         "overflow": optimizer.overflow,
         PARTITION_COUNT: optimizer.partition_count,
         OPTIMIZER_STATE_DICT: {
-            "state": {} if optimizer.saves_weights_only else _describe_moments(optimizer, steps),
+            "state": _describe_arrays(optimizer, steps) if with_arrays else {},
             "param_groups": _groups_with_sub_groups(optimizer),
         },
         FP32_FLAT_GROUPS: [room_for(sub_group.numel) for sub_group in layout.sub_groups],
@@ -67,6 +67,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
             "dtype": str(optimizer.dtype),
             "save_id": optimizer.save_id,
             "weights_only": optimizer.saves_weights_only,
+            WITHOUT_ARRAYS: not with_arrays,
             "parameters": [(piece.name, piece.numel) for piece in layout.parameters],
             "steps": steps.tolist(),
         },
@@ -79,8 +80,8 @@ def is_described(state: Any) -> bool:
 
 
 def write_arrays(optimizer: Any, file: TensorFile) -> None:
-    """Write masters and moments into a file that :func:`state_dict` was saved to."""
-    streams = _streams(optimizer, file, with_moments=not optimizer.saves_weights_only)
+    """Write masters and other arrays into a file that :func:`state_dict` was saved to."""
+    streams = _streams(optimizer, file, with_arrays=_saves_arrays(optimizer))
 
     def write(window: Window) -> None:
         for stream, values in zip(streams, window.arrays, strict=False):
@@ -90,12 +91,12 @@ def write_arrays(optimizer: Any, file: TensorFile) -> None:
 
 
 def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
-    """Write a checkpoint's masters, and its moments and step counts if asked for, to storage and to the partition.
+    """Write a checkpoint's masters, and the rest of its state if asked for, to storage and to the partition.
 
     Args:
         optimizer: Ours.
-        state_dict: As read by ``SmartInfinityCheckpointEngine``; its masters and moments are not touched.
-        load_optimizer_states: False: moments and step counts start from zero.
+        state_dict: As read by ``SmartInfinityCheckpointEngine``; its arrays are not touched.
+        load_optimizer_states: False: all but the masters starts anew.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model, optimizer or number of processes, or is damaged.
@@ -112,8 +113,8 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optim
             file = TensorFile(Path(path))
             opened.callback(file.close)
             extra = _checked(optimizer, state_dict, ds_config=file.state.get("ds_config", {}))
-            with_moments = load_optimizer_states and not extra.get("without_moments")
-            streams = _streams(optimizer, file, with_moments=with_moments)
+            with_arrays = load_optimizer_states and not extra.get(WITHOUT_ARRAYS)
+            streams = _streams(optimizer, file, with_arrays=with_arrays)
         steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
         optimizer.settled_handler().replace(_Filler(optimizer, streams), steps=steps, together=together)
     if load_optimizer_states:
@@ -129,7 +130,7 @@ class _Filler:
 
     Args:
         optimizer: Ours.
-        streams: Of the first arrays; the others become zero.
+        streams: Of the first arrays; the others begin anew.
     """
 
     def __init__(self, optimizer: Any, streams: Sequence[TensorStream]) -> None:
@@ -142,8 +143,8 @@ class _Filler:
     def __call__(self, window: Window) -> None:
         for stream, values in zip(self._streams, window.arrays, strict=False):
             stream.read(values)
-        for values in window.arrays[len(self._streams) :]:
-            values.fill(0)
+        for number in range(len(self._streams), len(window.arrays)):
+            window.arrays[number].fill(self._optimizer.first_values[number - 1])
         for begin, end in self._padding:
             if begin < window.end and window.begin < end:
                 for values in window.arrays:
@@ -152,30 +153,36 @@ class _Filler:
         write_range(self._optimizer, self._layout, window.begin, torch.from_numpy(window.arrays[0]))
 
 
-def _streams(optimizer: Any, file: TensorFile, *, with_moments: bool) -> list[TensorStream]:
+def _saves_arrays(optimizer: Any) -> bool:
+    """Whether there is more to save than masters: torch's SGD keeps nothing without momentum."""
+    counts = optimizer.settled_handler().steps.tolist()
+    return not optimizer.saves_weights_only and any(map(optimizer.rule.holds_state, counts))
+
+
+def _streams(optimizer: Any, file: TensorFile, *, with_arrays: bool) -> list[TensorStream]:
     """One for each of the rule's arrays, or for the masters alone.
 
     Sub-groups may be cut differently in the file; the order of elements is the same.
     """
     state = file.state[OPTIMIZER_STATE_DICT]
     masters = state[FP32_FLAT_GROUPS]
-    if not with_moments:
+    if not with_arrays:
         return [file.stream(masters)]
-    moments = [state[OPTIMIZER_STATE_DICT]["state"][index] for index in range(len(masters))]
+    of_groups = [state[OPTIMIZER_STATE_DICT]["state"][index] for index in range(len(masters))]
     return [
         file.stream(masters),
-        *(file.stream([of_group[name] for of_group in moments]) for name in optimizer.rule.arrays[1:]),
+        *(file.stream([arrays[name] for arrays in of_groups]) for name in optimizer.rule.arrays[1:]),
     ]
 
 
-def _describe_moments(optimizer: Any, steps: NDArray[np.int64]) -> dict[int, dict[str, torch.Tensor]]:
-    return {
-        sub_group.index: {
-            "step": torch.tensor(float(steps[sub_group.first : sub_group.last].max(initial=0))),
-            **{name: room_for(sub_group.numel) for name in optimizer.rule.arrays[1:]},
-        }
-        for sub_group in optimizer.layout.sub_groups
-    }
+def _describe_arrays(optimizer: Any, steps: NDArray[np.int64]) -> dict[int, dict[str, torch.Tensor]]:
+    described = {}
+    for sub_group in optimizer.layout.sub_groups:
+        arrays = {name: room_for(sub_group.numel) for name in optimizer.rule.arrays[1:]}
+        if optimizer.rule.counts_updates:
+            arrays["step"] = torch.tensor(float(steps[sub_group.first : sub_group.last].max(initial=0)))
+        described[sub_group.index] = arrays
+    return described
 
 
 def _groups_with_sub_groups(optimizer: Any) -> list[dict[str, Any]]:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
+from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.folder_swap import restore_interrupted
 from lightning_smartinfinity.zero3.tensor_file import check_records
 
 __all__ = [
     "SAVE_ID",
+    "UNIVERSAL_ARRAYS",
     "check_checkpoint",
     "check_frozen",
     "check_needed",
@@ -31,6 +33,9 @@ __all__ = [
 
 SAVE_ID = "smart_infinity_save"
 """Key of the save's name in what Lightning saves beside the optimizer's state."""
+
+UNIVERSAL_ARRAYS = ("exp_avg", "exp_avg_sq")
+"""Beside masters, what DeepSpeed's universal checkpoints hold."""
 
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
@@ -59,7 +64,7 @@ def check_checkpoint(path: str | Path, *, engine: Any, strict: bool = True, need
             raise CheckpointError(
                 f"{path} has no file 'latest': the checkpoint is not whole.", "Copy checkpoints as whole folders."
             )
-        _check_world_size(folder)
+        _check_world_size(folder, engine)
         _check_own_share(folder)
         states = _own_model_states(folder, engine)
         check_needed(states, needed, path)
@@ -190,14 +195,23 @@ def _check_precision(files: list[Path], engine: Any) -> None:
         )
 
 
-def _check_world_size(folder: Path) -> None:
+def _check_world_size(folder: Path, engine: Any) -> None:
     num_saved, world_size = len(optimizer_files(folder)), dist.get_world_size()
     if num_saved != world_size:
         raise CheckpointError(
             f"{folder} was saved by {num_saved} processes, this run has {world_size}.",
-            f"Run on {num_saved} processes, or convert it by `{_conversion_command(folder)}` and pass the folder that "
-            "this writes.",
+            f"Run on {num_saved} processes, or {_way_to_others(folder, engine.optimizer.rule)}.",
         )
+
+
+def _way_to_others(folder: Path, rule: UpdateRule) -> str:
+    """How training can go on with another number of processes."""
+    if rule.arrays[1:] != UNIVERSAL_ARRAYS:
+        return (
+            f"start anew from its weights: DeepSpeed's universal checkpoints cannot hold what {rule.name} keeps "
+            f"({', '.join(rule.arrays[1:])})"
+        )
+    return f"convert it by `{_conversion_command(folder)}` and pass the folder that this writes"
 
 
 def _conversion_command(folder: Path) -> str:

@@ -101,6 +101,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         self._create_buckets()
         self.grad_partitions_flat_buffer = None
         self.rule = rule = rule_for(self.optimizer)
+        self.first_values = rule.first_values(self.optimizer.defaults)
         transfer = self._offload.transfer
         layout = build_layout(
             describe_partition(self),
@@ -122,6 +123,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             dtype=self.dtype,
             groups=self.optimizer.param_groups,
             masters=outputs_of(self),
+            first_values=self.first_values,
             group=self.dp_process_group,
         )
         self.rank_state.hold_handler(handler)
@@ -133,6 +135,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         for group in self.optimizer.param_groups:
             self._left_out += [param for param in group["params"] if not param.requires_grad]
             group["params"] = []
+        self.optimizer.state.clear()  # Adagrad has a whole array there as soon as it is built
 
     def _create_buckets(self) -> None:
         if self.bypasses_buckets:

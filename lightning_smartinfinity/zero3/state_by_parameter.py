@@ -54,7 +54,7 @@ class StateByParameter:
         padded = torch.zeros(piece.numel, dtype=torch.float32)
         self.update.settle()
         with raising_together(self.dp_process_group):
-            name = self._array_named(optim_state_key)
+            name = self._array_named(optim_state_key, index)
             values = self.rank_state.handler.read_parameter(index, names=[name])[name]
             padded[: piece.real_numel] = torch.from_numpy(values)
         return padded, piece.sub_group
@@ -68,7 +68,7 @@ class StateByParameter:
             optim_state_key: ``"exp_avg"`` and the like; None: the master.
 
         Raises:
-            ConfigError: The value does not fit, or there is no such state.
+            ConfigError: The value does not fit, or there is no such state (yet).
             StorageError: It could not be written; nothing has changed.
         """
         if not self._has_state(param):
@@ -90,12 +90,13 @@ class StateByParameter:
     def _set(self, param: Any, values: torch.Tensor | None, key: str | None) -> None:
         assert values is not None
         self.update.settle()
+        index = self.parameter_index[param.ds_id]
         with raising_together(self.dp_process_group):
-            name = self._array_named(key)
+            name = self._array_named(key, index)
             handler = self.rank_state.handler
         values = values.to("cpu", torch.float32).contiguous()
         together = partial(raising_together, self.dp_process_group)
-        handler.modify({self.parameter_index[param.ds_id]: {name: values.numpy()}}, together=together)
+        handler.modify({index: {name: values.numpy()}}, together=together)
         if key is None:
             self._write_parameter(param, values)
 
@@ -110,7 +111,7 @@ class StateByParameter:
             padded[: piece.real_numel].copy_(values)
             param.data.copy_(self._fp32_state_allgather(param, padded))
 
-    def _array_named(self, key: str | None) -> str:
+    def _array_named(self, key: str | None, parameter: int) -> str:
         if key is None:
             return _MASTER
         known = [name for name in self.rule.arrays if name != _MASTER]
@@ -118,6 +119,11 @@ class StateByParameter:
             raise ConfigError(
                 f"{self.rule.name} has no optimizer state {key!r} on storage.",
                 f"Use one of: {', '.join(map(repr, known))}.",
+            )
+        if not self.rule.holds_state(int(self.rank_state.handler.steps[parameter])):
+            raise ConfigError(
+                f"{self.rule.name} has no {key!r} of this parameter yet: torch keeps none either.",
+                "Ask for it after a step with momentum.",
             )
         return key
 

@@ -13,7 +13,10 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 
-__all__ = ["describe_stock"]
+__all__ = ["WITHOUT_ARRAYS", "describe_stock"]
+
+WITHOUT_ARRAYS = "without_arrays"
+"""Key of whether masters are all there is."""
 
 _STEP = "step"
 
@@ -44,9 +47,11 @@ def describe_stock(optimizer: Any, state_dict: Mapping[str, Any], *, ds_config: 
     states = [state_dict[OPTIMIZER_STATE_DICT]["state"].get(index, {}) for index in range(len(masters))]
     _check_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
     if not any(states):  # saved before the first update
-        return {"save_id": None, "steps": [0] * len(layout.parameters), "without_moments": True}
+        return {"save_id": None, "steps": [0] * len(layout.parameters), WITHOUT_ARRAYS: True}
     _check_states(optimizer, states, numels)
-    return {"save_id": None, "steps": _steps_of_parameters(layout, numels, [int(state[_STEP]) for state in states])}
+    # Without a count all that matters is that the arrays have begun.
+    steps = [int(state.get(_STEP, 1)) for state in states]
+    return {"save_id": None, "steps": _steps_of_parameters(layout, numels, steps)}
 
 
 def _check_precision(optimizer: Any, ds_config: Mapping[str, Any]) -> None:
@@ -61,7 +66,7 @@ def _check_precision(optimizer: Any, ds_config: Mapping[str, Any]) -> None:
 
 
 def _check_states(optimizer: Any, states: Sequence[Mapping[str, Any]], numels: Sequence[int]) -> None:
-    names = {_STEP, *optimizer.rule.arrays[1:]}
+    names = {*optimizer.rule.arrays[1:], *([_STEP] if optimizer.rule.counts_updates else [])}
     for state, numel in zip(states, numels, strict=True):
         found = set(state)
         if found != names or any(state[name].numel() != numel for name in names - {_STEP}):
@@ -74,9 +79,9 @@ def _check_states(optimizer: Any, states: Sequence[Mapping[str, Any]], numels: S
 def _check_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
     key = "decoupled_weight_decay"
     for saved, group in zip(groups, optimizer.optimizer.param_groups, strict=False):
-        if "betas" not in saved:
+        if optimizer.rule.telling_setting not in saved:
             raise CheckpointError(
-                f"The checkpoint's optimizer has the settings {sorted(saved)}: it is neither Adam nor AdamW.",
+                f"The checkpoint's optimizer has the settings {sorted(saved)}: it is not {optimizer.rule.name}.",
                 "Return the optimizer that it was saved with from configure_optimizers.",
             )
         if saved.get("amsgrad") or not saved.get("bias_correction", True):

@@ -43,6 +43,7 @@ def open_storage(
     dtype: torch.dtype,
     groups: Sequence[Mapping[str, Any]],
     masters: Sequence[Flat] | CudaPartition | StagedPartition,
+    first_values: Sequence[float],
     group: Any,
 ) -> TransferHandler:
     """Create the store, open the device and write the first generation.
@@ -56,6 +57,7 @@ def open_storage(
         dtype: Of the parameters, for the manifest.
         groups: The optimizer's parameter groups, for the manifest.
         masters: This rank's partition: the masters are widened from it.
+        first_values: Of the other arrays.
         group: Process group of all ranks.
 
     Raises:
@@ -72,7 +74,7 @@ def open_storage(
         handler = TransferHandler(layout, store, _host_device(settings.transfer), rule=rule)
         opened.callback(handler.close, remove=True)
         handler.open()
-        handler.initialize(masters)
+        handler.initialize(masters, first_values=first_values)
     except SmartInfinityError as caught:
         error = caught
     except Exception as caught:

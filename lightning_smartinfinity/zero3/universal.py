@@ -15,7 +15,13 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
-from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, check_frozen, check_needed, reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoint_folder import (
+    SAVE_ID,
+    UNIVERSAL_ARRAYS,
+    check_frozen,
+    check_needed,
+    reading_checkpoint,
+)
 from lightning_smartinfinity.zero3.client_state import of_user
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
@@ -175,6 +181,11 @@ def _check_optimizer(optimizer: Any, folder: UniversalFolder) -> None:
         raise CheckpointError(
             f"{folder.path} was saved with {extra['optimizer']}, the model is configured with {optimizer.rule.name}.",
             "Return the same optimizer from configure_optimizers.",
+        )
+    if optimizer.rule.arrays[1:] != UNIVERSAL_ARRAYS:
+        raise CheckpointError(
+            f"{folder.path} holds Adam's moments, the model is configured with {optimizer.rule.name}.",
+            "Return the optimizer that it was saved with from configure_optimizers.",
         )
     if dtype != str(optimizer.dtype):
         raise CheckpointError(

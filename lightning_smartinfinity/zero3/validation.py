@@ -82,13 +82,18 @@ def parameter_settings(
     )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, *, state_format: str) -> None:
     """Refuse optimizers without an update rule.
 
     Raises:
-        UnsupportedError: The optimizer's type or one of its settings is not supported.
+        UnsupportedError: The optimizer's type or one of its settings is not supported, or not in this state format.
     """
-    rule_for(optimizer)
+    rule = rule_for(optimizer)
+    if state_format not in rule.state_formats:
+        raise UnsupportedError(
+            f"state_format={state_format!r} is not supported with {rule.name}: it rounds Adam's moments.",
+            f"Use state_format={' or '.join(map(repr, rule.state_formats))}, or torch.optim.AdamW.",
+        )
 
 
 def check_model(model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
-from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.transfer.staging import TensorPartition
 from lightning_smartinfinity.transfer.tensors import flat_of
 from lightning_smartinfinity.transfer.windows import Window
@@ -43,6 +43,8 @@ class Case:
     options: tuple[dict[str, Any], dict[str, Any]] = field(
         default=({"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "betas": (0.8, 0.99), "weight_decay": 0.0})
     )
+    # What the optimizer is built with beside its groups.
+    defaults: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     gradient_dtype: torch.dtype = torch.float32
     tasklet_bytes: int = 64 * 1024
@@ -60,6 +62,10 @@ class Case:
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
 
+    @property
+    def rule(self) -> UpdateRule:
+        return rule_for(self.optimizer([torch.nn.Parameter(torch.zeros(1))], **self.defaults))
+
 
 class Run:
     """A partition in memory, its state on storage, and the same training in torch beside it."""
@@ -76,7 +82,8 @@ class Run:
                     **options,
                 }
                 for group, options in enumerate(case.options)
-            ]
+            ],
+            **case.defaults,
         )
         self.arena = self.make_arena()
         self.folders = [folder / f"disk{index}" for index in range(case.num_devices)]
@@ -107,7 +114,12 @@ class Run:
         self.handler = TransferHandler(self.layout, self.store, self.device, rule=rule)
         self.handler.open()
         if not recover:
-            self.handler.initialize(self.outputs())
+            self.initialize()
+
+    def initialize(self) -> None:
+        """Write the first state, or begin anew from the parameters in memory."""
+        values = self.case.rule.first_values(self.optimizer.defaults)
+        self.handler.initialize(self.outputs(), first_values=values)
 
     def slice(self, parameter: int) -> torch.Tensor:
         """This parameter in the partition, without padding."""
@@ -154,9 +166,9 @@ class Run:
             self.step(number)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything: the partition, the three arrays and the step counts."""
+        """Everything: the partition, the arrays and the step counts."""
         arrays = self.read()
-        names = ("master", "exp_avg", "exp_avg_sq")
+        names = self.case.rule.arrays
         state = {name: torch.cat([arrays[group][k] for group in range(len(arrays))]) for k, name in enumerate(names)}
         return {
             **state,
@@ -166,7 +178,7 @@ class Run:
 
     def read(self) -> list[list[torch.Tensor]]:
         """The state's arrays, by sub-group and array."""
-        flat = [torch.full((self.layout.numel,), -1.0) for _ in range(3)]
+        flat = [torch.full((self.layout.numel,), -1.0) for _ in self.case.rule.arrays]
 
         def keep(window: Window) -> None:
             for array, values in zip(flat, window.arrays, strict=True):
@@ -200,7 +212,7 @@ def layout_of(case: Case) -> PartitionLayout:
             for i, (numel, padding, group, sub_group) in enumerate(case.shapes)
         ],
         tasklet_bytes=case.tasklet_bytes,
-        num_arrays=3,
+        num_arrays=len(case.rule.arrays),
         num_devices=case.num_devices,
         num_slots=1 if case.durability == "none" else 2,
         state_format=case.state_format,
@@ -235,6 +247,8 @@ def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - 0.07 * (step % 5))
     first = optimizer.param_groups[0]
+    if "betas" not in first:
+        return
     first["betas"] = (0.85, 0.995) if step >= 2 else first.setdefault("initial_betas", first["betas"])
 
 

@@ -17,25 +17,40 @@ class HomemadeAdamW(torch.optim.AdamW):
     """A subclass that might step differently."""
 
 
+class HomemadeSGD(torch.optim.SGD):
+    """Another one."""
+
+
 def parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(3))]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+ARRAYS = {
+    torch.optim.Adam: ("master", "exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("master", "exp_avg", "exp_avg_sq"),
+    torch.optim.Adagrad: ("master", "sum"),
+    torch.optim.SGD: ("master", "momentum_buffer"),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
 def test_supported_optimizers(kind: type[torch.optim.Optimizer]) -> None:
     """They are told by their exact type and keep torch's names of their state."""
     rule = rule_for(kind(parameters()))
     assert rule.name == kind.__name__
-    assert rule.arrays == ("master", "exp_avg", "exp_avg_sq")
+    assert rule.arrays == ARRAYS[kind]
 
 
-@pytest.mark.parametrize("kind", [HomemadeAdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.Adamax])
+@pytest.mark.parametrize(
+    "kind", [HomemadeAdamW, HomemadeSGD, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adamax]
+)
 def test_other_optimizers(kind: type[torch.optim.Optimizer]) -> None:
     """Others are refused by name, with the list of those that are supported."""
     with pytest.raises(UnsupportedError, match=kind.__name__) as caught:
         rule_for(kind(parameters(), lr=0.1))
-    assert caught.value.remedy == "Use one of: torch.optim.Adam, torch.optim.AdamW."
-    assert ("a subclass of" in caught.value.problem) == (kind is HomemadeAdamW)
+    supported = ", ".join(f"torch.optim.{kind.__name__}" for kind in ARRAYS)
+    assert caught.value.remedy == f"Use one of: {supported}."
+    assert ("a subclass of" in caught.value.problem) == (kind in (HomemadeAdamW, HomemadeSGD))
 
 
 def test_amsgrad() -> None:
@@ -59,6 +74,94 @@ def test_choices_of_implementation_are_ignored() -> None:
     )
     with pytest.warns(UserWarning, match="differentiable=True"):
         rule_for(torch.optim.AdamW(parameters(), differentiable=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (torch.optim.Adagrad, "lr_decay", -0.1),
+        (torch.optim.Adagrad, "eps", math.nan),
+        (torch.optim.Adagrad, "weight_decay", -1.0),
+        (torch.optim.SGD, "momentum", -0.1),
+        (torch.optim.SGD, "momentum", math.inf),
+        (torch.optim.SGD, "dampening", math.nan),
+        (torch.optim.SGD, "dampening", -math.inf),
+        (torch.optim.SGD, "weight_decay", "much"),
+    ],
+)
+def test_values_of_other_rules_out_of_range(kind: type[torch.optim.Optimizer], name: str, value: Any) -> None:
+    """The same for what only they have."""
+    optimizer = kind(parameters())
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}\({name}"):
+        rule_for(optimizer)
+
+
+def test_first_values() -> None:
+    """What arrays begin with: zeros, but for the value that Adagrad was built with, whatever its groups say."""
+    for kind in ARRAYS:
+        assert set(rule_for(kind(parameters())).first_values(kind(parameters()).defaults)) == {0.0}
+    optimizer = torch.optim.Adagrad(
+        [{"params": parameters(), "initial_accumulator_value": 9.0}], initial_accumulator_value=0.25
+    )
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["sum"].tolist() == [0.25] * 3
+    assert rule_for(optimizer).first_values(optimizer.defaults) == (0.25,)
+    optimizer.defaults["initial_accumulator_value"] = -1.0
+    with pytest.raises(ConfigError, match="initial_accumulator_value"):
+        rule_for(optimizer)
+
+
+def scalars_of(optimizer: torch.optim.Optimizer, step: int) -> dict[str, float]:
+    """Those of one step, at half the gradient."""
+    rule = rule_for(optimizer)
+    scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=step, gradient_scale=0.5)
+    return {name: getattr(scalars, name) for name in dir(scalars) if name != "words" and not name.startswith("_")}
+
+
+def in_fp32(**values: float) -> dict[str, float]:
+    return {name: float(np.float32(value)) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_scalars_of_adagrad(step: int) -> None:
+    """Lr decays with the steps before; maximizing negates the gradient."""
+    optimizer = torch.optim.Adagrad(parameters(), lr=0.1, lr_decay=0.3, weight_decay=0.2, eps=1e-9, maximize=True)
+    assert scalars_of(optimizer, step) == in_fp32(
+        gradient_scale=-0.5, weight_decay=0.2, step_size=0.1 / (1 + (step - 1) * 0.3), eps=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "coefficients"),
+    [
+        (1, {"momentum": 0.9, "dampening": 0.3}, (0.0, 1.0, 0.0)),
+        (2, {"momentum": 0.9, "dampening": 0.3}, (0.9, 1 - 0.3, 0.0)),
+        (2, {"momentum": 0.0, "dampening": 0.3}, (0.0, 1.0, 0.0)),
+        (1, {"momentum": 0.8, "nesterov": True}, (0.0, 1.0, 0.8)),
+        (2, {"momentum": 0.8, "nesterov": True, "maximize": True}, (0.8, 1.0, 0.8)),
+    ],
+)
+def test_scalars_of_sgd(step: int, options: dict[str, Any], coefficients: tuple[float, float, float]) -> None:
+    """The first step with momentum takes the gradient as it is, and so does every step without."""
+    optimizer = torch.optim.SGD(parameters(), lr=0.1, weight_decay=0.2, **options)
+    buffer, gradient, nesterov = coefficients
+    assert scalars_of(optimizer, step) == in_fp32(
+        gradient_scale=-0.5 if options.get("maximize") else 0.5,
+        weight_decay=0.2,
+        buffer_coefficient=buffer,
+        gradient_coefficient=gradient,
+        nesterov_momentum=nesterov,
+        lr=0.1,
+    )
+
+
+def test_updates_of_sgd_are_counted_from_the_first_with_momentum() -> None:
+    """Without momentum the next one begins anew, and there is no state that torch would keep."""
+    optimizer = torch.optim.SGD(parameters(), momentum=0.9)
+    rule, group = rule_for(optimizer), optimizer.param_groups[0]
+    assert rule.count_after(rule.snapshot(group), 3) == 3
+    assert rule.count_after(rule.snapshot({**group, "momentum": 0}), 3) == 0
+    assert (rule.holds_state(0), rule.holds_state(1)) == (False, True)
 
 
 @pytest.mark.parametrize(

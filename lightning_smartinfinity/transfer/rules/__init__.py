@@ -1,0 +1,75 @@
+"""Update rules: a torch optimizer's hyperparameters turned into the scalars of one step, computed in double.
+
+A new optimizer is one :class:`UpdateRule` in ``_RULES``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.transfer.rules.adagrad import AdagradRule
+from lightning_smartinfinity.transfer.rules.adam import AdamRule
+from lightning_smartinfinity.transfer.rules.base import UpdateRule, UpdateStep
+from lightning_smartinfinity.transfer.rules.sgd import SgdRule
+
+__all__ = ["UpdateRule", "UpdateStep", "rule_for", "supported_optimizers"]
+
+# By exact type: AdamW subclasses Adam in torch, and a subclass may have changed the update.
+_RULES: dict[type[Optimizer], UpdateRule] = {
+    torch.optim.Adam: AdamRule("Adam", decoupled_weight_decay=False),
+    torch.optim.AdamW: AdamRule("AdamW", decoupled_weight_decay=True),
+    torch.optim.Adagrad: AdagradRule(),
+    torch.optim.SGD: SgdRule(),
+}
+
+
+def supported_optimizers() -> str:
+    """In words, for messages."""
+    return ", ".join(f"torch.optim.{kind.__name__}" for kind in _RULES)
+
+
+def rule_for(optimizer: Optimizer) -> UpdateRule:
+    """The rule of a torch optimizer, chosen by its exact type; its param groups are validated.
+
+    Raises:
+        UnsupportedError: A subclass, an unknown optimizer, amsgrad, or a parameter that is not real floating point.
+        ConfigError: A hyperparameter is not a finite number in torch's range.
+    """
+    rule = _RULES.get(type(optimizer))
+    if rule is None:
+        raise _unknown(optimizer)
+    rule.first_values(optimizer.defaults)
+    for group in optimizer.param_groups:
+        rule.snapshot(group)
+        _require_real_parameters(rule, group)
+        # foreach, fused and capturable choose among implementations of one result; this one asks for something else.
+        if group.get("differentiable"):
+            warnings.warn(
+                f"{rule.name}(differentiable=True) is ignored: updates run outside of autograd.", stacklevel=2
+            )
+    return rule
+
+
+def _require_real_parameters(rule: UpdateRule, group: Mapping[str, Any]) -> None:
+    for parameter in group["params"]:
+        if parameter.layout != torch.strided or not parameter.is_floating_point():
+            raise UnsupportedError(
+                f"{rule.name} holds a parameter of dtype {parameter.dtype} and layout {parameter.layout}.",
+                "Only dense parameters of a real floating dtype can be updated.",
+            )
+
+
+def _unknown(optimizer: Optimizer) -> UnsupportedError:
+    kind = type(optimizer)
+    parents = [base.__name__ for base in kind.__mro__[1:] if base in _RULES]
+    detail = f", a subclass of {parents[0]}, which may have changed the update," if parents else ""
+    return UnsupportedError(
+        f"The optimizer {kind.__module__}.{kind.__qualname__}{detail} is not supported.",
+        f"Use one of: {supported_optimizers()}.",
+    )
