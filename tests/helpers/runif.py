@@ -10,21 +10,27 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.helpers.xrt import what_is_missing
+
 NO_CUDA = "no CUDA device"
 ALLOWED_REASONS = (NO_CUDA,)
 
 
-def RunIf(*, cuda_devices: int = 0, package: str | None = None) -> pytest.MarkDecorator:
+def RunIf(*, cuda_devices: int = 0, package: str | None = None, xrt: bool = False) -> pytest.MarkDecorator:
     """Skips a test where the machine lacks what it needs.
 
     Args:
         cuda_devices: Number of CUDA devices that the test uses.
         package: One of the development dependencies, which are all there where ``.ci/run`` runs.
+        xrt: Whether the test runs on emulated SmartSSDs, which is so wherever ``make test`` could install XRT.
     """
     import torch
 
     if package is not None:
         return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+    if xrt:
+        missing = what_is_missing()
+        return pytest.mark.skipif(missing is not None, reason=str(missing))
     present = torch.cuda.device_count()
     return pytest.mark.skipif(present < cuda_devices, reason=f"{NO_CUDA} ({cuda_devices} needed, {present} present)")
 

@@ -1,0 +1,170 @@
+#include "card.hpp"
+
+#include <xrt_mem.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <system_error>
+
+#include "journal.hpp"
+#include "xclbin_reader.hpp"
+
+namespace smart_infinity::emulator {
+namespace {
+
+constexpr unsigned kBankMask = 0xff'ffff;
+constexpr std::int64_t kMiB = 1 << 20;
+
+[[noreturn]] void fail(int code, const char* what) { throw std::system_error(code, std::generic_category(), what); }
+
+void check_within(const Buffer& buffer, std::size_t bytes, std::size_t offset) {
+    if (offset > buffer.bytes() || bytes > buffer.bytes() - offset) fail(EINVAL, "outside of the buffer");
+}
+
+}  // namespace
+
+void Card::load(const axlf& file) {
+    check_present();
+    const Xclbin xclbin(file);
+    if (xclbin.uuid == uuid_) return;
+    if (buffers_.num_buffers() > 0) fail(EBUSY, "the card holds buffers of another xclbin");
+    units_.clear();
+    banks_.clear();
+    for (const Bank& bank : xclbin.banks) {
+        banks_.push_back(bank.bytes > 0 ? std::make_shared<CardMemory>(bank.base, bank.bytes) : nullptr);
+    }
+    for (const std::string& name : xclbin.compute_units) {
+        units_.push_back(std::make_unique<ComputeUnit>(
+            name, [this](const ComputeUnit& unit, const Run& run) { execute(unit, run); }));
+    }
+    uuid_ = xclbin.uuid;
+}
+
+void Card::check_present() const {
+    if (lost_) fail(ENODEV, "the card is lost");
+}
+
+BufferKind Card::kind_of(unsigned flags) const {
+    if ((flags & XCL_BO_FLAGS_EXECBUF) != 0) return BufferKind::kCommand;
+    if ((flags & (XCL_BO_FLAGS_HOST_ONLY | XCL_BO_FLAGS_SVM)) != 0)
+        fail(EOPNOTSUPP, "the card cannot reach host memory");
+    if ((flags & XCL_BO_FLAGS_P2P) != 0) {
+        if (settings_.p2p == 0) fail(EINVAL, "P2P is not enabled");
+        return BufferKind::kP2p;
+    }
+    return (flags & XCL_BO_FLAGS_DEV_ONLY) != 0 ? BufferKind::kDeviceOnly : BufferKind::kNormal;
+}
+
+unsigned Card::allocate(std::size_t bytes, unsigned flags, void* user_memory) {
+    check_present();
+    const BufferKind kind = kind_of(flags);
+    if (bytes == 0 || reinterpret_cast<std::uintptr_t>(user_memory) % kPageBytes != 0) fail(EINVAL, "buffer");
+    std::shared_ptr<CardMemory> bank;
+    if (kind != BufferKind::kCommand) {
+        const std::size_t index = flags & kBankMask;
+        if (index >= banks_.size() || banks_[index] == nullptr) fail(EINVAL, "the card has no such memory bank");
+        if (strikes(FaultKind::kAlloc)) throw std::bad_alloc();
+        bank = banks_[index];
+    }
+    const auto limit = static_cast<std::uint64_t>(settings_.dram_mib * kMiB);
+    const auto buffer = std::make_shared<Buffer>(kind, bytes, flags, user_memory, bank, limit);
+    const unsigned handle = buffers_.add(buffer);
+    if (buffer->on_card()) {
+        journal().note(index_, "alloc", buffer->address(), bytes);
+        const std::scoped_lock lock(mutex_);
+        counters_.peak_bytes = std::max(counters_.peak_bytes.load(), static_cast<std::int64_t>(buffers_.card_bytes()));
+    }
+    return handle;
+}
+
+void Card::free(unsigned handle) {
+    const auto buffer = buffers_.get(handle);
+    if (buffer->on_card()) journal().note(index_, "free", buffer->address(), buffer->bytes());
+    buffers_.remove(handle);
+}
+
+void* Card::map(unsigned handle) const {
+    const auto buffer = buffers_.get(handle);
+    if (buffer->host() == nullptr) fail(EINVAL, "the buffer has no host memory");
+    return buffer->host();
+}
+
+void Card::sync(unsigned handle, Direction direction, std::size_t bytes, std::size_t offset) {
+    check_present();
+    const auto buffer = buffers_.get(handle);
+    check_within(*buffer, bytes, offset);
+    if (buffer->kind() == BufferKind::kP2p) return;  // the two sides are one
+    if (buffer->host() == nullptr || !buffer->on_card()) fail(EOPNOTSUPP, "the buffer cannot be synced");
+    if (strikes(FaultKind::kSync)) fail(EIO, "injected failure of a sync");
+
+    const bool to_card = direction == Direction::kToCard;
+    const std::uint64_t address = buffer->address() + offset;
+    journal().note(index_, to_card ? "to-begin" : "from-begin", address, bytes);
+    move(*buffer, direction, bytes, offset);
+    (to_card ? counters_.syncs_to : counters_.syncs_from) += 1;
+    (to_card ? counters_.bytes_to : counters_.bytes_from) += static_cast<std::int64_t>(bytes);
+    journal().note(index_, to_card ? "to-end" : "from-end", address, bytes);
+}
+
+void Card::move(const Buffer& buffer, Direction direction, std::size_t bytes, std::size_t offset) {
+    const bool to_card = direction == Direction::kToCard;
+    const std::scoped_lock channel(to_card ? to_card_ : from_card_);
+    const auto begin = Clock::now();
+    std::byte* const host = buffer.host() + offset;
+    std::byte* const device = buffer.device() + offset;
+    std::memcpy(to_card ? device : host, to_card ? host : device, bytes);
+    const std::int64_t speed = settings_.dma_mib_per_s;
+    if (speed > 0) {
+        const std::chrono::duration<double> time(static_cast<double>(bytes) / static_cast<double>(speed * kMiB));
+        std::this_thread::sleep_until(begin + std::chrono::duration_cast<Clock::duration>(time));
+    }
+}
+
+void Card::copy(unsigned to, unsigned from, std::size_t bytes, std::size_t to_offset, std::size_t from_offset) {
+    check_present();
+    const auto target = buffers_.get(to), source = buffers_.get(from);
+    check_within(*target, bytes, to_offset);
+    check_within(*source, bytes, from_offset);
+    if (!target->on_card() || !source->on_card()) fail(EINVAL, "not on the card");
+    std::memmove(target->device() + to_offset, source->device() + from_offset, bytes);
+    counters_.bytes_copied += static_cast<std::int64_t>(bytes);
+}
+
+void Card::lose() {
+    lost_ = true;
+    release();
+}
+
+void Card::release() {
+    const std::scoped_lock lock(mutex_);
+    ++num_releases_;
+    released_.notify_all();
+}
+
+void Card::reset() {
+    faults_.clear();
+    release();
+    lost_ = false;
+    counters_.clear();
+}
+
+std::int64_t Card::counter(std::string_view name) const {
+    if (name == "num_buffers") return static_cast<std::int64_t>(buffers_.num_buffers());
+    if (name == "card_bytes") return static_cast<std::int64_t>(buffers_.card_bytes());
+    const auto value = counters_.get(name);
+    if (!value) throw std::invalid_argument("an emulated card has no counter " + std::string(name));
+    return *value;
+}
+
+Card& card(unsigned index) {
+    static std::mutex mutex;
+    static std::array<Card*, kMaxCards> cards{};
+    const std::scoped_lock lock(mutex);
+    Card*& found = cards.at(index);
+    if (found == nullptr) found = new Card(index);
+    return *found;
+}
+
+}  // namespace smart_infinity::emulator

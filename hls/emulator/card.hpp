@@ -1,0 +1,91 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "buffers.hpp"
+#include "compute_units.hpp"
+#include "counters.hpp"
+#include "faults.hpp"
+#include "settings.hpp"
+
+struct axlf;
+
+namespace smart_infinity::emulator {
+
+enum class Direction { kToCard, kFromCard };
+
+// One emulated card: what its driver would do for XRT, and what tests ask of it. Errors are what the driver would
+// raise, std::system_error and std::bad_alloc.
+class Card {
+ public:
+    explicit Card(unsigned index) : index_(index), faults_(index) {}
+
+    void load(const axlf& file);
+    unsigned allocate(std::size_t bytes, unsigned flags, void* user_memory);
+    void free(unsigned handle);
+    void* map(unsigned handle) const;
+    void sync(unsigned handle, Direction direction, std::size_t bytes, std::size_t offset);
+    void copy(unsigned to, unsigned from, std::size_t bytes, std::size_t to_offset, std::size_t from_offset);
+    std::shared_ptr<Buffer> buffer(unsigned handle) const { return buffers_.get(handle); }
+    void submit(unsigned packet);
+    // Whether a run ended within that time.
+    bool wait(std::chrono::milliseconds timeout);
+
+    Settings& settings() { return settings_; }
+    Faults& faults() { return faults_; }
+    void lose();
+    void release();
+    // As at first, but for settings and what is loaded and allocated.
+    void reset();
+    std::int64_t counter(std::string_view name) const;
+
+ private:
+    struct Outcome {
+        unsigned state;
+        std::string reason;  // why it failed; empty if it did not
+    };
+    using Clock = std::chrono::steady_clock;
+
+    void check_present() const;
+    bool strikes(FaultKind kind) { return faults_.strike(kind).has_value(); }
+    BufferKind kind_of(unsigned flags) const;
+    void move(const Buffer& buffer, Direction direction, std::size_t bytes, std::size_t offset);
+    ComputeUnit& unit_for(std::span<const std::uint32_t> masks);
+    void execute(const ComputeUnit& unit, const Run& run);
+    Outcome attempt(const ComputeUnit& unit, const Run& run);
+    Outcome compute(const ComputeUnit& unit, const Run& run);
+    void hang(const Run& run);
+    std::span<std::byte> own_host_memory(std::uint64_t address) const;
+    void corrupt(const Fault& fault, std::uint64_t address);
+    void finish(const Run& run, unsigned state);
+
+    const unsigned index_;
+    Settings settings_;
+    Faults faults_;
+    Counters counters_{};
+    std::atomic<bool> lost_ = false;
+    Buffers buffers_;
+
+    mutable std::mutex mutex_;
+    std::condition_variable ended_;
+    std::condition_variable released_;
+    std::int64_t num_ended_ = 0;  // not yet waited for
+    std::int64_t num_releases_ = 0;
+    std::int64_t next_run_ = 0;
+    std::string uuid_;
+    std::vector<std::shared_ptr<CardMemory>> banks_;
+    std::mutex to_card_, from_card_;  // one DMA channel each way
+
+    std::vector<std::unique_ptr<ComputeUnit>> units_;  // last: their threads use the others
+};
+
+// The card of that number; lives as long as the process, as compute units may hang.
+Card& card(unsigned index);
+
+}  // namespace smart_infinity::emulator

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "buffers.hpp"
+#include "compute_unit.hpp"
+
+namespace smart_infinity::emulator {
+
+// One start of a kernel. The registers are those at its submission: XRT may use the packet again.
+struct Run {
+    std::int64_t number;
+    std::weak_ptr<Buffer> packet;
+    std::vector<std::uint32_t> registers;
+};
+
+// One kernel on the card, with a thread of its own that flushes subnormals as the card's operators do.
+class ComputeUnit {
+ public:
+    using Execute = std::function<void(const ComputeUnit& unit, const Run& run)>;
+
+    // name: "<kernel>:<instance>", as in the xclbin.
+    ComputeUnit(const std::string& name, Execute execute);
+    ~ComputeUnit();
+    ComputeUnit(const ComputeUnit&) = delete;
+    ComputeUnit& operator=(const ComputeUnit&) = delete;
+
+    const std::string& name() const { return name_; }
+    void submit(Run run);
+    std::size_t num_waiting() const;
+    // Throws std::runtime_error if no kernel was built for it.
+    void compute(const Run& run, DeviceMemory& memory) const;
+
+ private:
+    void serve();
+
+    const std::string name_;
+    RunComputeUnit* const kernel_;  // null if there is none
+    const Execute execute_;
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<Run> waiting_;
+    bool stopped_ = false;
+    std::thread thread_;  // last: it uses the others
+};
+
+}  // namespace smart_infinity::emulator

@@ -1,0 +1,89 @@
+#include "guard_faults.hpp"
+
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <array>
+#include <mutex>
+#include <stdexcept>
+
+#include "mapping.hpp"
+
+namespace smart_infinity::emulator {
+namespace {
+
+// Read by the signal handler: only lock-free atomics.
+struct Slot {
+    std::atomic<bool> taken = false;
+    std::atomic<std::uintptr_t> begin = 0;
+    std::atomic<std::uintptr_t> end = 0;
+    std::atomic<std::uintptr_t> first_fault = 0;
+};
+
+constexpr std::size_t kNumSlots = 256;
+std::array<Slot, kNumSlots> slots;
+struct sigaction previous;
+
+bool let_through(std::uintptr_t address) {
+    for (Slot& slot : slots) {
+        if (address < slot.begin.load() || address >= slot.end.load()) continue;
+        std::uintptr_t none = 0;
+        slot.first_fault.compare_exchange_strong(none, address);
+        void* page = reinterpret_cast<void*>(address / kPageBytes * kPageBytes);
+        return mprotect(page, kPageBytes, PROT_READ | PROT_WRITE) == 0;
+    }
+    return false;
+}
+
+void on_fault(int signal, siginfo_t* info, void* context) {
+    if (let_through(reinterpret_cast<std::uintptr_t>(info->si_addr))) return;
+    if ((previous.sa_flags & SA_SIGINFO) != 0) {
+        previous.sa_sigaction(signal, info, context);
+    } else if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
+        previous.sa_handler(signal);
+    } else {
+        sigaction(signal, &previous, nullptr);  // the access is repeated, and ends the process
+    }
+}
+
+// Others may have put their handler in front since the last run.
+void install_handler() {
+    static std::mutex mutex;
+    const std::scoped_lock lock(mutex);
+    struct sigaction current{};
+    sigaction(SIGSEGV, nullptr, &current);
+    if ((current.sa_flags & SA_SIGINFO) != 0 && current.sa_sigaction == on_fault) return;
+    previous = current;
+    struct sigaction ours{};
+    ours.sa_sigaction = on_fault;
+    ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+    sigaction(SIGSEGV, &ours, nullptr);
+}
+
+std::size_t take_slot() {
+    for (std::size_t index = 0; index < kNumSlots; ++index) {
+        if (!slots[index].taken.exchange(true)) return index;
+    }
+    throw std::runtime_error("too many runs at a time");
+}
+
+}  // namespace
+
+GuardedAddresses::GuardedAddresses(const void* begin, std::uint64_t bytes) : slot_(take_slot()) {
+    install_handler();
+    Slot& slot = slots[slot_];
+    slot.first_fault = 0;
+    slot.begin = reinterpret_cast<std::uintptr_t>(begin);
+    slot.end = slot.begin + bytes;
+}
+
+GuardedAddresses::~GuardedAddresses() {
+    Slot& slot = slots[slot_];
+    slot.end = 0;
+    slot.begin = 0;
+    slot.taken = false;
+}
+
+std::uintptr_t GuardedAddresses::first_fault() const { return slots[slot_].first_fault; }
+
+}  // namespace smart_infinity::emulator

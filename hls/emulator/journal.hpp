@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace smart_infinity::emulator {
+
+// What happened on all cards, in one order: "<card> <event> <fields>" a line.
+class Journal {
+ public:
+    template <class... Fields>
+    void note(unsigned card, const char* event, const Fields&... fields) {
+        std::ostringstream line;
+        line << card << ' ' << event;
+        ((line << ' ' << fields), ...);
+        add(std::move(line).str());
+    }
+
+    std::string text() const;
+    void clear();
+
+ private:
+    // Nobody reads the events of a long training.
+    static constexpr std::size_t kMaxLines = 100'000;
+
+    void add(std::string line);
+
+    mutable std::mutex mutex_;
+    std::vector<std::string> lines_;
+};
+
+Journal& journal();
+
+}  // namespace smart_infinity::emulator

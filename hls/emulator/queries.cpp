@@ -1,0 +1,114 @@
+#include "queries.hpp"
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#include "card.hpp"
+
+// XRT hands properties over as boost::any. These have its layout, and their virtual functions its order, so that
+// Boost's headers are not needed.
+namespace smart_infinity::emulator {
+namespace {
+
+class AnyContent {
+ public:
+    virtual ~AnyContent() = default;
+    virtual const std::type_info& type() const noexcept = 0;
+    virtual AnyContent* clone() const = 0;
+};
+
+template <class Value>
+class AnyValue final : public AnyContent {
+ public:
+    explicit AnyValue(Value value) : value_(std::move(value)) {}
+    const std::type_info& type() const noexcept override { return typeid(Value); }
+    AnyContent* clone() const override { return new AnyValue(value_); }
+
+ private:
+    Value value_;
+};
+
+class Any {
+ public:
+    template <class Value>
+    explicit Any(Value value) : content_(new AnyValue<Value>(std::move(value))) {}
+    Any(const Any&) = delete;
+    Any& operator=(const Any&) = delete;
+    ~Any() { delete content_; }
+
+ private:
+    AnyContent* content_;
+};
+
+CardNumber* card_number = nullptr;
+
+[[noreturn]] void no_arguments() { throw std::runtime_error("emulated SmartSSD: this property takes no arguments"); }
+
+}  // namespace
+
+// The order of these functions is XRT's.
+class Query {
+ public:
+    virtual ~Query() = default;
+    virtual Any get(const void* device) const = 0;
+    virtual Any get(const void*, const Any&) const { no_arguments(); }
+    virtual Any get(const void*, const Any&, const Any&) const { no_arguments(); }
+    virtual Any get(const void*, int, const std::string&) const { no_arguments(); }
+    virtual Any get(const void*, const Any&, const Any&, const Any&) const { no_arguments(); }
+    virtual void put(const void*, const Any&) const { no_arguments(); }
+};
+
+namespace {
+
+// Keys of xrt_core::query::key_type in 2.13.
+constexpr int kBdf = 8;
+constexpr int kShell = 12;
+constexpr int kP2pConfig = 72;
+
+class Shell final : public Query {
+    Any get(const void*) const override { return Any(std::string("xilinx_u2_gen3x4_xdma_gc_base_2")); }
+};
+
+class Bdf final : public Query {
+    // Domain, bus, device and function.
+    using Address = std::tuple<std::uint16_t, std::uint16_t, std::uint16_t, std::uint16_t>;
+
+    Any get(const void* device) const override {
+        return Any(Address{0, static_cast<std::uint16_t>(0x10 + card_number(device)), 0, 1});
+    }
+};
+
+class P2pConfig final : public Query {
+    Any get(const void* device) const override {
+        const bool enabled = card(card_number(device)).settings().p2p != 0;
+        return Any(std::vector<std::string>{enabled ? "bar:4294967296" : "bar:268435456", "max_bar:4294967296",
+                                            "exp_bar:4294967296", "rbar:4294967296"});
+    }
+};
+
+}  // namespace
+
+const Query* find_query(int key) {
+    static const Shell shell;
+    static const Bdf bdf;
+    static const P2pConfig p2p_config;
+    switch (key) {
+        case kShell:
+            return &shell;
+        case kBdf:
+            return &bdf;
+        case kP2pConfig:
+            return &p2p_config;
+        default:
+            return nullptr;
+    }
+}
+
+void set_card_number(CardNumber* number) { card_number = number; }
+
+}  // namespace smart_infinity::emulator

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string_view>
+
+namespace smart_infinity::emulator {
+
+inline constexpr unsigned kMaxCards = 16;
+
+// How a card behaves; each may change while it runs. Environment: SMART_INFINITY_CARD_<NAME>.
+struct Settings {
+    Settings();
+
+    // Throws std::invalid_argument if there is no such setting.
+    void set(std::string_view name, std::int64_t value);
+
+    std::atomic<std::int64_t> dram_mib;
+    std::atomic<std::int64_t> p2p;               // 0: not enabled
+    std::atomic<std::int64_t> latency_us;        // of a run, on top of what the kernel takes here
+    std::atomic<std::int64_t> dma_mib_per_s;     // of syncs, each direction; 0: as fast as memory is
+    std::atomic<std::int64_t> kernel_mib_per_s;  // of the buffers that a run is given; 0: as fast as it computes here
+};
+
+// Number of cards in the machine: SMART_INFINITY_CARD_COUNT, or what was set last.
+unsigned num_cards();
+void set_num_cards(unsigned count);
+
+}  // namespace smart_infinity::emulator

@@ -1,0 +1,22 @@
+"""Whether this machine has the XRT that the emulated SmartSSD works with: Debian 12's packages libxrt1, libxrt-dev."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+__all__ = ["LIBRARIES", "VERSION", "what_is_missing"]
+
+VERSION = "2.13"
+LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
+_HEADER = Path("/usr/include/xrt/version.h")
+
+
+@cache
+def what_is_missing() -> str | None:
+    """What to write beside a skipped test; ``None`` if all is there."""
+    if not list(LIBRARIES.glob(f"libxrt_noop.so.{VERSION}*")):
+        return f"libxrt1 is not installed in version {VERSION}"
+    if not _HEADER.exists() or f'"{VERSION}.' not in _HEADER.read_text():
+        return f"libxrt-dev is not installed in version {VERSION}"
+    return None

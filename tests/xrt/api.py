@@ -1,0 +1,172 @@
+"""XRT's public C API by ctypes, as far as tests of the emulated card itself use it. Calls let other threads run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Buffer", "Device", "Flags", "Run", "State", "XrtError"]
+
+
+class Flags(IntEnum):
+    """Kinds of buffer objects."""
+
+    NORMAL = 0
+    DEVICE_ONLY = 1 << 28
+    HOST_ONLY = 1 << 29
+    P2P = 1 << 30
+
+
+class State(IntEnum):
+    """States of a run."""
+
+    NEW = 1
+    QUEUED = 2
+    RUNNING = 3
+    COMPLETED = 4
+    ERROR = 5
+    ABORT = 6
+    TIMEOUT = 8
+
+
+class XrtError(OSError):
+    """A call that failed, with its errno."""
+
+
+class Device:
+    """One card with an xclbin."""
+
+    def __init__(self, index: int, xclbin: Path) -> None:
+        self._xrt = _library()
+        self.handle = _check(self._xrt.xrtDeviceOpen(index))
+        _check(self._xrt.xrtDeviceLoadXclbinFile(self.handle, str(xclbin).encode()) == 0)
+        self._uuid = ctypes.create_string_buffer(16)
+        _check(self._xrt.xrtDeviceGetXclbinUUID(self.handle, self._uuid) == 0)
+        self._kernels: dict[str, int] = {}
+
+    def close(self) -> None:
+        for kernel in self._kernels.values():
+            _check(self._xrt.xrtKernelClose(kernel) == 0)
+        _check(self._xrt.xrtDeviceClose(self.handle) == 0)
+
+    def kernel(self, name: str) -> int:
+        if name not in self._kernels:
+            self._kernels[name] = _check(self._xrt.xrtPLKernelOpen(self.handle, self._uuid, name.encode()))
+        return self._kernels[name]
+
+    def group(self, kernel: str, argument: int) -> int:
+        """Number of the memory bank that a pointer of a kernel reaches."""
+        return int(self._xrt.xrtKernelArgGroupId(self.kernel(kernel), argument))
+
+
+class Buffer:
+    """A buffer object, or a part of one."""
+
+    def __init__(self, device: Device, size: int, flags: Flags = Flags.NORMAL, *, bank: int = 0) -> None:
+        self._xrt = _library()
+        self.size = size
+        self.handle = _check(self._xrt.xrtBOAlloc(device.handle, size, flags, bank))
+
+    def part(self, size: int, offset: int) -> Buffer:
+        """A buffer object on a part of this one."""
+        part = object.__new__(Buffer)
+        part._xrt, part.size = self._xrt, size
+        part.handle = _check(self._xrt.xrtBOSubAlloc(self.handle, size, offset))
+        return part
+
+    def free(self) -> None:
+        _check(self._xrt.xrtBOFree(self.handle) == 0)
+
+    @property
+    def address(self) -> int:
+        return int(self._xrt.xrtBOAddress(self.handle))
+
+    def map(self) -> NDArray[np.uint8]:
+        """The host's memory of it, which is only there as long as it is."""
+        address = _check(self._xrt.xrtBOMap(self.handle))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.size).from_address(address))
+
+    def upload(self, size: int | None = None, offset: int = 0) -> None:
+        _check(self._xrt.xrtBOSync(self.handle, 0, self.size if size is None else size, offset) == 0)
+
+    def download(self, size: int | None = None, offset: int = 0) -> None:
+        _check(self._xrt.xrtBOSync(self.handle, 1, self.size if size is None else size, offset) == 0)
+
+
+class Run:
+    """One run of a kernel; arguments are buffers and 32-bit words."""
+
+    def __init__(self, device: Device, kernel: str, arguments: Sequence[Buffer | int]) -> None:
+        self._xrt = _library()
+        self.handle = _check(self._xrt.xrtRunOpen(device.kernel(kernel)))
+        for index, argument in enumerate(arguments):
+            value = ctypes.c_void_p(argument.handle) if isinstance(argument, Buffer) else ctypes.c_uint32(argument)
+            _check(self._xrt.xrtRunSetArg(ctypes.c_void_p(self.handle), ctypes.c_int(index), value) == 0)
+
+    def start(self) -> None:
+        _check(self._xrt.xrtRunStart(self.handle) == 0)
+
+    def wait(self, timeout_ms: int = 30_000) -> State:
+        """The state at the run's end, or ``TIMEOUT``; may be called again then."""
+        return State(self._xrt.xrtRunWaitFor(self.handle, timeout_ms))
+
+    def state(self) -> State:
+        return State(self._xrt.xrtRunState(self.handle))
+
+    def close(self) -> None:
+        _check(self._xrt.xrtRunClose(self.handle) == 0)
+
+
+@contextmanager
+def opened(index: int, xclbin: Path) -> Iterator[Device]:
+    """A card for a while."""
+    device = Device(index, xclbin)
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def _check(result: int | bool | None) -> int:
+    if not result:
+        code = ctypes.get_errno()
+        raise XrtError(code, os.strerror(code))
+    return result
+
+
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL("libxrt_coreutil.so.2", use_errno=True)
+    pointer, size, unsigned = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+    for name in ("xrtDeviceOpen", "xrtPLKernelOpen", "xrtBOAlloc", "xrtBOSubAlloc", "xrtBOMap", "xrtRunOpen"):
+        getattr(library, name).restype = pointer
+    library.xrtBOAddress.restype = ctypes.c_uint64
+    signatures = {
+        "xrtDeviceOpen": [unsigned],
+        "xrtDeviceClose": [pointer],
+        "xrtDeviceLoadXclbinFile": [pointer, ctypes.c_char_p],
+        "xrtDeviceGetXclbinUUID": [pointer, pointer],
+        "xrtPLKernelOpen": [pointer, pointer, ctypes.c_char_p],
+        "xrtKernelClose": [pointer],
+        "xrtKernelArgGroupId": [pointer, ctypes.c_int],
+        "xrtBOAlloc": [pointer, size, ctypes.c_uint64, ctypes.c_uint32],
+        "xrtBOSubAlloc": [pointer, size, size],
+        "xrtBOFree": [pointer],
+        "xrtBOAddress": [pointer],
+        "xrtBOMap": [pointer],
+        "xrtBOSync": [pointer, ctypes.c_int, size, size],
+        "xrtRunOpen": [pointer],
+        "xrtRunStart": [pointer],
+        "xrtRunWaitFor": [pointer, unsigned],
+        "xrtRunState": [pointer],
+        "xrtRunClose": [pointer],
+    }
+    for name, arguments in signatures.items():
+        getattr(library, name).argtypes = arguments
+    return library

@@ -1,0 +1,114 @@
+"""Builds the emulated SmartSSD once per machine and state of the sources: its driver, its kernels, its xclbin.
+
+The build lies in ``build/`` and only what changed is compiled again; processes that want it at the same time wait for
+each other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hls.description import SMARTSSD
+from hls.xclbin import xclbin
+from tests.helpers.xrt import LIBRARIES
+from tests.native.builds import ROOT, run
+from tests.xrt.probe import PROBE_DESIGN
+
+__all__ = ["EmulatorBuild", "build"]
+
+_DRIVER = "libsmart_infinity_card.so.2"
+
+
+@dataclass(frozen=True)
+class EmulatorBuild:
+    """What XRT needs to run on emulated cards.
+
+    Attributes:
+        root: What ``XILINX_XRT`` names.
+        kernels: The library with the compute units, for ``SMART_INFINITY_CARD_KERNELS``.
+        xclbin: The kernels of ``hls/``.
+        probe_xclbin: The one kernel of ``probe_kernel.cpp``.
+    """
+
+    folder: Path
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "xilinx_xrt"
+
+    @property
+    def driver(self) -> Path:
+        return self.folder / _DRIVER
+
+    @property
+    def kernels(self) -> Path:
+        return self.folder / "libkernels.so"
+
+    @property
+    def ini(self) -> Path:
+        return self.folder / "xrt.ini"
+
+    @property
+    def xclbin(self) -> Path:
+        return self.folder / "smart_infinity.xclbin"
+
+    @property
+    def probe_xclbin(self) -> Path:
+        return self.folder / "probe.xclbin"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What has to be set before a process uses XRT for the first time."""
+        return {
+            "XILINX_XRT": str(self.root),
+            "XCL_EMULATION_MODE": "hw_emu",
+            "XRT_INI_PATH": str(self.ini),
+            "SMART_INFINITY_CARD_KERNELS": str(self.kernels),
+        }
+
+
+def build(sanitize: str = "") -> EmulatorBuild:
+    """Builds what is not up to date, which takes half a minute the first time.
+
+    Args:
+        sanitize: Sanitizers of the driver and the kernels, such as ``"address,undefined"``.
+    """
+    suffix = "_".join(["", *sanitize.split(",")]) if sanitize else ""
+    made = EmulatorBuild(ROOT / "build" / f"emulated_card{suffix}")
+    with _locked(made.folder):
+        if not (made.folder / "build.ninja").exists():
+            _configure(made.folder, sanitize)
+        run("cmake", "--build", made.folder)
+        _write_files(made)
+    return made
+
+
+def _configure(folder: Path, sanitize: str) -> None:
+    more = ROOT / "tests/xrt/probe_kernel.cpp"
+    settings = {"SMART_INFINITY_SANITIZE": sanitize, "SMART_INFINITY_MORE_KERNELS": str(more)}
+    options = [f"-D{name}={value}" for name, value in settings.items()]
+    run("cmake", "-S", ROOT / "hls/emulator", "-B", folder, "-G", "Ninja", *options)
+
+
+def _write_files(made: EmulatorBuild) -> None:
+    made.ini.write_text("[Runtime]\nhw_em_driver=smart_infinity_card\n")
+    made.xclbin.write_bytes(xclbin(SMARTSSD))
+    made.probe_xclbin.write_bytes(xclbin(PROBE_DESIGN))
+    libraries = made.root / "lib"
+    libraries.mkdir(parents=True, exist_ok=True)
+    for library in (made.driver, *LIBRARIES.glob("libxrt_*.so.2")):
+        link = libraries / library.name
+        if not link.is_symlink():
+            link.symlink_to(library)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
