@@ -2,10 +2,14 @@
 #pragma once
 
 #include <cstddef>
-#include <exception>
+#include <deque>
+#include <new>
 #include <stdexcept>
 #include <string>
-#include <vector>
+#include <type_traits>
+
+#include "chunks.hpp"
+#include "leftovers.hpp"
 
 namespace hls {
 
@@ -18,23 +22,51 @@ class stream<T, 0> {
     stream(const char* name, int) : name_(name) {}
     stream(const stream&) = delete;
     stream& operator=(const stream&) = delete;
+    ~stream() {
+        if (from_ != to_) sim::note_leftover(name_);
+        for (T* chunk : chunks_) memory_.give(chunk);
+    }
 
-    void write(const T& value) { values_.push_back(value); }
+    void write(const T& value) {
+        if (to_ == to_end_) append_chunk();
+        new (to_++) T(value);
+    }
 
     T read() {
-        if (next_ == values_.size()) throw std::logic_error(std::string("nothing to read in stream ") + name_);
-        const T value = values_[next_++];
-        if (next_ == values_.size()) {
-            values_.clear();
-            next_ = 0;
-        }
-        return value;
+        if (from_ == to_) throw std::logic_error(std::string("nothing to read in stream ") + name_);
+        if (from_ == from_end_) drop_chunk();
+        return *from_++;
     }
 
  private:
+    static_assert(std::is_trivially_copyable<T>::value, "chunks are handed on as they are");
+    static constexpr std::size_t kPerChunk = sim::Chunks::kBytes / sizeof(T);
+
+    void append_chunk() {
+        to_ = static_cast<T*>(memory_.take());
+        to_end_ = to_ + kPerChunk;
+        chunks_.push_back(to_);
+        if (chunks_.size() == 1) start_chunk();
+    }
+
+    void drop_chunk() {
+        memory_.give(chunks_.front());
+        chunks_.pop_front();
+        start_chunk();
+    }
+
+    void start_chunk() {
+        from_ = chunks_.front();
+        from_end_ = from_ + kPerChunk;
+    }
+
     const char* name_;
-    std::vector<T> values_;
-    std::size_t next_ = 0;
+    sim::Chunks& memory_ = sim::Chunks::of_this_thread();
+    std::deque<T*> chunks_;
+    T* to_ = nullptr;
+    T* to_end_ = nullptr;
+    T* from_ = nullptr;
+    T* from_end_ = nullptr;
 };
 
 }  // namespace hls

@@ -1,0 +1,107 @@
+#include "csim.hpp"
+
+#include <xmmintrin.h>
+
+#include <exception>
+#include <kernels.hpp>
+#include <leftovers.hpp>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#ifdef SMART_INFINITY_THREADED_SIMULATION
+#include <dataflow.hpp>
+#endif
+
+namespace sim {
+namespace {
+
+// Subnormals are zeros, as for the card's operators.
+class FlushedSubnormals {
+ public:
+    FlushedSubnormals() { _mm_setcsr(before_ | 0x8040); }
+    ~FlushedSubnormals() { _mm_setcsr(before_); }
+
+ private:
+    unsigned before_ = _mm_getcsr();
+};
+
+// A kernel's arguments: pointers come before words.
+struct Arguments {
+    void* const* buffers;
+    std::size_t num_arrays;
+    const std::uint32_t* words;
+    std::size_t next_pointer = 0;
+
+    // In and out pointers of an array are the same.
+    void* pointer() {
+        const std::size_t index = next_pointer++;
+        return buffers[index <= num_arrays ? index : index - num_arrays];
+    }
+
+    template <class T>
+    T next() {
+        if constexpr (std::is_pointer_v<T>) {
+            return static_cast<T>(pointer());
+        } else {
+            return *words++;
+        }
+    }
+};
+
+template <class... Types>
+void call(void (*kernel)(Types...), Arguments arguments) {
+    std::apply(kernel, std::tuple<Types...>{arguments.next<Types>()...});  // braces: in order
+}
+
+void call(std::uint32_t kernel, const Arguments& arguments) {
+    switch (kernel) {
+        case 1:
+            return call(adamw_update, arguments);
+        case 2:
+            return call(adagrad_update, arguments);
+        default:
+            return call(sgd_update, arguments);
+    }
+}
+
+std::string failure_of(std::uint32_t kernel, const Arguments& arguments) {
+#ifdef SMART_INFINITY_THREADED_SIMULATION
+    Dataflow dataflow;
+    Dataflow::current() = &dataflow;
+    call(kernel, arguments);
+    Dataflow::current() = nullptr;
+    return dataflow.failure();
+#else
+    try {
+        call(kernel, arguments);
+    } catch (const std::exception& error) {
+        return error.what();
+    }
+    return {};
+#endif
+}
+
+}  // namespace
+
+std::size_t num_arrays(std::uint32_t kernel) { return kernel == 1 ? 3 : 2; }
+
+std::string simulate(std::uint32_t kernel, void* const* buffers, const std::uint32_t* words) {
+    const FlushedSubnormals flushed;
+    leftovers().clear();
+    const std::string failure = failure_of(kernel, {buffers, num_arrays(kernel), words});
+    if (!failure.empty() || leftovers().empty()) return failure;
+    return "not read to the end: " + leftovers();
+}
+
+}  // namespace sim
+
+extern "C" {
+
+// For ctypes. What went wrong is put into `message`, cut to `capacity` bytes; empty if nothing did.
+void csim_run(std::uint32_t kernel, void* const* buffers, const std::uint32_t* words, char* message,
+              std::size_t capacity) {
+    const std::string failure = sim::simulate(kernel, buffers, words);
+    message[failure.copy(message, capacity - 1)] = '\0';
+}
+}

@@ -1,0 +1,107 @@
+// The processes of one call of a top, and its watchdog: when every process that is left waits for a stream, none will
+// ever go on. That is found when it happens, without a clock.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+
+namespace sim {
+
+struct Deadlock : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// Name of the process that the calling thread runs.
+inline std::string& process_name() {
+    thread_local std::string name = "the top";
+    return name;
+}
+
+class Dataflow {
+ public:
+    // A process that waits for a stream, until the stream's other process serves it.
+    struct Waiter {
+        std::string what;
+        bool served = false;
+        std::condition_variable wake;
+    };
+
+    // Of the calling thread; nullptr outside of a simulation.
+    static Dataflow*& current() {
+        thread_local Dataflow* dataflow = nullptr;
+        return dataflow;
+    }
+
+    std::mutex& mutex() { return mutex_; }
+
+    void add_process() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        ++num_running_;
+    }
+
+    void end_process(const std::string& failure) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (failure_.empty()) failure_ = failure;
+        --num_running_;
+        look_for_deadlock();
+    }
+
+    // The top has started all its processes and goes on when they have ended.
+    void all_started() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (starting_) --num_running_;
+        starting_ = false;
+        look_for_deadlock();
+    }
+
+    // With the mutex held. `slot` is where the other process finds the waiter, to serve it.
+    void wait(std::unique_lock<std::mutex>& lock, Waiter*& slot, const std::string& what) {
+        Waiter waiter;
+        waiter.what = process_name() + " waits to " + what;
+        slot = &waiter;
+        waiters_.insert(&waiter);
+        --num_running_;
+        look_for_deadlock();
+        waiter.wake.wait(lock, [&] { return waiter.served || deadlocked_; });
+        if (waiter.served) return;
+        slot = nullptr;
+        waiters_.erase(&waiter);
+        ++num_running_;
+        throw Deadlock(failure_);
+    }
+
+    // With the mutex held.
+    void serve(Waiter*& slot) {
+        if (slot == nullptr) return;
+        slot->served = true;
+        waiters_.erase(slot);
+        ++num_running_;
+        slot->wake.notify_one();
+        slot = nullptr;
+    }
+
+    // Why the first process failed; empty if none did. To be read when all have ended.
+    const std::string& failure() const { return failure_; }
+
+ private:
+    void look_for_deadlock() {
+        if (num_running_ > 0 || waiters_.empty() || deadlocked_) return;
+        deadlocked_ = true;
+        std::string waiting;
+        for (const Waiter* waiter : waiters_) waiting += (waiting.empty() ? "" : "; ") + waiter->what;
+        failure_ = (failure_.empty() ? "deadlock: " : failure_ + "; then ") + waiting;
+        for (Waiter* waiter : waiters_) waiter->wake.notify_one();
+    }
+
+    std::mutex mutex_;
+    bool starting_ = true;
+    int num_running_ = 1;  // the top, while it starts processes
+    std::set<Waiter*> waiters_;
+    bool deadlocked_ = false;
+    std::string failure_;
+};
+
+}  // namespace sim
