@@ -68,10 +68,11 @@ demo: setup ## Train a small language model on text found on this machine (about
 
 test: lint types contracts unit ## All checks: lint, types, architecture contracts, tests
 
-lint: $(INSTALLED) ## Style of Python and C++ (ruff, clang-format)
+lint: $(INSTALLED) ## Style of Python and C++ (ruff, clang-format), what no card could run in kernels (libclang)
 	ruff check .
 	ruff format --check .
 	clang-format --dry-run -Werror $(CXX_FILES)
+	python -m hls.lint
 
 types: $(INSTALLED) ## mypy --strict on the package and on examples of user code
 	mypy

@@ -18,6 +18,7 @@ from hls.lint.synthesis import check_synthesis
 __all__ = ["Finding", "lint"]
 
 _ROOT = Path(__file__).parents[2]
+_STAND_INS = Path(__file__).with_name("include")
 
 
 def lint(design: Design, *, root: Path = _ROOT) -> list[Finding]:
@@ -26,15 +27,13 @@ def lint(design: Design, *, root: Path = _ROOT) -> list[Finding]:
     Args:
         design: Kernels and compute units.
         root: Folder that the kernels' sources lie below. Their headers are looked for in ``hls/include``, those that
-            take the place of the toolchain's in ``hls/sim/include``.
+            take the place of the toolchain's in ``hls/sim/include`` and, where simulation does without them, here.
     """
     missing = [Finding(str(root / k.source), 1, "is missing") for k in design.kernels if not (root / k.source).exists()]
     if missing:
         return missing
-    sources = {
-        kernel: Source(root / kernel.source, include=[root / "hls/include"], stand_ins=[root / "hls/sim/include"])
-        for kernel in design.kernels
-    }
+    include, stand_ins = [root / "hls/include"], [root / "hls/sim/include", _STAND_INS]
+    sources = {k: Source(root / k.source, include=include, stand_ins=stand_ins) for k in design.kernels}
     findings = {finding for kernel, source in sources.items() for finding in _check(source, kernel)}
     tops = [
         (top, sum(unit.kernel == kernel for unit in design.compute_units))
@@ -45,7 +44,9 @@ def lint(design: Design, *, root: Path = _ROOT) -> list[Finding]:
 
 
 def _check(source: Source, kernel: Kernel) -> Iterator[Finding]:
-    yield from source.errors
+    if source.errors:
+        yield from source.errors
+        return
     yield from check_pragmas(source)
     yield from check_top(source, kernel)
     unsynthesisable = [finding for top in source.tops for finding in check_synthesis(source, top)]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from clang.cindex import CursorKind, TypeKind
 
 from hls.lint.source import FUNCTIONS, Cursor, Finding, Function, Source, parameters
-from hls.lint.synthesis import calls
 
 __all__ = ["check_dataflow"]
 
@@ -61,10 +60,10 @@ def _check_function(source: Source, function: Cursor, bundles: Mapping[str, str]
         body = _block_around(function, pragma.line)
         yield from _check_form(function, body)
         region = _Region(function, pragma.line, tuple(_processes(body)), bundles)
-        yield from _check_streams(region, body)
+        yield from _check_streams(source, region, body)
         yield from _check_pointers(region)
         yield from _check_bundles(region)
-    for call, called in calls(function):
+    for call, called in source.calls(function):
         if source.owns(called):
             yield from _check_function(source, called, _passed_on(call, called, bundles))
 
@@ -104,13 +103,13 @@ def _processes(body: Cursor) -> Iterator[_Process]:
             yield _Process(f"{call.spelling} (line {call.location.line})", function, tuple(call.get_arguments()))
 
 
-def _check_streams(region: _Region, body: Cursor) -> Iterator[Finding]:
+def _check_streams(source: Source, region: _Region, body: Cursor) -> Iterator[Finding]:
     readers: dict[str, list[str]] = defaultdict(list)
     writers: dict[str, list[str]] = defaultdict(list)
     for process in region.processes:
         for position, argument in enumerate(process.arguments):
             stream = _stream(argument)
-            reads, writes = _directions(process.function, position) if stream else (False, False)
+            reads, writes = _directions(source, process.function, position) if stream else (False, False)
             if reads:
                 readers[stream].append(process.name)
             if writes:
@@ -145,18 +144,18 @@ def _stream(argument: Cursor) -> str:
     return "".join(token.spelling for token in argument.get_tokens())
 
 
-def _directions(function: Cursor, position: int) -> tuple[bool, bool]:
+def _directions(source: Source, function: Cursor, position: int) -> tuple[bool, bool]:
     """Whether a function reads from, and writes to, the stream that is its parameter."""
     stream = str(parameters(function)[position].spelling)
     reads = writes = False
-    for call, called in calls(function):
+    for call, called in source.calls(function):
         if _receiver(call) == stream:
             reads |= called.spelling in _READS
             writes |= called.spelling in _WRITES
             continue
         for index, argument in enumerate(call.get_arguments()):
             if _stream(argument) == stream and index < len(parameters(called)):
-                further = _directions(called, index)
+                further = _directions(source, called, index)
                 reads, writes = reads or further[0], writes or further[1]
     return reads, writes
 

@@ -90,7 +90,7 @@ def _check_argument(top: Function, parameter: Cursor, argument: Argument) -> Ite
             bundle = pragma.options.get("bundle")
             if bundle != argument.bundle:
                 yield pragma.finding(f"port {argument.name} is in bundle {bundle}; described is {argument.bundle}")
-            if pragma.options.get("offset") != "slave":
+            if pragma.options.get("offset", "slave") != "slave":
                 yield pragma.finding(f"port {argument.name} needs offset=slave: the host sets its address")
 
 

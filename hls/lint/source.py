@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ _HOUSES = frozenset(
     }
 )
 _STANDARD = "-std=c++14"  # what v++ takes unless told otherwise
+_COMPILER = os.environ.get("CXX", "c++")
 _ERROR = 3  # clang's severity
 
 
@@ -112,11 +114,13 @@ class Source:
 
     def __init__(self, path: Path, *, include: Sequence[Path] = (), stand_ins: Sequence[Path] = ()) -> None:
         self.path = str(path)
+        self._stand_ins = [str(folder) for folder in stand_ins]
         arguments = [
             *("-x", "c++", _STANDARD, "-D__SYNTHESIS__"),
             *(f"-I{folder}" for folder in include),
             *(part for folder in stand_ins for part in ("-isystem", str(folder))),
         ]
+        self._calls: dict[str, list[tuple[Cursor, Cursor]]] = {}
         self._files, self._pragmas = _preprocessed(self.path, arguments)
         self._unit = Index.create().parse(self.path, args=[*arguments, "-isystem", _compiler_headers()])
         self.functions = [Function(cursor) for cursor in _functions(self._unit.cursor, self._files)]
@@ -157,6 +161,19 @@ class Source:
         """Whether it stands in one of the project's files."""
         return _file(cursor) in self._files
 
+    def is_toolchain(self, cursor: Cursor) -> bool:
+        """Whether it stands in a header of the toolchain, or in what takes its place."""
+        return str(Path(_file(cursor)).parent) in self._stand_ins
+
+    def calls(self, function: Cursor) -> list[tuple[Cursor, Cursor]]:
+        """Every call in a function: the call, and what it calls (an instance, where that is a template)."""
+        name = function.get_usr()
+        if name not in self._calls:
+            found = (c for c in function.walk_preorder() if c.kind == CursorKind.CALL_EXPR and c.referenced)
+            known = (c for c in found if c.referenced.kind in FUNCTIONS)
+            self._calls[name] = [(c, c.referenced.get_definition() or c.referenced) for c in known]
+        return self._calls[name]
+
     def written(self, cursor: Cursor) -> Function | None:
         """The function as it was written, of which ``cursor`` may be an instance."""
         place = (_file(cursor), cursor.location.line)
@@ -178,7 +195,7 @@ def parameters(function: Cursor) -> list[Cursor]:
 
 def _preprocessed(path: str, arguments: Sequence[str]) -> tuple[set[str], list[Pragma]]:
     """The project's files that take part, and the pragmas that no condition removed."""
-    command = ["g++", "-E", *arguments, path]
+    command = [_COMPILER, "-E", *arguments, path]
     completed = subprocess.run(command, capture_output=True, text=True)
     files, pragmas = {path}, []
     file, line, is_system = path, 0, False
@@ -207,7 +224,7 @@ def _pragma(path: str, line: int, family: str, text: str) -> Pragma:
 @lru_cache(maxsize=1)
 def _compiler_headers() -> str:
     """Folder of stddef.h and its like, which do not come with libclang."""
-    found = subprocess.run(["g++", "-print-file-name=include"], capture_output=True, text=True, check=True)
+    found = subprocess.run([_COMPILER, "-print-file-name=include"], capture_output=True, text=True, check=True)
     return found.stdout.strip()
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from clang.cindex import CursorKind, TypeKind
 
 from hls.lint.source import FUNCTIONS, Cursor, Finding, Function, Source
 
-__all__ = ["calls", "check_synthesis"]
+__all__ = ["check_synthesis"]
 
 _CONSTRUCTS = {
     CursorKind.CXX_NEW_EXPR: "new",
@@ -38,13 +37,6 @@ def check_synthesis(source: Source, top: Function) -> Iterator[Finding]:
             yield _finding(function, f"{function.spelling} calls itself, which cannot be synthesised")
 
 
-def calls(function: Cursor) -> Iterator[tuple[Cursor, Cursor]]:
-    """Every call in a function: the call, and what it calls (an instance, where that is a template)."""
-    for cursor in function.walk_preorder():
-        if cursor.kind == CursorKind.CALL_EXPR and cursor.referenced and cursor.referenced.kind in FUNCTIONS:
-            yield cursor, cursor.referenced.get_definition() or cursor.referenced
-
-
 def _reached(source: Source, top: Cursor) -> dict[str, Cursor]:
     """The project's functions that a call of ``top`` runs, itself among them, by their unique names."""
     found, waiting = {}, [top]
@@ -52,13 +44,13 @@ def _reached(source: Source, top: Cursor) -> dict[str, Cursor]:
         function = waiting.pop()
         if function.get_usr() not in found and source.owns(function):
             found[function.get_usr()] = function
-            waiting.extend(called for _, called in calls(function))
+            waiting.extend(called for _, called in source.calls(function))
     return found
 
 
 def _reachable_names(source: Source, function: Cursor) -> set[str]:
     """Unique names of what a function calls, directly or not."""
-    return {name for _, called in calls(function) for name in _reached(source, called)}
+    return {name for _, called in source.calls(function) for name in _reached(source, called)}
 
 
 def _check_construct(cursor: Cursor) -> Iterator[Finding]:
@@ -78,14 +70,8 @@ def _check_call(source: Source, cursor: Cursor) -> Iterator[Finding]:
         # Conversions and constructions without a function show up as calls of nothing.
         if called is not None and called.type.get_canonical().kind == TypeKind.POINTER:
             yield _finding(cursor, f"a call through the pointer {called.spelling} cannot be synthesised")
-    elif not source.owns(called) and not _is_toolchain(called):
+    elif not source.owns(called) and not source.is_toolchain(called):
         yield _finding(cursor, f"call of {called.spelling}, which is neither the project's nor the toolchain's")
-
-
-def _is_toolchain(function: Cursor) -> bool:
-    """Whether a header that comes with the synthesis tool declares it."""
-    file = function.location.file
-    return file is not None and Path(str(file)).name.startswith(("hls_", "ap_"))
 
 
 def _finding(cursor: Cursor, message: str) -> Finding:
