@@ -13,11 +13,12 @@ from lightning_smartinfinity import _autoload
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.callbacks import StorageTrafficMonitor
-    from lightning_smartinfinity.config import TransferConfig
+    from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
     from lightning_smartinfinity.errors import (
         CheckpointError,
         ConfigError,
         CudaError,
+        DeviceError,
         SmartInfinityError,
         StorageCorruptError,
         StorageError,
@@ -36,11 +37,13 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CudaError",
+    "DeviceError",
     "RandomStates",
     "SmartInfinityError",
     "SmartInfinityFabricStrategy",
     "SmartInfinityPrecision",
     "SmartInfinityStrategy",
+    "SmartSSDConfig",
     "StorageCorruptError",
     "StorageError",
     "StorageFullError",
@@ -55,11 +58,13 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "CudaError": "errors",
+    "DeviceError": "errors",
     "RandomStates": "rng",
     "SmartInfinityError": "errors",
     "SmartInfinityFabricStrategy": "fabric",
     "SmartInfinityPrecision": "precision",
     "SmartInfinityStrategy": "strategy",
+    "SmartSSDConfig": "config",
     "StorageCorruptError": "errors",
     "StorageError": "errors",
     "StorageFullError": "errors",

@@ -9,6 +9,7 @@
     │   ├── StorageFullError                   too little free space, or the disk ran full
     │   ├── StorageLockedError                 another job owns the folder
     │   └── StorageCorruptError                a checksum, a foreign extent, a newer format
+    ├── DeviceError            (RuntimeError)  a SmartSSD, its runtime or its bitstream failed
     ├── CudaError              (RuntimeError)  the CUDA driver refused a call, or a copy failed
     └── CheckpointError        (RuntimeError)  a checkpoint does not fit this model or is damaged
 
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CudaError",
+    "DeviceError",
     "SmartInfinityError",
     "StorageCorruptError",
     "StorageError",
@@ -70,6 +72,10 @@ class StorageLockedError(StorageError):
 
 class StorageCorruptError(StorageError):
     """A checksum mismatch, a foreign extent or a newer format."""
+
+
+class DeviceError(SmartInfinityError, RuntimeError):
+    """A SmartSSD, its runtime or its bitstream failed."""
 
 
 class CudaError(SmartInfinityError, RuntimeError):

@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
 from lightning_smartinfinity.near_storage import NearStorage
@@ -45,7 +45,9 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     Args:
         storage: A folder, or one per storage device. Default: ``smart_infinity`` below the current folder.
-        update_device: Where the update runs: ``"host"`` (CPU), or ``"auto"``.
+        update_device: Where the update runs: ``"host"`` (CPU), ``"smartssd"`` (the accelerators of SmartSSDs), or
+            ``"auto"``: SmartSSDs if a bitstream for them is named and they can be used, else the host.
+        smartssd: The bitstream and the cards, how gradients reach them, and how they are called.
         state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
             ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4).
         overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), ``"backward"`` (and the
@@ -72,6 +74,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         storage: str | Path | Sequence[str | Path] | None = None,
         *,
         update_device: str = "auto",
+        smartssd: SmartSSDConfig | None = None,
         state_format: str = "fp32",
         overlap: str = "auto",
         compression: object | None = None,
@@ -93,6 +96,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             options,
             known=FabricOptions,
             update_device=update_device,
+            smartssd=smartssd,
             state_format=state_format,
             overlap=overlap,
             compression=compression,

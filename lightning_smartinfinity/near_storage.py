@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.devices.base import Traffic
+from lightning_smartinfinity.devices.smartssd.bitstream import require_bitstream_named
 from lightning_smartinfinity.lightning_options import attributes_of, check_options
 from lightning_smartinfinity.settings import (
     check_absent,
     check_choices,
     check_lightning_options,
+    checked_smartssd,
     checked_transfer,
     is_16_bit,
     nvme_path_of,
@@ -51,6 +53,7 @@ class NearStorage:
         *,
         known: type,
         update_device: str,
+        smartssd: SmartSSDConfig | None,
         state_format: str,
         overlap: str,
         compression: object | None,
@@ -71,6 +74,10 @@ class NearStorage:
         self._storage = storage_folders(storage)
         self._transfer = checked_transfer(transfer)
         self._state_format = state_format
+        self._update_device = update_device
+        self._smartssd = checked_smartssd(smartssd, update_device=update_device, state_format=state_format)
+        if update_device == "smartssd":
+            require_bitstream_named(smartssd)
         self._overlap = overlap
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
@@ -180,6 +187,7 @@ class NearStorage:
         from lightning_smartinfinity.zero3.partition import make_contiguous
         from lightning_smartinfinity.zero3.release import end_training, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
+        from lightning_smartinfinity.zero3.update_device import choose_update_device
         from lightning_smartinfinity.zero3.validation import (
             check_dtype,
             check_model,
@@ -203,7 +211,10 @@ class NearStorage:
             transfer=self._transfer,
             state_format=self._state_format,
             overlap=self._overlap,
+            update_device=self._update_device,
+            smartssd=self._smartssd,
         )
+        offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
         with self._parameters_on_storage(), engine_with(offload):
             if self._parameters is not None:
                 require_parameter_space(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "check_choices",
     "check_lightning_options",
     "check_save_path",
+    "checked_smartssd",
     "checked_transfer",
     "is_16_bit",
     "nvme_path_of",
@@ -33,7 +35,7 @@ _NUMBERS: dict[str, tuple[type, int, float]] = {
     "min_loss_scale": (float, 0, sys.float_info.max),
 }
 _CHOICES = {
-    "update_device": ("auto", "host"),
+    "update_device": ("auto", "host", "smartssd"),
     "state_format": ("fp32", "bf16", "int8", "int8_remainder"),
     "overlap": ("auto", "none", "forward", "backward"),
 }
@@ -120,6 +122,25 @@ def checked_transfer(transfer: TransferConfig | None) -> TransferConfig:
             "Pass transfer=TransferConfig(...).",
         )
     return transfer
+
+
+def checked_smartssd(
+    smartssd: SmartSSDConfig | None, *, update_device: str, state_format: str
+) -> SmartSSDConfig | None:
+    """The settings of cards, which have to fit the others."""
+    if smartssd is not None and not isinstance(smartssd, SmartSSDConfig):
+        raise ConfigError(
+            f"smartssd={smartssd!r} of the smart_infinity strategy is not a SmartSSDConfig.",
+            "Pass smartssd=SmartSSDConfig(...).",
+        )
+    if update_device == "smartssd" and state_format != "fp32":
+        raise ConfigError(
+            f"update_device='smartssd' holds optimizer state in fp32 alone, not in state_format={state_format!r}.",
+            "Use state_format='fp32', or update_device='host'.",
+        )
+    if update_device == "host" and smartssd is not None:
+        warnings.warn("smartssd=... is ignored with update_device='host'.", stacklevel=4)
+    return smartssd
 
 
 def nvme_path_of(zero: Mapping[str, Any] | None) -> Path | None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.store.extents import STATE_FORMATS
 
 __all__ = ["add_to"]
@@ -29,14 +29,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--tasklet-bytes",
         type=int,
-        default=TransferConfig.tasklet_bytes,
+        default=HOST_TASKLET_BYTES,
         help="TransferConfig(tasklet_bytes=...) of the new state (default: %(default)s)",
     )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.transfer.convert import convert_store  # torch, which takes its time
 
     progress = _Progress(shown=not options.quiet)
@@ -51,6 +51,7 @@ def _run(options: argparse.Namespace) -> None:
     )
     whose = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     print(f"Converted the state of {whose} to {options.state_format}: {', '.join(map(str, options.into))}")
+    return 0
 
 
 class _Progress:

@@ -62,6 +62,9 @@ class Traffic:
         io_cpu_seconds: CPU time of the threads that do I/O.
         cached_read_bytes: State that would have been read, and was in host memory (``dram_cache_bytes``).
         cached_write_bytes: State that would have been written, and is in host memory only.
+        padding_bytes: Moved inside devices beside state: what fills blocks up.
+        control_bytes: What keeps state whole: commit records and, where devices update, trailers of extents and the
+            status of each run. (Trailers that the host reads and writes are part of its extents.)
         folders: Of optimizer state by storage folder, in their order.
     """
 
@@ -81,6 +84,8 @@ class Traffic:
     io_cpu_seconds: float = 0.0
     cached_read_bytes: int = 0
     cached_write_bytes: int = 0
+    padding_bytes: int = 0
+    control_bytes: int = 0
     folders: tuple[FolderTraffic, ...] = ()
 
     @classmethod
@@ -156,6 +161,14 @@ class StorageDevice(ABC):
 
     @property
     @abstractmethod
+    def updates_from_parameters(self) -> bool:
+        """Whether an update can take masters from parameters in memory that are the masters.
+
+        If not, it takes them from storage, as it does for parameters in 16 bit.
+        """
+
+    @property
+    @abstractmethod
     def description(self) -> str:
         """Of the open device, for a user to read: where it updates and what moves the state."""
 
@@ -190,6 +203,7 @@ class StorageDevice(ABC):
         Raises:
             StorageError: The batch failed. :meth:`drain` must still be called.
             CudaError: The same, copying parameters from or to a CUDA device.
+            DeviceError: The same, on a card.
         """
 
     @abstractmethod

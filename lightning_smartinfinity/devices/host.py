@@ -22,6 +22,7 @@ _IO_THREADS_PER_FILE = 4
 _MOST_BUFFERS = 4096
 _SMALLEST_EXTENT = 2 * BLOCK_BYTES  # an empty partition has no extents, but a ring all the same
 _CORRUPT_REMEDIES = {
+    "gradient": "A compressed gradient does not describe its tasklet: check the memory, and resume from a checkpoint.",
     "checksum": "The device returned other bytes than were written: check its health and resume from a checkpoint.",
     "foreign": "Another job wrote there: give each its own storage folder and resume from a checkpoint.",
     "generation": "A write was lost or the file was replaced: check the device and resume from a checkpoint.",
@@ -67,6 +68,10 @@ class HostDevice(StorageDevice):
 
     @property
     def moves_tasklets(self) -> bool:
+        return True
+
+    @property
+    def updates_from_parameters(self) -> bool:
         return True
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
 from lightning_smartinfinity.store import StateStore
@@ -37,7 +37,7 @@ def convert_store(
     state_format: str,
     job: str = "default",
     rank: int | None = None,
-    tasklet_bytes: int = TransferConfig.tasklet_bytes,
+    tasklet_bytes: int = HOST_TASKLET_BYTES,
     progress: Progress = lambda rank, done, numel: None,
 ) -> tuple[int, ...]:
     """Write kept optimizer state anew, in another format and other folders; the old one stays.
@@ -111,7 +111,8 @@ def _convert(
         opened.callback(source.close, remove=False)
         manifest = source.manifest
         _check_format(state_format, manifest)
-        layout = _layout(manifest, tasklet_bytes=config.tasklet_bytes, num_devices=len(into), state_format=state_format)
+        wanted = config.tasklet_bytes or HOST_TASKLET_BYTES
+        layout = _layout(manifest, tasklet_bytes=wanted, num_devices=len(into), state_format=state_format)
         target = StateStore.create(
             into,
             config=replace(config, durability=manifest.durability),

@@ -209,7 +209,9 @@ class Step:
                 gradients=gradients,
                 outputs=outputs,
                 # Parameters in memory that are the masters, or half of them; a staging buffer only passes them on.
-                master_in_parameter=isinstance(outputs, FlatMemory) and outputs.dtype == self._master_dtype,
+                master_in_parameter=self._device.updates_from_parameters
+                and isinstance(outputs, FlatMemory)
+                and outputs.dtype == self._master_dtype,
             )
 
         return make_batch

@@ -26,7 +26,7 @@ from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3 import checkpoint
 from lightning_smartinfinity.zero3.collectives import failing_together, raise_together, raising_together, sum_over_ranks
@@ -105,13 +105,13 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         transfer = self._offload.transfer
         layout = build_layout(
             describe_partition(self),
-            tasklet_bytes=transfer.tasklet_bytes,
+            tasklet_bytes=self._offload.tasklet_bytes,
             num_arrays=len(rule.arrays),
             num_devices=len(self._offload.storage),
             num_slots=transfer.num_slots,
             state_format=self._offload.state_format,
         )
-        layout = with_cache(layout, transfer, self.dp_process_group)
+        layout = with_cache(layout, self._offload, self.dp_process_group)
         self.parameter_index = {param.ds_id: i for i, param in enumerate(_flatten(self.fp16_groups))}
         zero_padding(self, layout)
         link = link_to(torch.device(get_accelerator().current_device_name()))
@@ -121,12 +121,16 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             layout,
             rule,
             dtype=self.dtype,
+            gradient_dtype=self.gradient_accumulation_dtype,
             groups=self.optimizer.param_groups,
-            masters=outputs_of(self),
+            masters=self._outputs(),
             first_values=self.first_values,
             group=self.dp_process_group,
         )
         self.rank_state.hold_handler(handler)
+
+    def _outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:
+        return outputs_of(self, by_cuda=self._offload.cards is None)
 
     def _create_fp32_partitions(self) -> None:
         # Empty stand-ins: the base class and DeepSpeed's tools index this list, nothing may be stored in it.
@@ -225,7 +229,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         return StepPlan(
             active=active,
             gradients=self.arena.flats(),
-            outputs=outputs_of(self),
+            outputs=self._outputs(),
             groups=self.optimizer.param_groups,
             gradient_scale=gradient_scale,
             first_uses=self.update.first_uses(),

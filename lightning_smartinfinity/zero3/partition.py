@@ -56,16 +56,17 @@ def make_contiguous(model: torch.nn.Module) -> None:
             param.data = param.data.contiguous()
 
 
-def outputs_of(optimizer: Any) -> Sequence[Flat] | CudaPartition | StagedPartition:
+def outputs_of(optimizer: Any, *, by_cuda: bool = True) -> Sequence[Flat] | CudaPartition | StagedPartition:
     """Where updated parameters go: into host memory, to a CUDA device, or staged on their way to storage or elsewhere.
 
     Args:
         optimizer: DeepSpeed's, with its sub-groups made and every parameter partitioned.
+        by_cuda: The storage device can copy to a CUDA device by itself.
     """
     partitions = optimizer.fp16_partitioned_groups_flat
     if lies_in_host_memory(optimizer):
         return [flat_of(partition) for partition in partitions]
-    link = None if has_stored_parameters(optimizer) else link_to(partitions[0].device)
+    link = None if has_stored_parameters(optimizer) or not by_cuda else link_to(partitions[0].device)
     return link.partition(partitions) if link is not None else staged_partition(optimizer)
 
 

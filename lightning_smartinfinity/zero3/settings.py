@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.config import (
+    CARD_TASKLET_BYTES,
+    HOST_TASKLET_BYTES,
+    SmartSSDConfig,
+    TransferConfig,
+)
+from lightning_smartinfinity.devices.smartssd import CardPlan
 
 __all__ = ["OffloadSettings", "ParameterSettings"]
 
@@ -19,12 +25,23 @@ class OffloadSettings:
         transfer: Ring, engine and durability.
         state_format: How it lies there.
         overlap: What the update may run beside: ``"none"``, ``"forward"``, ``"backward"`` or ``"auto"``.
+        update_device: Where the user wants it to run: ``"auto"``, ``"host"`` or ``"smartssd"``.
+        smartssd: The user's settings of cards.
+        cards: That it runs on; None: the host.
     """
 
     storage: tuple[Path, ...]
     transfer: TransferConfig
     state_format: str = "fp32"
     overlap: str = "none"
+    update_device: str = "host"
+    smartssd: SmartSSDConfig | None = None
+    cards: CardPlan | None = None
+
+    @property
+    def tasklet_bytes(self) -> int:
+        """``TransferConfig.tasklet_bytes``, or what suits the device."""
+        return self.transfer.tasklet_bytes or (HOST_TASKLET_BYTES if self.cards is None else CARD_TASKLET_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.devices.host import HostDevice
+from lightning_smartinfinity.devices.smartssd import CardRing, SmartSSDDevice, kernel_of
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.store import (
     SpaceRequest,
@@ -41,6 +42,7 @@ def open_storage(
     rule: UpdateRule,
     *,
     dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
     groups: Sequence[Mapping[str, Any]],
     masters: Sequence[Flat] | CudaPartition | StagedPartition,
     first_values: Sequence[float],
@@ -54,7 +56,8 @@ def open_storage(
         settings: Folders and transfer settings, alike on all ranks.
         layout: This rank's partition.
         rule: The optimizer's update rule.
-        dtype: Of the parameters, for the manifest.
+        dtype: Of the parameters.
+        gradient_dtype: Of the gradient arena.
         groups: The optimizer's parameter groups, for the manifest.
         masters: This rank's partition: the masters are widened from it.
         first_values: Of the other arrays.
@@ -71,7 +74,7 @@ def open_storage(
         description = _describe(layout, rule, dtype, groups)
         store = _create_store(settings, layout, description, group, job_id)
         opened.callback(store.close, remove=True)
-        handler = TransferHandler(layout, store, _host_device(settings.transfer), rule=rule)
+        handler = TransferHandler(layout, store, _device(settings, layout, rule, dtype, gradient_dtype), rule=rule)
         opened.callback(handler.close, remove=True)
         handler.open()
         handler.initialize(masters, first_values=first_values)
@@ -86,20 +89,44 @@ def open_storage(
     return handler
 
 
-def with_cache(layout: PartitionLayout, transfer: TransferConfig, group: Any) -> PartitionLayout:
-    """The layout with the resident tasklets that ``dram_cache_bytes`` asks for. Collective."""
+def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: Any) -> PartitionLayout:
+    """The layout with the resident tasklets that ``dram_cache_bytes`` asks for; cards have none. Collective."""
+    if settings.cards is not None:
+        return layout
+    transfer = settings.transfer
     nbytes = transfer.dram_cache_bytes
     if isinstance(nbytes, str):
         # Memory of the arena and of the ring, some of which has not been touched yet.
-        reserved = _MOST_ITEM_BYTES * layout.numel + transfer.num_buffers * transfer.tasklet_bytes
+        reserved = _MOST_ITEM_BYTES * layout.numel + transfer.num_buffers * settings.tasklet_bytes
         reports: list[MemoryReport] = gather(measure_memory(reserved=reserved), group)
         nbytes = share_of_memory(reports, platform.node())
     return with_residents(layout, nbytes=nbytes, written_through=transfer.writes_through)
 
 
-def _host_device(transfer: TransferConfig) -> HostDevice:
-    return HostDevice(
-        num_buffers=transfer.num_buffers, compute_threads=transfer.compute_threads, io_engine=transfer.io_engine
+def _device(
+    settings: OffloadSettings,
+    layout: PartitionLayout,
+    rule: UpdateRule,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+) -> StorageDevice:
+    transfer, cards = settings.transfer, settings.cards
+    if cards is None:
+        return HostDevice(
+            num_buffers=transfer.num_buffers, compute_threads=transfer.compute_threads, io_engine=transfer.io_engine
+        )
+    numel = layout.extents.tasklet_numel
+    ring = CardRing(
+        num_buffers=transfer.num_buffers,
+        gradient_bytes=numel * gradient_dtype.itemsize,
+        parameter_bytes=numel * dtype.itemsize,
+    )
+    return SmartSSDDevice(
+        cards,
+        kernel=kernel_of(rule.name),
+        ring=ring,
+        compute_threads=transfer.compute_threads,
+        io_engine=transfer.io_engine,
     )
 
 
@@ -133,13 +160,13 @@ def require_parameter_space(
     transfer = offload.transfer
     layout = build_layout(
         [ParameterSlice(name="", numel=n, real_numel=n, group=0, sub_group=0) for n in numels],
-        tasklet_bytes=transfer.tasklet_bytes,
+        tasklet_bytes=offload.tasklet_bytes,
         num_arrays=len(rule_for(optimizer).arrays),
         num_devices=len(offload.storage),
         num_slots=transfer.num_slots,
         state_format=offload.state_format,
     )
-    extents = with_cache(layout, transfer, None).extents
+    extents = with_cache(layout, offload, None).extents
     requests: list[SpaceRequest] = []
     with raising_together():
         requests = measure_space(

@@ -19,6 +19,7 @@ PUBLIC = {
     "SmartInfinityFabricStrategy",
     "SmartInfinityPrecision",
     "SmartInfinityStrategy",
+    "SmartSSDConfig",
     "StorageTrafficMonitor",
     "TransferConfig",
     "__version__",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.devices import HostDevice
+from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.store import StateStore, StoreDescription
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.handler import TransferHandler
@@ -70,7 +70,9 @@ class Case:
 class Run:
     """A partition in memory, its state on storage, and the same training in torch beside it."""
 
-    def __init__(self, folder: Path, case: Case, *, recover: bool = False) -> None:
+    def __init__(
+        self, folder: Path, case: Case, *, recover: bool = False, device: Callable[[Run], StorageDevice] | None = None
+    ) -> None:
         self.case = case
         self.layout = layout_of(case)
         self.partition = first_partition(self.layout, case)
@@ -87,7 +89,7 @@ class Run:
         )
         self.arena = self.make_arena()
         self.folders = [folder / f"disk{index}" for index in range(case.num_devices)]
-        self.device = HostDevice(num_buffers=case.num_buffers, compute_threads=case.compute_threads)
+        self.device = (device or _host_device)(self)
         rule = rule_for(self.optimizer)
         if recover:
             self.store = StateStore.recover(self.folders, rank=case.rank)
@@ -101,6 +103,7 @@ class Run:
                     keep=case.keep,
                 ),
                 rank=case.rank,
+                job_id=bytes(16),
                 extents=self.layout.extents,
                 description=StoreDescription(
                     optimizer=rule.name,
@@ -197,12 +200,18 @@ SCALE = 4.0
 
 
 @contextmanager
-def running(folder: Path, case: Case, *, recover: bool = False) -> Iterator[Run]:
-    run = Run(folder, case, recover=recover)
+def running(
+    folder: Path, case: Case, *, recover: bool = False, device: Callable[[Run], StorageDevice] | None = None
+) -> Iterator[Run]:
+    run = Run(folder, case, recover=recover, device=device)
     try:
         yield run
     finally:
         run.close()
+
+
+def _host_device(run: Run) -> StorageDevice:
+    return HostDevice(num_buffers=run.case.num_buffers, compute_threads=run.case.compute_threads)
 
 
 def layout_of(case: Case) -> PartitionLayout:

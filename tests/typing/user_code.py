@@ -15,6 +15,7 @@ from lightning_smartinfinity import (
     SmartInfinityFabricStrategy,
     SmartInfinityPrecision,
     SmartInfinityStrategy,
+    SmartSSDConfig,
     StorageError,
     StorageFullError,
     StorageTrafficMonitor,
@@ -37,6 +38,11 @@ def with_settings(folder: Path) -> L.Trainer:
         initial_scale_power=12,
     )
     return L.Trainer(strategy=strategy, callbacks=[StorageTrafficMonitor()])
+
+
+def on_cards() -> SmartInfinityStrategy:
+    cards = SmartSSDConfig(xclbin="kernels.xclbin", devices=["0000:3d:00.1", 1], gradient_route="storage", timeout=10)
+    return SmartInfinityStrategy(["/mnt/a", "/mnt/b"], update_device="smartssd", smartssd=cards)
 
 
 def one_folder(folder: Path) -> SmartInfinityStrategy:
@@ -84,6 +90,8 @@ def refused(folder: Path) -> None:
     SmartInfinityStrategy(storages=[folder])  # type: ignore[call-arg]
     SmartInfinityFabricStrategy(storages=[folder])  # type: ignore[call-arg]
     SmartInfinityStrategy(transfer={"num_buffers": 8})  # type: ignore[arg-type]
+    SmartSSDConfig("kernels.xclbin")  # type: ignore[call-arg]
+    SmartInfinityStrategy(smartssd="kernels.xclbin")  # type: ignore[arg-type]
     TransferConfig(1 << 20)  # type: ignore[call-arg]
     TransferConfig(num_buffers="8")  # type: ignore[arg-type]
     TransferConfig().num_buffers = 8  # type: ignore[misc]

@@ -1,0 +1,9 @@
+"""Samsung SmartSSDs: optimizer state goes from the SSD to the accelerator beside it and back, past the host."""
+
+from lightning_smartinfinity.devices.smartssd.device import CardRing, SmartSSDDevice
+from lightning_smartinfinity.devices.smartssd.discovery import CardPlan, find_cards
+from lightning_smartinfinity.devices.smartssd.kernels import kernel_of
+from lightning_smartinfinity.devices.smartssd.self_test import self_test
+from lightning_smartinfinity.devices.smartssd.system import System
+
+__all__ = ["CardPlan", "CardRing", "SmartSSDDevice", "System", "find_cards", "kernel_of", "self_test"]

@@ -1,0 +1,111 @@
+"""The kernels' bitstream: which file it is, and what its header says."""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from lightning_smartinfinity.config import SmartSSDConfig
+from lightning_smartinfinity.devices.smartssd.system import System
+from lightning_smartinfinity.errors import ConfigError, DeviceError
+
+__all__ = [
+    "BUILD_REMEDY",
+    "XCLBIN_VARIABLE",
+    "Bitstream",
+    "bitstream_path",
+    "read_bitstream",
+    "require_bitstream_named",
+]
+
+XCLBIN_VARIABLE = "SMART_INFINITY_XCLBIN"
+
+BUILD_REMEDY = (
+    "Build it with `make -C hls xclbin` (Vitis 2021.2 to 2022.2, for the shell xilinx_u2_gen3x4_xdma_gc_2_202110_1) and"
+    f" pass SmartSSDConfig(xclbin=...), or set {XCLBIN_VARIABLE}."
+)
+
+_MAGIC = b"xclbin2\0"
+# Of XRT's xclbin.h: struct axlf up to its sections, then axlf_section_header, mem_topology and mem_data.
+_HEADER = struct.Struct("<8s344x64s16s16xI4x")
+_SECTION = struct.Struct("<I20xQQ")
+_BANKS = struct.Struct("<i4x")
+_BANK = struct.Struct("<BB6xQ24x")
+_MEM_TOPOLOGY = 6
+_MOST_SECTIONS = 1024
+
+
+class Bitstream(NamedTuple):
+    """A file that XRT can load.
+
+    Args:
+        path: Absolute.
+        uuid: Of this build: what two processes on one card must agree on.
+        platform: It was built for.
+        memory_bytes: Of the card's largest memory bank; None: it does not tell.
+    """
+
+    path: Path
+    uuid: str
+    platform: str
+    memory_bytes: int | None
+
+
+def bitstream_path(settings: SmartSSDConfig | None, system: System) -> Path | None:
+    """What the settings name, or the environment; None: neither does."""
+    named = settings.xclbin if settings is not None else None
+    chosen = named or system.environment.get(XCLBIN_VARIABLE)
+    return None if not chosen else Path(chosen).expanduser().absolute()
+
+
+def read_bitstream(settings: SmartSSDConfig | None, system: System) -> Bitstream:
+    """Find the file and read its header.
+
+    Raises:
+        ConfigError: None is named, or it cannot be read.
+        DeviceError: It is no xclbin.
+    """
+    path = require_bitstream_named(settings, system)
+    try:
+        with open(path, "rb") as file:
+            header = file.read(_HEADER.size)
+            memory = _largest_bank(file, header) if _is_xclbin(header) else None
+    except (OSError, struct.error) as error:
+        problem = f"The bitstream SmartSSDConfig(xclbin={str(path)!r}) cannot be read: {error}."
+        raise ConfigError(problem, BUILD_REMEDY) from error
+    if not _is_xclbin(header):
+        raise DeviceError(f"The file SmartSSDConfig(xclbin={str(path)!r}) is no xclbin.", BUILD_REMEDY)
+    platform, build, _ = _HEADER.unpack(header)[1:]
+    return Bitstream(path, str(uuid.UUID(bytes=build)), platform.split(b"\0", 1)[0].decode(errors="replace"), memory)
+
+
+def require_bitstream_named(settings: SmartSSDConfig | None, system: System | None = None) -> Path:
+    """The path that the settings or the environment name.
+
+    Raises:
+        ConfigError: Neither names one.
+    """
+    path = bitstream_path(settings, system or System())
+    if path is None:
+        problem = "update_device='smartssd' needs the kernels' bitstream (an xclbin), and none is named."
+        raise ConfigError(problem, BUILD_REMEDY)
+    return path
+
+
+def _is_xclbin(header: bytes) -> bool:
+    return len(header) == _HEADER.size and header.startswith(_MAGIC)
+
+
+def _largest_bank(file: BinaryIO, header: bytes) -> int | None:
+    """Bytes of the largest bank of the section of memories; the file is positioned behind the header."""
+    (num_sections,) = _HEADER.unpack(header)[-1:]
+    sections = [_SECTION.unpack(file.read(_SECTION.size)) for _ in range(min(num_sections, _MOST_SECTIONS))]
+    for kind, offset, _ in sections:
+        if kind == _MEM_TOPOLOGY:
+            file.seek(offset)
+            (count,) = _BANKS.unpack(file.read(_BANKS.size))
+            banks = [_BANK.unpack(file.read(_BANK.size)) for _ in range(min(count, _MOST_SECTIONS))]
+            return max((1024 * kibibytes for _, used, kibibytes in banks if used), default=None)
+    return None

@@ -1,0 +1,92 @@
+"""The FPGA cards of a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_smartinfinity.devices.smartssd.p2p import P2P, P2PState, p2p_of
+from lightning_smartinfinity.devices.smartssd.pci import PciPath, functions_of_class, path_of
+from lightning_smartinfinity.devices.smartssd.system import System, entries_of, text_of
+
+__all__ = ["Card", "cards_of", "emulated_card", "unusable_node", "without_driver"]
+
+_XILINX = "0x10ee"
+_ACCELERATOR_CLASS = "0x1200"
+
+
+class Card(NamedTuple):
+    """One card as the driver shows it.
+
+    Args:
+        number: Among the cards, ordered by address.
+        path: The way to its user function; None: it is emulated.
+        shell: Name of the platform it was flashed with; None: not told.
+        node: Its device node; None: not told.
+        p2p: Whether the SSD can reach its memory.
+    """
+
+    number: int
+    path: PciPath | None
+    shell: str | None
+    node: Path | None
+    p2p: P2P
+
+    @property
+    def address(self) -> str:
+        """PCI address of the user function; of an emulated card its number."""
+        return str(self.number) if self.path is None else self.path.address
+
+    @property
+    def label(self) -> str:
+        """For a user to read."""
+        return f"emulated card {self.number}" if self.path is None else f"card {self.address}"
+
+
+def cards_of(system: System) -> list[Card]:
+    """All cards that XRT's driver holds, by address."""
+    found = []
+    for function in entries_of(system.sysfs / "bus/pci/drivers/xocl"):
+        path = path_of(function)
+        if path is not None and path.address == function.name:
+            found.append((path, function.resolve()))
+    found.sort(key=lambda pair: pair[0].address)
+    return [
+        Card(number, path, _shell(folder), _node(system, folder), p2p_of(folder))
+        for number, (path, folder) in enumerate(found)
+    ]
+
+
+def emulated_card(number: int) -> Card:
+    """A card that XRT emulates: sysfs knows nothing of it."""
+    return Card(number, None, None, None, P2P(P2PState.UNKNOWN, None, None))
+
+
+def without_driver(system: System) -> list[str]:
+    """Addresses of Xilinx accelerators that no driver of XRT holds."""
+    return [
+        function.name
+        for function in functions_of_class(system, _ACCELERATOR_CLASS)
+        if text_of(function / "vendor") == _XILINX and not (function / "driver").exists()
+    ]
+
+
+def unusable_node(system: System, card: Card) -> str | None:
+    """Why this user cannot open a card's device node; None: it can, or nobody tells which it is."""
+    if card.node is None or system.may_use(card.node):
+        return None
+    if not card.node.exists():
+        return f"its device node {card.node} is not there (in a container: pass it in with --device)"
+    return f"this user may not read and write {card.node} (its group is 'render' as a rule: usermod -aG render USER)"
+
+
+def _shell(folder: Path) -> str | None:
+    for entry in entries_of(folder):
+        if entry.name.startswith("rom") and (name := text_of(entry / "VBNV")):
+            return name
+    return None
+
+
+def _node(system: System, folder: Path) -> Path | None:
+    names = [entry.name for entry in entries_of(folder / "drm") if entry.name.startswith("renderD")]
+    return system.dev / "dri" / names[0] if names else None

@@ -1,0 +1,328 @@
+"""SmartSSDs behind the interface of all devices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.base import FolderTraffic, StorageDevice, Traffic
+from lightning_smartinfinity.devices.host import HostDevice
+from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
+from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
+from lightning_smartinfinity.devices.smartssd.kernels import Kernel
+from lightning_smartinfinity.devices.smartssd.opening import card_errors, most_buffers, open_card, share_of_memory
+from lightning_smartinfinity.devices.smartssd.worker import CardWorker, Work
+from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.faults import storage_errors
+
+__all__ = ["CardRing", "SmartSSDDevice"]
+
+_log = logging.getLogger(__name__)
+
+_HOST_BUFFERS = 2  # for what is read and written outside of steps, and instead of a card
+_IO_THREADS = 4
+_COMPUTE_THREADS = 2  # that wait for a card: one run while the other's parameters are fetched
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRing:
+    """What lies in a card's memory.
+
+    Args:
+        num_buffers: Tasklets at once (``TransferConfig.num_buffers``); fewer where the card is shared.
+        gradient_bytes: Of the largest tasklet's gradient.
+        parameter_bytes: Of its parameters.
+    """
+
+    num_buffers: int
+    gradient_bytes: int
+    parameter_bytes: int
+
+
+class SmartSSDDevice(StorageDevice):
+    """Updates on the cards beside the SSDs; gradients go down, parameters come up, state stays there.
+
+    Everything but updates runs on a host device over the same files, and so does what a card leaves undone.
+
+    Args:
+        plan: The cards, one for each storage folder.
+        kernel: Of the optimizer.
+        ring: In each card's memory.
+        compute_threads: Of the host device.
+        io_engine: Of the host device.
+    """
+
+    def __init__(
+        self, plan: CardPlan, *, kernel: Kernel, ring: CardRing, compute_threads: int = 1, io_engine: str = "auto"
+    ) -> None:
+        self._plan = plan
+        self._kernel = kernel
+        self._ring = ring
+        self._host = HostDevice(num_buffers=_HOST_BUFFERS, compute_threads=compute_threads, io_engine=io_engine)
+        self._resources = ExitStack()
+        self._workers: list[CardWorker] = []
+        self._num_files = 0
+        self._num_works = 0
+        # Positions of the batch that the host works, in the order in which it counts them; None: all, as they are.
+        self._on_host: list[int] | None = []
+        self._host_active = False
+        self._error: DeviceError | None = None
+
+    @property
+    def moves_tasklets(self) -> bool:
+        return False
+
+    @property
+    def updates_from_parameters(self) -> bool:
+        return False
+
+    @property
+    def description(self) -> str:
+        cards = ", ".join(worker.card.label for worker in self._workers)
+        return (
+            f"Optimizer state: updated on SmartSSD ({cards}; {self._kernel.name}, gradients by way of {self._route},"
+            f" XRT by {self._plan.door}), {self._workers[0].pipeline.io_engine} for P2P."
+        )
+
+    @property
+    def _route(self) -> str:
+        return "storage" if self._plan.settings.gradient_route == "storage" else "host"
+
+    @property
+    def ring_bytes(self) -> int:
+        return self._host.ring_bytes + sum(worker.pipeline.ring_bytes for worker in self._workers)
+
+    @property
+    def cache_bytes(self) -> int:
+        return 0
+
+    def open(
+        self,
+        *,
+        files: Sequence[native.StateFile],
+        identity: native.Identity,
+        buffer_bytes: int,
+        resident_bytes: Sequence[int] = (),
+        written_through: bool = True,
+    ) -> None:
+        assert not resident_bytes, "a card's state does not stay in host memory"
+        assert len(files) == len(self._plan.cards), "one card for each storage folder"
+        self._num_files = len(files)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._host.open(files=files, identity=identity, buffer_bytes=buffer_bytes)
+            for index, file in enumerate(files):
+                self._workers.append(self._open_worker(index, file, identity, buffer_bytes))
+            undo.pop_all()
+        _log.info("%s", self.description)
+
+    def _open_worker(
+        self, index: int, file: native.StateFile, identity: native.Identity, buffer_bytes: int
+    ) -> CardWorker:
+        card, ring = self._plan.cards[index], self._ring
+        if not file.direct:
+            raise DeviceError(
+                f"{file.path!r} is open through the page cache, which the {card.label} cannot reach.",
+                "Use TransferConfig(direct_io='on') on a file system that has direct I/O.",
+            )
+        share = share_of_memory(self._plan)
+        nbytes = buffer_bytes + ring.gradient_bytes + ring.parameter_bytes
+        num_buffers = most_buffers(ring.num_buffers, nbytes=nbytes, share=share)
+        gradients = None
+        if self._route == "storage":
+            needed = num_buffers * -(-ring.gradient_bytes // BLOCK_BYTES) * BLOCK_BYTES
+            gradients = open_gradient_file(Path(file.path).parent, needed, self._resources)
+        opened = open_card(self._plan, card)
+        self._resources.callback(opened.close)
+        with card_errors(card), storage_errors("Allocating buffers for", file.path):
+            pipeline = native.Pipeline(
+                files=[file],
+                identity=identity,
+                num_buffers=num_buffers,
+                buffer_bytes=buffer_bytes,
+                io_threads=_IO_THREADS,
+                compute_threads=_COMPUTE_THREADS,
+                card=native.CardOptions(
+                    card=opened,
+                    kernel=self._kernel.name,
+                    gradient_bytes=ring.gradient_bytes,
+                    parameter_bytes=ring.parameter_bytes,
+                    timeout_ms=max(1, int(1000 * self._plan.settings.timeout)),
+                    dram_bytes=share,
+                    gradient_file=gradients,
+                ),
+            )
+        return CardWorker(card, index, pipeline)
+
+    # ---- batches
+
+    def submit(self, batch: native.Batch) -> None:
+        self._on_host, self._num_works, self._error = [], 0, None
+        if batch.operation is native.Operation.UPDATE:
+            self._distribute(batch)
+        else:
+            self._on_host = None
+            self._host_active = True
+            self._host.submit(batch)
+
+    def extend(self, more: native.Batch) -> None:
+        assert self._on_host is not None, "only updates grow"
+        self._distribute(more)
+
+    def _distribute(self, batch: native.Batch) -> None:
+        steps = batch.steps
+        works = [Work(self._num_works + number, tasklet, steps) for number, tasklet in enumerate(batch.tasklets)]
+        self._num_works += len(works)
+        left = works
+        for worker in self._workers:
+            mine = [work for work in left if worker.takes(work.tasklet)]
+            if mine and (worker.active or worker.present()):
+                worker.add(mine)
+                left = [work for work in left if not worker.takes(work.tasklet)]
+        self._give_host(left)
+
+    def _give_host(self, works: Sequence[Work]) -> None:
+        if not works:
+            return
+        assert self._on_host is not None
+        batch = native.Batch(native.Operation.UPDATE, [work.tasklet for work in works], works[0].steps)
+        self._on_host += [work.position for work in works]
+        if self._host_active:
+            self._host.extend(batch)
+        else:
+            self._host_active = True
+            self._host.submit(batch)
+
+    def prefer(self, positions: Sequence[int]) -> None:
+        for worker in self._workers:
+            worker.prefer(positions)
+        own = self._host_positions(positions)
+        if own:
+            self._host.prefer(own)
+
+    def wait(self, positions: Sequence[int] | None = None) -> None:
+        if self._error is not None:
+            raise self._error
+        if positions is not None:
+            # Every card hears of it before one of them is waited for.
+            self.prefer(positions)
+        wanted = None if positions is None else set(positions)
+        for worker in self._workers:
+            if worker.active and (failure := worker.wait(wanted)) is not None:
+                self._take_over(worker, failure)
+        own = self._host_positions(positions)
+        if self._host_active and (positions is None or own):
+            self._host.wait(own if positions is not None else None)
+
+    def _host_positions(self, positions: Sequence[int] | None) -> list[int]:
+        """Of these positions those that the host works, as it counts them."""
+        if positions is None or not self._host_active:
+            return []
+        if self._on_host is None:
+            return list(positions)
+        # The last of equal ones is the one that counts.
+        own = {position: index for index, position in enumerate(self._on_host)}
+        return [own[position] for position in positions if position in own]
+
+    def drain(self) -> None:
+        for worker in self._workers:
+            if worker.active and (failure := worker.drain()) is not None:
+                with suppress(DeviceError):  # which is raised below
+                    self._take_over(worker, failure)
+            worker.forget()
+        self._drain_host()
+        if self._error is not None:
+            raise self._error
+
+    def _drain_host(self) -> None:
+        if self._host_active:
+            try:
+                self._host.drain()
+            except SmartInfinityError:
+                self._host_active = False
+                raise
+            # Not after an interrupt: the host is still at work.
+            self._host_active = False
+
+    def _take_over(self, worker: CardWorker, failure: native.Failure) -> None:
+        """Let the host do what a failed card leaves undone, from the places that the card has not touched.
+
+        Raises:
+            DeviceError: There is one place each, which the card may have overwritten; :meth:`drain` must follow.
+        """
+        worker.drain()
+        undone = worker.undone()
+        if any(_in_place(work.tasklet) for work in undone):
+            worker.forget()
+            self._error = DeviceError(
+                f"The {worker.card.label} failed: {failure.message}. It may have overwritten the state.",
+                "Resume from a checkpoint, and use TransferConfig(durability='step') to survive such a failure.",
+            )
+            raise self._error
+        _log.warning(
+            "The %s failed: %s. The host updates the %d tasklets that it leaves undone.",
+            *(worker.card.label, failure.message, len(undone)),
+        )
+        for works in _by_batch(undone):
+            self._give_host(works)
+        worker.forget()
+
+    def abandon(self) -> None:
+        for worker in self._workers:
+            worker.abandon()
+        self._host.abandon()
+        self._host_active = False
+
+    def counters(self) -> Traffic:
+        total = self._host.counters()
+        for worker in self._workers:
+            total = total + _traffic_of(worker.pipeline.counters(), worker.file, self._num_files)
+        return total
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._host.close()
+        self._resources.close()
+
+
+def _in_place(tasklet: native.Tasklet) -> bool:
+    return (tasklet.read_file, tasklet.read_offset) == (tasklet.write_file, tasklet.write_offset)
+
+
+def _by_batch(works: Sequence[Work]) -> list[list[Work]]:
+    """Those whose segments count in the same scalars, together."""
+    batches: dict[int, list[Work]] = {}
+    for work in works:
+        batches.setdefault(id(work.steps), []).append(work)
+    return list(batches.values())
+
+
+def _traffic_of(counters: native.Counters, file: int, num_files: int) -> Traffic:
+    """What a card's pipeline counted, its one file in its place among the device's."""
+    (moved,) = counters.files
+    folder = FolderTraffic(
+        read_bytes=moved.read_bytes, write_bytes=moved.written_bytes, busy_seconds=moved.busy_seconds
+    )
+    return Traffic(
+        shared_read_bytes=counters.shared_read_bytes,
+        shared_write_bytes=counters.shared_write_bytes,
+        internal_read_bytes=counters.internal_read_bytes,
+        internal_write_bytes=counters.internal_write_bytes,
+        padding_bytes=counters.padding_bytes,
+        control_bytes=counters.control_bytes,
+        read_calls=counters.read_calls,
+        write_calls=counters.write_calls,
+        read_seconds=counters.read_seconds,
+        write_seconds=counters.write_seconds,
+        compute_seconds=counters.compute_seconds,
+        wait_seconds=counters.wait_seconds,
+        system_calls=counters.system_calls,
+        io_cpu_seconds=counters.io_cpu_seconds,
+        folders=tuple(folder if index == file else FolderTraffic() for index in range(num_files)),
+    )

@@ -1,0 +1,130 @@
+"""Which cards update which storage folders, or why none can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_smartinfinity.config import SmartSSDConfig
+from lightning_smartinfinity.devices.smartssd.bitstream import Bitstream, read_bitstream
+from lightning_smartinfinity.devices.smartssd.cards import (
+    Card,
+    cards_of,
+    emulated_card,
+    unusable_node,
+    without_driver,
+)
+from lightning_smartinfinity.devices.smartssd.p2p import P2PState
+from lightning_smartinfinity.devices.smartssd.pairing import named_cards, pair, require_each_once
+from lightning_smartinfinity.devices.smartssd.runtime import choose_door, require_runtime, runtime_of
+from lightning_smartinfinity.devices.smartssd.ssds import all_ssds, ssd_of
+from lightning_smartinfinity.devices.smartssd.system import System
+from lightning_smartinfinity.errors import ConfigError, DeviceError
+
+__all__ = ["CardPlan", "find_cards", "paired_cards"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardPlan:
+    """What a rank updates with.
+
+    Args:
+        bitstream: The kernels.
+        cards: Of each storage folder, in their order.
+        settings: The user's.
+        door: How XRT is called: ``"native"`` or ``"pyxrt"``.
+        library: Name or path of XRT's C library, for ``"native"``.
+        sharers: Processes on this machine that share each card's memory.
+    """
+
+    bitstream: Bitstream
+    cards: tuple[Card, ...]
+    settings: SmartSSDConfig
+    door: str
+    library: str | None = None
+    sharers: int = 1
+
+
+def find_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System) -> CardPlan:
+    """Find the card of every storage folder.
+
+    Args:
+        folders: Storage folders, there already or not.
+        settings: The user's.
+        system: This machine.
+
+    Raises:
+        ConfigError: No bitstream is named, a folder cannot be reached by a card, or pairing is not one to one.
+        DeviceError: XRT is not usable, or a card is not.
+    """
+    bitstream = read_bitstream(settings, system)
+    runtime = runtime_of(system)
+    require_runtime(runtime)
+    door = choose_door(settings.door, runtime)
+    cards = paired_cards(folders, settings, system)
+    for card in cards:
+        _require_usable(system, card)
+    return CardPlan(bitstream=bitstream, cards=tuple(cards), settings=settings, door=door, library=runtime.library)
+
+
+def paired_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System) -> list[Card]:
+    """The card of each folder, whether it can be used or not.
+
+    Raises:
+        ConfigError: As :func:`find_cards`.
+        DeviceError: There is no card.
+    """
+    names = settings.devices
+    if names is not None and len(names) != len(folders):
+        raise ConfigError(
+            f"SmartSSDConfig(devices={list(names)!r}) names {len(names)} cards for {len(folders)} storage folders.",
+            "Name one card for each folder, in the folders' order.",
+        )
+    if system.emulated:
+        return _emulated(folders, names)
+    ssds = [ssd_of(system, folder) for folder in folders]
+    cards = cards_of(system)
+    if not cards:
+        raise _no_card(system)
+    chosen = pair(ssds, cards, all_ssds(system)) if names is None else named_cards(ssds, cards, names)
+    require_each_once([(card.address, folder) for card, folder in zip(chosen, folders, strict=True)], what="card")
+    return chosen
+
+
+def _emulated(folders: Sequence[Path], names: Sequence[str | int] | None) -> list[Card]:
+    """XCL_EMULATION_MODE stands for cards that the PCI bus does not have: by number, beside any folder."""
+    numbers = range(len(folders)) if names is None else names
+    cards = []
+    for number in numbers:
+        if not str(number).isdigit():
+            raise ConfigError(
+                f"SmartSSDConfig(devices=[... {number!r} ...]): emulated cards have numbers alone.", "Use 0, 1, ..."
+            )
+        cards.append(emulated_card(int(number)))
+    require_each_once([(card.address, folder) for card, folder in zip(cards, folders, strict=True)], what="card")
+    return cards
+
+
+def _no_card(system: System) -> DeviceError:
+    silent = without_driver(system)
+    if silent:
+        return DeviceError(
+            f"XRT's driver xocl does not hold the card {', '.join(silent)}.",
+            "Install XRT's drivers, or load: modprobe xocl.",
+        )
+    return DeviceError("There is no SmartSSD on this machine's PCI bus.", "Use update_device='host'.")
+
+
+def _require_usable(system: System, card: Card) -> None:
+    reason = unusable_node(system, card)
+    if reason is not None:
+        raise DeviceError(
+            f"The {card.label} cannot be opened: {reason}.", "Give this user access to it and log in again."
+        )
+    # A driver that does not tell is asked by the self-test.
+    if card.p2p.state not in (P2PState.ENABLED, P2PState.UNKNOWN):
+        raise DeviceError(
+            f"P2P of the {card.label} is {card.p2p.state.value}: its SSD cannot reach its memory.",
+            card.p2p.remedy(card.address),
+        )

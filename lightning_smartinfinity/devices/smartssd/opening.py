@@ -1,0 +1,68 @@
+"""Cards and their memory: opened through XRT, with our own errors where that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.smartssd.cards import Card
+from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
+from lightning_smartinfinity.errors import DeviceError
+
+__all__ = ["card_errors", "most_buffers", "open_card", "remedy_for", "share_of_memory"]
+
+# The shell and XRT keep some of a card's memory for themselves.
+_USABLE_EIGHTHS = 7
+_SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(tasklet_bytes=..., num_buffers=...)."
+_REMEDIES = {
+    "too small": _SMALLER,
+    "xrtBOAlloc": _SMALLER,
+    "bank": "Build the bitstream from this version's hls/ folder: all its kernels' ports lie in the card's one bank.",
+    "xclbin": "Close what holds the card with another xclbin, and check that this one was built for its shell.",
+    "interface version": "Build the bitstream from this version's hls/ folder: make -C hls xclbin.",
+    "xrtDeviceOpen": "Check XILINX_XRT, the driver and the card: `xbutil examine`, `smart-infinity selftest`.",
+}
+_OTHER_REMEDY = "Check the card with `smart-infinity selftest` and the kernel log, or use update_device='host'."
+
+
+def open_card(plan: CardPlan, card: Card) -> native.Card:
+    """Open a card and load the bitstream, unless it is loaded already.
+
+    Raises:
+        DeviceError: XRT refuses.
+    """
+    with card_errors(card):
+        if plan.door == "pyxrt":
+            from lightning_smartinfinity.devices.smartssd.pyxrt_door import PyxrtDoor
+
+            return native.Card(PyxrtDoor(card, plan.bitstream))
+        device: int | str = card.number if card.path is None else card.address
+        assert plan.library is not None
+        return native.Card.open(device, xclbin=str(plan.bitstream.path), library=plan.library)
+
+
+def share_of_memory(plan: CardPlan) -> int | None:
+    """Bytes of a card's memory that this process may take; None: all that there is."""
+    if plan.sharers == 1 or plan.bitstream.memory_bytes is None:
+        return None
+    return plan.bitstream.memory_bytes * _USABLE_EIGHTHS // 8 // plan.sharers
+
+
+def most_buffers(wanted: int, *, nbytes: int, share: int | None) -> int:
+    """How many ring buffers of a size fit into a share of a card's memory: two at least, which XRT may then refuse."""
+    return wanted if share is None else min(wanted, max(2, share // nbytes))
+
+
+@contextmanager
+def card_errors(card: Card) -> Iterator[None]:
+    """Turn what the native core and pyxrt raise about a card into our own error."""
+    try:
+        yield
+    except (native.CardError, ImportError, MemoryError) as error:
+        raise DeviceError(f"The {card.label}: {error or 'no memory'}.", remedy_for(str(error))) from error
+
+
+def remedy_for(message: str) -> str:
+    """What to do about a failed call at a card."""
+    return next((remedy for word, remedy in _REMEDIES.items() if word in message), _OTHER_REMEDY)

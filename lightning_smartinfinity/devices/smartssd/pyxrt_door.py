@@ -1,0 +1,125 @@
+"""XRT by way of pyxrt, in what its versions from 2.11 on have in common.
+
+For systems whose C library cannot be had: every call holds the interpreter's lock, so several cards take turns. What
+pyxrt gets wrong is kept out here:
+
+- scalars are C ints: the caller passes a float's bits, never a float, which would be cut to an integer;
+- ``kernel(...)`` drops arguments without a word: a ``run`` is filled argument by argument;
+- ``run.wait(0)`` waits for good, and every wait holds the lock: the state is polled instead;
+- a map does not keep its buffer alive: both are held together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any
+
+from lightning_smartinfinity.devices.smartssd.bitstream import Bitstream
+from lightning_smartinfinity.devices.smartssd.cards import Card
+
+__all__ = ["PyxrtDoor"]
+
+_COMPLETED, _ERROR, _ABORT = 4, 5, 6
+_ENDED = frozenset({_COMPLETED, _ERROR, _ABORT, 9, 10, 11})
+_POLL_SECONDS = 50e-6
+_LONGEST_POLL_SECONDS = 2e-3
+
+
+class _Buffer:
+    """A buffer object and, once it is asked for, the map of its memory: neither outlives the other."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self._map: memoryview | None = None
+
+    @property
+    def address(self) -> int:
+        if self._map is None:
+            self._map = self.handle.map()
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+
+def _opened(pyxrt: Any, card: Card) -> Any:
+    if card.path is not None:
+        try:
+            return pyxrt.device(card.address)
+        except TypeError:
+            pass  # before 2.13 cards have numbers alone, which XRT gives them in this order, too
+    return pyxrt.device(card.number)
+
+
+class PyxrtDoor:
+    """What the native core calls to work a card.
+
+    Args:
+        card: To open.
+        bitstream: To load.
+
+    Raises:
+        ImportError: pyxrt is not there.
+        RuntimeError: XRT refuses.
+    """
+
+    def __init__(self, card: Card, bitstream: Bitstream) -> None:
+        import pyxrt
+
+        self._pyxrt = pyxrt
+        self._device = _opened(pyxrt, card)
+        self._uuid = self._device.load_xclbin(str(bitstream.path))
+
+    def kernel(self, name: str) -> Any:
+        """One of the bitstream's kernels, which other processes may use as well."""
+        return self._pyxrt.kernel(self._device, self._uuid, name, self._pyxrt.kernel.shared)
+
+    def group(self, kernel: Any, argument: int) -> int:
+        """The memory bank that a kernel reaches by this argument."""
+        return int(kernel.group_id(argument))
+
+    def allocate(self, nbytes: int, p2p: bool, group: int) -> _Buffer:
+        """A buffer in a card's memory."""
+        flags = self._pyxrt.bo.p2p if p2p else self._pyxrt.bo.normal
+        return _Buffer(self._pyxrt.bo(self._device, nbytes, flags, group))
+
+    def part(self, buffer: _Buffer, nbytes: int, offset: int) -> _Buffer:
+        """A part of a buffer, as a buffer of its own."""
+        return _Buffer(self._pyxrt.bo(buffer.handle, nbytes, offset))
+
+    def address(self, buffer: _Buffer) -> int:
+        """Of a buffer's map in host memory."""
+        return buffer.address
+
+    def sync(self, buffer: _Buffer, to_card: bool, nbytes: int, offset: int) -> None:
+        """Copy between a buffer's map and the card's memory."""
+        direction = self._pyxrt.xclBOSyncDirection
+        way = direction.XCL_BO_SYNC_BO_TO_DEVICE if to_card else direction.XCL_BO_SYNC_BO_FROM_DEVICE
+        buffer.handle.sync(way, nbytes, offset)
+
+    def run(self, kernel: Any) -> Any:
+        """A run of a kernel, without arguments yet."""
+        return self._pyxrt.run(kernel)
+
+    def set_scalar(self, run: Any, index: int, value: int) -> None:
+        """Set a 32-bit argument, as a signed int."""
+        run.set_arg(index, value)
+
+    def set_buffer(self, run: Any, index: int, buffer: _Buffer) -> None:
+        """Set a pointer."""
+        run.set_arg(index, buffer.handle)
+
+    def start(self, run: Any) -> None:
+        """Start a run; return at once."""
+        run.start()
+
+    def wait(self, run: Any, timeout_ms: int) -> int:
+        """Until the run has ended, or that many milliseconds are over; returns its state."""
+        end = time.monotonic() + timeout_ms / 1000
+        pause = _POLL_SECONDS
+        while (state := self.state(run)) not in _ENDED and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        return state
+
+    def state(self, run: Any) -> int:
+        """ERT's number; RUNNING, which pyxrt's enumeration lacks, is one of those that have not ended."""
+        return int(run.state())

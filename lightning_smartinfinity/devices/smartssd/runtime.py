@@ -1,0 +1,94 @@
+"""XRT on this machine: where it is installed, and which version."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_smartinfinity.devices.smartssd.system import System, text_of
+from lightning_smartinfinity.errors import ConfigError, DeviceError
+
+__all__ = ["Runtime", "choose_door", "require_runtime", "runtime_of"]
+
+_LIBRARY = "libxrt_coreutil.so.2"
+_INSTALL = "Install XRT (Debian 12: apt-get install libxrt1) and load its settings: source /opt/xilinx/xrt/setup.sh."
+
+
+class Runtime(NamedTuple):
+    """What is there.
+
+    Args:
+        root: XILINX_XRT; None: not set, and XRT then finds no driver.
+        version: Of the installation; None: it does not tell.
+        library: Name or path by which the C library can be loaded; None: it cannot.
+        pyxrt: Whether the Python module is there.
+    """
+
+    root: Path | None
+    version: str | None
+    library: str | None
+    pyxrt: bool
+
+
+def runtime_of(system: System) -> Runtime:
+    """Look for XRT."""
+    named = system.environment.get("XILINX_XRT")
+    root = Path(named) if named else None
+    return Runtime(root, _version(root), _loadable(root), importlib.util.find_spec("pyxrt") is not None)
+
+
+def require_runtime(runtime: Runtime) -> None:
+    """Refuse a machine on which XRT can find no card.
+
+    Raises:
+        DeviceError: XILINX_XRT is not set or leads nowhere.
+    """
+    if runtime.root is None:
+        raise DeviceError("The environment variable XILINX_XRT is not set: XRT finds no card without it.", _INSTALL)
+    if not runtime.root.is_dir():
+        raise DeviceError(f"XILINX_XRT={str(runtime.root)!r} is no folder.", _INSTALL)
+
+
+def choose_door(wanted: str, runtime: Runtime) -> str:
+    """How XRT is called: ``"native"`` or ``"pyxrt"``.
+
+    Args:
+        wanted: ``SmartSSDConfig.door``.
+        runtime: What is there.
+
+    Raises:
+        ConfigError: What is wanted is not to be had.
+        DeviceError: Neither is.
+    """
+    if wanted == "auto":
+        if runtime.library:
+            return "native"
+        if runtime.pyxrt:
+            return "pyxrt"
+        raise DeviceError(f"Neither XRT's C library ({_LIBRARY}) nor its Python module pyxrt can be loaded.", _INSTALL)
+    if not (runtime.library if wanted == "native" else runtime.pyxrt):
+        missing = f"{_LIBRARY} cannot be loaded" if wanted == "native" else "there is no module pyxrt"
+        raise ConfigError(f"SmartSSDConfig(door={wanted!r}) is not to be had here: {missing}.", "Use door='auto'.")
+    return wanted
+
+
+def _version(root: Path | None) -> str | None:
+    content = text_of(root / "version.json") if root is not None else None
+    try:
+        return str(json.loads(content or "")["BUILD_VERSION"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _loadable(root: Path | None) -> str | None:
+    for name in (_LIBRARY, *([str(root / "lib" / _LIBRARY)] if root is not None else [])):
+        try:
+            ctypes.CDLL(name, mode=os.RTLD_LAZY | os.RTLD_LOCAL)
+        except OSError:
+            continue
+        return name
+    return None

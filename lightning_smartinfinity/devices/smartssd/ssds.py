@@ -1,0 +1,120 @@
+"""The NVMe SSD that a storage folder lies on: directly, or the folder is refused with the name of what is between."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_smartinfinity.devices.smartssd.mounts import Mount, mount_of
+from lightning_smartinfinity.devices.smartssd.pci import PciPath, functions_of_class, path_of
+from lightning_smartinfinity.devices.smartssd.system import System, entries_of, text_of
+from lightning_smartinfinity.errors import ConfigError
+
+__all__ = ["Ssd", "all_ssds", "ssd_of"]
+
+_NVME_CLASS = "0x0108"
+_FILE_SYSTEMS = ("ext4", "xfs")
+_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"})
+_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_MAPPED = {
+    "LVM-": "LVM",
+    "CRYPT-": "dm-crypt",
+    "mpath-": "device-mapper multipath",
+    "DMRAID-": "dm-raid",
+}
+_REMEDY = "Put the folder on ext4 or XFS right on a SmartSSD's NVMe (or a partition), or use update_device='host'."
+
+
+class Ssd(NamedTuple):
+    """The SSD below a storage folder.
+
+    Args:
+        folder: The folder.
+        name: Of the whole disk's block device, as ``"nvme0n1"``.
+        path: The way to its controller.
+        file_system: On it.
+    """
+
+    folder: Path
+    name: str
+    path: PciPath
+    file_system: str
+
+
+def ssd_of(system: System, folder: Path) -> Ssd:
+    """The SSD that a folder lies on.
+
+    Raises:
+        ConfigError: Its file system is another than ext4 or XFS, or not directly on a PCIe NVMe SSD.
+    """
+    mount = mount_of(system, folder)
+    if mount is None:
+        raise _refused(folder, "lies on no mount that this process sees")
+    _require_file_system(folder, mount)
+    block = (system.sysfs / "dev/block" / mount.device).resolve()
+    if not block.is_dir():
+        raise _refused(folder, f"lies on {mount.source}, whose block device {mount.device} sysfs does not know")
+    disk = block.parent if (block / "partition").exists() else block
+    between = _between(disk)
+    if between is not None:
+        raise _refused(folder, f"lies on {mount.source}, which is {between}")
+    return Ssd(folder, disk.name, _controller_of(system, folder, disk), mount.kind)
+
+
+def all_ssds(system: System) -> list[PciPath]:
+    """The controllers of all NVMe SSDs of the machine."""
+    found = [path_of(function) for function in functions_of_class(system, _NVME_CLASS)]
+    return [path for path in found if path is not None]
+
+
+def _require_file_system(folder: Path, mount: Mount) -> None:
+    if mount.kind in _FILE_SYSTEMS:
+        return
+    if mount.kind in _NETWORK or mount.kind.startswith("fuse"):
+        described = f"{mount.kind}, a network or user-space file system"
+    elif mount.kind in _MEMORY:
+        described = f"{mount.kind}, which is in memory"
+    elif mount.kind == "overlay":
+        described = "overlay, a container's own file system"
+    else:
+        described = mount.kind
+    raise _refused(folder, f"lies on {described}")
+
+
+def _between(disk: Path) -> str | None:
+    """What stands between the file system and the SSD."""
+    if disk.name.startswith("dm-"):
+        uuid = text_of(disk / "dm/uuid") or ""
+        kind = next((name for prefix, name in _MAPPED.items() if uuid.startswith(prefix)), "a device-mapper target")
+        return f"{kind} ({disk.name})"
+    if (disk / "md").is_dir():
+        return f"a Linux software RAID, md ({disk.name})"
+    if (disk / "loop").is_dir():
+        return f"a loop device ({disk.name})"
+    if not re.fullmatch(r"nvme\d+n\d+", disk.name):
+        return f"no NVMe SSD ({disk.name})"
+    return None
+
+
+def _controller_of(system: System, folder: Path, disk: Path) -> PciPath:
+    paths = {path for controller in _controllers(disk) if (path := path_of(controller)) is not None}
+    if len(paths) == 1:
+        return paths.pop()
+    if paths:
+        listed = ", ".join(sorted(path.address for path in paths))
+        raise _refused(folder, f"lies on {disk.name}, which several controllers lead to ({listed})")
+    transports = {text_of(controller / "transport") for controller in _controllers(disk)} - {None}
+    over = f" over {', '.join(sorted(map(str, transports)))}" if transports else ""
+    raise _refused(folder, f"lies on {disk.name}, an NVMe namespace{over} without a PCI function")
+
+
+def _controllers(disk: Path) -> list[Path]:
+    """Below their controller, or with native multipath below a virtual subsystem that links to it."""
+    if disk.parent.parent.name == "nvme-subsystem":
+        return [entry for entry in entries_of(disk.parent) if re.fullmatch(r"nvme\d+", entry.name)]
+    return [disk.parent]
+
+
+def _refused(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"The storage folder {str(folder)!r} {why}: a SmartSSD cannot reach it past the host.", _REMEDY)

@@ -1,0 +1,142 @@
+"""One card at work: its part of a batch, and what is left of it when the card fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.smartssd.cards import Card
+
+__all__ = ["CardWorker", "Work"]
+
+_log = logging.getLogger(__name__)
+
+
+class Work(NamedTuple):
+    """A tasklet of a batch.
+
+    Args:
+        position: In the batch.
+        tasklet: As the batch has it.
+        steps: The batch's, which its segments count in.
+    """
+
+    position: int
+    tasklet: native.Tasklet
+    steps: Sequence[native.AdamStep | native.AdagradStep | native.SgdStep]
+
+
+class CardWorker:
+    """A native pipeline over one card and the state file on its SSD.
+
+    Args:
+        card: The card.
+        file: Index of its state file among the device's.
+        pipeline: Of the card, with that one file.
+    """
+
+    def __init__(self, card: Card, file: int, pipeline: native.Pipeline) -> None:
+        self.card = card
+        self.file = file
+        self.pipeline = pipeline
+        self._work: list[Work] = []
+        self._told_of_absence = False
+
+    @property
+    def active(self) -> bool:
+        """Whether it has a batch that has not been drained."""
+        return bool(self._work)
+
+    def takes(self, tasklet: native.Tasklet) -> bool:
+        """Whether a tasklet's extents lie on its SSD."""
+        return tasklet.read_file == tasklet.write_file == self.file
+
+    def present(self) -> bool:
+        """Whether it can be given work: not before a kernel that was given up for its time has returned."""
+        busy = self.pipeline.busy
+        if busy and not self._told_of_absence:
+            _log.warning("The %s is not used until its last run returns; the host updates for it.", self.card.label)
+        elif self._told_of_absence and not busy:
+            _log.warning("The %s has returned from its last run and is used again.", self.card.label)
+        self._told_of_absence = busy
+        return not busy
+
+    def add(self, work: Sequence[Work]) -> None:
+        """Start tasklets, behind those it has; return at once.
+
+        Args:
+            work: All of one batch.
+        """
+        batch = native.Batch(native.Operation.UPDATE, [_in_one_file(one.tasklet) for one in work], work[0].steps)
+        first = not self._work
+        self._work += work
+        if first:
+            self.pipeline.submit(batch)
+        else:
+            self.pipeline.extend(batch)
+
+    def positions(self, wanted: set[int] | None) -> list[int]:
+        """Of these positions in the whole batch, or of all, those that it works, as it counts them."""
+        return [index for index, one in enumerate(self._work) if wanted is None or one.position in wanted]
+
+    def prefer(self, positions: Sequence[int]) -> None:
+        """Begin these next, in this order.
+
+        Args:
+            positions: In the whole batch; those of others are passed over.
+        """
+        own = {one.position: index for index, one in enumerate(self._work)}
+        mine = [own[position] for position in positions if position in own]
+        if mine:
+            self.pipeline.prefer(mine)
+
+    def wait(self, wanted: set[int] | None) -> native.Failure | None:
+        """Until its tasklets among these positions have their parameters out, or it failed."""
+        own = self.positions(wanted)
+        return self.pipeline.wait_for(own) if own else None
+
+    def drain(self) -> native.Failure | None:
+        """Until nothing is in flight; what it leaves undone :meth:`undone` tells until :meth:`forget`."""
+        return self.pipeline.drain() if self._work else None
+
+    def undone(self) -> list[Work]:
+        """After a failed :meth:`drain`: what is not wholly on storage."""
+        finished = set(self.pipeline.finished())
+        return [one for index, one in enumerate(self._work) if index not in finished]
+
+    def forget(self) -> None:
+        """The batch is over."""
+        self._work = []
+
+    def abandon(self) -> None:
+        """End the batch, when nothing of it is in flight."""
+        if self._work:
+            self.pipeline.abandon()
+        self.forget()
+
+    def close(self) -> None:
+        """Release the card."""
+        self.forget()
+        self.pipeline.close()
+
+
+def _in_one_file(tasklet: native.Tasklet) -> native.Tasklet:
+    """The same tasklet for a pipeline that has its file alone."""
+    return native.Tasklet(
+        index=tasklet.index,
+        numel=tasklet.numel,
+        num_arrays=tasklet.num_arrays,
+        extent_bytes=tasklet.extent_bytes,
+        read_file=0,
+        read_offset=tasklet.read_offset,
+        read_generation=tasklet.read_generation,
+        write_file=0,
+        write_offset=tasklet.write_offset,
+        write_generation=tasklet.write_generation,
+        segments=tasklet.segments,
+        offset=tasklet.offset,
+        payload=tasklet.payload,
+        payload_bytes=tasklet.payload_bytes,
+    )

@@ -1,0 +1,132 @@
+"""Where the update runs: found out, checked and agreed on by all ranks before anything else is set up."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from lightning_smartinfinity.config import SmartSSDConfig
+from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, kernel_of, self_test
+from lightning_smartinfinity.devices.smartssd.bitstream import bitstream_path
+from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError, StorageError
+from lightning_smartinfinity.zero3.collectives import gather, raise_together
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+
+__all__ = ["choose_update_device"]
+
+_log = logging.getLogger(__name__)
+
+_SMALL_TASKLET_BYTES = 16 << 20
+
+
+class _Report(NamedTuple):
+    """What one rank found: its cards, or why it has none."""
+
+    node: str
+    cards: tuple[str, ...]
+    build: str
+    error: SmartInfinityError | None
+
+
+def choose_update_device(offload: OffloadSettings, *, optimizer: str, group: Any = None) -> OffloadSettings:
+    """The settings with the cards that update, if cards do. Collective.
+
+    Args:
+        offload: Settings, alike on all ranks.
+        optimizer: Class name of torch's.
+        group: Process group of all ranks.
+
+    Raises:
+        ConfigError, DeviceError, StorageError: ``update_device="smartssd"``, and cards cannot be used on some rank; on
+            every rank.
+    """
+    obstacle = _obstacle(offload)
+    if offload.update_device == "host" or obstacle is not None:
+        _tell(obstacle)
+        return offload
+    system, settings = System(), offload.smartssd or SmartSSDConfig()
+    plan, error = _tried(offload, settings, system, optimizer)
+    reports = gather(_report(plan, error), group)
+    error = error or _disagreement(reports)
+    if offload.update_device == "smartssd":
+        raise_together(error, group)
+    first = error or next((report.error for report in reports if report.error is not None), None)
+    if first is not None or plan is None:
+        _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", first)
+        return offload
+    _warn_of_settings(offload)
+    return replace(offload, cards=replace(plan, sharers=_sharers(reports)))
+
+
+def _obstacle(offload: OffloadSettings) -> str | None:
+    """Why ``"auto"`` does not even look for cards."""
+    if offload.update_device != "auto":
+        return None
+    if bitstream_path(offload.smartssd, System()) is None:
+        return "no bitstream for SmartSSDs is named"
+    if offload.state_format != "fp32":
+        return f"SmartSSDs hold state in fp32 alone, not {offload.state_format!r}"
+    return None
+
+
+def _tell(obstacle: str | None) -> None:
+    if obstacle is not None:
+        _log.info("update_device='auto': the host updates: %s.", obstacle)
+
+
+def _tried(
+    offload: OffloadSettings, settings: SmartSSDConfig, system: System, optimizer: str
+) -> tuple[CardPlan | None, SmartInfinityError | None]:
+    try:
+        plan = find_cards(offload.storage, settings, system)
+        self_test(plan, offload.storage, [kernel_of(optimizer)])
+    except (ConfigError, DeviceError, StorageError) as error:
+        return None, error
+    except Exception as error:
+        # Whatever it is, the other ranks must not be left waiting.
+        return None, DeviceError(f"SmartSSDs could not be set up: {error!r}.", "Use update_device='host'.")
+    return plan, None
+
+
+def _report(plan: CardPlan | None, error: SmartInfinityError | None) -> _Report:
+    cards = () if plan is None else tuple(card.address for card in plan.cards)
+    return _Report(platform.node(), cards, "" if plan is None else plan.bitstream.uuid, error)
+
+
+def _disagreement(reports: Sequence[_Report]) -> SmartInfinityError | None:
+    """Ranks on one card must load one bitstream."""
+    for node in {report.node for report in reports}:
+        builds = {report.build for report in reports if report.node == node and report.cards}
+        if len(builds) > 1:
+            return ConfigError(
+                f"The ranks on {node} name different bitstreams for the same cards: {', '.join(sorted(builds))}.",
+                "Name one xclbin on all ranks.",
+            )
+    return None
+
+
+def _sharers(reports: Sequence[_Report]) -> int:
+    """Most processes that any card has: each takes such a share, so that all ranks have equal rings."""
+    uses = Counter((report.node, card) for report in reports for card in report.cards)
+    return max(uses.values())
+
+
+def _warn_of_settings(offload: OffloadSettings) -> None:
+    transfer = offload.transfer
+    if transfer.tasklet_bytes is not None and transfer.tasklet_bytes < _SMALL_TASKLET_BYTES:
+        warnings.warn(
+            f"TransferConfig(tasklet_bytes={transfer.tasklet_bytes}) is small for SmartSSDs, whose P2P wants 16 MiB or"
+            " more at once. Leave it out: the default is 64 MiB.",
+            stacklevel=2,
+        )
+    if transfer.dram_cache_bytes:
+        warnings.warn(
+            f"TransferConfig(dram_cache_bytes={transfer.dram_cache_bytes!r}) is ignored: SmartSSDs update beside their"
+            " storage, and no state stays in host memory.",
+            stacklevel=2,
+        )

@@ -1,0 +1,119 @@
+"""A machine that is only files: sysfs, mountinfo and device nodes, as Linux and XRT's driver lay them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_smartinfinity.devices.smartssd import System
+
+GIB = 1 << 30
+SHELL = "xilinx_u2_gen3x4_xdma_gc_base_2"
+
+
+@dataclass
+class Machine:
+    """What has been plugged in so far; :meth:`system` is what the package sees of it."""
+
+    root: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    mounts: list[str] = field(default_factory=list)
+    locked: set[Path] = field(default_factory=set)
+
+    @property
+    def sysfs(self) -> Path:
+        return self.root / "sys"
+
+    def system(self) -> System:
+        mountinfo = self.root / "mountinfo"
+        root = "1 0 252:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw"
+        mountinfo.write_text("\n".join([root, *self.mounts]) + "\n")
+        return System(
+            sysfs=self.sysfs,
+            mountinfo=mountinfo,
+            dev=self.root / "dev",
+            environment=self.environment,
+            may_use=lambda node: node.exists() and node not in self.locked,
+        )
+
+    def function(self, path: str, *, kind: str, vendor: str = "0x144d") -> Path:
+        """A PCI function, as ``"pci0000:3a/0000:3a:00.0/0000:3b:00.0"``; bridges on the way are made."""
+        folder = self.sysfs / "devices" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "class").write_text(kind + "\n")
+        (folder / "vendor").write_text(vendor + "\n")
+        _link(self.sysfs / "bus/pci/devices" / folder.name, folder)
+        return folder
+
+    def card(
+        self,
+        path: str,
+        *,
+        p2p: str | None = f"bar:{4 * GIB}\nexp_bar:{4 * GIB}\n",
+        driver: bool = True,
+        minor: int = 128,
+        shell: str = SHELL,
+    ) -> Path:
+        """The user function of an FPGA."""
+        folder = self.function(path, kind="0x120000", vendor="0x10ee")
+        if not driver:
+            return folder
+        drivers = self.sysfs / "bus/pci/drivers/xocl"
+        _link(drivers / folder.name, folder)
+        (drivers / "bind").touch()
+        _link(folder / "driver", drivers)
+        (folder / "rom.u.4194304").mkdir()
+        (folder / "rom.u.4194304/VBNV").write_text(f"{shell}\n")
+        if p2p is not None:
+            (folder / "p2p.u.12582912").mkdir()
+            (folder / "p2p.u.12582912/config").write_text(p2p)
+        (folder / f"drm/renderD{minor}").mkdir(parents=True)
+        node = self.root / f"dev/dri/renderD{minor}"
+        node.parent.mkdir(parents=True, exist_ok=True)
+        node.touch()
+        return folder
+
+    def ssd(self, path: str, name: str = "nvme0", *, partition: str = "", device: str = "259:0") -> Path:
+        """An NVMe controller with one namespace, and a partition of it if one is named."""
+        folder = self.function(path, kind="0x010802")
+        block = folder / "nvme" / name / f"{name}n1"
+        block.mkdir(parents=True)
+        if partition:
+            block = block / f"{name}n1{partition}"
+            block.mkdir()
+            (block / "partition").write_text("1\n")
+        self.block(device, block)
+        return folder
+
+    def block(self, device: str, folder: Path) -> None:
+        """Give a block device its numbers."""
+        _link(self.sysfs / "dev/block" / device, folder)
+
+    def virtual(self, name: str, device: str) -> Path:
+        """A block device that hangs on no hardware."""
+        folder = self.sysfs / "devices/virtual/block" / name
+        folder.mkdir(parents=True)
+        self.block(device, folder)
+        return folder
+
+    def mount(self, point: str, device: str, *, kind: str = "ext4", source: str = "/dev/nvme0n1p1") -> Path:
+        """Mount a device; returns the mount point, which need not exist."""
+        escaped = point.replace("\\", "\\134").replace(" ", "\\040")
+        # Optional fields, of which there may be any number, stand before the dash.
+        self.mounts.append(f"36 1 {device} / {escaped} rw,noatime shared:7 master:1 - {kind} {source} rw")
+        return Path(point)
+
+
+def smartssd(machine: Machine, number: int, *, mounted: str = "", upstream: str = "pci0000:3a/0000:3a:00.0") -> None:
+    """One SmartSSD: a switch of its own with the FPGA on one port and the SSD on the other."""
+    bus = 0x40 + 0x10 * number
+    switch = f"{upstream}/0000:{bus:02x}:00.0"
+    machine.card(f"{switch}/0000:{bus + 1:02x}:00.0/0000:{bus + 2:02x}:00.1", minor=128 + number)
+    machine.ssd(f"{switch}/0000:{bus + 1:02x}:01.0/0000:{bus + 3:02x}:00.0", f"nvme{number}", device=f"259:{number}")
+    if mounted:
+        machine.mount(mounted, f"259:{number}", source=f"/dev/nvme{number}n1")
+
+
+def _link(link: Path, target: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target)

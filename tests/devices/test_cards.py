@@ -1,0 +1,183 @@
+"""What sysfs tells of cards: P2P, shell, device node; what a bitstream's header tells; what of XRT is there."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from hls.description import SMARTSSD
+from hls.xclbin import xclbin
+from lightning_smartinfinity import ConfigError, DeviceError, SmartInfinityStrategy, SmartSSDConfig
+from lightning_smartinfinity.devices.smartssd import discovery, find_cards
+from lightning_smartinfinity.devices.smartssd.bitstream import XCLBIN_VARIABLE, read_bitstream
+from lightning_smartinfinity.devices.smartssd.cards import cards_of, unusable_node
+from lightning_smartinfinity.devices.smartssd.p2p import P2P, P2PState, p2p_of
+from lightning_smartinfinity.devices.smartssd.runtime import Runtime, choose_door, require_runtime, runtime_of
+from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
+
+WHOLE, SMALL = 4 * GIB, 32 << 20
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "state", "remedy"),
+    [
+        (f"bar:{WHOLE}\nexp_bar:{WHOLE}\n", P2PState.ENABLED, ""),
+        (f"bar:{WHOLE}\nexp_bar:{WHOLE}\nremap:{WHOLE}\n", P2PState.ENABLED, ""),
+        (f"bar:{SMALL}\nexp_bar:{WHOLE}\n", P2PState.DISABLED, "--p2p enable"),
+        (f"bar:{SMALL}\nexp_bar:{WHOLE}\nrbar:{WHOLE}\n", P2PState.WARM_REBOOT, "Reboot the machine warm"),
+        (f"bar:{WHOLE}\nexp_bar:{WHOLE}\nremap:{SMALL}\n", P2PState.BROKEN, "--p2p disable"),
+        (f"exp_bar:{WHOLE}\n", P2PState.NOT_SUPPORTED, "shell"),
+        ("what a later driver says\n", P2PState.NOT_SUPPORTED, "shell"),
+        (None, P2PState.UNKNOWN, "xbutil examine"),
+    ],
+)
+def test_p2p_as_xrt_reads_it(machine: Machine, config: str | None, state: P2PState, remedy: str) -> None:
+    """Bar == exp_bar is enabled, rbar > bar wants a warm reboot; each other state has its remedy."""
+    found = p2p_of(machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", p2p=config))
+    assert found.state is state
+    assert remedy in found.remedy("0000:01:00.1")
+
+
+def test_cards_are_numbered_by_address(machine: Machine) -> None:
+    """With shell, node and P2P window; what is no PCI function among the driver's entries is passed over."""
+    machine.card("pci0000:80/0000:80:01.0/0000:81:00.1", minor=128)
+    machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", minor=129, p2p=None, shell="other")
+    first, second = cards_of(machine.system())
+    assert (first.number, first.address, first.shell, first.p2p.state) == (0, "0000:01:00.1", "other", P2PState.UNKNOWN)
+    assert (second.number, second.address, second.shell) == (1, "0000:81:00.1", SHELL)
+    assert second.p2p == P2P(P2PState.ENABLED, WHOLE, WHOLE)
+    assert second.node == machine.root / "dev/dri/renderD128"
+
+
+def test_a_node_that_cannot_be_used(machine: Machine) -> None:
+    """For want of rights or because it is not there, as in a container."""
+    machine.card("pci0000:00/0000:00:01.0/0000:01:00.1")
+    system = machine.system()
+    (card,) = cards_of(system)
+    assert card.node is not None and unusable_node(system, card) is None
+    machine.locked.add(card.node)
+    assert "usermod -aG render" in str(unusable_node(system, card))
+    card.node.unlink()
+    assert "--device" in str(unusable_node(system, card))
+
+
+def test_header_of_a_bitstream(tmp_path: Path, machine: Machine) -> None:
+    """uuid, platform and memory, from the file that the settings name or, without, the environment."""
+    path = tmp_path / "kernels.xclbin"
+    path.write_bytes(xclbin(SMARTSSD))
+    for settings in (SmartSSDConfig(xclbin=path), SmartSSDConfig(xclbin=str(path)), None):
+        machine.environment[XCLBIN_VARIABLE] = str(path) if settings is None else "/not/there"
+        found = read_bitstream(settings, machine.system())
+        assert (found.path, found.platform) == (path, SMARTSSD.platform.vbnv)
+        assert uuid.UUID(found.uuid).bytes in path.read_bytes()
+        assert found.memory_bytes == SMARTSSD.platform.bank.size_bytes
+
+
+def test_bitstreams_that_are_none(tmp_path: Path, machine: Machine) -> None:
+    """None named, none there, a folder, another file, a torn one: each with how to build one."""
+    whole = xclbin(SMARTSSD)
+    (tmp_path / "other").write_bytes(b"\x7fELF" * 200)
+    (tmp_path / "torn").write_bytes(whole[:470])
+    (tmp_path / "short").write_bytes(whole[:100])
+    with pytest.raises(ConfigError, match=r"none is named.*make -C hls xclbin.*2021\.2.*2022\.2.*xilinx_u2_gen3x4"):
+        read_bitstream(None, machine.system())
+    for name, kind in (("gone", ConfigError), (".", ConfigError), ("torn", ConfigError), ("other", DeviceError)):
+        with pytest.raises(kind, match="make -C hls xclbin"):
+            read_bitstream(SmartSSDConfig(xclbin=tmp_path / name), machine.system())
+    with pytest.raises(DeviceError, match="short"):
+        read_bitstream(SmartSSDConfig(xclbin=tmp_path / "short"), machine.system())
+
+
+def test_strategy_wants_a_bitstream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """update_device="smartssd" without one is refused where it is written down; the environment will do."""
+    monkeypatch.delenv(XCLBIN_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match="make -C hls xclbin"):
+        SmartInfinityStrategy(update_device="smartssd")
+    with pytest.raises(ConfigError, match=r"fp32.*state_format='bf16'"):
+        SmartInfinityStrategy(update_device="smartssd", state_format="bf16", smartssd=SmartSSDConfig(xclbin="a"))
+    SmartInfinityStrategy(update_device="smartssd", smartssd=SmartSSDConfig(xclbin="a"))
+    monkeypatch.setenv(XCLBIN_VARIABLE, "a")
+    SmartInfinityStrategy(update_device="smartssd")
+    with pytest.warns(UserWarning, match="ignored with update_device='host'"):
+        SmartInfinityStrategy(update_device="host", smartssd=SmartSSDConfig(xclbin="a"))
+    with pytest.raises(ConfigError, match="not a SmartSSDConfig"):
+        SmartInfinityStrategy(smartssd={"xclbin": "a"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"xclbin": ""}, "xclbin=''"),
+        ({"xclbin": 3}, "xclbin=3"),
+        ({"devices": []}, "devices=\\[\\]"),
+        ({"devices": "0000:01:00.1"}, "devices='0000"),
+        ({"devices": [True]}, "devices=\\[True\\]"),
+        ({"devices": [-1]}, "devices=\\[-1\\]"),
+        ({"gradient_route": "gpu"}, "gradient_route='gpu'"),
+        ({"door": "opencl"}, "door='opencl'"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"timeout": float("inf")}, "timeout=inf"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, object], named: str) -> None:
+    """Validated once, at construction."""
+    with pytest.raises(ConfigError, match=named):
+        SmartSSDConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_xrt_that_is_not_set_up(machine: Machine, tmp_path: Path) -> None:
+    """XILINX_XRT missing or leading nowhere; its version, where it tells one."""
+    with pytest.raises(DeviceError, match="XILINX_XRT is not set"):
+        require_runtime(runtime_of(machine.system()))
+    machine.environment["XILINX_XRT"] = str(tmp_path / "xrt")
+    with pytest.raises(DeviceError, match="is no folder"):
+        require_runtime(runtime_of(machine.system()))
+    (tmp_path / "xrt").mkdir()
+    require_runtime(runtime_of(machine.system()))
+    assert runtime_of(machine.system()).version is None
+    (tmp_path / "xrt/version.json").write_text('{"BUILD_VERSION": "2.13.466"}')
+    assert runtime_of(machine.system()).version == "2.13.466"
+
+
+def test_choice_of_door() -> None:
+    """The C library where it is, pyxrt where it alone is; what is asked for and is not there is refused."""
+    both, library, module, none = (
+        Runtime(Path("/"), None, *present)
+        for present in (("libxrt.so", True), ("libxrt.so", False), (None, True), (None, False))
+    )
+    assert [choose_door("auto", runtime) for runtime in (both, library, module)] == ["native", "native", "pyxrt"]
+    assert choose_door("pyxrt", both) == "pyxrt" and choose_door("native", both) == "native"
+    with pytest.raises(DeviceError, match="Neither"):
+        choose_door("auto", none)
+    with pytest.raises(ConfigError, match=r"door='native'.*libxrt_coreutil"):
+        choose_door("native", module)
+    with pytest.raises(ConfigError, match="no module pyxrt"):
+        choose_door("pyxrt", library)
+
+
+def test_everything_at_once(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of two cards; P2P that is off and a closed node are errors with their remedies."""
+    monkeypatch.setattr(discovery, "runtime_of", lambda system: Runtime(tmp_path, None, "libxrt.so", False))
+    path = tmp_path / "kernels.xclbin"
+    path.write_bytes(xclbin(SMARTSSD))
+    for number in range(2):
+        smartssd(machine, number, mounted=f"/mnt/nvme{number}")
+    machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", minor=140, p2p=f"bar:{SMALL}\nexp_bar:{WHOLE}\n")
+    folders, settings, system = [Path("/mnt/nvme1"), Path("/mnt/nvme0")], SmartSSDConfig(xclbin=path), machine.system()
+    plan = find_cards(folders, settings, system)
+    assert [card.address for card in plan.cards] == ["0000:52:00.1", "0000:42:00.1"]
+    assert (plan.door, plan.sharers, plan.bitstream.path) == ("native", 1, path)
+    off = SmartSSDConfig(xclbin=path, devices=[0, 1])
+    with pytest.raises(DeviceError, match=r"P2P of the card 0000:01:00\.1 is disabled.*--p2p enable"):
+        find_cards(folders, off, system)
+    machine.locked.add(machine.root / "dev/dri/renderD129")
+    with pytest.raises(DeviceError, match=r"card 0000:52:00\.1 cannot be opened.*render"):
+        find_cards(folders, settings, system)

@@ -1,0 +1,157 @@
+"""The SSD below a storage folder, and what is refused in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity import ConfigError
+from lightning_smartinfinity.devices.smartssd.ssds import all_ssds, ssd_of
+from tests.devices.fake_machine import Machine
+
+CONTROLLER = "pci0000:00/0000:00:01.0/0000:01:00.0"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def refusal(machine: Machine, folder: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ssd_of(machine.system(), Path(folder))
+    assert folder in caught.value.problem and "update_device='host'" in caught.value.remedy
+    return caught.value.problem
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+@pytest.mark.parametrize("partition", ["", "p1", "p12"])
+def test_file_systems_on_disks_and_partitions(machine: Machine, kind: str, partition: str) -> None:
+    """Right on the disk or on a partition: the controller's PCI path and the whole disk's name."""
+    machine.ssd(CONTROLLER, "nvme11", partition=partition, device="259:5")
+    machine.mount("/data/a b", "259:5", kind=kind)
+    ssd = ssd_of(machine.system(), Path("/data/a b/not/there/yet"))
+    assert (ssd.name, ssd.path.address, ssd.file_system) == ("nvme11n1", "0000:01:00.0", kind)
+    assert ssd.path.steps == ("pci0000:00", "0000:00:01.0", "0000:01:00.0")
+
+
+def test_later_and_deeper_mounts_cover_earlier_ones(machine: Machine) -> None:
+    """What a path lies on is the deepest mount, and of two at one point the later."""
+    machine.ssd(CONTROLLER, "nvme0", device="259:0")
+    machine.ssd("pci0000:00/0000:00:02.0/0000:02:00.0", "nvme1", device="259:1")
+    machine.mount("/mnt", "0:33", kind="tmpfs", source="tmpfs")
+    machine.mount("/mnt/a", "0:34", kind="nfs4", source="server:/a")
+    machine.mount("/mnt/a", "259:0")
+    machine.mount("/mnt/a/b", "259:1")
+    system = machine.system()
+    assert ssd_of(system, Path("/mnt/a/x")).name == "nvme0n1"
+    assert ssd_of(system, Path("/mnt/a/b/x")).name == "nvme1n1"
+    assert "tmpfs, which is in memory" in refusal(machine, "/mnt/ab")
+
+
+def test_links_are_followed(machine: Machine, tmp_path: Path) -> None:
+    """A storage folder may be a link to where the SSD is mounted."""
+    machine.ssd(CONTROLLER, device="259:0")
+    point = machine.mount(str(tmp_path / "mount"), "259:0")
+    point.mkdir()
+    (tmp_path / "link").symlink_to(point)
+    assert ssd_of(machine.system(), tmp_path / "link/state").name == "nvme0n1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("btrfs", "lies on btrfs"),
+        ("zfs", "lies on zfs"),
+        ("tmpfs", "in memory"),
+        ("overlay", "container"),
+        ("nfs4", "nfs4, a network"),
+        ("fuse.sshfs", "fuse.sshfs, a network or user-space"),
+    ],
+)
+def test_other_file_systems_are_refused_by_name(machine: Machine, kind: str, words: str) -> None:
+    """They move blocks around, keep them in memory or elsewhere."""
+    machine.mount("/mnt/a", "0:41", kind=kind, source="something")
+    assert words in refusal(machine, "/mnt/a")
+
+
+@pytest.mark.parametrize(
+    ("uuid", "words"),
+    [
+        ("LVM-abc", "LVM (dm-3)"),
+        ("CRYPT-LUKS2-abc-cr", "dm-crypt (dm-3)"),
+        ("mpath-abc", "multipath"),
+        ("part1-mpath-abc", "a device-mapper target (dm-3)"),
+        (None, "a device-mapper target (dm-3)"),
+    ],
+)
+def test_mapped_devices_are_refused_by_name(machine: Machine, uuid: str | None, words: str) -> None:
+    """Whatever the device mapper puts between, its uuid tells."""
+    folder = machine.virtual("dm-3", "253:3")
+    if uuid is not None:
+        (folder / "dm").mkdir()
+        (folder / "dm/uuid").write_text(f"{uuid}\n")
+    machine.mount("/mnt/a", "253:3", source="/dev/mapper/vg-state")
+    problem = refusal(machine, "/mnt/a")
+    assert words in problem and "/dev/mapper/vg-state" in problem
+
+
+def test_raid_loops_and_other_disks_are_refused_by_name(machine: Machine) -> None:
+    """So are md, loop devices and disks that are no NVMe."""
+    (machine.virtual("md127", "9:127") / "md").mkdir()
+    (machine.virtual("loop0", "7:0") / "loop").mkdir()
+    machine.block("8:0", _made(machine.sysfs / "devices/pci0000:00/0000:00:17.0/ata1/host0/block/sda"))
+    for device in ("9:127", "7:0", "8:0", "259:77"):
+        machine.mount(f"/mnt/{device.replace(':', '-')}", device, source=f"/dev/{device}")
+    assert "software RAID, md (md127)" in refusal(machine, "/mnt/9-127")
+    assert "a loop device (loop0)" in refusal(machine, "/mnt/7-0")
+    assert "no NVMe SSD (sda)" in refusal(machine, "/mnt/8-0")
+    assert "259:77 sysfs does not know" in refusal(machine, "/mnt/259-77")
+
+
+def test_partitions_of_a_raid_are_refused_too(machine: Machine) -> None:
+    """What is asked is the whole disk."""
+    whole = machine.virtual("md0", "9:0")
+    (whole / "md").mkdir()
+    (whole / "md0p1").mkdir()
+    (whole / "md0p1/partition").write_text("1\n")
+    machine.block("259:9", whole / "md0p1")
+    machine.mount("/mnt/a", "259:9", source="/dev/md0p1")
+    assert "software RAID, md (md0)" in refusal(machine, "/mnt/a")
+
+
+def test_native_multipath(machine: Machine) -> None:
+    """The disk then hangs below a virtual subsystem, which links to its controllers: one will do, two will not."""
+    controller = _made(machine.function(CONTROLLER, kind="0x010802") / "nvme/nvme0")
+    subsystem = _made(machine.sysfs / "devices/virtual/nvme-subsystem/nvme-subsys0")
+    (subsystem / "nvme0").symlink_to(controller)
+    machine.block("259:0", _made(subsystem / "nvme0n1"))
+    machine.mount("/mnt/a", "259:0")
+    assert ssd_of(machine.system(), Path("/mnt/a")).path.address == "0000:01:00.0"
+    other = _made(machine.function("pci0000:00/0000:00:02.0/0000:02:00.0", kind="0x010802") / "nvme/nvme1")
+    (subsystem / "nvme1").symlink_to(other)
+    assert "several controllers lead to (0000:01:00.0, 0000:02:00.0)" in refusal(machine, "/mnt/a")
+
+
+def test_nvme_over_fabrics(machine: Machine) -> None:
+    """It has no PCI function; its transport is told."""
+    controller = _made(machine.sysfs / "devices/virtual/nvme-fabrics/ctl/nvme5")
+    (controller / "transport").write_text("tcp\n")
+    machine.block("259:0", _made(controller / "nvme5n1"))
+    machine.mount("/mnt/a", "259:0")
+    assert "an NVMe namespace over tcp without a PCI function" in refusal(machine, "/mnt/a")
+
+
+def test_mountinfo_that_tells_nothing(machine: Machine) -> None:
+    """Without a readable mountinfo nothing can be said of any folder."""
+    system = machine.system()
+    system.mountinfo.unlink()
+    with pytest.raises(ConfigError, match="lies on no mount"):
+        ssd_of(system, Path("/mnt/a"))
+    assert all_ssds(system) == []
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder

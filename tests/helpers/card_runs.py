@@ -1,0 +1,114 @@
+"""Transfer handlers over cards, emulated or fake, and the same ones over the host to compare them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hls.description import SMARTSSD
+from hls.xclbin import xclbin
+from lightning_smartinfinity import SmartSSDConfig
+from lightning_smartinfinity.devices import HostDevice, StorageDevice
+from lightning_smartinfinity.devices.smartssd import CardPlan, CardRing, SmartSSDDevice, kernel_of
+from lightning_smartinfinity.devices.smartssd.bitstream import Bitstream
+from lightning_smartinfinity.devices.smartssd.cards import emulated_card
+from tests.transfer.harness import Run, assert_equal
+
+__all__ = ["OPTIMIZERS", "cards", "plan_of", "same_as_host", "settled_host", "state_files", "write_xclbin"]
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adam": {
+        "optimizer": torch.optim.Adam,
+        "options": ({"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "betas": (0.4, 0.99), "maximize": True}),
+    },
+    "adagrad": {
+        "optimizer": torch.optim.Adagrad,
+        "options": ({"lr": 1e-2, "lr_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}),
+        "defaults": {"initial_accumulator_value": 0.5},
+    },
+    "sgd": {
+        "optimizer": torch.optim.SGD,
+        "options": (
+            {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1},
+            {"lr": 3e-3, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+        ),
+    },
+}
+"""Every update rule, with settings that use all of its arithmetic, as changes to a harness's ``Case``."""
+
+
+def plan_of(num_cards: int, path: Path, *, sharers: int = 1, door: str = "native", **settings: Any) -> CardPlan:
+    """A plan of emulated cards.
+
+    Args:
+        num_cards: Of them.
+        path: Of the xclbin.
+        sharers: As :class:`CardPlan`'s.
+        door: The same.
+        **settings: Of :class:`SmartSSDConfig`.
+    """
+    return CardPlan(
+        bitstream=Bitstream(path, "", SMARTSSD.platform.vbnv, SMARTSSD.platform.bank.size_bytes),
+        cards=tuple(emulated_card(number) for number in range(num_cards)),
+        settings=SmartSSDConfig(xclbin=path, **settings),
+        door=door,
+        library="libxrt_coreutil.so.2",
+        sharers=sharers,
+    )
+
+
+def cards(path: Path, **settings: Any) -> Callable[[Run], StorageDevice]:
+    """Makes the device of a run on as many cards as it has folders.
+
+    Args:
+        path: Of the xclbin.
+        **settings: As :func:`plan_of`'s.
+    """
+
+    def device(run: Run) -> StorageDevice:
+        case, numel = run.case, run.layout.extents.tasklet_numel
+        ring = CardRing(
+            num_buffers=case.num_buffers,
+            gradient_bytes=numel * case.gradient_dtype.itemsize,
+            parameter_bytes=numel * case.dtype.itemsize,
+        )
+        plan = plan_of(case.num_devices, path, **settings)
+        return SmartSSDDevice(plan, kernel=kernel_of(case.rule.name), ring=ring)
+
+    return device
+
+
+class _SettledHost(HostDevice):
+    """A host that leaves every tasklet in its folder, as cards do."""
+
+    @property
+    def moves_tasklets(self) -> bool:
+        return False
+
+
+def settled_host(run: Run) -> StorageDevice:
+    """Makes the host's device of a run whose state files are comparable to those of cards."""
+    return _SettledHost(num_buffers=run.case.num_buffers)
+
+
+def state_files(run: Run) -> list[bytes]:
+    """Every byte of state on storage."""
+    return [Path(file.path).read_bytes() for file in run.store.files]
+
+
+def same_as_host(run: Run, host: Run) -> None:
+    """Parameters, state, step counts and every byte on storage."""
+    assert_equal(run.state(), host.state())
+    for mine, theirs in zip(state_files(run), state_files(host), strict=True):
+        assert mine == theirs
+
+
+def write_xclbin(folder: Path) -> Path:
+    """The bitstream for tests."""
+    path = folder / "kernels.xclbin"
+    path.write_bytes(xclbin(SMARTSSD))
+    return path
