@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_smartinfinity.cli import convert
+from lightning_smartinfinity.cli import convert, selftest
 from lightning_smartinfinity.errors import SmartInfinityError
 
 __all__ = ["main"]
@@ -21,19 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; None: those of the process.
 
     Returns:
-        Exit status: 0, 1 after an error of this package, 130 after Ctrl-C. argparse exits with 2 by itself.
+        Exit status: 0, 1 after an error of this package or a self-test that finds one, 130 after Ctrl-C. argparse exits
+        with 2 by itself.
     """
     parser = argparse.ArgumentParser(
         prog="smart-infinity", description="Optimizer state of lightning-smartinfinity on storage."
     )
-    convert.add_to(parser.add_subparsers(title="commands", required=True, metavar="COMMAND"))
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    convert.add_to(commands)
+    selftest.add_to(commands)
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        status = options.run(options)
     except SmartInfinityError as error:
         print(f"smart-infinity: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("smart-infinity: interrupted; nothing is left of what was begun.", file=sys.stderr)
         return _INTERRUPTED
-    return 0
+    return int(status)

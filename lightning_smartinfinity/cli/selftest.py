@@ -1,0 +1,75 @@
+"""``smart-infinity selftest``: whether this machine's SmartSSDs can update, and if not, what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_smartinfinity.config import SmartSSDConfig
+
+__all__ = ["add_to", "show"]
+
+_DESCRIPTION = """\
+Look at XRT, the bitstream and the cards of this machine. With storage folders: pair each with its card, move data
+between the card and its SSD, and update one tasklet with every kernel, bit for bit as on the host. Nothing is left in
+the folders. Exit status 1 if anything is not as it must be.
+"""
+_MARKS = {True: "ok", False: "FAIL", None: "-"}
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to what ``ArgumentParser.add_subparsers`` returns."""
+    parser = commands.add_parser("selftest", help="whether SmartSSDs can update", description=_DESCRIPTION)
+    parser.add_argument("folders", nargs="*", type=Path, help="storage folders, one on the SSD of each card")
+    parser.add_argument("--xclbin", type=Path, help="SmartSSDConfig(xclbin=...)")
+    parser.add_argument("--devices", nargs="+", help="SmartSSDConfig(devices=...): a card for each folder")
+    parser.add_argument("--door", default=SmartSSDConfig.door, help="SmartSSDConfig(door=...): auto, native or pyxrt")
+    parser.add_argument("--mib", type=int, default=64, help="MiB to move by P2P (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from lightning_smartinfinity.devices.smartssd.examination import examine
+    from lightning_smartinfinity.devices.smartssd.system import System
+
+    numbers = options.devices and [int(name) if name.isdigit() else name for name in options.devices]
+    settings = SmartSSDConfig(xclbin=options.xclbin, devices=numbers, door=options.door)
+    return show(examine(options.folders, settings, System(), p2p_bytes=max(1, options.mib) << 20), as_json=options.json)
+
+
+def show(findings: Iterable[Any], *, as_json: bool) -> int:
+    """Print findings as they come, or all of them as JSON.
+
+    Args:
+        findings: Of ``examine``.
+        as_json: Machine-readable.
+
+    Returns:
+        Exit status: 1 if one of them is not ok.
+    """
+    shown: list[Any] = []
+    for finding in findings:
+        if not as_json:
+            _print(finding, heading=not shown or finding.subject != shown[-1].subject)
+        shown.append(finding)
+    failed = sum(finding.ok is False for finding in shown)
+    if as_json:
+        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in shown]}, indent=2))
+    else:
+        print(f"\n{failed} of {len(shown)} findings are not ok." if failed else "\nEverything that was tried is ok.")
+    sys.stdout.flush()
+    return int(failed > 0)
+
+
+def _print(finding: Any, *, heading: bool) -> None:
+    if heading:
+        print(finding.subject)
+    print(f"  {_MARKS[finding.ok]:<4}  {finding.name:<16}{finding.value}", flush=True)
+    if finding.remedy and finding.ok is not True:
+        print(f"        -> {finding.remedy}", flush=True)
