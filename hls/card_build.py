@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 
 from hls.description import Design, Kernel
 
-__all__ = ["compile_line", "connectivity_config", "link_line"]
+__all__ = ["TOOLCHAIN", "compile_line", "connectivity_config", "link_line", "missing_toolchain"]
+
+TOOLCHAIN = "Vitis 2021.2 to 2022.2"
 
 
 def connectivity_config(design: Design) -> str:
@@ -26,7 +29,7 @@ def compile_line(design: Design, kernel: Kernel, *, target: str, folder: str) ->
         "--compile",
         *("--kernel", kernel.name),
         *("-I", "hls/include"),
-        *("--temp_dir", f"{folder}/temp"),
+        *_leftovers(folder, kernel.name),
         *("--output", _object(kernel, folder)),
         kernel.source,
     ]
@@ -38,10 +41,20 @@ def link_line(design: Design, *, target: str, folder: str, output: str) -> list[
         *_common(design, target),
         "--link",
         *("--config", f"{folder}/smartssd.cfg"),
-        *("--temp_dir", f"{folder}/temp"),
+        *_leftovers(folder, "link"),
         *("--output", output),
         *(_object(kernel, folder) for kernel in design.kernels),
     ]
+
+
+def missing_toolchain(design: Design) -> str:
+    """What to say where there is no v++; empty where there is one."""
+    if shutil.which("v++"):
+        return ""
+    return (
+        f"there is no v++ on PATH: building for the card takes {TOOLCHAIN} (source its settings64.sh) and the "
+        f"development package of the card's shell {design.platform.shell}"
+    )
 
 
 def _common(design: Design, target: str) -> list[str]:
@@ -53,6 +66,11 @@ def _common(design: Design, target: str) -> list[str]:
         *("--kernel_frequency", str(platform.clock_mhz)),
         "--save-temps",
     ]
+
+
+def _leftovers(folder: str, step: str) -> list[str]:
+    """A place of its own for what each step leaves behind: steps may run at the same time."""
+    return [part for kind in ("temp", "log", "report") for part in (f"--{kind}_dir", f"{folder}/{kind}/{step}")]
 
 
 def _object(kernel: Kernel, folder: str) -> str:

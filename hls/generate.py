@@ -4,6 +4,7 @@ Usage::
 
     python -m hls.generate test-xclbin FILE
     python -m hls.generate config FILE
+    python -m hls.generate toolchain
     python -m hls.generate compile-line --kernel NAME [--target hw] [--folder build/card]
     python -m hls.generate link-line --output FILE [--target hw] [--folder build/card]
 """
@@ -16,14 +17,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hls.card_build import compile_line, connectivity_config, link_line
+from hls.card_build import compile_line, connectivity_config, link_line, missing_toolchain
 from hls.description import SMARTSSD
 from hls.xclbin import xclbin
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes a file, or prints a command line."""
+    """Writes a file, or prints a command line; ``toolchain`` fails where v++ is missing, and says what it takes."""
     options = _parser().parse_args(arguments)
+    if options.what == "toolchain":
+        sys.exit(missing_toolchain(SMARTSSD) or 0)
     if options.what == "test-xclbin":
         options.file.write_bytes(xclbin(SMARTSSD))
     elif options.what == "config":
@@ -44,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="what", required=True)
     for name in ("test-xclbin", "config"):
         commands.add_parser(name).add_argument("file", type=Path)
+    commands.add_parser("toolchain")
     compile_options, link_options = commands.add_parser("compile-line"), commands.add_parser("link-line")
     compile_options.add_argument("--kernel", required=True, choices=[kernel.name for kernel in SMARTSSD.kernels])
     link_options.add_argument("--output", required=True)

@@ -1,0 +1,139 @@
+"""The build for the card with a v++ that only writes down how it was called."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from hls.description import KERNELS, SMARTSSD
+
+ROOT = Path(__file__).parents[2]
+SHELL = "xilinx_u2_gen3x4_xdma_gc_2_202110_1"
+
+FAKE = f"""#!{sys.executable}
+import json, pathlib, sys
+arguments = sys.argv[1:]
+with open(pathlib.Path(__file__).parent / "calls", "a") as calls:
+    calls.write(json.dumps(arguments) + "\\n")
+pathlib.Path(arguments[arguments.index("--output") + 1]).write_text("built")
+"""
+
+
+class Toolchain:
+    """Runs hls/Makefile, with the fake v++ first on PATH, and reads what that was called with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.card = folder / "card"
+        self._tools = folder / "tools"
+        self._tools.mkdir()
+
+    def install(self) -> None:
+        (self._tools / "v++").write_text(FAKE)
+        (self._tools / "v++").chmod(0o755)
+
+    def make(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs make in hls/, where no other v++ can be found."""
+        path = f"{self._tools}:{Path(sys.executable).parent}:/usr/bin:/bin"
+        command = ["make", "-C", str(ROOT / "hls"), f"CARD={self.card}", *arguments]
+        # What make tells the makes that it calls, this one is not one of.
+        kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        return subprocess.run(command, env=kept | {"PATH": path}, capture_output=True, text=True)
+
+    def calls(self) -> list[list[str]]:
+        """Arguments of each call of v++ since the last time."""
+        written = self._tools / "calls"
+        lines = written.read_text().splitlines() if written.exists() else []
+        written.unlink(missing_ok=True)
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def toolchain(tmp_path: Path) -> Toolchain:
+    toolchain = Toolchain(tmp_path)
+    toolchain.install()
+    return toolchain
+
+
+def test_xclbin_compiles_every_kernel_and_links_them(toolchain: Toolchain) -> None:
+    """Four calls of v++, complete and consistent with the description and with each other."""
+    built = toolchain.make("xclbin")
+    assert built.returncode == 0, built.stderr
+    xclbin = toolchain.card / "smart_infinity.xclbin"
+    assert xclbin.exists() and f'SmartSSDConfig(xclbin="{xclbin}")' in built.stdout
+    *compiled, linked = toolchain.calls()
+    options = [_options(call) for call in compiled]
+    assert {option["--kernel"] for option in options} == {kernel.name for kernel in KERNELS}
+    for call, option in zip(compiled, options, strict=True):
+        assert "--compile" in call and "--link" not in call
+        assert f"void {option['--kernel']}(" in (ROOT / call[-1]).read_text()
+        assert (ROOT / option["-I"] / "kernels.hpp").exists()
+    assert "--link" in linked and "--compile" not in linked
+    assert _options(linked)["--output"] == str(xclbin)
+    assert sorted(part for part in linked if part.endswith(".xo")) == sorted(option["--output"] for option in options)
+    for option in (*options, _options(linked)):
+        assert (option["--target"], option["--platform"]) == ("hw", SHELL)
+        assert option["--kernel_frequency"] == str(SMARTSSD.platform.clock_mhz)
+
+
+def test_link_is_told_of_every_compute_unit(toolchain: Toolchain) -> None:
+    """smartssd.cfg is written before, from the description; kernels are those that were compiled."""
+    assert toolchain.make("link").returncode == 0
+    *compiled, linked = toolchain.calls()
+    lines = Path(_options(linked)["--config"]).read_text().splitlines()
+    assert lines[0] == "[connectivity]"
+    named = {line.removeprefix("nk=").split(":")[0]: line.split(":")[2].split(".") for line in lines[1:]}
+    assert named.keys() == {_options(call)["--kernel"] for call in compiled}
+    assert [name for names in named.values() for name in names] == [unit.name for unit in SMARTSSD.compute_units]
+
+
+def test_steps_leave_nothing_in_each_others_way(toolchain: Toolchain) -> None:
+    """Each has folders of its own for logs and temporary files, below the build's: steps may run side by side."""
+    toolchain.make("-j4", "xclbin")
+    calls = [_options(call) for call in toolchain.calls()]
+    for kind in ("--temp_dir", "--log_dir", "--report_dir"):
+        folders = {call[kind] for call in calls}
+        assert len(folders) == 4
+        assert all(Path(folder).is_relative_to(toolchain.card) for folder in folders)
+
+
+def test_only_what_changed_is_built_again(toolchain: Toolchain) -> None:
+    """Hours a step: a kernel's source concerns its object and the link, a header all."""
+    toolchain.make("xo")
+    assert len(toolchain.calls()) == 3
+    toolchain.make("xclbin")
+    assert ["--link" in call for call in toolchain.calls()] == [True]
+    toolchain.make("xclbin")
+    assert toolchain.calls() == []
+    toolchain.make("xclbin", "-W", "kernels/sgd_update.cpp")
+    assert [_options(call).get("--kernel", "link") for call in toolchain.calls()] == ["sgd_update", "link"]
+    toolchain.make("xclbin", "-W", "include/gradient.hpp")
+    assert len(toolchain.calls()) == 4
+
+
+def test_without_the_toolchain_it_says_what_it_takes(tmp_path: Path) -> None:
+    """Not that a command was not found."""
+    failed = Toolchain(tmp_path).make("xclbin")
+    assert failed.returncode != 0
+    assert "there is no v++ on PATH" in failed.stderr
+    assert "Vitis 2021.2 to 2022.2" in failed.stderr and SHELL in failed.stderr
+    assert not (tmp_path / "card").exists()
+
+
+def test_a_step_that_fails_leaves_nothing_that_looks_built(toolchain: Toolchain, tmp_path: Path) -> None:
+    """The next make begins with it again."""
+    fake = tmp_path / "tools/v++"
+    fake.write_text(FAKE + 'sys.exit("no licence")\n')
+    failed = toolchain.make("xclbin")
+    assert failed.returncode != 0 and "no licence" in failed.stderr
+    assert list(toolchain.card.glob("*.xo")) == []
+
+
+def _options(call: list[str]) -> dict[str, str]:
+    """Options of a call that have a value."""
+    return {name: value for name, value in pairwise(call) if name.startswith("-")}
