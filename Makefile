@@ -34,7 +34,7 @@ CREATED := $(VENV)/.created
 REQUIREMENTS := $(VENV)/.requirements
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types contracts unit format dist clean
+.PHONY: help setup demo test lint types contracts unit csim format dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -85,6 +85,9 @@ contracts: $(INSTALLED) ## Who may import whom (import-linter)
 unit: $(INSTALLED) ## The tests; skipped ones print why
 	HF_HUB_OFFLINE=1 python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 	    $(PYTEST_OPTIONS)
+
+csim: $(INSTALLED) ## The SmartSSD's kernels, compiled for this machine, against numpy and torch.optim
+	$(MAKE) -C hls csim
 
 format: $(INSTALLED) ## Rewrite Python and C++ files in the project's style
 	ruff check --fix .

@@ -5,11 +5,12 @@
 //   sum    --> load_array -----------------------------------------------+            --> store_array --> sum
 //
 //   and along all of them the run: read_gradient --> ... --> write_status --> status
+#include <hls_math.h>
+
 #include <arrays.hpp>
 #include <gradient.hpp>
 #include <kernels.hpp>
 #include <process.hpp>
-#include <square_root.hpp>
 
 using namespace card;
 
@@ -44,7 +45,7 @@ beats:
             float g = gradient[lane] * step.gradient_scale;
             g = step.weight_decay != 0.0f ? g + step.weight_decay * p : g;
             const float s = sum[lane] + g * g;
-            p = p - step.step_size * (g / (square_root(s) + step.eps));
+            p = p - step.step_size * (g / (hls::sqrt(s) + step.eps));
 
             const std::uint32_t element = beat * kLanes + lane;
             master[lane] = settled(run, element, master[lane], p);

@@ -7,11 +7,12 @@
 //                                                                                     --> store_parameter --> parameter
 //
 //   and along all of them the run: read_gradient --> ... --> write_status --> status
+#include <hls_math.h>
+
 #include <arrays.hpp>
 #include <gradient.hpp>
 #include <kernels.hpp>
 #include <process.hpp>
-#include <square_root.hpp>
 
 using namespace card;
 
@@ -72,7 +73,7 @@ beats:
             const float m = average(step, exp_avg[lane], g);
             const float v = exp_avg_sq[lane] * step.beta2 + (step.one_minus_beta2 * g) * g;
             p = p * step.decay;
-            p = p - step.step_size * (m / (square_root(v) * step.inverse_sqrt_bias_correction2 + step.eps));
+            p = p - step.step_size * (m / (hls::sqrt(v) * step.inverse_sqrt_bias_correction2 + step.eps));
 
             const std::uint32_t element = beat * kLanes + lane;
             master[lane] = settled(run, element, master[lane], p);

@@ -90,8 +90,10 @@ class Dataflow {
     void look_for_deadlock() {
         if (num_running_ > 0 || waiters_.empty() || deadlocked_) return;
         deadlocked_ = true;
+        std::set<std::string> lines;  // in an order that does not depend on addresses
+        for (const Waiter* waiter : waiters_) lines.insert(waiter->what);
         std::string waiting;
-        for (const Waiter* waiter : waiters_) waiting += (waiting.empty() ? "" : "; ") + waiter->what;
+        for (const std::string& line : lines) waiting += (waiting.empty() ? "" : "; ") + line;
         failure_ = (failure_.empty() ? "deadlock: " : failure_ + "; then ") + waiting;
         for (Waiter* waiter : waiters_) waiter->wake.notify_one();
     }

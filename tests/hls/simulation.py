@@ -1,0 +1,128 @@
+"""The kernels compiled for this machine, as Python calls them: the builds of hls/Makefile."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import shutil
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hls.description import Kernel
+
+__all__ = ["LIBRARIES", "PROGRAMS", "ROOT", "Buffer", "Library", "Program", "Simulation", "aligned", "built"]
+
+ROOT = Path(__file__).parents[2]
+
+LIBRARIES = ("sequential", "threaded", "synthesised")
+"""What each is, says hls/Makefile."""
+PROGRAMS = ("address", "thread")
+"""Builds with a sanitizer, which only a process of their own can load."""
+
+Buffer = npt.NDArray[np.uint8]
+_MESSAGE_BYTES = 4096
+
+
+class Simulation(Protocol):
+    """A build of the kernels."""
+
+    def run(self, kernel: Kernel, buffers: Sequence[Buffer], words: Sequence[int]) -> str:
+        """Runs a kernel once.
+
+        Args:
+            kernel: Which one.
+            buffers: Gradient, the kernel's arrays, parameter and status, aligned to 64 bytes; changed in place.
+            words: The kernel's scalars, all of them.
+
+        Returns:
+            What went wrong in the simulation: a deadlock, or a stream that was not read to its end. Empty if nothing.
+        """
+
+
+def aligned(num_bytes: int) -> Buffer:
+    """Memory that begins on a beat, filled with a pattern: as fp32 a NaN, which is missed nowhere."""
+    memory = np.full(num_bytes + 64, 0xFF, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + num_bytes]
+
+
+def built(name: str) -> Path:
+    """The file of a build, up to date."""
+    folder = ROOT / "build" / "csim"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / (f"{name}.so" if name in LIBRARIES else name)
+    # Tests in other processes may want the same one.
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        make = ["make", "-C", str(ROOT / "hls"), f"BUILD={folder}", str(file)]
+        completed = subprocess.run(make, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    return file
+
+
+class Library:
+    """A build that is loaded into this process."""
+
+    def __init__(self, file: Path) -> None:
+        self._run = ctypes.CDLL(str(file)).csim_run
+        self._run.argtypes = [ctypes.c_uint32, *[ctypes.c_void_p] * 3, ctypes.c_size_t]
+        self._run.restype = None
+
+    def run(self, kernel: Kernel, buffers: Sequence[Buffer], words: Sequence[int]) -> str:
+        addresses = np.array([buffer.ctypes.data for buffer in buffers], np.uint64)
+        scalars = np.array(words, np.uint32)
+        message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        self._run(kernel.number, addresses.ctypes.data, scalars.ctypes.data, message, _MESSAGE_BYTES)
+        return message.value.decode()
+
+
+class Program:
+    """A build that runs in a process of its own, see hls/sim/server.cpp. It ends with the context."""
+
+    def __init__(self, file: Path) -> None:
+        # Older thread sanitizers know fewer layouts of the address space than kernels choose from.
+        command = ["setarch", "-R", str(file)] if shutil.which("setarch") else [str(file)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _, report = self._process.communicate()
+        assert self._process.returncode == 0 and not report, report.decode()
+
+    def run(self, kernel: Kernel, buffers: Sequence[Buffer], words: Sequence[int]) -> str:
+        request = [struct.pack("=I", kernel.number)]
+        for buffer in buffers:
+            request += [struct.pack("=Q", buffer.nbytes), buffer.tobytes()]
+        request += [struct.pack("=I", len(words)), np.array(words, np.uint32).tobytes()]
+        try:
+            return self._exchange(b"".join(request), buffers)
+        except (BrokenPipeError, EOFError):
+            raise AssertionError(_pipe(self._process.stderr).read().decode()) from None
+
+    def _exchange(self, request: bytes, buffers: Sequence[Buffer]) -> str:
+        _pipe(self._process.stdin).write(request)
+        _pipe(self._process.stdin).flush()
+        (size,) = struct.unpack("=Q", self._received(8))
+        message = self._received(size).decode()
+        for buffer in buffers:
+            buffer[:] = np.frombuffer(self._received(buffer.nbytes), np.uint8)
+        return message
+
+    def _received(self, size: int) -> bytes:
+        answer = _pipe(self._process.stdout).read(size)
+        if len(answer) < size:
+            raise EOFError
+        return answer
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe

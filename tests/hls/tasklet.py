@@ -1,0 +1,196 @@
+"""A tasklet in a card's memory, and what a run of a kernel must make of it, in numpy."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hls.description import ADAGRAD, ADAMW, SGD, Kernel
+from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, SgdStep, crc32c
+from tests.helpers.golden import Bits, assert_same_bits, decode, encode, random_arrays
+from tests.helpers.payload import Payload, compress, expand
+from tests.helpers.update_rules import RULES, Floats
+from tests.hls.simulation import Buffer, Simulation, aligned
+
+__all__ = ["COMPRESSED", "FORMS", "KERNEL_OF", "Form", "Status", "Tasklet", "make_tasklet", "same_numbers"]
+
+KERNEL_OF: dict[type, Kernel] = {AdamStep: ADAMW, AdagradStep: ADAGRAD, SgdStep: SGD}
+COMPRESSED = 0x100
+PADDING = 1024
+GROUP = 32
+
+_STATUS_MAGIC = 0x5349534C
+_POISON = 0xFF
+
+
+@dataclass(frozen=True)
+class Form:
+    """How gradients come and parameters go.
+
+    Attributes:
+        gradient: Dtype of the gradient's values.
+        parameter: Dtype of the parameter.
+        ratio: Of the elements that a compressed gradient keeps; ``None`` for a dense one.
+    """
+
+    gradient: DType = DType.FLOAT32
+    parameter: DType = DType.FLOAT32
+    ratio: float | None = None
+
+    @property
+    def gradient_word(self) -> int:
+        return int(self.gradient.value) | (COMPRESSED if self.ratio is not None else 0)
+
+
+FORMS = [Form(gradient, parameter, ratio) for gradient in DType for parameter in DType for ratio in (None, 0.1)]
+"""Every form there is."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """A status beat, by the names of its words."""
+
+    words: tuple[int, ...]
+
+    @property
+    def errors(self) -> int:
+        return self.words[3]
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        return self.words[4:14]
+
+
+@dataclass
+class Tasklet:
+    """Buffers as a card's memory holds them, poisoned where nothing was put.
+
+    Attributes:
+        step: The rule, and its scalars unless a run has others.
+        dense: The gradient as the update must see it, fp32.
+        gradient, arrays, parameter: What the kernel works on.
+        payload: The parts of a compressed gradient.
+    """
+
+    step: Any
+    numel: int
+    form: Form
+    dense: Floats
+    gradient: Buffer
+    arrays: list[Buffer]
+    parameter: Buffer
+    payload: Payload | None = None
+    status: Buffer = field(default_factory=lambda: aligned(64))
+
+    @property
+    def kernel(self) -> Kernel:
+        return KERNEL_OF[type(self.step)]
+
+    def words(self, first: int, last: int, active: bool = True, step: Any = None) -> list[int]:
+        """A kernel's scalars, floats as their bits."""
+        rule = [getattr(step or self.step, name) for name in self.kernel.words]
+        bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in rule]
+        return [self.numel, first, last, self.form.gradient_word, int(self.form.parameter.value), int(active), *bits]
+
+    def run_words(self, simulation: Simulation, words: list[int]) -> Status:
+        """Runs the kernel with these scalars; nothing may go wrong in the simulation."""
+        buffers = [self.gradient, *self.arrays, self.parameter, self.status]
+        assert simulation.run(self.kernel, buffers, words) == ""
+        return Status(tuple(int(word) for word in self.status.view(np.uint32)))
+
+    def run(
+        self, simulation: Simulation, first: int = 0, last: int | None = None, *, active: bool = True, step: Any = None
+    ) -> Status:
+        """Updates the elements [first, last) and checks every bit that the run wrote, and that it wrote no other."""
+        last = self.numel if last is None else last
+        before = [memory.copy() for memory in (self.gradient, *self.arrays, self.parameter)]
+        status = self.run_words(simulation, self.words(first, last, active, step))
+        expected = self._expected(before[1:-1], first, last, active, step or self.step)
+        for array, wanted in zip(self.arrays, expected, strict=True):
+            same_numbers(array.view(np.float32), wanted)
+        np.testing.assert_array_equal(self.gradient, before[0])
+        self._check_parameter(before[-1], expected[0], first, last)
+        assert status.words[:4] == (_STATUS_MAGIC, 1, last - first, 0)
+        assert status.words[14:] == (self.kernel.number, 0)
+        assert status.checksums == self._checksums(before, first, last, active)
+        return status
+
+    def _expected(self, before: list[Buffer], first: int, last: int, active: bool, step: Any) -> list[Floats]:
+        after = [array.view(np.float32).copy() for array in before]
+        if active and first < last:
+            part = slice(first, last)
+            updated = RULES[type(step)](step, self.dense[part], tuple(array[part] for array in after))
+            for array, values in zip(after, updated, strict=True):
+                array[part] = values
+        if first < last:
+            stored_end = rounded_up(last, PADDING if last == self.numel else GROUP)
+            for array in after:
+                array[self.numel : stored_end] = 0
+        return after
+
+    def _check_parameter(self, before: Buffer, master: Floats, first: int, last: int) -> None:
+        stored = np.float32 if self.form.parameter is DType.FLOAT32 else np.int16
+        expected, found = before.view(stored).copy(), self.parameter.view(stored)
+        if first < last:
+            written = slice(first // GROUP * GROUP, rounded_up(last, GROUP))
+            expected[written] = encode(master[written], self.form.parameter)
+        same_numbers(decode(found, self.form.parameter), decode(expected, self.form.parameter))
+
+    def _checksums(self, before: list[Buffer], first: int, last: int, active: bool) -> tuple[int, ...]:
+        """Words 4 to 13 of the status beat."""
+        gradient, indices, header = 0, 0, 0
+        if active and first < last and self.payload is not None:
+            gradient, indices = checksum(self.payload.values), checksum(self.payload.indices)
+            header = checksum(np.concatenate([self.payload.header, self.payload.counts]))
+        elif active:
+            gradient = checksum(part_of(before[0], first, last, self.form.gradient))
+        read = [checksum(part_of(array, first, last, DType.FLOAT32)) for array in before[1:-1]]
+        written = [checksum(part_of(array, first, last, DType.FLOAT32)) for array in self.arrays]
+        parameter = checksum(part_of(self.parameter, first, last, self.form.parameter))
+        none = [0] * (3 - len(read))
+        return (gradient, *read, *none, parameter, *written, *none, indices, header)
+
+
+def make_tasklet(step: Any, numel: int, form: Form, *, seed: int = 0, special: bool = False) -> Tasklet:
+    """A tasklet of random values, see :func:`tests.helpers.golden.random_arrays`."""
+    values, *state = random_arrays(step, numel, seed, special=special)
+    arrays = [_stored(array, rounded_up(numel, PADDING)) for array in state]
+    parameter = aligned(rounded_up(numel, GROUP) * item_bytes(form.parameter))
+    if form.ratio is None:
+        encoded = encode(values, form.gradient)
+        gradient = _stored(encoded, rounded_up(numel, GROUP))
+        return Tasklet(step, numel, form, decode(encoded, form.gradient), gradient, arrays, parameter)
+    payload = compress(values, form.ratio, form.gradient)
+    gradient = _stored(np.frombuffer(payload.tobytes(), np.uint8), len(payload.tobytes()))
+    return Tasklet(step, numel, form, expand(payload.tobytes()), gradient, arrays, parameter, payload)
+
+
+def rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def item_bytes(dtype: DType) -> int:
+    return 4 if dtype is DType.FLOAT32 else 2
+
+
+def part_of(buffer: Buffer, first: int, last: int, dtype: DType) -> Buffer:
+    """The bytes of the elements [first, last)."""
+    return buffer[first * item_bytes(dtype) : last * item_bytes(dtype)]
+
+
+def checksum(values: Buffer) -> int:
+    return crc32c(values.ctypes.data, values.nbytes)
+
+
+def same_numbers(found: Floats, expected: Floats) -> None:
+    """Bit for bit; a NaN is a NaN."""
+    assert_same_bits(np.ascontiguousarray(found), expected)
+
+
+def _stored(values: Bits, capacity: int) -> Buffer:
+    memory = aligned(capacity * values.itemsize)
+    memory[: values.nbytes] = values.view(np.uint8)
+    return memory

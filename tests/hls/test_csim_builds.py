@@ -1,0 +1,130 @@
+"""What only other builds of the simulation show: memory errors, races, deadlocks, checksums as a card computes them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hls.description import KERNELS, Kernel
+from tests.helpers.golden import STEPS
+from tests.helpers.payload import BLOCK
+from tests.hls.simulation import LIBRARIES, PROGRAMS, ROOT, Library, Program, Simulation, built
+from tests.hls.tasklet import FORMS, make_tasklet
+
+RANGES = [(0, 0), (0, 1), (17, 40), (31, 33), (0, 1_100), (1_099, 1_100), (5, 1_095)]
+RULE_STEPS = [STEPS["adam"], STEPS["adagrad_without_eps"], STEPS["sgd_nesterov"]]
+MOST_STREAM_ELEMENTS = 65_536
+BAD_INDEX, BAD_HEADER, WRONG_COUNTS = 1, 2, 16
+
+
+@pytest.fixture(scope="module", params=[*LIBRARIES[1:], *PROGRAMS])
+def simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
+    """Each build but the one that has a test file of its own."""
+    file = built(request.param)
+    if request.param in LIBRARIES:
+        yield Library(file)
+    else:
+        with Program(file) as program:
+            yield program
+
+
+@pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sgd"])
+def test_runs(simulation: Simulation, step: object) -> None:
+    """Every form and kind of range: the same bits, within the buffers, without a race or a deadlock."""
+    for seed, form in enumerate(FORMS):
+        first, last = RANGES[seed % len(RANGES)]
+        tasklet = make_tasklet(step, 1_100, form, seed=seed, special=True)
+        tasklet.run(simulation, first, last)
+        tasklet.run(simulation, active=False)
+
+
+def test_a_long_run(simulation: Simulation) -> None:
+    """Every stream is filled to its depth and more, and blocks follow each other."""
+    tasklet = make_tasklet(STEPS["adamw"], BLOCK + 5_000, FORMS[3])
+    assert tasklet.form.ratio is not None
+    tasklet.run(simulation, BLOCK - 4_000, BLOCK + 4_000)
+
+
+def test_bad_payloads(simulation: Simulation) -> None:
+    """A payload that is refused, or whose indices are, leaves no process waiting."""
+    for byte, error in ((0, BAD_HEADER), (64, WRONG_COUNTS), (128, BAD_INDEX)):
+        tasklet = make_tasklet(STEPS["sgd"], 1_000, FORMS[1])
+        assert tasklet.form.ratio is not None
+        tasklet.gradient[byte] ^= 0xFF
+        assert tasklet.run_words(simulation, tasklet.words(0, 1_000)).errors == error
+
+
+def test_the_standard() -> None:
+    """The kernels are C++14, as Vitis HLS 2021.2 to 2022.2 compile them."""
+    subprocess.run(["make", "-C", str(ROOT / "hls"), "standard"], check=True, capture_output=True)
+
+
+# ---- streams
+
+DECLARED = re.compile(
+    r'hls::stream<[\w:]+, (\d+)> (\w+)\("(\w+)"\);\n#pragma HLS STREAM variable = (\w+) depth = (\d+)\n'
+)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_depths(kernel: Kernel) -> None:
+    """A stream is simulated under the name and with the depth that its pragma gives it on the card."""
+    source = (ROOT / kernel.source).read_text()
+    streams = DECLARED.findall(source)
+    assert len(streams) == len(re.findall(r"hls::stream<[^>]*, ", source))
+    for depth, variable, name, pragma_variable, pragma_depth in streams:
+        assert (variable, variable, depth) == (name, pragma_variable, pragma_depth)
+        assert 0 < int(depth) <= MOST_STREAM_ELEMENTS
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The threaded simulation of a kernel with two streams too shallow, and one that nobody reads."""
+    folder = tmp_path_factory.mktemp("broken")
+    for part in ("Makefile", "include", "kernels", "sim"):
+        copy = shutil.copytree if (ROOT / "hls" / part).is_dir() else shutil.copy
+        copy(ROOT / "hls" / part, folder / part)
+    _replace(folder / "kernels" / "sgd_update.cpp", '32> indices("', '4> indices("')
+    _replace(folder / "kernels" / "sgd_update.cpp", '8192> counts("', '4> counts("')
+    _replace(folder / "include" / "arrays.hpp", "? order.num_blocks : 0;", "? 0u : 0u;")
+    make = ["make", "-C", str(folder), f"BUILD={folder}", f"{folder}/threaded.so"]
+    subprocess.run(make, check=True, capture_output=True)
+    return Library(folder / "threaded.so")
+
+
+@pytest.mark.parametrize(
+    ("numel", "waiting"),
+    [
+        (BLOCK, ["read_gradient(gradient) waits to write indices", "decode_gradient(values) waits to read values"]),
+        (5 * BLOCK, ["read_gradient(gradient) waits to write counts", "write_status(status) waits to read runs_9"]),
+    ],
+    ids=["indices", "counts"],
+)
+def test_a_stream_too_shallow(broken: Library, numel: int, waiting: list[str]) -> None:
+    """The processes that wait for each other are named, with the streams that they wait for."""
+    message = _message(broken, numel)
+    assert message.startswith("deadlock: ")
+    assert set(waiting) <= set(message.removeprefix("deadlock: ").split("; "))
+
+
+def test_a_stream_not_read(broken: Library) -> None:
+    """What is left in a stream when the kernel has ended is named."""
+    assert _message(broken, 500) == "not read to the end: findings"
+
+
+def _message(simulation: Simulation, numel: int) -> str:
+    tasklet = make_tasklet(STEPS["sgd"], numel, FORMS[1])
+    assert tasklet.form.ratio is not None
+    buffers = [tasklet.gradient, *tasklet.arrays, tasklet.parameter, tasklet.status]
+    return simulation.run(tasklet.kernel, buffers, tasklet.words(0, numel))
+
+
+def _replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
