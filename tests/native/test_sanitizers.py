@@ -1,4 +1,4 @@
-"""The core under the compilers' sanitizers, in random scenarios (stress.cpp, stress_formats.cpp)."""
+"""The core under the compilers' sanitizers, in random scenarios (stress*.cpp)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ def test_stress(tmp_path: Path, sanitizers: str) -> None:
     """No bad access, leak, undefined behaviour or race, and every bit as a plain loop computes it."""
     build = tmp_path / "build"
     configure(build, CMAKE_BUILD_TYPE="Debug", SMART_INFINITY_BUILD_STRESS="ON", SMART_INFINITY_SANITIZE=sanitizers)
-    run("cmake", "--build", build, "--target", "stress", "stress_formats", "--parallel", "4")
-    completed = stress(build / "stress", tmp_path)
-    assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
-    assert completed.stdout == f"{NUM_SEEDS} scenarios\n"
+    run("cmake", "--build", build, "--target", "stress", "stress_formats", "stress_card", "--parallel", "4")
+    for completed in (
+        stress(build / "stress", tmp_path, build / "libfake_cuda.so"),
+        stress(build / "stress_card", tmp_path),
+    ):
+        assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
+        assert completed.stdout == f"{NUM_SEEDS} scenarios\n"
     if sanitizers != "thread":  # the formats have no threads
         assert run(build / "stress_formats", "0", str(NUM_SEEDS)).stdout == f"{NUM_SEEDS} scenarios\n"
 
 
-def stress(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command: list[str | Path] = [program, folder, "0", str(NUM_SEEDS), program.parent / "libfake_cuda.so"]
+def stress(program: Path, folder: Path, *others: Path) -> subprocess.CompletedProcess[str]:
+    command: list[str | Path] = [program, folder, "0", str(NUM_SEEDS), *others]
     completed = run(*command, expect_success=False)
     if "unexpected memory mapping" in completed.stderr:
         # Older thread sanitizers know fewer layouts of the address space than kernels choose from.
