@@ -148,6 +148,8 @@ void Card::reset() {
     release();
     lost_ = false;
     counters_.clear();
+    const std::scoped_lock lock(mutex_);
+    next_run_ = 0;
 }
 
 std::int64_t Card::counter(std::string_view name) const {

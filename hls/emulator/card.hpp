@@ -15,6 +15,7 @@
 #include "settings.hpp"
 
 struct axlf;
+struct ert_packet;
 
 namespace smart_infinity::emulator {
 
@@ -63,7 +64,9 @@ class Card {
     void hang(const Run& run);
     std::span<std::byte> own_host_memory(std::uint64_t address) const;
     void corrupt(const Fault& fault, std::uint64_t address);
+    void begin(const Run& run);
     void finish(const Run& run, unsigned state);
+    void end(ert_packet& packet, unsigned state);
 
     const unsigned index_;
     Settings settings_;

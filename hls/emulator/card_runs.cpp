@@ -22,33 +22,29 @@ ert_packet* packet_of(const Buffer& buffer) { return reinterpret_cast<ert_packet
 // Words from the first mask of compute units on.
 std::span<const std::uint32_t> payload_of(const ert_packet& packet) { return {packet.data, packet.count}; }
 
-// Nobody may be left to see it: XRT frees the packets of runs that it no longer waits for.
-void set_state(const Run& run, unsigned state) {
-    if (const auto packet = run.packet.lock()) packet_of(*packet)->state = state;
-}
-
 }  // namespace
 
 void Card::submit(unsigned handle) {
     check_present();
-    if (strikes(FaultKind::kSubmit))
+    if (strikes(FaultKind::kSubmit)) {
         throw std::system_error(EIO, std::generic_category(), "injected failure of a start");
+    }
     const auto buffer = buffers_.get(handle);
+    // XRT uses a packet again as soon as it sees its run's end there.
+    const std::scoped_lock lock(mutex_);
     ert_packet* const packet = packet_of(*buffer);
     if (packet->opcode != ERT_START_CU) {  // it configures the scheduler, which is not emulated
-        finish({.number = -1, .packet = buffer, .registers = {}}, ERT_CMD_STATE_COMPLETED);
+        end(*packet, ERT_CMD_STATE_COMPLETED);
         return;
     }
     const std::size_t num_masks = 1 + reinterpret_cast<const ert_start_kernel_cmd*>(packet)->extra_cu_masks;
     const auto payload = payload_of(*packet);
     const auto registers = payload.subspan(num_masks);
     ComputeUnit& unit = unit_for(payload.first(num_masks));
-    Run run{.number = 0, .packet = buffer, .registers = {registers.begin(), registers.end()}};
-    const std::scoped_lock lock(mutex_);
-    run.number = next_run_++;
+    const std::int64_t number = next_run_++;
     packet->state = ERT_CMD_STATE_QUEUED;
-    journal().note(index_, "run-queued", run.number, unit.name());
-    unit.submit(std::move(run));
+    journal().note(index_, "run-queued", number, unit.name());
+    unit.submit({.number = number, .packet = buffer, .registers = {registers.begin(), registers.end()}});
 }
 
 ComputeUnit& Card::unit_for(std::span<const std::uint32_t> masks) {
@@ -71,7 +67,7 @@ bool Card::wait(std::chrono::milliseconds timeout) {
 
 void Card::execute(const ComputeUnit& unit, const Run& run) {
     ++counters_.runs_begun;
-    set_state(run, ERT_CMD_STATE_RUNNING);
+    begin(run);
     journal().note(index_, "run-begin", run.number, unit.name());
     const Outcome outcome = attempt(unit, run);
     ++(outcome.state == ERT_CMD_STATE_COMPLETED ? counters_.runs_completed : counters_.runs_failed);
@@ -88,6 +84,11 @@ Card::Outcome Card::attempt(const ComputeUnit& unit, const Run& run) {
     } catch (const std::exception& error) {
         return {ERT_CMD_STATE_ERROR, error.what()};
     }
+}
+
+void Card::begin(const Run& run) {
+    const std::scoped_lock lock(mutex_);
+    if (const auto packet = run.packet.lock()) packet_of(*packet)->state = ERT_CMD_STATE_RUNNING;
 }
 
 void Card::hang(const Run& run) {
@@ -132,8 +133,13 @@ void Card::corrupt(const Fault& fault, std::uint64_t address) {
 }
 
 void Card::finish(const Run& run, unsigned state) {
-    set_state(run, state);
     const std::scoped_lock lock(mutex_);
+    // Nobody may be left to see it: XRT frees the packets of runs that it no longer waits for.
+    if (const auto packet = run.packet.lock()) end(*packet_of(*packet), state);
+}
+
+void Card::end(ert_packet& packet, unsigned state) {
+    packet.state = state;
     ++num_ended_;
     ended_.notify_all();
 }

@@ -6,9 +6,6 @@
 #include <tuple>
 #include <typeinfo>
 #include <utility>
-#include <vector>
-
-#include "card.hpp"
 
 // XRT hands properties over as boost::any. These have its layout, and their virtual functions its order, so that
 // Boost's headers are not needed.
@@ -68,7 +65,6 @@ namespace {
 // Keys of xrt_core::query::key_type in 2.13.
 constexpr int kBdf = 8;
 constexpr int kShell = 12;
-constexpr int kP2pConfig = 72;
 
 class Shell final : public Query {
     Any get(const void*) const override { return Any(std::string("xilinx_u2_gen3x4_xdma_gc_base_2")); }
@@ -83,27 +79,16 @@ class Bdf final : public Query {
     }
 };
 
-class P2pConfig final : public Query {
-    Any get(const void* device) const override {
-        const bool enabled = card(card_number(device)).settings().p2p != 0;
-        return Any(std::vector<std::string>{enabled ? "bar:4294967296" : "bar:268435456", "max_bar:4294967296",
-                                            "exp_bar:4294967296", "rbar:4294967296"});
-    }
-};
-
 }  // namespace
 
 const Query* find_query(int key) {
     static const Shell shell;
     static const Bdf bdf;
-    static const P2pConfig p2p_config;
     switch (key) {
         case kShell:
             return &shell;
         case kBdf:
             return &bdf;
-        case kP2pConfig:
-            return &p2p_config;
         default:
             return nullptr;
     }

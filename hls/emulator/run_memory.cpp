@@ -51,6 +51,7 @@ void RunMemory::find_ranges(std::span<const PointerArgument> pointers) {
         const View& next = views_[index];
         if (view.range.begin == next.range.begin) {  // updated in place
             view.written |= next.written;
+            view.range.end = next.range.end;
             views_.erase(views_.begin() + static_cast<std::ptrdiff_t>(index));
         } else {
             view.range.end = std::min(view.range.end, next.range.begin);

@@ -46,15 +46,22 @@ class Device:
     def __init__(self, index: int, xclbin: Path) -> None:
         self._xrt = _library()
         self.handle = _check(self._xrt.xrtDeviceOpen(index))
-        _check(self._xrt.xrtDeviceLoadXclbinFile(self.handle, str(xclbin).encode()) == 0)
         self._uuid = ctypes.create_string_buffer(16)
-        _check(self._xrt.xrtDeviceGetXclbinUUID(self.handle, self._uuid) == 0)
         self._kernels: dict[str, int] = {}
+        self.load(xclbin)
+
+    def load(self, xclbin: Path) -> None:
+        """Loads other kernels."""
+        _succeed(self._xrt.xrtDeviceLoadXclbinFile(self.handle, str(xclbin).encode()))
+        _succeed(self._xrt.xrtDeviceGetXclbinUUID(self.handle, self._uuid))
+
+    def allocate(self, size: int, flags: Flags = Flags.NORMAL, *, bank: int = 0) -> Buffer:
+        return Buffer(size, _check(self._xrt.xrtBOAlloc(self.handle, size, flags, bank)))
 
     def close(self) -> None:
         for kernel in self._kernels.values():
-            _check(self._xrt.xrtKernelClose(kernel) == 0)
-        _check(self._xrt.xrtDeviceClose(self.handle) == 0)
+            _succeed(self._xrt.xrtKernelClose(kernel))
+        _succeed(self._xrt.xrtDeviceClose(self.handle))
 
     def kernel(self, name: str) -> int:
         if name not in self._kernels:
@@ -69,20 +76,16 @@ class Device:
 class Buffer:
     """A buffer object, or a part of one."""
 
-    def __init__(self, device: Device, size: int, flags: Flags = Flags.NORMAL, *, bank: int = 0) -> None:
+    def __init__(self, size: int, handle: int) -> None:
         self._xrt = _library()
-        self.size = size
-        self.handle = _check(self._xrt.xrtBOAlloc(device.handle, size, flags, bank))
+        self.size, self.handle = size, handle
 
     def part(self, size: int, offset: int) -> Buffer:
         """A buffer object on a part of this one."""
-        part = object.__new__(Buffer)
-        part._xrt, part.size = self._xrt, size
-        part.handle = _check(self._xrt.xrtBOSubAlloc(self.handle, size, offset))
-        return part
+        return Buffer(size, _check(self._xrt.xrtBOSubAlloc(self.handle, size, offset)))
 
     def free(self) -> None:
-        _check(self._xrt.xrtBOFree(self.handle) == 0)
+        _succeed(self._xrt.xrtBOFree(self.handle))
 
     @property
     def address(self) -> int:
@@ -94,10 +97,10 @@ class Buffer:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.size).from_address(address))
 
     def upload(self, size: int | None = None, offset: int = 0) -> None:
-        _check(self._xrt.xrtBOSync(self.handle, 0, self.size if size is None else size, offset) == 0)
+        _succeed(self._xrt.xrtBOSync(self.handle, 0, self.size if size is None else size, offset))
 
     def download(self, size: int | None = None, offset: int = 0) -> None:
-        _check(self._xrt.xrtBOSync(self.handle, 1, self.size if size is None else size, offset) == 0)
+        _succeed(self._xrt.xrtBOSync(self.handle, 1, self.size if size is None else size, offset))
 
 
 class Run:
@@ -108,10 +111,10 @@ class Run:
         self.handle = _check(self._xrt.xrtRunOpen(device.kernel(kernel)))
         for index, argument in enumerate(arguments):
             value = ctypes.c_void_p(argument.handle) if isinstance(argument, Buffer) else ctypes.c_uint32(argument)
-            _check(self._xrt.xrtRunSetArg(ctypes.c_void_p(self.handle), ctypes.c_int(index), value) == 0)
+            _succeed(self._xrt.xrtRunSetArg(ctypes.c_void_p(self.handle), ctypes.c_int(index), value))
 
     def start(self) -> None:
-        _check(self._xrt.xrtRunStart(self.handle) == 0)
+        _succeed(self._xrt.xrtRunStart(self.handle))
 
     def wait(self, timeout_ms: int = 30_000) -> State:
         """The state at the run's end, or ``TIMEOUT``; may be called again then."""
@@ -121,7 +124,7 @@ class Run:
         return State(self._xrt.xrtRunState(self.handle))
 
     def close(self) -> None:
-        _check(self._xrt.xrtRunClose(self.handle) == 0)
+        _succeed(self._xrt.xrtRunClose(self.handle))
 
 
 @contextmanager
@@ -134,11 +137,16 @@ def opened(index: int, xclbin: Path) -> Iterator[Device]:
         device.close()
 
 
-def _check(result: int | bool | None) -> int:
-    if not result:
+def _check(handle: int | None) -> int:
+    if not handle:
         code = ctypes.get_errno()
         raise XrtError(code, os.strerror(code))
-    return result
+    return handle
+
+
+def _succeed(result: int) -> None:
+    if result != 0:
+        raise XrtError(abs(result), os.strerror(abs(result)))
 
 
 def _library() -> ctypes.CDLL:

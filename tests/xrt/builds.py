@@ -32,6 +32,7 @@ class EmulatorBuild:
         kernels: The library with the compute units, for ``SMART_INFINITY_CARD_KERNELS``.
         xclbin: The kernels of ``hls/``.
         probe_xclbin: The one kernel of ``probe_kernel.cpp``.
+        stress: The program of ``stress.cpp``, where it was built with sanitizers.
     """
 
     folder: Path
@@ -61,6 +62,10 @@ class EmulatorBuild:
         return self.folder / "probe.xclbin"
 
     @property
+    def stress(self) -> Path:
+        return self.folder / "card_stress"
+
+    @property
     def environment(self) -> dict[str, str]:
         """What has to be set before a process uses XRT for the first time."""
         return {
@@ -75,7 +80,7 @@ def build(sanitize: str = "") -> EmulatorBuild:
     """Builds what is not up to date, which takes half a minute the first time.
 
     Args:
-        sanitize: Sanitizers of the driver and the kernels, such as ``"address,undefined"``.
+        sanitize: Sanitizers, such as ``"address,undefined"``: builds the driver, the probe kernel and ``stress.cpp``.
     """
     suffix = "_".join(["", *sanitize.split(",")]) if sanitize else ""
     made = EmulatorBuild(ROOT / "build" / f"emulated_card{suffix}")
@@ -88,8 +93,13 @@ def build(sanitize: str = "") -> EmulatorBuild:
 
 
 def _configure(folder: Path, sanitize: str) -> None:
-    more = ROOT / "tests/xrt/probe_kernel.cpp"
-    settings = {"SMART_INFINITY_SANITIZE": sanitize, "SMART_INFINITY_MORE_KERNELS": str(more)}
+    settings = {"SMART_INFINITY_MORE_KERNELS": str(ROOT / "tests/xrt/probe_kernel.cpp")}
+    if sanitize:
+        settings["CMAKE_BUILD_TYPE"] = "Debug"
+        settings["CMAKE_UNITY_BUILD"] = "ON"  # nearly all of the time goes into headers
+        settings["SMART_INFINITY_SANITIZE"] = sanitize
+        settings["SMART_INFINITY_BUILD_STRESS"] = "ON"
+        settings["SMART_INFINITY_CARD_KERNELS"] = "OFF"
     options = [f"-D{name}={value}" for name, value in settings.items()]
     run("cmake", "-S", ROOT / "hls/emulator", "-B", folder, "-G", "Ninja", *options)
 

@@ -1,0 +1,201 @@
+"""What can be made to go wrong on an emulated SmartSSD, and what runs at the same time, as XRT's users see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from tests.helpers.runif import RunIf
+from tests.xrt.api import Device, Flags, State, XrtError
+from tests.xrt.cards import EmulatedCards
+from tests.xrt.probe import BYTES, Probe, floats
+
+pytestmark = RunIf(xrt=True)
+
+POISON = 0xA5
+
+
+def test_two_cards_run_at_the_same_time(emulated_cards: EmulatedCards, probes: list[Probe]) -> None:
+    """Each driven by its own thread, both runs have begun before one ends."""
+    emulated_cards.inject("hang", card=0)
+    emulated_cards.inject("hang", card=1)
+    states: list[State] = []
+    threads = [Thread(target=lambda probe=probe: states.append(probe.run().wait())) for probe in probes]
+    for thread in threads:
+        thread.start()
+    emulated_cards.wait_for("run-hung", count=2)
+    emulated_cards.release()
+    for thread in threads:
+        thread.join()
+    assert states == [State.COMPLETED] * 2
+    order = [(event.name, event.card) for event in emulated_cards.events("run-begin", "run-end")]
+    assert {card for _, card in order[:2]} == {0, 1} == {card for _, card in order[2:]}
+    assert [name for name, _ in order] == ["run-begin"] * 2 + ["run-end"] * 2
+
+
+def test_two_compute_units_of_a_card_run_at_the_same_time(emulated_cards: EmulatedCards, probe: Probe) -> None:
+    """Runs of one unit wait for each other."""
+    emulated_cards.inject("hang")
+    first, waiting = probe.run(), probe.run()
+    emulated_cards.wait_for("run-hung")
+    other = probe.run(unit="probe:{probe_2}", data=probe.buffer(BYTES), parameter=probe.buffer(BYTES))
+    assert other.wait() is State.COMPLETED
+    assert waiting.wait(1) is State.TIMEOUT
+    emulated_cards.release()
+    assert first.wait() is State.COMPLETED and waiting.wait() is State.COMPLETED
+    order = [(event.name, int(event.fields[0])) for event in emulated_cards.events("run-begin", "run-end")]
+    assert order.index(("run-end", 0)) < order.index(("run-begin", 1))
+
+
+def test_syncs_go_on_while_a_run_is_under_way(emulated_cards: EmulatedCards, probe: Probe) -> None:
+    """In both directions."""
+    other = probe.buffer(BYTES)
+    emulated_cards.inject("hang")
+    run = probe.run()
+    emulated_cards.wait_for("run-hung")
+    other.upload()
+    other.download()
+    emulated_cards.release()
+    assert run.wait() is State.COMPLETED
+    names = [event.name for event in emulated_cards.events("run-begin", "to-end", "from-end", "run-end", card=0)]
+    assert names[names.index("run-begin") :] == ["run-begin", "to-end", "from-end", "run-end"]
+
+
+def test_run_after_its_timeout_completes_late(emulated_cards: EmulatedCards, probe: Probe) -> None:
+    """It writes only then: its buffers are its own until it has returned."""
+    emulated_cards.inject("hang")
+    run = probe.run()
+    assert run.wait(5) is State.TIMEOUT
+    emulated_cards.wait_for("run-hung")
+    assert run.wait(5) is State.TIMEOUT
+    assert run.state() is State.RUNNING
+    assert (floats(probe.data) == 1).all()
+    emulated_cards.release()
+    assert run.wait() is State.COMPLETED
+    assert (floats(probe.data) == 3).all()
+
+
+@pytest.mark.parametrize(("kind", "state"), [("error", State.ERROR), ("abort", State.ABORT)])
+def test_failed_run_leaves_nothing_of_use(emulated_cards: EmulatedCards, probe: Probe, kind: str, state: State) -> None:
+    """At the run that was asked for, and only there."""
+    emulated_cards.inject(kind, skipped=1)
+    assert probe.run().wait() is State.COMPLETED
+    assert probe.run().wait() is state
+    assert (probe.data.map() == POISON).all()
+    assert probe.run().wait() is State.COMPLETED
+    assert emulated_cards.counter("runs_failed") == 1
+
+
+def test_corrupt_output_has_one_wrong_bit(emulated_cards: EmulatedCards, probe: Probe) -> None:
+    """The run completes, as it does where a card's memory fails."""
+    element, bit = 5, 22
+    emulated_cards.inject("corrupt", pointer=2, bit=32 * element + bit)
+    assert probe.run().wait() is State.COMPLETED
+    expected = np.full(BYTES // 4, 3, np.float32)
+    expected.view(np.uint32)[element] ^= 1 << bit
+    assert (floats(probe.data) == expected).all()
+
+
+def test_corrupt_status_has_one_wrong_bit(emulated_cards: EmulatedCards, probe: Probe) -> None:
+    """Of a buffer that is synced, the wrong bit comes with the sync."""
+    emulated_cards.inject("corrupt", pointer=4, bit=1)
+    assert probe.run().wait() is State.COMPLETED
+    probe.status.download()
+    assert probe.status.map().view(np.uint32).tolist() == [2] + [0] * 15
+
+
+def _upload(probe: Probe) -> None:
+    probe.gradient.upload()
+
+
+def _allocate(probe: Probe) -> None:
+    probe.buffer(BYTES)
+
+
+def _start(probe: Probe) -> None:
+    assert probe.run(last=0).wait() is State.COMPLETED
+
+
+@pytest.mark.parametrize(("kind", "call"), [("sync", _upload), ("alloc", _allocate), ("submit", _start)])
+def test_call_fails_once(
+    emulated_cards: EmulatedCards, probes: list[Probe], kind: str, call: Callable[[Probe], None]
+) -> None:
+    """The calls before and after it, and those of another card, are as ever."""
+    emulated_cards.inject(kind, card=1, skipped=1)
+    call(probes[1])
+    call(probes[0])
+    with pytest.raises((XrtError, OSError)):
+        call(probes[1])
+    call(probes[1])
+
+
+def test_lost_card_fails_whatever_is_asked(emulated_cards: EmulatedCards, probes: list[Probe]) -> None:
+    """Runs under way are aborted; the other card is as ever."""
+    emulated_cards.inject("hang")
+    run = probes[0].run()
+    emulated_cards.wait_for("run-hung")
+    emulated_cards.lose(0)
+    assert run.wait() is State.ABORT
+    for call in (_upload, _allocate, _start):
+        with pytest.raises(XrtError):
+            call(probes[0])
+    assert probes[1].run().wait() is State.COMPLETED
+
+
+def test_card_is_lost_when_a_run_begins(emulated_cards: EmulatedCards, probe: Probe) -> None:
+    """Without anybody at hand to pull it."""
+    emulated_cards.inject("lost")
+    assert probe.run().wait() is State.ABORT
+    with pytest.raises(XrtError):
+        _upload(probe)
+
+
+def test_without_p2p_there_are_no_p2p_buffers(emulated_cards: EmulatedCards, devices: list[Device]) -> None:
+    """All else is as ever."""
+    emulated_cards.set("p2p", 0, card=1)
+    with pytest.raises(XrtError):
+        devices[1].allocate(BYTES, Flags.P2P)
+    devices[1].allocate(BYTES).free()
+    devices[0].allocate(BYTES, Flags.P2P).free()
+
+
+def test_card_memory_is_as_large_as_is_set(emulated_cards: EmulatedCards, devices: list[Device]) -> None:
+    """What is freed can be had again."""
+    emulated_cards.set("dram_mib", 2, card=0)
+    for _ in range(2):
+        first = devices[0].allocate(1 << 20)
+        with pytest.raises(XrtError):
+            devices[0].allocate((1 << 20) + 1)
+        first.free()
+    assert emulated_cards.counter("peak_bytes") == 1 << 20
+
+
+@pytest.mark.parametrize("setting", ["latency_us", "kernel_mib_per_s", "dma_mib_per_s"])
+def test_slow_card_takes_longer_than_a_fast_one(
+    emulated_cards: EmulatedCards, probes: list[Probe], setting: str
+) -> None:
+    """What begins later on the other card ends before it: a quarter of a second is long enough."""
+    large = probes[0].buffer(1 << 18)
+    emulated_cards.set(setting, 250_000 if setting == "latency_us" else 1, card=0)
+    kind = "to" if setting == "dma_mib_per_s" else "run"
+    slow = Thread(target=large.upload if kind == "to" else lambda: probes[0].run(parameter=large).wait())
+    slow.start()
+    emulated_cards.wait_for(f"{kind}-begin", card=0, count=2 if kind == "to" else 1)
+    probes[1].gradient.upload()
+    assert probes[1].run().wait() is State.COMPLETED
+    slow.join()
+    ends = [event.card for event in emulated_cards.events(f"{kind}-end")]
+    assert ends[-2:] == [1, 0]
+
+
+def test_unknown_names_are_refused(emulated_cards: EmulatedCards) -> None:
+    """A test that misspells what it wants fails."""
+    with pytest.raises(ValueError, match="no fault hangs"):
+        emulated_cards.inject("hangs")
+    with pytest.raises(ValueError, match="no setting dram"):
+        emulated_cards.set("dram", 1)
+    with pytest.raises(ValueError, match="no counter runs"):
+        emulated_cards.counter("runs")

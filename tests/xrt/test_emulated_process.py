@@ -1,0 +1,64 @@
+"""Emulated SmartSSDs in processes of their own: sanitizers, the process's end, another XRT."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runif import RunIf
+from tests.native.builds import ROOT, run
+from tests.xrt.builds import EmulatorBuild, build
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = RunIf(xrt=True)
+
+HANG = """
+from tests.xrt.api import Device, State
+from tests.xrt.probe import Probe
+import sys, pathlib
+run = Probe(Device(1, pathlib.Path(sys.argv[1]))).run()
+assert run.wait(20) is State.TIMEOUT
+print("left hanging")
+"""
+
+
+def test_process_ends_with_a_run_that_hangs(emulated_cards: EmulatedCards) -> None:
+    """Cards and what goes wrong with them can be set by the environment, too."""
+    settings = {"SMART_INFINITY_CARD_COUNT": "2", "SMART_INFINITY_CARD_FAULTS": "0:sync:0;1:hang:0"}
+    command = [sys.executable, "-c", HANG, str(emulated_cards.build.probe_xclbin)]
+    completed = _run(command, emulated_cards.build, settings)
+    assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
+
+
+def test_another_xrt_is_refused(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
+    """Where a function is not found in the table that is to be changed, the process ends before it calls any."""
+    other = tmp_path / "libxrt_noop.so.2"
+    run("g++", "-shared", "-fPIC", "-x", "c++", "/dev/null", "-o", other, "-Wl,-soname,libxrt_noop.so.2")
+    load = f"import ctypes; ctypes.CDLL({str(emulated_cards.build.driver)!r})"
+    completed = _run([sys.executable, "-c", load], emulated_cards.build, {"LD_LIBRARY_PATH": str(tmp_path)})
+    assert completed.returncode < 0
+    assert "it works with XRT 2.13 only" in completed.stderr
+
+
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_stress(sanitizers: str) -> None:
+    """No bad access, leak, undefined behaviour or race in the driver; cards have names and addresses of their own."""
+    made = build(sanitizers)
+    command = [str(made.stress), str(made.probe_xclbin), "50"]
+    settings = {"SMART_INFINITY_CARD_COUNT": "2"}
+    completed = _run(command, made, settings)
+    if "unexpected memory mapping" in completed.stderr:
+        # Older thread sanitizers know fewer layouts of the address space than kernels choose from.
+        completed = _run(["setarch", "-R", *command], made, settings)
+    assert completed.returncode == 0, completed.stderr
+    shell = "xilinx_u2_gen3x4_xdma_gc_base_2"
+    assert sorted(completed.stdout.splitlines()) == sorted([f"{shell} 0000:10:00.1", f"{shell} 0000:11:00.1"] * 2)
+
+
+def _run(command: list[str], made: EmulatorBuild, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | made.environment | {"PYTHONPATH": str(ROOT)} | settings
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
