@@ -18,7 +18,7 @@ from tests.helpers.xrt import LIBRARIES
 from tests.native.builds import ROOT, run
 from tests.xrt.probe import PROBE_DESIGN
 
-__all__ = ["EmulatorBuild", "build"]
+__all__ = ["EmulatorBuild", "build", "locked"]
 
 _DRIVER = "libsmart_infinity_card.so.2"
 
@@ -84,7 +84,7 @@ def build(sanitize: str = "") -> EmulatorBuild:
     """
     suffix = "_".join(["", *sanitize.split(",")]) if sanitize else ""
     made = EmulatorBuild(ROOT / "build" / f"emulated_card{suffix}")
-    with _locked(made.folder):
+    with locked(made.folder):
         if not (made.folder / "build.ninja").exists():
             _configure(made.folder, sanitize)
         run("cmake", "--build", made.folder)
@@ -117,7 +117,8 @@ def _write_files(made: EmulatorBuild) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Makes a folder, and keeps every other process out of it that asks for the same."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -6,10 +6,10 @@ import pytest
 
 from tests.xrt.api import Device, opened
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.fixtures import emulated_cards, emulated_cards_of_process
+from tests.xrt.fixtures import emulated_cards, emulated_cards_of_process, pyxrt
 from tests.xrt.probe import Probe
 
-__all__ = ["emulated_cards", "emulated_cards_of_process"]
+__all__ = ["emulated_cards", "emulated_cards_of_process", "pyxrt"]
 
 
 @pytest.fixture

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
-__all__ = ["emulated_cards", "emulated_cards_of_process"]
+__all__ = ["emulated_cards", "emulated_cards_of_process", "pyxrt"]
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,12 @@ def emulated_cards(emulated_cards_of_process: EmulatedCards) -> Iterator[Emulate
     emulated_cards_of_process.reset()
     yield emulated_cards_of_process
     emulated_cards_of_process.reset()
+
+
+@pytest.fixture
+def pyxrt(emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """``import pyxrt`` finds the system's, or ours where it has none, and the emulated cards through it."""
+    from tests.xrt.pyxrt import load
+
+    monkeypatch.setitem(sys.modules, "pyxrt", load())
+    return load()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hls.description import SMARTSSD, ComputeUnit, Design, Kernel
 from tests.xrt.api import Buffer, Device, Flags, Run
 
-__all__ = ["BEATS", "BYTES", "PROBE_DESIGN", "Probe", "floats"]
+__all__ = ["BEATS", "BYTES", "PROBE", "PROBE_DESIGN", "Probe", "floats"]
 
 PROBE = Kernel("probe", number=9, arrays=("data",), words=("scale",))
 PROBE_DESIGN = Design(SMARTSSD.platform, (ComputeUnit(PROBE, "probe_1"), ComputeUnit(PROBE, "probe_2")))

@@ -1,0 +1,38 @@
+"""pyxrt, the system's or ours, has the names, overloads and enum values of XRT 2.13."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from tests.helpers.runif import RunIf
+from tests.xrt.pyxrt.signatures import expected, one_spelling, signatures
+
+pytestmark = RunIf(xrt=True)
+
+
+@pytest.mark.parametrize("name", expected())
+def test_signature(pyxrt: ModuleType, name: str) -> None:
+    """Types, order and number of arguments of every overload; names and values of enumerators."""
+    assert signatures(pyxrt).get(name) == expected()[name]
+
+
+def test_nothing_is_added(pyxrt: ModuleType) -> None:
+    """What only a newer pyxrt has, a test could come to rely on."""
+    assert signatures(pyxrt).keys() == expected().keys()
+
+
+def test_older_spellings_of_types_are_the_same_types() -> None:
+    """A genuine pyxrt may be built with any pybind11."""
+    older = "2. set_arg(self: pyxrt.run, arg0: int, arg1: pyxrt.bo) -> List[int]"
+    newer = "2. set_arg(self: pyxrt.run, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: xrt::bo) -> list[int]"
+    assert one_spelling(older) == one_spelling(newer)
+
+
+def test_flags_and_modes_are_names_of_their_classes(pyxrt: ModuleType) -> None:
+    """`bo.normal` beside `bo.flags.normal`: what callers write."""
+    for name in expected()["bo.flags"]:
+        assert getattr(pyxrt.bo, name) == getattr(pyxrt.bo.flags, name)
+    for name in expected()["kernel.cu_access_mode"]:
+        assert getattr(pyxrt.kernel, name) == getattr(pyxrt.kernel.cu_access_mode, name)

@@ -1,0 +1,284 @@
+"""What a caller of pyxrt has to know, each seen with the probe kernel on an emulated card.
+
+These tests say what pyxrt does, not what it should: the door through pyxrt is built around it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hls import xclbin as xclbin_module
+from hls.xclbin import Section, SectionKind, sections, xclbin
+from tests.helpers.runif import RunIf
+from tests.xrt.api import State
+from tests.xrt.cards import EmulatedCards
+from tests.xrt.probe import BEATS, BYTES, PROBE, PROBE_DESIGN, Probe
+
+pytestmark = RunIf(xrt=True)
+
+FIRST, LAST, SCALE = (
+    next(index for index, argument in enumerate(PROBE.arguments) if argument.name == name)
+    for name in ("first", "last", "scale")
+)
+NOT_ENDED = (1, 2, 3, 7)  # NEW, QUEUED, RUNNING, SUBMITTED
+HALF = int(np.float32(0.5).view(np.int32))
+
+
+class PyxrtProbe:
+    """The probe kernel on card 0: ``data += gradient; parameter = data * scale``, by beats."""
+
+    def __init__(self, pyxrt: ModuleType, path: Path) -> None:
+        self.pyxrt = pyxrt
+        self.device = pyxrt.device(0)
+        uuid = self.device.load_xclbin(str(path))
+        self.kernel = pyxrt.kernel(self.device, uuid, "probe:{probe_1}", pyxrt.kernel.shared)
+        self.buffers = [self.buffer() for _ in range(4)]
+        for buffer, value in zip(self.buffers, (2, 1, 0, 0), strict=True):
+            floats(buffer)[:] = value
+            self.upload(buffer)
+
+    def buffer(self, nbytes: int = BYTES, bank: int = 0) -> Any:
+        return self.pyxrt.bo(self.device, nbytes, self.pyxrt.bo.normal, bank)
+
+    def upload(self, buffer: Any) -> None:
+        buffer.sync(self.pyxrt.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE, buffer.size(), 0)
+
+    def download(self, buffer: Any) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        buffer.sync(self.pyxrt.xclBOSyncDirection.XCL_BO_SYNC_BO_FROM_DEVICE, buffer.size(), 0)
+        return floats(buffer)
+
+    def pointers(self) -> list[Any]:
+        gradient, data, parameter, status = self.buffers
+        return [gradient, data, data, parameter, status]
+
+    def run(self) -> Any:
+        """A run with all its arguments, not started."""
+        run = self.pyxrt.run(self.kernel)
+        for index, argument in enumerate([*self.pointers(), 0, 0, BEATS, 0, 0, 0, HALF]):
+            run.set_arg(index, argument)
+        return run
+
+    @property
+    def parameter(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        return self.download(self.buffers[2])
+
+
+def floats(buffer: Any) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.frombuffer(buffer.map(), np.float32)
+
+
+@pytest.fixture
+def probe(pyxrt: ModuleType, emulated_cards: EmulatedCards) -> Iterator[PyxrtProbe]:
+    yield PyxrtProbe(pyxrt, emulated_cards.build.probe_xclbin)
+    emulated_cards.reset()
+
+
+@pytest.fixture
+def long_turns() -> Iterator[None]:
+    """A thread that runs Python keeps the interpreter's lock until it lets go of it itself."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_a_run_filled_argument_by_argument_computes(probe: PyxrtProbe) -> None:
+    """The way that works: scalars as C ints, floats by their bits."""
+    run = probe.run()
+    run.start()
+    assert run.wait(30_000) == probe.pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED
+    assert (probe.parameter == 1.5).all()
+
+
+@pytest.mark.parametrize("value", [0.5, np.float64(0.5), 2**31, -(2**31) - 1])
+def test_a_float_or_a_word_beyond_int_is_refused(probe: PyxrtProbe, value: float) -> None:
+    """Where the upper half of 32 bits is meant, it has to be negative."""
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        probe.run().set_arg(SCALE, value)
+
+
+def test_a_numpy_float_is_cut_to_an_integer(probe: PyxrtProbe) -> None:
+    """Neither refused nor passed on: a run from beat 3.9 is one from beat 3."""
+    run = probe.run()
+    run.set_arg(FIRST, np.float32(3.9))
+    run.start()
+    run.wait(30_000)
+    beats = probe.parameter.reshape(BEATS, -1)
+    assert (beats[:3] == 0).all() and (beats[3:] == 1.5).all()
+
+
+def test_calling_a_kernel_drops_a_float(probe: PyxrtProbe) -> None:
+    """And completes all the same, here with a scale of zero bits."""
+    run = probe.kernel(*probe.pointers(), 0, 0, BEATS, 0, 0, 0, 0.5)
+    assert run.wait(30_000) == probe.pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED
+    assert (probe.parameter == 0).all()
+
+
+def test_wait_may_be_called_again_after_its_timeout(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
+    """The run goes on; and while it runs, its state is none that has ended."""
+    states = probe.pyxrt.ert_cmd_state
+    emulated_cards.inject("hang")
+    run = probe.run()
+    run.start()
+    emulated_cards.wait_for("run-hung")
+    assert [run.wait(1), run.wait(1)] == [states.ERT_CMD_STATE_TIMEOUT] * 2
+    assert int(run.state()) in NOT_ENDED
+    emulated_cards.release()
+    assert run.wait(30_000) == states.ERT_CMD_STATE_COMPLETED
+    assert (probe.parameter == 1.5).all()
+
+
+def test_a_run_that_runs_has_a_state_without_a_name(pyxrt: ModuleType) -> None:
+    """RUNNING is 3, and is missing: an unknown state is one that has not ended."""
+    assert 3 not in {int(value) for value in pyxrt.ert_cmd_state.__members__.values()}
+    assert pyxrt.ert_cmd_state(3).name == "???"
+
+
+@pytest.mark.usefixtures("long_turns")
+def test_wait_lets_no_other_thread_run(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
+    """Not even the one that would end what is waited for: the wait runs into its timeout."""
+    emulated_cards.inject("hang")
+    run = probe.run()
+    run.start()
+    emulated_cards.wait_for("run-hung")
+    with other_thread(emulated_cards.release) as done:
+        state = run.wait(100)
+        assert not done.is_set()
+    assert state == probe.pyxrt.ert_cmd_state.ERT_CMD_STATE_TIMEOUT
+    assert run.wait(30_000) == probe.pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED
+
+
+@pytest.mark.usefixtures("long_turns")
+def test_the_c_library_lets_other_threads_run(probes: list[Probe], emulated_cards: EmulatedCards) -> None:
+    """The same through ctypes, which lets go of the lock: what is waited for ends, long before the timeout."""
+    emulated_cards.inject("hang")
+    run = probes[0].run()
+    emulated_cards.wait_for("run-hung")
+    with other_thread(emulated_cards.release):
+        assert run.wait() is State.COMPLETED
+
+
+@pytest.mark.usefixtures("long_turns")
+def test_sync_lets_no_other_thread_run(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
+    """A second card's driver thread stands still for the time of the first one's transfer."""
+    buffer = probe.buffer(1 << 20)
+    emulated_cards.set("dma_mib_per_s", 20)
+    with other_thread(lambda: None) as done:
+        probe.upload(buffer)
+        assert not done.is_set()
+
+
+def test_what_is_not_contiguous_is_written_wrong(probe: PyxrtProbe) -> None:
+    """Strides are passed over in silence: every other element is asked for, and the first ones arrive."""
+    buffer = probe.buffer()
+    values = np.arange(8, dtype=np.int32)
+    buffer.write(values[::2], 0)
+    assert buffer.read(16, 0).view(np.int32).tolist() == [0, 1, 2, 3]
+
+
+def test_tensors_are_refused(probe: PyxrtProbe) -> None:
+    """They have no buffer protocol; their numpy view has."""
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        probe.buffer().write(torch.zeros(4), 0)
+
+
+def test_a_map_does_not_keep_its_buffer(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
+    """With the last reference to the buffer its memory is gone, whatever the view says: hold both."""
+    buffer = probe.buffer()
+    view, before = buffer.map(), emulated_cards.counter("num_buffers")
+    del buffer
+    assert emulated_cards.counter("num_buffers") == before - 1
+    assert len(view) == BYTES
+
+
+def test_a_map_is_memory_to_read_files_into(probe: PyxrtProbe, tmp_path: Path) -> None:
+    """A writable view of bytes: `os.preadv` fills a part of it, and torch takes it as a tensor's memory."""
+    path = tmp_path / "file"
+    path.write_bytes(np.arange(1024, dtype=np.float32).tobytes())
+    buffer = probe.pyxrt.bo(probe.device, 2 * 4096, probe.pyxrt.bo.p2p, 0)
+    view = buffer.map()
+    assert not view.readonly and view.nbytes == 2 * 4096
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        assert os.preadv(descriptor, [view[4096:]], 0) == 4096
+    finally:
+        os.close(descriptor)
+    assert torch.equal(torch.frombuffer(view, dtype=torch.float32)[1024:], torch.arange(1024.0))
+
+
+def test_a_buffer_in_another_bank_is_cloned(
+    pyxrt: ModuleType, emulated_cards: EmulatedCards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No error: the kernel is given a copy in its own bank, and what it writes arrives in that alone."""
+    path = tmp_path / "two_banks.xclbin"
+    monkeypatch.setattr(xclbin_module, "sections", sections_with_two_banks)
+    path.write_bytes(xclbin(PROBE_DESIGN))
+    probe = PyxrtProbe(pyxrt, path)
+    elsewhere = probe.buffer(bank=1)
+    floats(elsewhere)[:] = 7
+    probe.upload(elsewhere)
+    run = probe.run()
+    run.set_arg(3, elsewhere)
+    run.start()
+    assert run.wait(30_000) == pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED
+    assert (probe.download(elsewhere) == 7).all()
+
+
+def test_a_scalar_has_no_bank(probe: PyxrtProbe) -> None:
+    """Only pointers reach memory."""
+    assert probe.kernel.group_id(0) == 0
+    with pytest.raises(IndexError):
+        probe.kernel.group_id(SCALE)
+
+
+def test_no_room_on_the_card_is_a_memory_error(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
+    """Not the RuntimeError of other failures."""
+    emulated_cards.set("dram_mib", 1)
+    with pytest.raises(MemoryError):
+        probe.buffer(2 << 20)
+
+
+def sections_with_two_banks(design: Any) -> list[Section]:
+    """A second bank behind the first, that no kernel reaches."""
+    parts = {part.kind: part.content for part in sections(design)}
+    bank = parts[SectionKind.MEM_TOPOLOGY][8:]
+    base = design.platform.bank.base + design.platform.bank.size_bytes
+    second = bank[:16] + base.to_bytes(8, "little") + b"bank1".ljust(16, b"\0")
+    parts[SectionKind.MEM_TOPOLOGY] = (2).to_bytes(8, "little") + bank + second
+    return [Section(kind, content) for kind, content in parts.items()]
+
+
+class other_thread:
+    """Begins a thread that waits, lets it go as the block begins, and tells whether it got to run.
+
+    With :func:`long_turns` it cannot run before the block lets go of the interpreter's lock.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work, self._gate, self._done = work, threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with self._gate:
+            self._work()
+            self._done.set()
+
+    def __enter__(self) -> threading.Event:
+        self._gate.acquire()
+        self._thread.start()
+        self._gate.release()
+        return self._done
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+        assert self._done.is_set()
