@@ -83,6 +83,7 @@ contracts: $(INSTALLED) ## Who may import whom (import-linter)
 
 # In the order of folders: by the number of tests, as xdist would have it, long files of few tests came last.
 unit: $(INSTALLED) ## The tests; skipped ones print why
+	@tools/test_packages.sh
 	HF_HUB_OFFLINE=1 python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 	    $(PYTEST_OPTIONS)
 

@@ -1,0 +1,87 @@
+"""``tools/test_packages.sh`` on systems with and without XRT, played by stand-ins for id and apt-get."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "test_packages.sh"
+FILES = ("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.13.0", "usr/include/xrt/version.h")
+
+
+class System:
+    """A folder that holds a system's files, and one with commands that stands for the whole PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.commands = folder / "root", folder / "commands"
+        self.commands.mkdir()
+        for tool in ("bash", "mkdir", "touch"):
+            (self.commands / tool).symlink_to(Path("/usr/bin", tool))
+        self.be(root=True)
+
+    def add(self, name: str, source: str) -> None:
+        (self.commands / name).write_text(f"#!/usr/bin/env bash\n{source}\n")
+        (self.commands / name).chmod(0o755)
+
+    def be(self, *, root: bool) -> None:
+        self.add("id", f"echo {0 if root else 1000}")
+
+    def add_apt(self, *files: str) -> None:
+        """An apt-get whose packages hold these files."""
+        paths = [self.root / file for file in files]
+        install = "".join(f"\nmkdir -p {path.parent}; touch {path}" for path in paths)
+        self.add("apt-get", f'echo "apt-get $*"\n[ "$1" = install ] || exit 0{install}')
+
+    def run(self) -> str:
+        completed = subprocess.run(
+            ["/usr/bin/bash", SCRIPT, self.root], env={"PATH": str(self.commands)}, capture_output=True, text=True
+        )
+        assert completed.returncode == 0
+        return completed.stdout + completed.stderr
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    return System(tmp_path)
+
+
+def test_system_with_xrt_is_left_alone(system: System) -> None:
+    """Nothing is installed and nothing printed, even as root."""
+    for file in FILES:
+        (system.root / file).parent.mkdir(parents=True, exist_ok=True)
+        (system.root / file).touch()
+    system.add_apt()
+    assert system.run() == ""
+
+
+def test_missing_xrt_is_installed_as_root(system: System) -> None:
+    """Nothing but what tests need."""
+    system.add_apt(*FILES)
+    output = system.run()
+    assert "apt-get install -q -y --no-install-recommends libxrt1 libxrt-dev" in output
+    assert "skipped" not in output
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["without apt-get", "not root"])
+def test_missing_xrt_is_named_where_it_cannot_be_installed(root: bool, system: System) -> None:
+    """Tests go on without, and the note says which are skipped."""
+    system.be(root=root)
+    if not root:
+        system.add_apt(*FILES)
+    output = system.run()
+    assert "lacks XRT 2.13 (libxrt1 libxrt-dev" in output and "SmartSSDs will be skipped" in output
+    assert "apt-get install" not in output
+
+
+def test_xrt_that_cannot_be_installed_is_no_error(system: System) -> None:
+    """As on a system that has no such package."""
+    system.add("apt-get", '[ "$1" != install ]')
+    assert "could not be installed" in system.run()
+
+
+def test_xrt_of_another_version_is_no_error(system: System) -> None:
+    """As on a newer system."""
+    system.add_apt("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.17.0", "usr/include/xrt/version.h")
+    assert "not of version 2.13" in system.run()

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Makes sure, where it may (root on a system with apt-get), that the system has what only tests use: XRT 2.13, which the
+# emulated SmartSSDs of tests/xrt work with. Without it those tests are skipped.
+# Usage: tools/test_packages.sh [ROOT]   ROOT: where the system's files are, / by default
+set -euo pipefail
+
+root=${1:-}
+version=2.13
+packages="libxrt1 libxrt-dev"
+
+has_xrt() {
+    compgen -G "$root/usr/lib/x86_64-linux-gnu/libxrt_noop.so.$version*" >/dev/null &&
+        compgen -G "$root/usr/include/xrt/version.h" >/dev/null
+}
+
+note() {
+    echo "note: $1: tests on emulated SmartSSDs will be skipped" >&2
+    exit 0
+}
+
+has_xrt && exit 0
+if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+    note "this system lacks XRT $version ($packages of Debian 12)"
+fi
+
+echo "Installing for tests: $packages"
+export DEBIAN_FRONTEND=noninteractive
+# shellcheck disable=SC2086 # a list of names
+{ apt-get update -q && apt-get install -q -y --no-install-recommends $packages; } ||
+    note "$packages could not be installed"
+has_xrt || note "this system's $packages are not of version $version"
