@@ -49,6 +49,8 @@ _COUNTS = (
     "internal_write_bytes",
     "cached_read_bytes",
     "cached_write_bytes",
+    "padding_bytes",
+    "control_bytes",
     "read_calls",
     "write_calls",
 )
@@ -135,7 +137,7 @@ class TrafficTable:
 
     def io_cpu_seconds_per_byte(self) -> Tensor:
         """CPU time of threads that do I/O over what they moved: float64 scalar, NaN when nothing was moved."""
-        return _ratio(self.seconds("io_cpu_seconds").sum(), self.moved_bytes("shared"))
+        return _ratio(self.seconds("io_cpu_seconds").sum(), self.moved_bytes("all"))
 
     def bytes_per_parameter(self, channel: str = "all", direction: str = "both") -> Tensor:
         """Bytes moved per updated element: float64 scalar, NaN when nothing was updated."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,6 @@ from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.faults import failure_error, require_io_engine, storage_errors
 
 __all__ = ["HostDevice"]
-
-_log = logging.getLogger(__name__)
 
 _IO_THREADS_PER_FILE = 4
 _MOST_BUFFERS = 4096
@@ -120,7 +117,6 @@ class HostDevice(StorageDevice):
                 resident_bytes=list(resident_bytes),
                 resident_through=written_through,
             )
-        _log.info("%s", self.description)
 
     def submit(self, batch: native.Batch) -> None:
         # The first batch with parameters on a CUDA device makes the slots that they travel through.

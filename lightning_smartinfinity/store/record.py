@@ -65,7 +65,7 @@ def record_bytes(num_tasklets: int, num_parameters: int) -> int:
     return -(-length // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -> None:
+def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -> int:
     """Write a record where its predecessor does not lie.
 
     Args:
@@ -74,6 +74,9 @@ def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -
         job: 16 bytes of the store's identity.
         flush: Flush the device afterwards.
 
+    Returns:
+        Its bytes.
+
     Raises:
         StorageError: It could not be written.
     """
@@ -81,6 +84,7 @@ def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -
     offset = _record_offset(record)
     with storage_errors("Writing the commit record", path):
         _write_at(path, content, offset, flush=flush)
+    return len(content)
 
 
 def erase_record(path: Path, record: CommitRecord, *, flush: bool) -> None:

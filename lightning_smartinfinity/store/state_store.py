@@ -44,6 +44,7 @@ class StateStore:
         files: State file of each storage folder.
         identity: What every extent carries.
         manifest: What manifest.json says.
+        control_bytes: Of commit records written so far.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class StateStore:
         self._folders = tuple(folders)
         self._commit_path = folders[0].path / COMMIT_NAME
         self._unusable: StorageError | None = None
+        self.control_bytes = 0
         self._homes = manifest.extents.first_homes if record.generation < 0 else record.placement.devices
         self._capacities = Capacities(folders, manifest.extents, ranks=manifest.world_size)
         self.files = tuple(open_state_file(folder.path / STATE_NAME, direct_io) for folder in folders)
@@ -286,7 +288,7 @@ class StateStore:
             self._flush_files()
         before = self._record
         try:
-            write_record(self._commit_path, record, job=self.manifest.job, flush=flush)
+            self.control_bytes += write_record(self._commit_path, record, job=self.manifest.job, flush=flush)
             self._previous, self._record = before, record
         except BaseException:  # an interrupt as well
             if self._record is not record:

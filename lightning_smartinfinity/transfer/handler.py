@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,6 +23,8 @@ from lightning_smartinfinity.transfer.step import Step
 from lightning_smartinfinity.transfer.windows import Window
 
 __all__ = ["TransferHandler"]
+
+_log = logging.getLogger(__name__)
 
 
 class TransferHandler:
@@ -105,6 +108,7 @@ class TransferHandler:
             resident_bytes=sizes[: self._layout.num_resident],
             written_through=extents.num_in_memory == 0,
         )
+        _log.info("%s", self._device.description)
 
     def initialize(
         self, masters: Sequence[Flat] | CudaPartition | StagedPartition, *, first_values: Sequence[float] = ()
@@ -359,7 +363,9 @@ class TransferHandler:
 
     def traffic(self) -> Traffic:
         """Cumulative counters since :meth:`open`, of steps and of everything else."""
-        return replace(self._device.counters(), steps=self._num_steps, numel=self._numel_updated)
+        moved = self._device.counters()
+        control_bytes = moved.control_bytes + self._store.control_bytes
+        return replace(moved, control_bytes=control_bytes, steps=self._num_steps, numel=self._numel_updated)
 
     def close(self, *, remove: bool) -> None:
         """Close the device and the store, abandoning a step in flight; idempotent.

@@ -41,19 +41,22 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 """Every update rule, with settings that use all of its arithmetic, as changes to a harness's ``Case``."""
 
 
-def plan_of(num_cards: int, path: Path, *, sharers: int = 1, door: str = "native", **settings: Any) -> CardPlan:
+def plan_of(
+    num_cards: int, path: Path, *, first: int = 0, sharers: int = 1, door: str = "native", **settings: Any
+) -> CardPlan:
     """A plan of emulated cards.
 
     Args:
         num_cards: Of them.
         path: Of the xclbin.
+        first: Number of the first card.
         sharers: As :class:`CardPlan`'s.
         door: The same.
         **settings: Of :class:`SmartSSDConfig`.
     """
     return CardPlan(
         bitstream=Bitstream(path, "", SMARTSSD.platform.vbnv, SMARTSSD.platform.bank.size_bytes),
-        cards=tuple(emulated_card(number) for number in range(num_cards)),
+        cards=tuple(emulated_card(number) for number in range(first, first + num_cards)),
         settings=SmartSSDConfig(xclbin=path, **settings),
         door=door,
         library="libxrt_coreutil.so.2",

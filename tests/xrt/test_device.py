@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.record import encode_record
 from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, running
@@ -30,3 +33,137 @@ def test_five_steps(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: st
             host.step(step)
         same_as_host(run, host)
     assert all(emulated_cards.counter("runs_completed", card) for card in range(2))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
+def test_gradients_through_the_cards_storage(
+    tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, gradient_dtype: torch.dtype
+) -> None:
+    """The published route gives the same bytes, and leaves no file behind."""
+    case = Case(dtype=torch.bfloat16, gradient_dtype=gradient_dtype, num_devices=2, **OPTIMIZERS[optimizer])
+    device = cards(emulated_cards.build.xclbin, gradient_route="storage")
+    with (
+        running(tmp_path / "card", case, device=device) as run,
+        running(tmp_path / "host", case, device=settled_host) as host,
+    ):
+        for step in range(3):
+            run.step(step)
+            host.step(step)
+        same_as_host(run, host)
+        assert not list(tmp_path.rglob("gradients*"))
+
+
+# One group and no odd sizes: every parameter takes part, and the bytes follow from the number of elements alone.
+PLAIN = ((40_960, 0, 0, 0), (24_576, 0, 0, 1))
+NUMEL = 40_960 + 24_576
+
+
+@pytest.mark.parametrize("route", ["host", "storage"])
+@pytest.mark.parametrize(("gradient", "parameter"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(("optimizer", "state_bytes"), [("adamw", 12), ("adagrad", 8), ("sgd", 8)])
+def test_traffic_of_a_step(
+    tmp_path: Path,
+    emulated_cards: EmulatedCards,
+    optimizer: str,
+    state_bytes: int,
+    gradient: torch.dtype,
+    parameter: torch.dtype,
+    route: str,
+) -> None:
+    """Bytes per parameter are those of the tables; padding, trailers, status and commit records are counted apart."""
+    changes = {**OPTIMIZERS[optimizer], "options": (OPTIMIZERS[optimizer].get("options", ({"lr": 0.1},))[0],)}
+    case = Case(dtype=parameter, gradient_dtype=gradient, num_devices=2, shapes=PLAIN, **changes)
+    device = cards(emulated_cards.build.xclbin, gradient_route=route)
+    with running(tmp_path, case, device=device) as run:
+        before, plan = run.handler.traffic(), run.collect(1)
+        plan.active[:] = True
+        emulated_cards.reset()
+        run.handler.begin_step(plan)
+        run.handler.commit()
+        moved = run.handler.traffic() - before
+        through = NUMEL * gradient.itemsize if route == "storage" else 0
+        assert moved.numel == NUMEL
+        assert moved.shared_write_bytes == NUMEL * gradient.itemsize
+        assert moved.shared_read_bytes == NUMEL * parameter.itemsize
+        assert moved.internal_read_bytes == NUMEL * state_bytes + through
+        assert moved.internal_write_bytes == NUMEL * state_bytes
+        num_tasklets = run.layout.extents.num_tasklets
+        runs = sum(emulated_cards.counter("runs_completed", card) for card in range(2))
+        record = len(encode_record(run.store._record, job=bytes(16)))
+        assert runs == num_tasklets
+        # A trailer each way, a status that is cleared and read, and the commit record.
+        assert moved.control_bytes == num_tasklets * 2 * BLOCK_BYTES + runs * 2 * 64 + record
+        extents = sum(extent.nbytes for extent in run.layout.extents.extents)
+        arrays = extents - num_tasklets * BLOCK_BYTES
+        assert moved.padding_bytes >= 2 * (arrays - NUMEL * state_bytes)
+        assert sum(folder.read_bytes for folder in moved.folders) == extents
+        assert sum(folder.write_bytes for folder in moved.folders) == extents
+
+
+def test_a_step_that_grows(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Tasklets in any order and in pieces, waited for one by one, on both cards."""
+    case = Case(dtype=torch.bfloat16, num_devices=2)
+    with (
+        running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run,
+        running(tmp_path / "host", case, device=settled_host) as host,
+    ):
+        for step in range(3):
+            for each in (run, host):
+                plan = each.collect(step)
+                plan.active[:] = True
+                each.handler.begin_growing(plan)
+                for tasklets in ([5, 4], [1], [3]):
+                    each.handler.extend(tasklets)
+                assert each.handler.complete(plan)
+                each.handler.wait([6, 0])
+                each.handler.wait(slice(1, 3))
+                each.handler.commit()
+        same_as_host(run, host)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_staged_parameters(tmp_path: Path, emulated_cards: EmulatedCards, dtype: torch.dtype) -> None:
+    """Waves through a buffer, as for parameters on storage or on a GPU."""
+    case = Case(dtype=dtype, num_devices=2, staged=True)
+    with (
+        running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run,
+        running(tmp_path / "host", case, device=settled_host) as host,
+    ):
+        for step in range(3):
+            run.step(step)
+            host.step(step)
+        same_as_host(run, host)
+
+
+def test_rollback_and_outside_changes(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """A step that is taken back leaves the parameters before it; what was written from outside is what is updated."""
+    case = Case(num_devices=2)
+    values = np.linspace(-1, 1, case.shapes[1][0], dtype=np.float32)
+    with (
+        running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run,
+        running(tmp_path / "host", case, device=settled_host) as host,
+    ):
+        for each in (run, host):
+            each.step(0)
+            before = torch.cat(each.partition).clone()
+            each.handler.begin_step(each.collect(1))
+            each.handler.rollback()
+            assert torch.equal(torch.cat(each.partition), before)
+            each.handler.modify_parameter(1, {"master": values})
+            each.slice(1).copy_(torch.from_numpy(values))
+            each.step(1)
+        same_as_host(run, host)
+
+
+def test_memory_and_description(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Host memory holds trailers and two buffers for other work, not the ring; what updates, and how, is told."""
+    case = Case(num_devices=2, num_buffers=8)
+    with running(tmp_path, case, device=cards(emulated_cards.build.xclbin)) as run:
+        extent = run.layout.extents.place_bytes
+        assert run.device.ring_bytes == 2 * extent + 2 * 8 * BLOCK_BYTES and run.device.cache_bytes == 0
+        assert not run.device.moves_tasklets and not run.device.updates_from_parameters
+        assert run.device.description == (
+            "Optimizer state: updated on SmartSSD (emulated card 0, emulated card 1; adamw_update, gradients by way of"
+            " host, XRT by native), threads for P2P."
+        )

@@ -119,7 +119,6 @@ class SmartSSDDevice(StorageDevice):
             for index, file in enumerate(files):
                 self._workers.append(self._open_worker(index, file, identity, buffer_bytes))
             undo.pop_all()
-        _log.info("%s", self.description)
 
     def _open_worker(
         self, index: int, file: native.StateFile, identity: native.Identity, buffer_bytes: int

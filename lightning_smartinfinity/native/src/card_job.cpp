@@ -114,7 +114,12 @@ void CardJob::clear_status() {
 
 // A run that was started is out until it says otherwise, whatever goes wrong.
 void CardJob::execute(CardRun& call) {
-    call.start();
+    try {
+        call.start();
+    } catch (const CardError&) {
+        place_.give_run_up();  // XRT does not start it a second time
+        throw;
+    }
     int state = 0;
     try {
         state = state_after(call);
