@@ -215,5 +215,5 @@ def test_no_such_card_kernel_or_file(tmp_path: Path, emulated_cards: EmulatedCar
         Run(tmp_path / "a", CASE.but(num_devices=3), device=cards(emulated_cards.build.xclbin))
     with pytest.raises(DeviceError, match=r"emulated card 0: .*adamw_update"):
         Run(tmp_path / "b", CASE, device=cards(emulated_cards.build.probe_xclbin))
-    with pytest.raises(DeviceError, match=r"emulated card 0: .*built for its shell"):
+    with pytest.raises(DeviceError, match=r"emulated card 0: .*built for the card"):
         Run(tmp_path / "c", CASE, device=cards(tmp_path / "none"))

@@ -20,7 +20,7 @@ _REMEDIES = {
     "too small": _SMALLER,
     "xrtBOAlloc": _SMALLER,
     "bank": "Build the bitstream from this version's hls/ folder: all its kernels' ports lie in the card's one bank.",
-    "Xclbin": "Close what holds the card with another xclbin, and check that this one is there and was built for its shell.",
+    "Xclbin": "Close what holds the card with another xclbin, and check that this one was built for the card's shell.",
     "interface version": "Build the bitstream from this version's hls/ folder: make -C hls xclbin.",
     "xrtDeviceOpen": "Check XILINX_XRT, the driver and the card: `xbutil examine`, `smart-infinity selftest`.",
 }
