@@ -6,11 +6,11 @@ set -euo pipefail
 
 root=${1:-}
 version=2.13
-packages="libxrt1 libxrt-dev"
+packages="libxrt1 libxrt-dev uuid-dev" # whose header those of libxrt-dev include
 
 has_xrt() {
     compgen -G "$root/usr/lib/x86_64-linux-gnu/libxrt_noop.so.$version*" >/dev/null &&
-        compgen -G "$root/usr/include/xrt/version.h" >/dev/null
+        [ -e "$root/usr/include/xrt/version.h" ] && [ -e "$root/usr/include/uuid/uuid.h" ]
 }
 
 note() {

@@ -1,4 +1,4 @@
-"""Whether this machine has the XRT that the emulated SmartSSD works with: Debian 12's packages libxrt1, libxrt-dev."""
+"""Whether this machine has the XRT that emulated SmartSSDs work with: libxrt1, libxrt-dev, uuid-dev of Debian 12."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ __all__ = ["LIBRARIES", "VERSION", "what_is_missing"]
 VERSION = "2.13"
 LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
 _HEADER = Path("/usr/include/xrt/version.h")
+_UUID_HEADER = Path("/usr/include/uuid/uuid.h")
 
 
 @cache
@@ -19,4 +20,6 @@ def what_is_missing() -> str | None:
         return f"libxrt1 is not installed in version {VERSION}"
     if not _HEADER.exists() or f'"{VERSION}.' not in _HEADER.read_text():
         return f"libxrt-dev is not installed in version {VERSION}"
+    if not _UUID_HEADER.exists():
+        return "uuid-dev, which headers of libxrt-dev need, is not installed"
     return None

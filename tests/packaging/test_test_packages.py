@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "test_packages.sh"
-FILES = ("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.13.0", "usr/include/xrt/version.h")
+FILES = ("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.13.0", "usr/include/xrt/version.h", "usr/include/uuid/uuid.h")
 
 
 class System:
@@ -56,11 +56,15 @@ def test_system_with_xrt_is_left_alone(system: System) -> None:
     assert system.run() == ""
 
 
-def test_missing_xrt_is_installed_as_root(system: System) -> None:
-    """Nothing but what tests need."""
+@pytest.mark.parametrize("missing", FILES)
+def test_missing_xrt_is_installed_as_root(system: System, missing: str) -> None:
+    """Nothing but what tests need, if any of it is missing."""
+    for file in set(FILES) - {missing}:
+        (system.root / file).parent.mkdir(parents=True, exist_ok=True)
+        (system.root / file).touch()
     system.add_apt(*FILES)
     output = system.run()
-    assert "apt-get install -q -y --no-install-recommends libxrt1 libxrt-dev" in output
+    assert "apt-get install -q -y --no-install-recommends libxrt1 libxrt-dev uuid-dev" in output
     assert "skipped" not in output
 
 
@@ -83,5 +87,5 @@ def test_xrt_that_cannot_be_installed_is_no_error(system: System) -> None:
 
 def test_xrt_of_another_version_is_no_error(system: System) -> None:
     """As on a newer system."""
-    system.add_apt("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.17.0", "usr/include/xrt/version.h")
+    system.add_apt("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.17.0", *FILES[1:])
     assert "not of version 2.13" in system.run()

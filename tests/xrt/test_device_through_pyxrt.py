@@ -1,0 +1,70 @@
+"""The door through pyxrt: the core of the device's suite once more, with every call of XRT going through Python."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+
+from lightning_smartinfinity.devices.smartssd.pyxrt_door import PyxrtDoor
+from tests.helpers import card_runs
+from tests.helpers.runif import RunIf
+from tests.transfer.harness import Case, running
+from tests.xrt.cards import EmulatedCards
+from tests.xrt.test_device import (
+    test_a_step_that_grows,
+    test_five_steps,
+    test_gradients_through_the_cards_storage,
+    test_rollback_and_outside_changes,
+    test_staged_parameters,
+    test_traffic_of_a_step,
+)
+from tests.xrt.test_device_failures import (
+    log,
+    test_both_cards_in_a_growing_step,
+    test_close_with_a_hung_run,
+    test_late_completion,
+    test_p2p_that_fails,
+    test_p2p_that_is_off,
+)
+
+__all__ = [
+    "log",
+    "test_a_step_that_grows",
+    "test_both_cards_in_a_growing_step",
+    "test_close_with_a_hung_run",
+    "test_five_steps",
+    "test_gradients_through_the_cards_storage",
+    "test_late_completion",
+    "test_p2p_that_fails",
+    "test_p2p_that_is_off",
+    "test_rollback_and_outside_changes",
+    "test_staged_parameters",
+    "test_traffic_of_a_step",
+]
+
+pytestmark = RunIf(xrt=True)
+
+
+@pytest.fixture(autouse=True)
+def _through_pyxrt(pyxrt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opens all cards by way of Python."""
+    monkeypatch.setattr(card_runs, "plan_of", partial(card_runs.plan_of, door="pyxrt"))
+
+
+def test_the_door_is_python(tmp_path: Path, emulated_cards: EmulatedCards, pyxrt: ModuleType) -> None:
+    """Every run of a kernel is one that pyxrt was asked to start: all that these tests say rests on it."""
+    with (
+        mock.patch.object(PyxrtDoor, "start", autospec=True, side_effect=PyxrtDoor.start) as start,
+        running(tmp_path, Case(num_devices=2), device=card_runs.cards(emulated_cards.build.xclbin)) as run,
+    ):
+        emulated_cards.reset()
+        start.reset_mock()
+        run.step(0)
+        runs = [emulated_cards.counter("runs_begun", card) for card in range(2)]
+        assert all(runs) and start.call_count == sum(runs)
+        assert all(isinstance(call.args[1], pyxrt.run) for call in start.call_args_list)
+        assert "XRT by pyxrt" in run.device.description
