@@ -101,7 +101,7 @@ class Recipe:
     lr: float = 1e-2
     weight_decay: float = 0.1
     # Large, so that Adam does not turn rounding noise in vanishing gradients into full steps.
-    eps: float = 1e-4
+    eps: float | None = 1e-4
     groups: bool = False
     scheduler: str | None = None
     accumulate: int = 1
@@ -127,7 +127,9 @@ class Recipe:
 
     def build_optimizer(self, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
-        kwargs = {"lr": self.lr, "weight_decay": self.weight_decay, "eps": self.eps, **self.optimizer_kwargs}
+        kwargs = {"lr": self.lr, "weight_decay": self.weight_decay, **self.optimizer_kwargs}
+        if self.eps is not None:
+            kwargs.setdefault("eps", self.eps)
         factory: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, self.optimizer)
         if not self.groups:
             return factory([p for _, p in trainable], **kwargs)

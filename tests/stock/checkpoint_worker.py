@@ -32,6 +32,28 @@ KINDS: dict[str, tuple[Recipe, dict[str, Any]]] = {
         Recipe(precision="16-mixed", max_steps=NUM_STEPS),
         {"initial_scale_power": 19, "hysteresis": 1, "offload_optimizer": True},
     ),
+    # Without groups, of which stock loses all but one with Adagrad.
+    "adagrad": (
+        Recipe(
+            optimizer="Adagrad",
+            optimizer_kwargs={"lr_decay": 0.1, "initial_accumulator_value": 0.01},
+            max_steps=NUM_STEPS,
+        ),
+        {},
+    ),
+    "sgd": (
+        Recipe(
+            precision="bf16-mixed",
+            optimizer="SGD",
+            lr=0.1,
+            eps=None,
+            groups=True,
+            optimizer_kwargs={"momentum": 0.9},
+            max_steps=NUM_STEPS,
+        ),
+        {},
+    ),
+    "sgd without momentum": (Recipe(optimizer="SGD", lr=0.1, eps=None, max_steps=NUM_STEPS), {}),
 }
 
 

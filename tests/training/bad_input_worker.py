@@ -68,7 +68,7 @@ def attempt(case: str, root: Path) -> dict[str, Any]:
     """One fit of the case; what it raised."""
     module = LitTiny(Recipe(width=64))
     if case == "unsupported-optimizer":
-        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters())  # type: ignore[method-assign]
+        module.configure_optimizers = lambda: torch.optim.NAdam(module.parameters())  # type: ignore[method-assign]
     strategy = SmartInfinityStrategy(root / case / "storage", timeout=timedelta(seconds=60))
     try:
         with CASES[case]():

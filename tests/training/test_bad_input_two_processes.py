@@ -20,7 +20,7 @@ EXPECTED = {
     "no-space-on-one": ("StorageFullError", "0.01 MiB are free"),
     "no-space-for-both": ("StorageFullError", "2.00 MiB are free"),
     "full-at-allocation": ("StorageFullError", "rank-00001"),
-    "unsupported-optimizer": ("UnsupportedError", "SGD"),
+    "unsupported-optimizer": ("UnsupportedError", "NAdam"),
 }
 
 

@@ -1,0 +1,181 @@
+"""Adagrad and SGD in a Trainer: as torch trains, with every overlap, through checkpoints and DeepSpeed's functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy, UnsupportedError
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import fit, quiet_trainer
+from tests.training.test_bad_input import assert_helpful
+from tests.training.test_overlap import SMALL_RING, assert_same, result
+from tests.training.test_parity import compare
+from tests.training.worker import Run
+
+# With what Lightning adds to a step, and a parameter that is not used in some; with clipping, guesses go wrong.
+BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), depth=1, max_steps=4)
+ADAGRAD = dataclasses.replace(
+    BASE, optimizer="Adagrad", clip=0.3, optimizer_kwargs={"lr_decay": 0.1, "initial_accumulator_value": 0.01}
+)
+SGD = dataclasses.replace(BASE, optimizer="SGD", lr=0.1, eps=None)
+RECIPES = {
+    "Adagrad": ADAGRAD,
+    "Adagrad that maximizes": dataclasses.replace(ADAGRAD, lr=1e-4, optimizer_kwargs={"maximize": True}),
+    "SGD": dataclasses.replace(SGD, optimizer_kwargs={"momentum": 0.9, "dampening": 0.2}),
+    "SGD with nesterov": dataclasses.replace(SGD, optimizer_kwargs={"momentum": 0.9, "nesterov": True}),
+    "SGD without momentum": SGD,
+}
+EVERYWHERE = [
+    ("Adagrad", "32-true"),
+    ("Adagrad", "bf16-mixed"),
+    ("SGD", "32-true"),
+    ("SGD", "bf16-mixed"),
+    ("SGD without momentum", "32-true"),
+]
+
+
+def run_of(root: Path, name: str, precision: str, **settings: Any) -> Run:
+    """With updates of several tasklets."""
+    options = settings.pop("options", {})
+    recipe = dataclasses.replace(RECIPES[name], precision=precision)
+    return Run(out=str(root), recipe=recipe, transfer=SMALL_RING, options=options, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [*EVERYWHERE, ("Adagrad that maximizes", "32-true"), ("SGD with nesterov", "32-true")]
+)
+def test_trains_like_torch(name: str, precision: str, tmp_path: Path) -> None:
+    """The same losses and masters; nothing is left of the sums that torch's Adagrad makes when it is built."""
+    compare(dataclasses.replace(RECIPES[name], precision=precision), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "precision"), EVERYWHERE)
+def test_overlap_and_resume_change_no_bit(name: str, precision: str, tmp_path: Path) -> None:
+    """Beside the forward, beside the backward, and from a checkpoint in the middle, whose arrays are there again."""
+    straight = result(run_of(tmp_path / "none", name, precision, options={"overlap": "none"}, save_at=(2,)))
+    for overlap in ("forward", "backward"):
+        run = run_of(tmp_path / overlap, name, precision, options={"overlap": overlap}, delays=0)
+        assert_same(result(run), straight)
+    resume = str(tmp_path / "none" / "step-2.ckpt")
+    resumed = run_of(tmp_path / "resumed", name, precision, resume=resume)
+    (losses, _, extra), masters = result(dataclasses.replace(resumed, transfer={}))
+    assert losses == straight[0][0][2:]
+    for key in ("steps", "lr"):
+        assert extra[key] == straight[0][2][key], key
+    for parameter, master in straight[1].items():
+        assert torch.equal(masters[parameter], master), parameter
+
+
+def saved_state(checkpoint: Path) -> dict[int, dict[str, torch.Tensor]]:
+    (file,) = checkpoint.rglob("*optim_states.pt")
+    content = torch.load(file, weights_only=False)["optimizer_state_dict"]
+    return content["optimizer_state_dict"]["state"]  # type: ignore[no-any-return]
+
+
+class Save(pl.Callback):
+    """Before the first step, and after the last."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.root / "first.ckpt")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.root / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("Adagrad", {"step", "sum"}, {"step", "sum"}),
+        ("SGD", set(), {"momentum_buffer"}),
+        ("SGD without momentum", set(), set()),
+    ],
+)
+def test_checkpoints_hold_what_torch_keeps(name: str, first: set[str], last: set[str], tmp_path: Path) -> None:
+    """By torch's names; before the first step, too, from which training goes on to the same bits."""
+    module = LitTiny(RECIPES[name])
+    fit(module, tmp_path, precision="32-true", callbacks=[Save(tmp_path)])
+    for file, names in (("first", first), ("last", last)):
+        found = saved_state(tmp_path / f"{file}.ckpt")
+        assert {key for of_group in found.values() for key in of_group} == names, file
+    if name == "Adagrad":
+        assert all((state["sum"] == 0.01).all() for state in saved_state(tmp_path / "first.ckpt").values())
+    again = LitTiny(RECIPES[name])
+    fit_from(again, tmp_path / "again", tmp_path / "first.ckpt")
+    assert again.losses == module.losses
+
+
+def fit_from(module: LitTiny, root: Path, checkpoint: Path) -> None:
+    quiet_trainer(root, precision="32-true").fit(module, ckpt_path=checkpoint)
+
+
+class Doubled(pl.Callback):
+    """Doubles an array of a parameter after the first step, and looks at it."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 1:
+            weight = pl_module.model.head.weight
+            before = safe_get_full_optimizer_state(weight, self.key)
+            safe_set_full_optimizer_state(weight, before * 2, self.key)
+            assert before.any()
+            assert torch.equal(safe_get_full_optimizer_state(weight, self.key), before * 2)
+
+
+@pytest.mark.parametrize(("name", "key"), [("Adagrad", "sum"), ("SGD", "momentum_buffer")])
+def test_arrays_can_be_read_and_replaced(name: str, key: str, tmp_path: Path) -> None:
+    """By DeepSpeed's functions and torch's names; the next step uses what was written."""
+    losses = []
+    for callbacks in ([], [Doubled(key)]):
+        module = LitTiny(RECIPES[name])
+        fit(module, tmp_path, precision="32-true", callbacks=callbacks)
+        losses.append(module.losses)
+    assert losses[0][:2] == losses[1][:2] and losses[0][2:] != losses[1][2:]
+
+
+def test_there_is_no_buffer_without_momentum(tmp_path: Path) -> None:
+    """As in torch: what is asked for or written does not exist."""
+
+    class Ask(Doubled):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+            with pytest.raises(ConfigError, match="SGD has no 'momentum_buffer' of this parameter") as caught:
+                super().on_train_batch_end(trainer, pl_module, *args)
+            assert_helpful(caught.value, "momentum")
+            asked.append(trainer.global_step)
+            trainer.should_stop = True
+
+    asked: list[int] = []
+    fit(LitTiny(SGD), tmp_path, precision="32-true", callbacks=[Ask("momentum_buffer")])
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+def test_formats_that_round_moments_are_refused(name: str, tmp_path: Path) -> None:
+    """Before anything is written, with what to use instead."""
+    strategy = SmartInfinityStrategy(tmp_path / "storage", state_format="bf16")
+    with pytest.raises(UnsupportedError) as caught:
+        fit(LitTiny(RECIPES[name]), tmp_path, strategy)
+    assert_helpful(caught.value, "'bf16'", name, "'fp32'", "AdamW")
+    assert not (tmp_path / "storage").exists()
+
+
+def test_other_numbers_of_processes(tmp_path: Path) -> None:
+    """DeepSpeed's converter knows Adam's moments only: the error does not send anyone there."""
+    fit(LitTiny(RECIPES["SGD"]), tmp_path, precision="32-true", callbacks=[Save(tmp_path)])
+    (file,) = (tmp_path / "last.ckpt").rglob("*optim_states.pt")
+    shutil.copy(file, file.with_name(file.name.replace("rank_0_mp", "rank_1_mp")))
+    with pytest.raises(CheckpointError, match="saved by 2 processes, this run has 1") as caught:
+        fit_from(LitTiny(RECIPES["SGD"]), tmp_path / "again", tmp_path / "last.ckpt")
+    assert "momentum_buffer" in caught.value.remedy and "ds_to_universal" not in caught.value.remedy
