@@ -30,6 +30,7 @@ void Card::load(const axlf& file) {
     const Xclbin xclbin(file);
     if (xclbin.uuid == uuid_) return;
     if (buffers_.num_buffers() > 0) fail(EBUSY, "the card holds buffers of another xclbin");
+    release();  // or their threads would never end
     units_.clear();
     banks_.clear();
     for (const Bank& bank : xclbin.banks) {
