@@ -102,25 +102,38 @@ void Card::sync(unsigned handle, Direction direction, std::size_t bytes, std::si
 
     const bool to_card = direction == Direction::kToCard;
     const std::uint64_t address = buffer->address() + offset;
+    const std::int64_t before = releases();
     journal().note(index_, to_card ? "to-begin" : "from-begin", address, bytes);
-    move(*buffer, direction, bytes, offset);
+    move(*buffer, direction, bytes, offset, before);
     (to_card ? counters_.syncs_to : counters_.syncs_from) += 1;
     (to_card ? counters_.bytes_to : counters_.bytes_from) += static_cast<std::int64_t>(bytes);
     journal().note(index_, to_card ? "to-end" : "from-end", address, bytes);
 }
 
-void Card::move(const Buffer& buffer, Direction direction, std::size_t bytes, std::size_t offset) {
+void Card::move(const Buffer& buffer, Direction direction, std::size_t bytes, std::size_t offset, std::int64_t before) {
     const bool to_card = direction == Direction::kToCard;
     const std::scoped_lock channel(to_card ? to_card_ : from_card_);
     const auto begin = Clock::now();
     std::byte* const host = buffer.host() + offset;
     std::byte* const device = buffer.device() + offset;
     std::memcpy(to_card ? device : host, to_card ? host : device, bytes);
-    const std::int64_t speed = settings_.dma_mib_per_s;
-    if (speed > 0) {
-        const std::chrono::duration<double> time(static_cast<double>(bytes) / static_cast<double>(speed * kMiB));
-        std::this_thread::sleep_until(begin + std::chrono::duration_cast<Clock::duration>(time));
-    }
+    pause(time_of(bytes, settings_.dma_mib_per_s) - (Clock::now() - begin), before);
+}
+
+Card::Clock::duration Card::time_of(std::uint64_t bytes, std::int64_t mib_per_s) {
+    if (mib_per_s <= 0) return {};
+    const std::chrono::duration<double> time(static_cast<double>(bytes) / static_cast<double>(mib_per_s * kMiB));
+    return std::chrono::duration_cast<Clock::duration>(time);
+}
+
+void Card::pause(Clock::duration time, std::int64_t before) {
+    std::unique_lock lock(mutex_);
+    released_.wait_for(lock, time, [&] { return num_releases_ != before; });
+}
+
+std::int64_t Card::releases() const {
+    const std::scoped_lock lock(mutex_);
+    return num_releases_;
 }
 
 void Card::copy(unsigned to, unsigned from, std::size_t bytes, std::size_t to_offset, std::size_t from_offset) {

@@ -41,6 +41,7 @@ class Card {
     Settings& settings() { return settings_; }
     Faults& faults() { return faults_; }
     void lose();
+    // Runs that hang go on, and none that has begun takes longer than it computes.
     void release();
     // As at first, but for settings and what is loaded and allocated.
     void reset();
@@ -56,11 +57,15 @@ class Card {
     void check_present() const;
     bool strikes(FaultKind kind) { return faults_.strike(kind).has_value(); }
     BufferKind kind_of(unsigned flags) const;
-    void move(const Buffer& buffer, Direction direction, std::size_t bytes, std::size_t offset);
+    // In what follows, before: how often the card had been released when the run or sync began.
+    void move(const Buffer& buffer, Direction direction, std::size_t bytes, std::size_t offset, std::int64_t before);
+    void pause(Clock::duration time, std::int64_t before);
+    std::int64_t releases() const;
+    static Clock::duration time_of(std::uint64_t bytes, std::int64_t mib_per_s);
     ComputeUnit& unit_for(std::span<const std::uint32_t> masks);
     void execute(const ComputeUnit& unit, const Run& run);
-    Outcome attempt(const ComputeUnit& unit, const Run& run);
-    Outcome compute(const ComputeUnit& unit, const Run& run);
+    Outcome attempt(const ComputeUnit& unit, const Run& run, std::int64_t before);
+    Outcome compute(const ComputeUnit& unit, const Run& run, std::int64_t before);
     void hang(const Run& run);
     std::span<std::byte> own_host_memory(std::uint64_t address) const;
     void corrupt(const Fault& fault, std::uint64_t address);

@@ -67,20 +67,21 @@ bool Card::wait(std::chrono::milliseconds timeout) {
 
 void Card::execute(const ComputeUnit& unit, const Run& run) {
     ++counters_.runs_begun;
+    const std::int64_t before = releases();
     begin(run);
     journal().note(index_, "run-begin", run.number, unit.name());
-    const Outcome outcome = attempt(unit, run);
+    const Outcome outcome = attempt(unit, run, before);
     ++(outcome.state == ERT_CMD_STATE_COMPLETED ? counters_.runs_completed : counters_.runs_failed);
     journal().note(index_, "run-end", run.number, unit.name(), name_of(outcome.state), outcome.reason);
     finish(run, outcome.state);
 }
 
-Card::Outcome Card::attempt(const ComputeUnit& unit, const Run& run) {
+Card::Outcome Card::attempt(const ComputeUnit& unit, const Run& run, std::int64_t before) {
     if (strikes(FaultKind::kLost)) lose();
     if (strikes(FaultKind::kHang)) hang(run);
     if (lost_) return {ERT_CMD_STATE_ABORT, "the card is lost"};
     try {
-        return compute(unit, run);
+        return compute(unit, run, before);
     } catch (const std::exception& error) {
         return {ERT_CMD_STATE_ERROR, error.what()};
     }
@@ -98,7 +99,7 @@ void Card::hang(const Run& run) {
     released_.wait(lock, [&] { return num_releases_ != before; });
 }
 
-Card::Outcome Card::compute(const ComputeUnit& unit, const Run& run) {
+Card::Outcome Card::compute(const ComputeUnit& unit, const Run& run, std::int64_t before) {
     const auto begin = Clock::now();
     RunMemory memory(*banks_.front(), [this](std::uint64_t address) { return own_host_memory(address); });
     unit.compute(run, memory);
@@ -108,12 +109,9 @@ Card::Outcome Card::compute(const ComputeUnit& unit, const Run& run) {
     if (const auto fault = faults_.strike(FaultKind::kCorrupt)) {
         corrupt(*fault, memory.address(fault->pointer, fault->bit_offset / 8));
     }
-    double seconds = 1e-6 * static_cast<double>(settings_.latency_us);
-    if (const std::int64_t speed = settings_.kernel_mib_per_s; speed > 0) {
-        seconds += static_cast<double>(memory.bytes()) / static_cast<double>(speed << 20);
-    }
-    std::this_thread::sleep_until(begin +
-                                  std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+    const auto time =
+        std::chrono::microseconds(settings_.latency_us) + time_of(memory.bytes(), settings_.kernel_mib_per_s);
+    pause(time - (Clock::now() - begin), before);
     if (error) return {ERT_CMD_STATE_ERROR, "injected"};
     if (abort) return {ERT_CMD_STATE_ABORT, "injected"};
     const std::string trespass = memory.trespass();

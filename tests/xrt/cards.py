@@ -114,7 +114,7 @@ class EmulatedCards:
         self._call("lose", card)
 
     def release(self, card: int = ALL) -> None:
-        """Hung runs go on: they compute now, and complete late."""
+        """Hung runs go on: they compute now, and complete late. What is slowed down takes no longer than it has to."""
         self._call("release", card)
 
     def counter(self, name: str, card: int = 0) -> int:

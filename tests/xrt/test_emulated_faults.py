@@ -177,18 +177,22 @@ def test_card_memory_is_as_large_as_is_set(emulated_cards: EmulatedCards, device
 def test_slow_card_takes_longer_than_a_fast_one(
     emulated_cards: EmulatedCards, probes: list[Probe], setting: str
 ) -> None:
-    """What begins later on the other card ends before it: a quarter of a second is long enough."""
-    large = probes[0].buffer(1 << 18)
-    emulated_cards.set(setting, 250_000 if setting == "latency_us" else 1, card=0)
+    """It would take 16 seconds, and is released when the other card has done as much."""
+    emulated_cards.set(setting, 16_000_000 if setting == "latency_us" else 1, card=0)
     kind = "to" if setting == "dma_mib_per_s" else "run"
-    slow = Thread(target=large.upload if kind == "to" else lambda: probes[0].run(parameter=large).wait())
+    emulated_cards.set("dram_mib", 64)
+    large = [probe.buffer(1 << 24) for probe in probes]
+
+    def work(card: int) -> None:
+        large[card].upload() if kind == "to" else probes[card].run(parameter=large[card]).wait()
+
+    slow = Thread(target=work, args=[0])
     slow.start()
     emulated_cards.wait_for(f"{kind}-begin", card=0, count=2 if kind == "to" else 1)
-    probes[1].gradient.upload()
-    assert probes[1].run().wait() is State.COMPLETED
+    work(1)
+    emulated_cards.release(0)
     slow.join()
-    ends = [event.card for event in emulated_cards.events(f"{kind}-end")]
-    assert ends[-2:] == [1, 0]
+    assert [event.card for event in emulated_cards.events(f"{kind}-end")][-2:] == [1, 0]
 
 
 def test_unknown_names_are_refused(emulated_cards: EmulatedCards) -> None:
