@@ -115,8 +115,9 @@ def test_every_rounding_of_the_parameter(sequential: Library, dtype: DType) -> N
     """To nearest even as torch rounds: each 16-bit number, what lies next to it and half-way to the next one."""
     numbers = decode(np.arange(65_536, dtype=np.uint16).view(np.int16), dtype).view(np.uint32)
     halves = numbers + np.uint32(0x1000 if dtype is DType.FLOAT16 else 0x8000)
-    below_fp16 = np.arange(0x32000000, 0x39000000, 0x3FFF, dtype=np.uint32)
-    near = [bits + np.uint32(step) for bits in (numbers, halves, below_fp16) for step in (0, 1, 0xFFFFFFFF)]
+    subnormal = ((np.arange(1_025) + 0.5) * 2.0**-24).astype(np.float32).view(np.uint32)  # half-way in fp16
+    tiny = np.arange(0, 0x39000000, 0x3FFF, dtype=np.uint32)
+    near = [bits + np.uint32(step) for bits in (numbers, halves, subnormal, tiny) for step in (0, 1, 0xFFFFFFFF)]
     masters = np.concatenate(near).view(np.float32)
     tasklet = make_tasklet(STEPS["sgd"], masters.size, Form(DType.FLOAT32, dtype))
     tasklet.arrays[0].view(np.float32)[: masters.size] = masters
@@ -155,6 +156,16 @@ def test_bad_header(sequential: Library, step: Any, word: int) -> None:
     tasklet.gradient.view(np.uint32)[word] += 1 if word != 4 else 64
     errors, checksums = _refused(tasklet, sequential, tasklet.words(0, 70_000))
     assert errors == BAD_HEADER and not any(checksums[:9])
+
+
+@RULES
+def test_more_values_than_elements(sequential: Library, step: Any) -> None:
+    """A header may not promise more values than there are elements, even if all the rest fits."""
+    tasklet = make_tasklet(step, 10, COMPRESSED)
+    payload = build(np.arange(11) % 10, np.ones(11, np.float32), 10, FLOAT32)
+    tasklet.gradient = aligned(len(payload.tobytes()))
+    tasklet.gradient[:] = np.frombuffer(payload.tobytes(), np.uint8)
+    assert _refused(tasklet, sequential, tasklet.words(0, 10))[0] == BAD_HEADER
 
 
 @RULES
