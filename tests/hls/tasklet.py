@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hls.description import ADAGRAD, ADAMW, SGD, Kernel
+from hls.description import ADAGRAD, ADAMW, INTERFACE_VERSION, SGD, Kernel
 from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, SgdStep, crc32c
 from tests.helpers.golden import Bits, assert_same_bits, decode, encode, random_arrays
 from tests.helpers.payload import Payload, compress, expand
@@ -23,7 +23,6 @@ PADDING = 1024
 GROUP = 32
 
 _STATUS_MAGIC = 0x5349534C
-_POISON = 0xFF
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Tasklet:
             same_numbers(array.view(np.float32), wanted)
         np.testing.assert_array_equal(self.gradient, before[0])
         self._check_parameter(before[-1], expected[0], first, last)
-        assert status.words[:4] == (_STATUS_MAGIC, 1, last - first, 0)
+        assert status.words[:4] == (_STATUS_MAGIC, INTERFACE_VERSION, last - first, 0)
         assert status.words[14:] == (self.kernel.number, 0)
         assert status.checksums == self._checksums(before, first, last, active)
         return status
