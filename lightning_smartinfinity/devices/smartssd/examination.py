@@ -20,6 +20,7 @@ from lightning_smartinfinity.errors import SmartInfinityError
 
 __all__ = ["Finding", "examine"]
 
+_DOOR = "called by"
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -58,7 +59,8 @@ def examine(
         Findings, as soon as they are made; one that is not ok does not end it.
     """
     runtime = runtime_of(system)
-    yield from _of_runtime(runtime, settings, system)
+    of_runtime = _of_runtime(runtime, settings, system)
+    yield from of_runtime
     bitstreams: list[Bitstream] = []
     yield from _tried("bitstream", "file", lambda: _of_bitstream(settings, system, bitstreams))
     yield from _of_cards(system)
@@ -67,31 +69,32 @@ def examine(
         return
     paired: list[Card] = []
     yield from _tried("folders", "pairing", lambda: _of_pairs(folders, settings, system, paired))
-    if paired and bitstreams and (runtime.library or runtime.pyxrt) and runtime.root is not None:
+    doors = [found.value for found in of_runtime if found.name == _DOOR and found.ok]
+    if paired and bitstreams and doors and runtime.root is not None:
         plan = CardPlan(
             bitstream=bitstreams[0],
             cards=tuple(paired),
             settings=settings,
-            door=choose_door(settings.door, runtime),
+            door=doors[0],
             library=runtime.library,
         )
         yield from _at_work(plan, folders, p2p_bytes)
 
 
-def _of_runtime(runtime: Runtime, settings: SmartSSDConfig, system: System) -> Iterator[Finding]:
+def _of_runtime(runtime: Runtime, settings: SmartSSDConfig, system: System) -> list[Finding]:
     def root() -> list[Finding]:
         require_runtime(runtime)
         return [Finding("XRT", "XILINX_XRT", True, str(runtime.root))]
 
     def door() -> list[Finding]:
-        return [Finding("XRT", "called by", True, choose_door(settings.door, runtime))]
+        return [Finding("XRT", _DOOR, True, choose_door(settings.door, runtime))]
 
-    yield from _tried("XRT", "XILINX_XRT", root)
-    yield Finding("XRT", "version", None, runtime.version or "not told")
-    yield from _tried("XRT", "called by", door)
+    version = Finding("XRT", "version", None, runtime.version or "not told")
+    found = [*_tried("XRT", "XILINX_XRT", root), version, *_tried("XRT", _DOOR, door)]
     if system.emulated:
         mode = system.environment["XCL_EMULATION_MODE"]
-        yield Finding("XRT", "emulation", None, f"XCL_EMULATION_MODE={mode}: no real card is used")
+        found.append(Finding("XRT", "emulation", None, f"XCL_EMULATION_MODE={mode}: no real card is used"))
+    return found
 
 
 def _of_bitstream(settings: SmartSSDConfig, system: System, found: list[Bitstream]) -> list[Finding]:

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
-from lightning_smartinfinity.errors import DeviceError
+from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
 
 __all__ = ["card_errors", "most_buffers", "open_card", "remedy_for", "share_of_memory"]
 
 # The shell and XRT keep some of a card's memory for themselves.
 _USABLE_EIGHTHS = 7
 _SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(tasklet_bytes=..., num_buffers=...)."
+_UNFOUND = "Check XILINX_XRT, the driver and the card: `xbutil examine`, `smart-infinity selftest`."
 _REMEDIES = {
     "peer to peer": f"If P2P is off, run `xbutil configure --p2p enable` as root and reboot warm. Else: {_SMALLER}",
     "too small": _SMALLER,
@@ -22,7 +23,8 @@ _REMEDIES = {
     "bank": "Build the bitstream from this version's hls/ folder: all its kernels' ports lie in the card's one bank.",
     "Xclbin": "Close what holds the card with another xclbin, and check that this one was built for the card's shell.",
     "interface version": "Build the bitstream from this version's hls/ folder: make -C hls xclbin.",
-    "xrtDeviceOpen": "Check XILINX_XRT, the driver and the card: `xbutil examine`, `smart-infinity selftest`.",
+    "xrtDeviceOpen": _UNFOUND,
+    "open device": _UNFOUND,
 }
 _OTHER_REMEDY = "Check the card with `smart-infinity selftest` and the kernel log, or use update_device='host'."
 
@@ -60,7 +62,9 @@ def card_errors(card: Card) -> Iterator[None]:
     """Turn what the native core and pyxrt raise about a card into our own error."""
     try:
         yield
-    except (native.CardError, ImportError, MemoryError) as error:
+    except SmartInfinityError:
+        raise
+    except (RuntimeError, ImportError, MemoryError) as error:  # the first is native.CardError as well
         raise DeviceError(f"The {card.label}: {error or 'no memory'}.", remedy_for(str(error))) from error
 
 

@@ -1,0 +1,98 @@
+"""``smart-infinity selftest`` where there is no card, or one that only sysfs knows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hls.description import SMARTSSD
+from hls.xclbin import xclbin
+from lightning_smartinfinity import SmartSSDConfig
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.cli.selftest import show
+from lightning_smartinfinity.devices.smartssd import examination
+from lightning_smartinfinity.devices.smartssd.bitstream import XCLBIN_VARIABLE
+from lightning_smartinfinity.devices.smartssd.examination import examine
+from lightning_smartinfinity.devices.smartssd.runtime import Runtime
+from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """With XRT, and nothing plugged in."""
+    (tmp_path / "xrt").mkdir()
+    (tmp_path / "xrt/version.json").write_text('{"BUILD_VERSION": "2.13.466"}')
+    (tmp_path / "kernels.xclbin").write_bytes(xclbin(SMARTSSD))
+    there = Runtime(tmp_path / "xrt", "2.13.466", "libxrt.so", False)
+    monkeypatch.setattr(examination, "runtime_of", lambda system: there)
+    return Machine(tmp_path)
+
+
+def findings(machine: Machine, *folders: str) -> dict[tuple[str, str], examination.Finding]:
+    settings = SmartSSDConfig(xclbin=machine.root / "kernels.xclbin")
+    found = examine([Path(folder) for folder in folders], settings, machine.system())
+    return {(one.subject, one.name): one for one in found}
+
+
+def test_what_sysfs_tells_of_cards(machine: Machine) -> None:
+    """Shell, node and P2P with its window, of each card; without folders nothing is worked."""
+    smartssd(machine, 0)
+    machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", minor=140, p2p=f"bar:{1 << 25}\nexp_bar:{4 * GIB}\n")
+    machine.locked.add(machine.root / "dev/dri/renderD140")
+    found = findings(machine)
+    good, bad = "card 0000:42:00.1", "card 0000:01:00.1"
+    assert (found[good, "P2P"].ok, found[good, "P2P"].value) == (True, "enabled, 4 GiB of 4 GiB")
+    assert (found[bad, "P2P"].ok, found[bad, "P2P"].value) == (False, "disabled, 32 MiB of 4 GiB")
+    assert "xbutil configure --device 0000:01:00.1 --p2p enable" in found[bad, "P2P"].remedy
+    assert found[good, "shell"].value == SHELL and found[good, "device node"].ok
+    assert found[bad, "device node"].ok is False and "render" in found[bad, "device node"].value
+    assert found["XRT", "version"].value == "2.13.466" and found["bitstream", "file"].ok
+    assert found["folders", "named"].ok is None
+
+
+def test_pairs_that_cannot_be_worked(machine: Machine) -> None:
+    """A folder is paired by sysfs; that XRT does not know the card is found out by working it."""
+    smartssd(machine, 0, mounted=str(machine.root))
+    found = findings(machine, str(machine.root / "storage"))
+    assert found[str(machine.root / "storage"), "card"].value == "card 0000:42:00.1"
+    at_work = found["card 0000:42:00.1", "P2P at work"]
+    assert at_work.ok is False and "libxrt.so" in at_work.value
+    assert "shares a PCIe switch" not in at_work.value
+    assert findings(machine, "/")["folders", "pairing"].ok is False
+
+
+def test_a_card_without_driver(machine: Machine) -> None:
+    """It is there, and cannot be used."""
+    machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", driver=False)
+    found = findings(machine)
+    assert "0000:01:00.1" in found["cards", "driver"].value and "modprobe xocl" in found["cards", "driver"].remedy
+    assert found["cards", "found"].ok is False
+
+
+def test_a_machine_with_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Every thing that is missing is named with what to do; exit status 1."""
+    for name in ("XILINX_XRT", "XCL_EMULATION_MODE", XCLBIN_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["selftest", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "FAIL  XILINX_XRT" in shown and "setup.sh" in shown
+    assert "make -C hls xclbin" in shown and "FAIL  pairing" in shown
+    assert main(["selftest", "--json"]) == 1
+    content = json.loads(capsys.readouterr().out)
+    failed = {(one["subject"], one["name"]) for one in content["findings"] if one["ok"] is False}
+    assert not content["ok"] and {("XRT", "XILINX_XRT"), ("bitstream", "file"), ("cards", "found")} <= failed
+    assert all(one["remedy"] for one in content["findings"] if one["ok"] is False)
+
+
+def test_settings_that_contradict_what_is_there(machine: Machine) -> None:
+    """A door that is not to be had is a finding, and ends what needs it."""
+    smartssd(machine, 0, mounted=str(machine.root))
+    settings = SmartSSDConfig(xclbin=machine.root / "kernels.xclbin", door="pyxrt")
+    found = {(one.subject, one.name): one for one in examine([machine.root], settings, machine.system())}
+    assert found["XRT", "called by"].ok is False and "no module pyxrt" in found["XRT", "called by"].value
+    assert ("card 0000:42:00.1", "P2P at work") not in found
+    assert show(found.values(), as_json=False) == 1

@@ -1,0 +1,107 @@
+"""Cards worked by way of pyxrt: the same results as by way of the C library, and the same way out of failures."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity import DeviceError
+from lightning_smartinfinity.devices.smartssd import self_test
+from lightning_smartinfinity.devices.smartssd.cards import Card, emulated_card
+from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
+from lightning_smartinfinity.devices.smartssd.pci import PciPath
+from lightning_smartinfinity.devices.smartssd.pyxrt_door import _opened
+from tests.helpers.card_runs import OPTIMIZERS, cards, plan_of, same_as_host, settled_host
+from tests.helpers.runif import RunIf
+from tests.transfer.harness import Case, Run, running
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = [RunIf(xrt=True), pytest.mark.usefixtures("pyxrt")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_same_as_host(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, dtype: torch.dtype) -> None:
+    """Floats travel as bits, buffers live as long as their maps."""
+    case = Case(dtype=dtype, num_devices=2, **OPTIMIZERS[optimizer])
+    with (
+        running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, door="pyxrt")) as run,
+        running(tmp_path / "host", case, device=settled_host) as host,
+    ):
+        for step in range(3):
+            run.step(step)
+            host.step(step)
+        same_as_host(run, host)
+        assert "XRT by pyxrt" in run.device.description
+
+
+def test_failures(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Runs and calls that fail, one in each step; the host takes over."""
+    choose = random.Random(0)
+    device = cards(emulated_cards.build.xclbin, door="pyxrt")
+    case = Case(num_devices=2)
+    with (
+        running(tmp_path / "card", case, device=device) as run,
+        running(tmp_path / "host", case, device=settled_host) as host,
+    ):
+        for step in range(20):
+            kind = choose.choice(["error", "abort", "submit", "sync"])
+            emulated_cards.inject(kind, card=choose.randrange(2), skipped=choose.randrange(2))
+            run.step(step)
+            host.step(step)
+        same_as_host(run, host)
+
+
+def test_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """It is polled with the lock released in between, and given up in time."""
+    case = Case(num_devices=1)
+    with (
+        running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, door="pyxrt", timeout=0.05)) as run,
+        running(tmp_path / "host", case, device=settled_host) as host,
+    ):
+        emulated_cards.inject("hang", card=0)
+        run.steps([0, 1])
+        emulated_cards.release()
+        host.steps([0, 1])
+        same_as_host(run, host)
+
+
+def test_self_test_and_refusals(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Passed by sound cards; what pyxrt raises is our own error."""
+    self_test(plan_of(2, emulated_cards.build.xclbin, door="pyxrt"), [tmp_path, tmp_path], KERNELS)
+    with pytest.raises(DeviceError, match="emulated card 5"):
+        self_test(plan_of(1, emulated_cards.build.xclbin, door="pyxrt", first=5), [tmp_path], KERNELS)
+    emulated_cards.set("dram_mib", 1)
+    with pytest.raises(DeviceError, match="emulated card 0"):
+        Run(tmp_path / "run", Case(num_buffers=64), device=cards(emulated_cards.build.xclbin, door="pyxrt"))
+
+
+def test_a_module_that_is_not_there(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """door="pyxrt" without pyxrt."""
+    monkeypatch.setitem(sys.modules, "pyxrt", None)
+    with pytest.raises(DeviceError, match="pyxrt"):
+        self_test(plan_of(1, emulated_cards.build.xclbin, door="pyxrt"), [tmp_path], KERNELS)
+
+
+def test_real_cards_open_by_address() -> None:
+    """By number where pyxrt takes no addresses yet, as before 2.13."""
+    path = PciPath(("pci0000:3a", "0000:3a:00.0", "0000:3d:00.1"))
+    card = Card(1, path, None, None, emulated_card(1).p2p)
+
+    class Old:
+        asked: list[object] = []  # noqa: RUF012
+
+        @classmethod
+        def device(cls, which: object) -> object:
+            cls.asked.append(which)
+            if isinstance(which, str):
+                raise TypeError("incompatible constructor arguments")
+            return which
+
+    assert _opened(Old, card) == 1 and Old.asked == ["0000:3d:00.1", 1]

@@ -1,0 +1,204 @@
+"""What a card has to show before it gets state, which cards are chosen, and what ``smart-infinity selftest`` says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity import ConfigError, DeviceError, SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
+from lightning_smartinfinity.devices.smartssd import self_test
+from lightning_smartinfinity.devices.smartssd.bitstream import XCLBIN_VARIABLE
+from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
+from lightning_smartinfinity.zero3 import collectives, update_device
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.update_device import choose_update_device
+from tests.helpers.card_runs import plan_of
+from tests.helpers.runif import RunIf
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = RunIf(xrt=True)
+
+
+def test_cards_that_pass(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Every card runs every kernel thrice for a tile; folders need not be there, and nothing is left in what is."""
+    plan = plan_of(2, emulated_cards.build.xclbin)
+    self_test(plan, [tmp_path / "a/not/yet", tmp_path], KERNELS)
+    assert [emulated_cards.counter("runs_completed", card) for card in range(2)] == [9, 9]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    ("pointer", "bit", "words"),
+    [("status", 32, "version"), ("parameter", 64 * 32, "parameters arrived"), ("master", 64 * 32, "other bits")],
+)
+def test_a_card_that_computes_something_else(
+    tmp_path: Path, emulated_cards: EmulatedCards, kernel: Any, pointer: str, bit: int, words: str
+) -> None:
+    """A wrong interface version, parameters or state that differ from what the kernel says or from the host's."""
+    pointers = {"status": 2 * kernel.num_arrays + 2, "parameter": 2 * kernel.num_arrays + 1, "master": 1}
+    # The second of the tile's runs is the one that updates.
+    emulated_cards.inject("corrupt", card=1, skipped=1, pointer=pointers[pointer], bit=bit)
+    with pytest.raises(DeviceError, match=words):
+        self_test(plan_of(2, emulated_cards.build.xclbin), [tmp_path, tmp_path], [kernel])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "words"), [("error", "ERROR"), ("hang", "did not return within 30 ms")])
+def test_a_card_whose_run_fails(tmp_path: Path, emulated_cards: EmulatedCards, kind: str, words: str) -> None:
+    """It is told how the run ended."""
+    emulated_cards.reset(count=5)
+    emulated_cards.inject(kind, card=4)
+    plan = plan_of(1, emulated_cards.build.xclbin, first=4, timeout=0.03)
+    with pytest.raises(DeviceError, match=words):
+        self_test(plan, [tmp_path], KERNELS[:1])
+
+
+def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Nothing but a buffer on the card can tell, where sysfs does not."""
+    emulated_cards.set("p2p", 0)
+    with pytest.raises(DeviceError, match="xbutil configure --p2p enable"):
+        self_test(plan_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
+
+
+def test_a_bitstream_without_the_kernel(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """That of the probe has none of ours."""
+    emulated_cards.reset(count=7)
+    with pytest.raises(DeviceError, match="adamw_update"):
+        self_test(plan_of(1, emulated_cards.build.probe_xclbin, first=6), [tmp_path], KERNELS[:1])
+
+
+# ---- which device updates
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, without a process group."""
+    monkeypatch.delenv(XCLBIN_VARIABLE, raising=False)
+    for module in (collectives, update_device):
+        monkeypatch.setattr(module, "gather", lambda value, group: [value])
+
+
+def offload(tmp_path: Path, cards: EmulatedCards, wanted: str = "auto", **settings: Any) -> OffloadSettings:
+    return OffloadSettings(
+        storage=(tmp_path / "a", tmp_path / "b"),
+        transfer=settings.pop("transfer", TransferConfig()),
+        update_device=wanted,
+        smartssd=settings.pop("smartssd", SmartSSDConfig(xclbin=cards.build.xclbin)),
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("wanted", ["auto", "smartssd"])
+@pytest.mark.usefixtures("alone")
+def test_cards_are_chosen(tmp_path: Path, emulated_cards: EmulatedCards, wanted: str) -> None:
+    """Where they can be used; tasklets are then large unless the user says otherwise."""
+    chosen = choose_update_device(offload(tmp_path, emulated_cards, wanted), optimizer="SGD")
+    assert chosen.cards is not None and len(chosen.cards.cards) == 2
+    assert chosen.tasklet_bytes == CARD_TASKLET_BYTES >= 16 << 20
+    assert replace(chosen, cards=None).tasklet_bytes == HOST_TASKLET_BYTES
+    asked = offload(tmp_path, emulated_cards, wanted, transfer=TransferConfig(tasklet_bytes=1 << 20))
+    with pytest.warns(UserWarning, match=r"tasklet_bytes=1048576\) is small for SmartSSDs"):
+        assert choose_update_device(asked, optimizer="SGD").tasklet_bytes == 1 << 20
+    asked = offload(tmp_path, emulated_cards, wanted, transfer=TransferConfig(dram_cache_bytes="auto"))
+    with pytest.warns(UserWarning, match=r"dram_cache_bytes='auto'\) is ignored"):
+        choose_update_device(asked, optimizer="SGD")
+
+
+@pytest.mark.usefixtures("alone")
+def test_host_is_chosen_and_the_reason_told(
+    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By "auto", without a bitstream, for other formats, and where cards fail; "smartssd" raises there."""
+    with caplog.at_level(logging.INFO):
+        asked = offload(tmp_path, emulated_cards, smartssd=None)
+        assert choose_update_device(asked, optimizer="Adam").cards is None
+        asked = offload(tmp_path, emulated_cards, state_format="int8")
+        assert choose_update_device(asked, optimizer="Adam").cards is None
+        assert choose_update_device(offload(tmp_path, emulated_cards, "host"), optimizer="Adam").cards is None
+        emulated_cards.set("p2p", 0)
+        assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is None
+    no_file, no_format, no_p2p = [
+        record.getMessage() for record in caplog.records if record.name.endswith("update_device")
+    ]
+    assert "no bitstream for SmartSSDs is named" in no_file
+    assert "in fp32 alone, not 'int8'" in no_format
+    assert "the host updates, since SmartSSDs cannot: The emulated card 0" in no_p2p
+    with pytest.raises(DeviceError, match="p2p enable"):
+        choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
+
+
+def reports(*builds: str, node: str = "one") -> list[update_device._Report]:
+    return [update_device._Report(node, ("0000:42:00.1",), build, None) for build in builds]
+
+
+def test_ranks_on_one_card() -> None:
+    """They share its memory evenly, and have to load one bitstream; ranks on other machines have their own cards."""
+    assert update_device._sharers(reports("x", "x", "x")) == 3
+    assert update_device._sharers([*reports("x", "x"), *reports("y", node="two")]) == 2
+    assert update_device._disagreement([*reports("x", "x"), *reports("y", node="two")]) is None
+    error = update_device._disagreement(reports("x", "y"))
+    assert isinstance(error, ConfigError) and "x, y" in error.problem
+
+
+@pytest.mark.parametrize("wanted", ["auto", "smartssd"])
+def test_another_rank_without_cards(
+    tmp_path: Path,
+    emulated_cards: EmulatedCards,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wanted: str,
+) -> None:
+    """Then no rank uses them: all go on with the host, or all raise that rank's error."""
+    failure = DeviceError("The card there is on fire.", "Call somebody.")
+    monkeypatch.setattr(collectives, "gather", lambda value, group: [value, failure])
+    monkeypatch.setattr(update_device, "gather", lambda value, group: [value, value._replace(error=failure)])
+    asked = offload(tmp_path, emulated_cards, wanted)
+    if wanted == "smartssd":
+        with pytest.raises(DeviceError, match="on fire"):
+            choose_update_device(asked, optimizer="Adam")
+        return
+    assert choose_update_device(asked, optimizer="Adam").cards is None
+    assert "on fire" in caplog.text
+
+
+# ---- smart-infinity selftest
+
+
+def test_command_on_emulated_cards(
+    tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pairs, P2P with its speed and a tile of every kernel; exit status 0, and nothing left."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    arguments = ["selftest", "--mib", "2", "--xclbin", str(emulated_cards.build.xclbin), *map(str, folders)]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "Everything that was tried is ok." in shown and "FAIL" not in shown
+    assert "2 MiB written back unchanged" in shown and "GB/s from the SSD" in shown
+    assert shown.count("one tasklet, bit for bit as on the host") == 2 * len(KERNELS)
+    assert main([*arguments, "--json", "--devices", "1", "0"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    pairs = {finding["subject"]: finding["value"] for finding in content["findings"] if finding["name"] == "card"}
+    assert content["ok"] and pairs == {str(folders[0]): "emulated card 1", str(folders[1]): "emulated card 0"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_on_a_card_that_fails(
+    tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One finding is not ok, with what to do; the others are made all the same. Exit status 1."""
+    emulated_cards.inject("error", skipped=3)
+    assert main(["selftest", "--mib", "1", "--xclbin", str(emulated_cards.build.xclbin), str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    failed = [number for number, line in enumerate(lines) if line.startswith("  FAIL")]
+    assert len(failed) == 1
+    assert "adagrad_update" in lines[failed[0]] and "ERROR" in lines[failed[0]]
+    assert lines[failed[0] + 1].startswith("        -> ") and "sgd_update" in lines[failed[0] + 2]
+    assert lines[-1].startswith("1 of ")

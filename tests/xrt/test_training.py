@@ -1,0 +1,199 @@
+"""Trainer and Fabric on two emulated cards: to the bit what they train on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lightning_smartinfinity import (
+    DeviceError,
+    SmartInfinityFabricStrategy,
+    SmartInfinityStrategy,
+    SmartSSDConfig,
+    TransferConfig,
+)
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.runif import RunIf
+from tests.helpers.trainers import fit, quiet_trainer
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = [
+    RunIf(xrt=True),
+    pytest.mark.filterwarnings("ignore:.*is small for SmartSSDs"),
+]
+
+SMALL_RING = TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3)
+# With what Lightning adds to a step, and a parameter that is not used in some.
+BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), depth=1, max_steps=4, accumulate=2)
+SGD = dataclasses.replace(BASE, optimizer="SGD", lr=0.1, eps=None, optimizer_kwargs={"momentum": 0.9, "nesterov": True})
+RECIPES = {
+    "AdamW": BASE,
+    "Adagrad": dataclasses.replace(BASE, optimizer="Adagrad", clip=0.3, optimizer_kwargs={"lr_decay": 0.1}),
+    "SGD": SGD,
+}
+
+
+class Reporting(LitTiny):
+    """Keeps what it was trained to, before the storage is closed."""
+
+    def on_train_end(self) -> None:
+        self.trainer.strategy.drain()
+        handler = self.trainer.strategy._near_storage_optimizer.rank_state.handler
+        layout = self.trainer.strategy._near_storage_optimizer.rank_state.layout
+        self.arrays = {
+            name: {array: torch.from_numpy(values) for array, values in handler.read_parameter(index).items()}
+            for index, name in enumerate(parameter.name for parameter in layout.parameters)
+        }
+
+
+def on_cards(cards: EmulatedCards, root: Path, **settings: Any) -> SmartInfinityStrategy:
+    config = SmartSSDConfig(xclbin=cards.build.xclbin, **settings.pop("config", {}))
+    return SmartInfinityStrategy(
+        [root / "ssd0", root / "ssd1"],
+        **{"update_device": "smartssd", "smartssd": config, "transfer": SMALL_RING, "overlap": "none", **settings},
+    )
+
+
+def on_host(root: Path) -> SmartInfinityStrategy:
+    return SmartInfinityStrategy(root / "disk", update_device="host", transfer=SMALL_RING, overlap="none")
+
+
+def trained(recipe: Recipe, root: Path, strategy: SmartInfinityStrategy, **settings: Any) -> Reporting:
+    module = Reporting(recipe)
+    settings = {"precision": recipe.precision, "max_steps": recipe.max_steps, **settings}
+    fit(module, root, strategy, accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip, **settings)
+    strategy.close()
+    return module
+
+
+def assert_same(module: Reporting, expected: Reporting) -> None:
+    """Losses and every array of every parameter."""
+    assert module.losses == expected.losses
+    assert module.arrays.keys() == expected.arrays.keys()
+    for name, arrays in expected.arrays.items():
+        for array, values in arrays.items():
+            assert torch.equal(module.arrays[name][array], values), (name, array)
+
+
+@pytest.mark.parametrize(("name", "precision"), [(name, "bf16-mixed") for name in RECIPES] + [("AdamW", "32-true")])
+def test_trains_as_on_the_host(emulated_cards: EmulatedCards, tmp_path: Path, name: str, precision: str) -> None:
+    """Without overlap, beside the next forward, and within backward; every update runs on the cards."""
+    recipe = dataclasses.replace(RECIPES[name], precision=precision)
+    expected = trained(recipe, tmp_path / "host", on_host(tmp_path))
+    for overlap in ("none", "forward", "backward"):
+        emulated_cards.reset()
+        strategy = on_cards(emulated_cards, tmp_path / overlap, overlap=overlap)
+        assert_same(trained(recipe, tmp_path / overlap, strategy), expected)
+        assert all(emulated_cards.counter("runs_completed", card) >= 3 + recipe.max_steps for card in range(2))
+
+
+def test_resumes_on_cards_what_the_host_began(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
+    """A checkpoint of one is a checkpoint of the other, in both directions, gradients by way of storage too."""
+    recipe = dataclasses.replace(BASE, precision="bf16-mixed")
+    straight = trained(recipe, tmp_path / "straight", on_host(tmp_path / "straight"))
+    strategies = {
+        "host": lambda root: on_host(root),
+        "cards": lambda root: on_cards(emulated_cards, root, config={"gradient_route": "storage"}),
+    }
+    for first, second in (("host", "cards"), ("cards", "host")):
+        root = tmp_path / first
+        settings: dict[str, Any] = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
+        trainer = quiet_trainer(root, strategies[first](root / "one"), max_steps=2, **settings)
+        trainer.fit(LitTiny(recipe))
+        trainer.save_checkpoint(root / "half.ckpt")
+        trainer.strategy.close()
+        strategy = strategies[second](root / "two")
+        module = Reporting(recipe)
+        quiet_trainer(root, strategy, max_steps=4, **settings).fit(module, ckpt_path=str(root / "half.ckpt"))
+        strategy.close()
+        assert module.losses == straight.losses[-len(module.losses) :]
+        for name, arrays in straight.arrays.items():
+            for array, values in arrays.items():
+                assert torch.equal(module.arrays[name][array], values), (first, name, array)
+
+
+def test_cards_that_fail_in_a_fit(
+    emulated_cards: EmulatedCards, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on, to the bit, and the log tells."""
+    recipe = dataclasses.replace(BASE, precision="bf16-mixed")
+    expected = trained(recipe, tmp_path / "host", on_host(tmp_path))
+    strategy = on_cards(emulated_cards, tmp_path / "cards", overlap="forward")
+
+    class Failing(Reporting):
+        def on_train_batch_end(self, *args: Any) -> None:
+            emulated_cards.inject("abort", card=self.trainer.global_step % 2)
+
+    module = Failing(recipe)
+    fit(module, tmp_path, strategy, max_steps=4, accumulate_grad_batches=2)
+    strategy.close()
+    assert_same(module, expected)
+    assert "failed: " in caplog.text and "The host updates" in caplog.text
+
+
+def test_traffic_of_training(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
+    """2 + 2 bytes per parameter and step over the shared channel, 12 + 12 inside the cards."""
+    strategy = on_cards(emulated_cards, tmp_path)
+    readings = []
+
+    class Watching(LitTiny):
+        def on_train_batch_end(self, *args: Any) -> None:
+            readings.append(strategy.traffic())
+
+    fit(Watching(Recipe(precision="bf16-mixed")), tmp_path, strategy)
+    strategy.close()
+    moved = readings[-1] - readings[0]
+    per_parameter = [
+        getattr(moved, name) / moved.numel
+        for name in ("shared_write_bytes", "shared_read_bytes", "internal_read_bytes", "internal_write_bytes")
+    ]
+    assert per_parameter == [2, 2, 12, 12]
+
+
+def test_auto_takes_the_cards_and_says_so(
+    emulated_cards: EmulatedCards, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bitstream in the environment, and back to the host where cards fail their self-test."""
+    monkeypatch.setenv("SMART_INFINITY_XCLBIN", str(emulated_cards.build.xclbin))
+    with caplog.at_level(logging.INFO):
+        for number, p2p in enumerate((1, 0)):
+            emulated_cards.set("p2p", p2p)
+            strategy = SmartInfinityStrategy(tmp_path / str(number), transfer=SMALL_RING)
+            fit(LitTiny(Recipe(depth=1)), tmp_path, strategy, max_steps=1)
+            strategy.close()
+    told = [record.getMessage() for record in caplog.records if "Optimizer state: updated on" in record.getMessage()]
+    assert "on SmartSSD (emulated card 0; adamw_update" in told[0] and "on the host" in told[1]
+    assert "since SmartSSDs cannot" in caplog.text
+    with pytest.raises(DeviceError, match="p2p enable"):
+        fit(LitTiny(Recipe(depth=1)), tmp_path, on_cards(emulated_cards, tmp_path / "asked"), max_steps=1)
+
+
+def test_fabric(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
+    """A loop of one's own, with the same bits."""
+    losses = []
+    for place in ("host", "cards"):
+        strategy = SmartInfinityFabricStrategy(
+            [tmp_path / place / "a", tmp_path / place / "b"],
+            update_device="host" if place == "host" else "smartssd",
+            smartssd=None if place == "host" else SmartSSDConfig(xclbin=emulated_cards.build.xclbin),
+            transfer=SMALL_RING,
+        )
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed")
+        fabric.launch()
+        recipe = Recipe(depth=1)
+        model = recipe.build_model()
+        module, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(4):
+            loss = module(recipe.batch(step))
+            losses.append(float(loss.detach()))
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        strategy.close()
+    assert losses[:4] == losses[4:] and losses[0] != losses[3]
