@@ -35,15 +35,9 @@ bool let_through(std::uintptr_t address) {
     return false;
 }
 
-void on_fault(int signal, siginfo_t* info, void* context) {
+void on_fault(int signal, siginfo_t* info, void* /*context*/) {
     if (let_through(reinterpret_cast<std::uintptr_t>(info->si_addr))) return;
-    if ((previous.sa_flags & SA_SIGINFO) != 0) {
-        previous.sa_sigaction(signal, info, context);
-    } else if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
-        previous.sa_handler(signal);
-    } else {
-        sigaction(signal, &previous, nullptr);  // the access is repeated, and ends the process
-    }
+    sigaction(signal, &previous, nullptr);  // the access is repeated, and is for whoever was here before
 }
 
 // Others may have put their handler in front since the last run.

@@ -177,7 +177,7 @@ def test_card_memory_is_as_large_as_is_set(emulated_cards: EmulatedCards, device
 def test_slow_card_takes_longer_than_a_fast_one(
     emulated_cards: EmulatedCards, probes: list[Probe], setting: str
 ) -> None:
-    """It would take 16 seconds, and is released when the other card has done as much."""
+    """It would take 16 seconds, and is released when the other card has done three times as much."""
     emulated_cards.set(setting, 16_000_000 if setting == "latency_us" else 1, card=0)
     kind = "to" if setting == "dma_mib_per_s" else "run"
     emulated_cards.set("dram_mib", 64)
@@ -189,10 +189,11 @@ def test_slow_card_takes_longer_than_a_fast_one(
     slow = Thread(target=work, args=[0])
     slow.start()
     emulated_cards.wait_for(f"{kind}-begin", card=0, count=2 if kind == "to" else 1)
-    work(1)
+    for _ in range(3):
+        work(1)
     emulated_cards.release(0)
     slow.join()
-    assert [event.card for event in emulated_cards.events(f"{kind}-end")][-2:] == [1, 0]
+    assert [event.card for event in emulated_cards.events(f"{kind}-end")][-4:] == [1, 1, 1, 0]
 
 
 def test_unknown_names_are_refused(emulated_cards: EmulatedCards) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,25 @@ def test_process_ends_with_a_run_that_hangs(emulated_cards: EmulatedCards) -> No
     command = [sys.executable, "-c", HANG, str(emulated_cards.build.probe_xclbin)]
     completed = _run(command, emulated_cards.build, settings)
     assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
+
+
+CRASH = """
+import ctypes, faulthandler, pathlib, sys
+from tests.xrt.api import Device, State
+from tests.xrt.probe import BEATS, Probe
+probe = Probe(Device(0, pathlib.Path(sys.argv[1])))
+faulthandler.enable()
+assert probe.run(last=BEATS + 1).wait() is State.ERROR
+ctypes.string_at(1)
+"""
+
+
+def test_segmentation_fault_of_others_ends_the_process(emulated_cards: EmulatedCards) -> None:
+    """Guards leave it to whoever handled it before."""
+    command = [sys.executable, "-c", CRASH, str(emulated_cards.build.probe_xclbin)]
+    completed = _run(command, emulated_cards.build, {})
+    assert completed.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in completed.stderr
 
 
 def test_another_xrt_is_refused(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
