@@ -113,6 +113,7 @@ class StoredState:
         borders: Where parameters meet.
         offset: Of the first tasklet in the partition that the native core is told of.
         wanders: The two slots of a tasklet lie in different files.
+        payloads: Compressed gradients of tasklets, by index, for updates whose runs have none.
     """
 
     folder: Path
@@ -128,6 +129,7 @@ class StoredState:
     borders: Sequence[int] = ()
     offset: int = 0
     wanders: bool = False
+    payloads: dict[int, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tasklet_numel = self.tasklet_numel or self.numel
@@ -188,11 +190,16 @@ class StoredState:
     def extent_offset(self, index: int, slot: int) -> int:
         return (2 * index + slot) * self.extent_bytes
 
-    def tasklets(self, runs: Sequence[Run], *, master_in_parameter: bool = False) -> list[Tasklet]:
+    def tasklets(
+        self, runs: Sequence[Run], *, master_in_parameter: bool = False, compressed: bool = False
+    ) -> list[Tasklet]:
         """Every tasklet, with its share of the runs, read from the current slot and written to the other."""
-        return [self.tasklet(index, runs, master_in_parameter) for index in range(self.num_tasklets)]
+        return [self.tasklet(index, runs, master_in_parameter, compressed) for index in range(self.num_tasklets)]
 
-    def tasklet(self, index: int, runs: Sequence[Run], master_in_parameter: bool = False) -> Tasklet:
+    def tasklet(
+        self, index: int, runs: Sequence[Run], master_in_parameter: bool = False, compressed: bool = False
+    ) -> Tasklet:
+        payload = self.payloads.get(index) if compressed else None
         offset = index * self.tasklet_numel
         numel = self.numel_of(index)
         segments = []
@@ -215,6 +222,8 @@ class StoredState:
             master_in_parameter=master_in_parameter,
             offset=self.offset + offset,
             blocks=Blocks(self.borders_of(index)) if self.borders else None,
+            payload=address_of(payload),
+            payload_bytes=0 if payload is None else payload.nbytes,
         )
 
     def start(
@@ -225,9 +234,9 @@ class StoredState:
         *,
         master_in_parameter: bool = False,
     ) -> None:
-        self.pipeline.submit(
-            Batch(operation, self.tasklets(runs, master_in_parameter=master_in_parameter), list(steps))
-        )
+        compressed = operation is Operation.UPDATE
+        tasklets = self.tasklets(runs, master_in_parameter=master_in_parameter, compressed=compressed)
+        self.pipeline.submit(Batch(operation, tasklets, list(steps)))
 
     def work(
         self,

@@ -83,6 +83,7 @@ TransferLoop::~TransferLoop() { close(); }
 
 void TransferLoop::submit(Batch batch) {
     validate(batch);
+    require(!busy(), "a run that timed out has not returned from the card");
     if (slot_bytes(batch) == 0) batch.stream.reset();  // nothing travels
     const std::lock_guard lock(mutex_);
     require_open();

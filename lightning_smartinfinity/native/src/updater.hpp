@@ -30,7 +30,7 @@ class Updater {
     Updater& operator=(const Updater&) = delete;
     virtual ~Updater() = default;
 
-    // Throws std::invalid_argument for a batch that cannot be worked here, or not now.
+    // Throws std::invalid_argument for a batch that cannot be worked here.
     virtual void require_workable(const Batch& batch) const = 0;
 
     virtual ExtentMemory memory(std::size_t buffer, const Tasklet& tasklet) const = 0;
@@ -46,7 +46,7 @@ class Updater {
     virtual void transferred(Direction, const Tasklet&) {}
     // Adds what this counts itself.
     virtual void count(Counters&) const {}
-    // Whether something that was given up goes on in the ring's memory.
+    // Whether something that was given up goes on in the ring's memory: nothing may be begun.
     virtual bool busy() const { return false; }
 };
 
