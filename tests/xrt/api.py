@@ -110,8 +110,11 @@ class Run:
         self._xrt = _library()
         self.handle = _check(self._xrt.xrtRunOpen(device.kernel(kernel)))
         for index, argument in enumerate(arguments):
-            value = ctypes.c_void_p(argument.handle) if isinstance(argument, Buffer) else ctypes.c_uint32(argument)
-            _succeed(self._xrt.xrtRunSetArg(ctypes.c_void_p(self.handle), ctypes.c_int(index), value))
+            self.set(index, argument)
+
+    def set(self, index: int, argument: Buffer | int) -> None:
+        value = ctypes.c_void_p(argument.handle) if isinstance(argument, Buffer) else ctypes.c_uint32(argument)
+        _succeed(self._xrt.xrtRunSetArg(ctypes.c_void_p(self.handle), ctypes.c_int(index), value))
 
     def start(self) -> None:
         _succeed(self._xrt.xrtRunStart(self.handle))

@@ -67,9 +67,10 @@ void CardJob::work(const CardPass& pass, bool is_last) {
 
 void CardJob::work(const CardPass& pass, const CardRunPlan& run) {
     clear_status();
-    CardRun& call = place_.run();
-    set_arguments(pass, run, call);
+    std::shared_ptr<CardRun> call = place_.take_run();
+    set_arguments(pass, run, *call);
     execute(call);
+    place_.keep(std::move(call));
     const CardStatus status = take_status();
     if (const auto problem = problem_of(status, type_, run.last - run.first, gradient_.sent_for(pass, run))) {
         throw CardError(*problem);
@@ -113,27 +114,21 @@ void CardJob::clear_status() {
 }
 
 // A run that was started is out until it says otherwise, whatever goes wrong.
-void CardJob::execute(CardRun& call) {
-    try {
-        call.start();
-    } catch (const CardError&) {
-        place_.give_run_up();  // XRT does not start it a second time
-        throw;
-    }
+void CardJob::execute(const std::shared_ptr<CardRun>& call) {
+    call->start();
     int state = 0;
     try {
-        state = state_after(call);
+        state = state_after(*call);
     } catch (const CardError&) {
-        still_out_ = place_.give_run_up();
+        still_out_ = call;
         throw;
     }
     if (state == kRunCompleted) return;
-    const std::shared_ptr<CardRun> over = place_.give_run_up();
     if (is_over(state)) {
         throw CardError("a run of kernel " + options_.kernel + " ended with " + name_of_state(state) + " (" +
                         std::to_string(state) + ")");
     }
-    still_out_ = over;
+    still_out_ = call;
     throw CardError("a run of kernel " + options_.kernel + " did not return within " +
                     std::to_string(options_.timeout.count()) + " ms");
 }

@@ -51,10 +51,7 @@ const std::vector<std::shared_ptr<CardBuffer>>& CardPlace::arrays(const Regions&
     return arrays_;
 }
 
-CardRun& CardPlace::run() {
-    if (!run_) run_ = kernel_->run();
-    return *run_;
-}
+std::shared_ptr<CardRun> CardPlace::take_run() { return run_ ? std::exchange(run_, nullptr) : kernel_->run(); }
 
 CardRing::CardRing(const CardOptions& options, std::size_t num_buffers, std::size_t buffer_bytes)
     : gradient_bytes_(options.gradient_bytes), trailer_pages_(num_buffers * kTrailerPageBytes) {

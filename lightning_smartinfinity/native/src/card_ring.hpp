@@ -33,10 +33,9 @@ class CardPlace {
 
     // The arrays, each a part of the regions.
     const std::vector<std::shared_ptr<CardBuffer>>& arrays(const Regions& regions);
-    // A run that is not out.
-    CardRun& run();
-    // The run, which the place does without from now on.
-    std::shared_ptr<CardRun> give_run_up() { return std::move(run_); }
+    // A run that is not out. One that went wrong is not kept for the next call: XRT may refuse to start it again.
+    std::shared_ptr<CardRun> take_run();
+    void keep(std::shared_ptr<CardRun> run) { run_ = std::move(run); }
 
  private:
     CardPlace(const CardOptions& options, const CardKernelType& type, std::shared_ptr<CardKernel> kernel,

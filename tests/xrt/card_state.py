@@ -1,0 +1,167 @@
+"""A partition that a card updates, beside one of the same content that the host updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.native import Batch, Card, CardOptions, Failure, Operation, Pipeline, StateFile
+from tests.helpers.update_rules import ARRAYS
+from tests.native.stored import Array, Run, StoredState, align
+from tests.xrt.cards import EmulatedCards
+from tests.xrt.python_door import ApiDoor
+
+__all__ = ["DOORS", "CardState", "card_state", "kernel_of"]
+
+_KERNELS = {native.AdamStep: "adamw_update", native.AdagradStep: "adagrad_update", native.SgdStep: "sgd_update"}
+
+DOORS: dict[str, Callable[[EmulatedCards, int], Card]] = {
+    "xrt": lambda cards, index: Card.open(index, xclbin=str(cards.build.xclbin)),
+    "python": lambda cards, index: Card(ApiDoor(index, cards.build.xclbin)),
+}
+"""Ways to open a card."""
+
+
+def kernel_of(step: object) -> str:
+    """Name of the kernel of a step's rule."""
+    return _KERNELS[type(step)]
+
+
+@dataclass
+class CardState:
+    """Two files of one content and a pipeline for each: a card's, and the host's.
+
+    Args:
+        stored: The card's file, with a host's pipeline for what a card does not work.
+        host: The host's file.
+        pipeline: The card's.
+    """
+
+    stored: StoredState
+    host: StoredState
+    pipeline: Pipeline
+
+    def write(self, *arrays: Array) -> None:
+        """Both files' state."""
+        for side in (self.stored, self.host):
+            side.write(*arrays)
+
+    def submit(self, runs: Sequence[Run], steps: Sequence[Any]) -> None:
+        """Starts the card's batch."""
+        tasklets = self.stored.tasklets(runs, compressed=True)
+        self.pipeline.submit(Batch(Operation.UPDATE, tasklets, list(steps)))
+
+    def drain(self) -> Failure | None:
+        """Ends it, and commits it if it did not fail."""
+        failure = self.pipeline.drain()
+        if failure is None:
+            self.stored.generation += 1
+            self.stored.slot = 1 - self.stored.slot
+        return failure
+
+    def update(self, runs: Sequence[Run], steps: Sequence[Any]) -> Failure | None:
+        self.submit(runs, steps)
+        return self.drain()
+
+    def redo(self, runs: Sequence[Run], steps: Sequence[Any]) -> None:
+        """What the card left undone of its last batch, by the host, from the place that is untouched."""
+        finished = self.pipeline.finished()
+        tasklets = self.stored.tasklets(runs, compressed=True)
+        undone = [tasklet for index, tasklet in enumerate(tasklets) if index not in finished]
+        assert undone
+        self.stored.pipeline.submit(Batch(Operation.UPDATE, undone, list(steps)))
+        assert self.stored.drain() is None
+
+    def assert_same(self) -> None:
+        """Every extent of the last generation, to the byte."""
+        assert self.stored.slot == self.host.slot
+        contents = [np.fromfile(side.paths[0], np.uint8) for side in (self.stored, self.host)]
+        for index in range(self.stored.num_tasklets):
+            begin = self.stored.extent_offset(index, self.stored.slot)
+            found, expected = (content[begin : begin + self.stored.extent_bytes_of(index)] for content in contents)
+            np.testing.assert_array_equal(found, expected)
+
+
+@contextmanager
+def card_state(
+    folder: Path,
+    cards: EmulatedCards,
+    step: object,
+    numel: int,
+    *,
+    tasklet_numel: int = 0,
+    door: str = "xrt",
+    card: int = 0,
+    gradient_bytes: int = 0,
+    parameter_bytes: int = 0,
+    timeout_ms: int = 60_000,
+    p2p: bool = True,
+    through_file: bool = False,
+    gradient_path: Path | None = None,
+    dram_bytes: int | None = None,
+    **options: Any,
+) -> Iterator[CardState]:
+    """A partition for the rule of a step.
+
+    Args:
+        folder: Of the files.
+        cards: The machine's.
+        step: Its class is the rule.
+        numel: Elements.
+        tasklet_numel: Of all tasklets but the last; 0: there is one.
+        door: One of :data:`DOORS`.
+        card: Which card.
+        gradient_bytes: As in CardOptions; 0: enough for fp32.
+        parameter_bytes: Likewise.
+        timeout_ms: As in CardOptions, and so are the next two.
+        p2p: Whether storage and card are peers.
+        dram_bytes: What the ring may take.
+        through_file: Gradients go through a file.
+        gradient_path: Through this one, which exists.
+        options: For the card's pipeline.
+    """
+    num_arrays = len(ARRAYS[type(step)])
+    sides = []
+    for name in (f"card-{card}", f"host-{card}"):
+        (folder / name).mkdir(parents=True)
+        sides.append(StoredState(folder / name, numel, tasklet_numel=tasklet_numel, num_arrays=num_arrays))
+    stored, host = sides
+    options = {"num_buffers": 3, "compute_threads": 2, **options}
+    largest = align(4 * stored.tasklet_numel)
+    gradient_bytes = gradient_bytes or largest
+    gradient_file = StateFile(str(gradient_path), direct=False) if gradient_path else None
+    if through_file:
+        gradient_file = _file(folder / f"gradients-{card}", options["num_buffers"] * align(gradient_bytes))
+    opened = DOORS[door](cards, card)
+    pipeline = Pipeline(
+        files=stored.files,
+        identity=stored.identity,
+        buffer_bytes=stored.extent_bytes,
+        card=CardOptions(
+            card=opened,
+            kernel=kernel_of(step),
+            gradient_bytes=gradient_bytes,
+            parameter_bytes=parameter_bytes or largest,
+            timeout_ms=timeout_ms,
+            p2p=p2p,
+            dram_bytes=dram_bytes,
+            gradient_file=gradient_file,
+        ),
+        **options,
+    )
+    opened.close()
+    with stored, host:
+        yield CardState(stored, host, pipeline)
+        pipeline.close()
+
+
+def _file(path: Path, nbytes: int) -> StateFile:
+    with path.open("wb") as file:
+        file.truncate(nbytes)
+    return StateFile(str(path), direct=False)

@@ -1,0 +1,301 @@
+"""What a card does wrong is noticed, told, and made good by the host from the place that is untouched."""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity.native import Card, CardError, Failure, Operation
+from lightning_smartinfinity.native.testing import inject
+from tests.helpers.golden import STEPS, random_arrays
+from tests.helpers.runif import RunIf
+from tests.native.stored import Array, Run
+from tests.xrt.card_state import DOORS, CardState, card_state
+from tests.xrt.cards import EmulatedCards
+from tests.xrt.python_door import ApiDoor
+
+pytestmark = RunIf(xrt=True)
+
+STEP = STEPS["adamw"]
+NUMEL, TASKLET = 4 * 1_000 + 5, 1_000
+GRADIENT, *ARRAYS = random_arrays(STEP, NUMEL, 11, special=False)
+STATUS, PARAMETER, MASTER_OUT = 8, 7, 4  # pointers of adamw_update, in the order of its arguments
+
+
+def runs_of(parameter: Array) -> list[Run]:
+    return [Run(0, NUMEL, 0, GRADIENT, parameter=parameter)]
+
+
+def fail(state: CardState) -> tuple[Failure, Array]:
+    """A batch that fails; what parameters there are."""
+    parameter = np.zeros(NUMEL, np.float32)
+    failure = state.update(runs_of(parameter), [STEP])
+    assert failure is not None
+    return failure, parameter
+
+
+def make_good(state: CardState, parameter: Array) -> None:
+    """The host does the rest: everything is as if the card had done it."""
+    expected = np.zeros(NUMEL, np.float32)
+    state.redo(runs_of(parameter), [STEP])
+    assert state.host.work(Operation.UPDATE, runs_of(expected), [STEP]) is None
+    np.testing.assert_array_equal(parameter, expected)
+    state.assert_same()
+
+
+def succeed(state: CardState) -> None:
+    parameter, expected = np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
+    assert state.update(runs_of(parameter), [STEP]) is None
+    assert state.host.work(Operation.UPDATE, runs_of(expected), [STEP]) is None
+    np.testing.assert_array_equal(parameter, expected)
+    state.assert_same()
+
+
+def wait_until_returned(state: CardState) -> None:
+    until = time.monotonic() + 30
+    while state.pipeline.busy:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+KINDS: dict[str, tuple[Callable[[EmulatedCards, int], None], str]] = {
+    "error": (lambda cards, skipped: cards.inject("error", skipped=skipped), r"ended with ERROR \(5\)"),
+    "abort": (lambda cards, skipped: cards.inject("abort", skipped=skipped), r"ended with ABORT \(6\)"),
+    "status": (
+        lambda cards, skipped: cards.inject("corrupt", skipped=skipped, pointer=STATUS, bit=1),
+        "there is no status of a kernel",
+    ),
+    "count": (
+        lambda cards, skipped: cards.inject("corrupt", skipped=skipped, pointer=STATUS, bit=2 * 32),
+        r"the kernel updated \d+ elements, expected \d+",
+    ),
+    "parameter": (
+        lambda cards, skipped: cards.inject("corrupt", skipped=skipped, pointer=PARAMETER, bit=77),
+        "the parameters arrived with another checksum than the kernel wrote them with",
+    ),
+    "submit": (lambda cards, skipped: cards.inject("submit", skipped=skipped), "xrtRunStart failed"),
+    "sync": (
+        lambda cards, skipped: cards.inject("sync", skipped=skipped),
+        r"xrtBOSync of \d+ bytes (to|from) the card failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hundred_failures(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
+    """Each of another run, or call; the card goes on afterwards."""
+    start, message = KINDS[kind]
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET) as state:
+        state.write(*ARRAYS)
+        for number in range(100):
+            start(emulated_cards, number % 5)
+            failure, parameter = fail(state)
+            assert failure.kind == "device" and failure.tasklet in range(5)
+            where = f"the card did not update tasklet {failure.tasklet} of {state.stored.paths[0]}: "
+            assert re.fullmatch(re.escape(where) + f".*{message}.*", failure.message)
+            assert not state.pipeline.busy
+            make_good(state, parameter)
+        succeed(state)
+
+
+def test_a_hundred_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Each is given up for its time; while it is out, the card takes nothing, and afterwards everything again."""
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, timeout_ms=20) as state:
+        state.write(*ARRAYS)
+        for number in range(100):
+            emulated_cards.inject("hang", skipped=number % 5)
+            failure, parameter = fail(state)
+            assert failure.kind == "device" and "did not return within 20 ms" in failure.message
+            assert state.pipeline.busy
+            with pytest.raises(ValueError, match="a run that timed out has not returned"):
+                state.submit(runs_of(parameter), [STEP])
+            make_good(state, parameter)
+            emulated_cards.release()
+            wait_until_returned(state)
+            state.assert_same()  # what came late has reached nothing
+
+
+@pytest.mark.parametrize("num_done", [0, 3])
+def test_what_is_done_stays(tmp_path: Path, emulated_cards: EmulatedCards, num_done: int) -> None:
+    with card_state(
+        tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, num_buffers=1, compute_threads=1
+    ) as state:
+        state.write(*ARRAYS)
+        assert state.pipeline.finished() == []
+        emulated_cards.inject("error", skipped=num_done)
+        failure, parameter = fail(state)
+        assert failure.tasklet == num_done
+        assert state.pipeline.finished() == list(range(num_done))
+        make_good(state, parameter)
+
+
+def test_a_lost_card(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Calls fail; nothing hangs, not even the end."""
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET) as state:
+        state.write(*ARRAYS)
+        emulated_cards.inject("lost", skipped=1)
+        failure, parameter = fail(state)
+        assert failure.kind == "device"
+        make_good(state, parameter)
+        failure, parameter = fail(state)
+        assert failure.kind == "device" and "failed" in failure.message
+        make_good(state, parameter)
+
+
+def test_closing_with_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """No hang; its memory is given up for lost, because it may still be written."""
+    before = emulated_cards.counter("num_buffers")
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, timeout_ms=20) as state:
+        during = emulated_cards.counter("num_buffers")
+        state.write(*ARRAYS)
+        emulated_cards.inject("hang")
+        fail(state)
+    assert before < during <= emulated_cards.counter("num_buffers")
+    emulated_cards.release()
+    emulated_cards.wait_for("run-end")
+    with card_state(tmp_path / "again", emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET) as state:
+        state.write(*ARRAYS)
+        succeed(state)
+
+
+def test_closing_frees_everything(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    before = emulated_cards.counter("num_buffers"), emulated_cards.counter("card_bytes")
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET) as state:
+        state.write(*ARRAYS)
+        succeed(state)
+        assert emulated_cards.counter("num_buffers") > before[0]
+    assert (emulated_cards.counter("num_buffers"), emulated_cards.counter("card_bytes")) == before
+
+
+def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, timeout_ms=50) as state:
+        state.write(*ARRAYS)
+        emulated_cards.inject("hang", skipped=1)
+        parameter = np.zeros(NUMEL, np.float32)
+        state.submit(runs_of(parameter), [STEP])
+        emulated_cards.wait_for("run-hung")
+        state.pipeline.abandon()
+        assert state.pipeline.busy
+        emulated_cards.release()
+        wait_until_returned(state)
+        succeed(state)
+
+
+@pytest.mark.parametrize("array", range(3))
+def test_storage_that_returns_other_bytes(tmp_path: Path, emulated_cards: EmulatedCards, array: int) -> None:
+    """The kernel's checksum of what it read is not the stored one: no parameter is given out."""
+    parameter = np.zeros(NUMEL, np.float32)
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL) as state:
+        state.write(*ARRAYS)
+        offset = state.stored.extent_offset(0, state.stored.slot) + array * state.stored.extent_bytes // 3
+        with state.stored.paths[0].open("r+b") as file:
+            file.seek(offset // 4096 * 4096)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+        failure = state.update(runs_of(parameter), [STEP])
+        assert failure is not None and failure.kind == "device"
+        assert f"array {array} arrived with another checksum than it was written with" in failure.message
+        assert not parameter.any() and state.pipeline.finished() == []
+
+
+def test_another_generation(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """The trailer is looked at before anything runs, as on the host."""
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL) as state:
+        state.write(*ARRAYS)
+        state.stored.generation += 1
+        failure, _ = fail(state)
+        assert failure.kind == "generation" and "generation is 1, expected 2" in failure.message
+    assert emulated_cards.counter("runs_begun") == 0
+
+
+@pytest.mark.parametrize("fault", [{"fail_read_at": 3}, {"fail_write_at": 1}, {"fail_write_at": 2}])
+@pytest.mark.parametrize("seed", range(3))
+def test_failed_reads_and_writes(
+    tmp_path: Path, emulated_cards: EmulatedCards, seed: int, fault: dict[str, int]
+) -> None:
+    """Of either part of an extent: its regions, or the page with the trailer."""
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET) as state:
+        state.write(*ARRAYS)
+        inject(state.pipeline, seed=seed, max_delay_us=500, short_transfer_every=3, **fault)
+        failure, parameter = fail(state)
+        assert failure.kind == "io" and failure.errno == 5
+        make_good(state, parameter)
+        succeed(state)
+
+
+def test_a_gradient_file_that_cannot_be_written(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    with card_state(
+        tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, gradient_path=Path("/dev/full")
+    ) as state:
+        state.write(*ARRAYS)
+        failure, parameter = fail(state)
+        assert failure.kind == "device" and failure.errno == errno.ENOSPC
+        assert "writing the gradient in /dev/full failed: No space left on device" in failure.message
+        make_good(state, parameter)
+
+
+def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """For what this process may take, and for what the card has; nothing stays allocated."""
+    before = emulated_cards.counter("num_buffers")
+    needed = 3 * (3 * 16384 + 16384 + 16384 + 4096)
+    message = rf"the card's DRAM is too small: a ring of 3 buffers takes {needed} bytes, {needed - 1} are allowed"
+    with (
+        pytest.raises(CardError, match=message),
+        card_state(tmp_path, emulated_cards, STEP, NUMEL, dram_bytes=needed - 1),
+    ):
+        pass
+    emulated_cards.inject("alloc", skipped=5)
+    message = rf"a ring of 3 buffers takes {needed} bytes of the card's DRAM, buffer 1 is not to be had: xrtBOAlloc of"
+    with pytest.raises(CardError, match=message), card_state(tmp_path / "2", emulated_cards, STEP, NUMEL):
+        pass
+    emulated_cards.set("p2p", 0)
+    with (
+        pytest.raises(CardError, match=r"xrtBOAlloc of \d+ bytes, peer to peer, failed"),
+        card_state(tmp_path / "3", emulated_cards, STEP, NUMEL),
+    ):
+        pass
+    assert emulated_cards.counter("num_buffers") == before
+    with card_state(tmp_path / "4", emulated_cards, STEP, NUMEL, dram_bytes=needed, p2p=False) as state:
+        state.write(*ARRAYS)
+        succeed(state)
+
+
+class FailingDoor(ApiDoor):
+    """Raises in one method."""
+
+    method = ""
+
+    def __getattribute__(self, name: str) -> object:
+        if name == object.__getattribute__(self, "method"):
+            return lambda *arguments: 1 / 0
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize("method", ["set_scalar", "set_buffer", "start", "wait", "state", "sync", "part"])
+def test_a_door_that_raises(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """What Python raises in a thread of the pipeline is a failed call."""
+    door = FailingDoor(0, emulated_cards.build.xclbin)
+    monkeypatch.setitem(DOORS, "failing", lambda cards, index: Card(door))
+    with card_state(
+        tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, door="failing", timeout_ms=50
+    ) as state:
+        state.write(*ARRAYS)
+        if method == "state":
+            emulated_cards.inject("hang")
+        door.method = method
+        failure, parameter = fail(state)
+        assert failure.kind == "device" and f"{method} failed: division by zero" in failure.message
+        door.method = ""
+        emulated_cards.release()
+        wait_until_returned(state)
+        make_good(state, parameter)
+        succeed(state)

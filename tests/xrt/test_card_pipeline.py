@@ -1,0 +1,343 @@
+"""The native pipeline of a card through real XRT: bit for bit what the host computes, byte for byte on storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity.native import (
+    Batch,
+    Card,
+    CardError,
+    CardOptions,
+    Counters,
+    DType,
+    Identity,
+    Operation,
+    Pipeline,
+)
+from tests.helpers.golden import DTYPES, STEPS, encode, random_arrays
+from tests.helpers.payload import compress
+from tests.helpers.runif import RunIf
+from tests.native.stored import Array, Run, align
+from tests.xrt.card_state import DOORS, CardState, card_state
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = RunIf(xrt=True)
+
+_ITEM_BYTES = {DType.FLOAT32: 4, DType.FLOAT16: 2, DType.BFLOAT16: 2}
+
+
+def parameter_memory(numel: int, dtype: DType) -> Array:
+    return np.zeros(numel, np.float32 if dtype is DType.FLOAT32 else np.int16)
+
+
+def update_both(state: CardState, runs_of: Any, steps: list[Any], numel: int, dtype: DType = DType.FLOAT32) -> None:
+    """The same on card and host; parameters and storage are equal. ``runs_of`` is given the parameters' memory."""
+    on_card, on_host = parameter_memory(numel, dtype), parameter_memory(numel, dtype)
+    failure = state.update(runs_of(on_card), steps)
+    assert failure is None, failure
+    assert state.host.work(Operation.UPDATE, runs_of(on_host), steps) is None
+    np.testing.assert_array_equal(on_card.view(np.uint8), on_host.view(np.uint8))
+    state.assert_same()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
+@pytest.mark.parametrize("name", ["adamw", "adagrad_without_eps", "sgd_nesterov"])
+def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str, dtype: DType, door: str) -> None:
+    """Several tasklets, none of whole beats, over three steps; subnormals among the values."""
+    numel, step = 5 * 3_001 - 7, STEPS[name]
+    gradient, *arrays = random_arrays(step, numel, 3, special=False)
+    arrays[0][::7] = 1e-41
+    stored_gradient = encode(gradient, dtype)
+
+    def runs_of(parameter: Array) -> list[Run]:
+        return [Run(0, numel, 0, stored_gradient, dtype, parameter, dtype)]
+
+    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=3_001, door=door) as state:
+        state.write(*arrays)
+        for _ in range(3):
+            update_both(state, runs_of, [step], numel, dtype)
+        assert state.pipeline.finished() == [0, 1, 2, 3, 4]
+    assert emulated_cards.counter("runs_completed") == 15
+
+
+@pytest.mark.parametrize("route", ["host", "storage", "bounced"])
+def test_counters(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> None:
+    """What crosses where, to the byte: payload, padding and control apart."""
+    numel, tasklet, step = 2 * 3_000 + 100, 3_000, STEPS["adamw"]
+    gradient, *arrays = random_arrays(step, numel, 4, special=False)
+    stored_gradient = encode(gradient, DType.BFLOAT16)
+
+    def runs_of(parameter: Array) -> list[Run]:
+        return [Run(0, numel, 0, stored_gradient, DType.BFLOAT16, parameter, DType.BFLOAT16)]
+
+    options = {"through_file": route == "storage", "p2p": route != "bounced"}
+    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=tasklet, **options) as state:
+        state.write(*arrays)
+        update_both(state, runs_of, [step], numel, DType.BFLOAT16)
+        counters = state.pipeline.counters()
+        extents = sum(state.stored.extent_bytes_of(index) for index in range(3))
+    sizes = [3_000, 3_000, 100]
+    arrays_padding = sum(3 * (align(4 * size) - 4 * size) for size in sizes)
+    beats = sum(align_to(2 * size, 64) - 2 * size for size in sizes)
+    blocks = sum(align(2 * size) - 2 * size for size in sizes)
+    through_file = route == "storage"
+    assert (counters.read_bytes, counters.written_bytes) == (extents, extents)
+    bounced = 12 * numel if route == "bounced" else 0
+    assert counters.shared_write_bytes == 2 * numel + bounced
+    assert counters.shared_read_bytes == 2 * numel + bounced
+    assert counters.internal_read_bytes == 12 * numel - bounced + (2 * numel if through_file else 0)
+    assert counters.internal_write_bytes == 12 * numel - bounced
+    assert counters.padding_bytes == 2 * arrays_padding + beats + (2 * blocks if through_file else beats)
+    assert counters.control_bytes == 3 * (2 * 4096 + 2 * 64)
+    # What XRT moved: gradients, parameters and status beats, and arrays where they are bounced.
+    synced_gradients = 0 if through_file else 2 * numel + beats
+    whole_arrays = sum(3 * align(4 * size) for size in sizes) if route == "bounced" else 0
+    assert emulated_cards.counter("bytes_to") == synced_gradients + 3 * 64 + whole_arrays
+    assert emulated_cards.counter("bytes_from") == 2 * numel + beats + 3 * 64 + whole_arrays
+
+
+def align_to(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def test_a_host_counts_nothing_of_a_card(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    step = STEPS["adamw"]
+    with card_state(tmp_path, emulated_cards, step, 100) as state:
+        state.write(*random_arrays(step, 100, 0, special=False)[1:])
+        counters: Counters = state.stored.pipeline.counters()
+    assert counters.internal_write_bytes == counters.control_bytes == counters.padding_bytes == 0
+
+
+@pytest.mark.parametrize("route", ["host", "storage"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
+def test_compressed_gradients(tmp_path: Path, emulated_cards: EmulatedCards, dtype: DType, route: str) -> None:
+    """A payload goes to the card as it is, and is all that goes; parts of the tasklets pass through."""
+    numel, tasklet, step = 70_000 + 5_000, 70_000, STEPS["adamw"]
+    gradient, *arrays = random_arrays(step, numel, 5, special=False)
+    payloads = {
+        index: np.frombuffer(compress(part, 0.03, dtype).tobytes(), np.uint8).copy()
+        for index, part in enumerate((gradient[:tasklet], gradient[tasklet:]))
+    }
+    nbytes = sum(payload.nbytes for payload in payloads.values())
+
+    def runs_of(parameter: Array) -> list[Run]:
+        ranges = [(10, 30_000, 0), (30_000, 30_001, -1), (40_000, 66_000, 1), (66_000, numel, 0)]
+        return [
+            Run(first, last - first, number, gradient_dtype=dtype, parameter=parameter[first:])
+            for first, last, number in ranges
+        ]
+
+    steps = [step, STEPS["adam_near_end"]]
+    with card_state(
+        tmp_path, emulated_cards, step, numel, tasklet_numel=tasklet, through_file=route == "storage"
+    ) as state:
+        state.write(*arrays)
+        state.stored.payloads = state.host.payloads = payloads
+        update_both(state, runs_of, steps, numel)
+        counters = state.pipeline.counters()
+    assert counters.shared_write_bytes == nbytes
+    assert counters.internal_read_bytes == 12 * numel + (nbytes if route == "storage" else 0)
+
+
+def test_groups_meet(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Steps, types of gradients and of parameters that change within beats; gaps, and runs without parameters."""
+    numel, random = 4_000, np.random.default_rng(7)
+    steps = [STEPS["sgd_nesterov"], STEPS["sgd_first"], STEPS["sgd_dampened"]]
+    gradient, *arrays = random_arrays(steps[0], numel, 6, special=False)
+    borders = np.unique(random.integers(0, numel, 60))
+    gradients = {dtype: encode(gradient, dtype) for dtype in DTYPES}
+    plan = [
+        (first, last, int(random.integers(-1, 3)), DTYPES[random.integers(3)], DTYPES[random.integers(4) % 3])
+        for first, last in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)
+        if random.integers(5)
+    ]
+
+    def runs_of(parameter: Array) -> list[Run]:
+        runs = []
+        for index, (first, last, number, gradient_dtype, parameter_dtype) in enumerate(plan):
+            memory = None if index % 6 == 5 else parameter[first:].view(np.uint8)
+            values = gradients[gradient_dtype][first:]
+            runs.append(Run(first, last - first, number, values, gradient_dtype, memory, parameter_dtype))
+        return runs
+
+    with card_state(tmp_path, emulated_cards, steps[0], numel, tasklet_numel=1_500) as state:
+        state.write(*arrays)
+        for _ in range(2):
+            update_both(state, runs_of, steps, numel)
+
+
+def test_neighbours_of_one_step_are_one_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    step = STEPS["adamw"]
+    gradient, *arrays = random_arrays(step, 1_000, 0, special=False)
+
+    def runs_of(parameter: Array) -> list[Run]:
+        return [Run(at, 10, 0, gradient[at:], parameter=parameter[at:]) for at in range(0, 1_000, 10)]
+
+    with card_state(tmp_path, emulated_cards, step, 1_000) as state:
+        state.write(*arrays)
+        update_both(state, runs_of, [step], 1_000)
+    assert emulated_cards.counter("runs_completed") == 1
+    # The gradient, and a status that is cleared; the parameters, and the status.
+    assert (emulated_cards.counter("syncs_to"), emulated_cards.counter("syncs_from")) == (2, 2)
+
+
+def test_many_tiny_tasklets(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    numel, step = 150, STEPS["adagrad_decayed"]
+    gradient, *arrays = random_arrays(step, numel, 8, special=False)
+
+    def runs_of(parameter: Array) -> list[Run]:
+        return [Run(0, numel, 0, gradient, parameter=parameter)]
+
+    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=1, num_buffers=5, compute_threads=3) as state:
+        state.write(*arrays)
+        for _ in range(5):
+            update_both(state, runs_of, [step], numel)
+
+
+def test_reads_and_gradients_travel_while_a_kernel_runs(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """While the first tasklet's kernel is held, others are read, and the next one's gradient is on the card."""
+    numel, step = 3 * 2_048, STEPS["adamw"]
+    gradient, *arrays = random_arrays(step, numel, 9, special=False)
+    parameter = np.zeros(numel, np.float32)
+    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=2_048) as state:
+        state.write(*arrays)
+        emulated_cards.inject("hang")
+        state.submit([Run(0, numel, 0, gradient, parameter=parameter)], [step])
+        emulated_cards.wait_for("run-hung")
+        # Two gradients and two cleared status beats; the second run waits for the first, whose kernel it needs.
+        emulated_cards.wait_for("to-end", count=4)
+        emulated_cards.wait_for("run-queued", count=2)
+        while state.pipeline.counters().read_bytes < 3 * state.stored.extent_bytes:
+            assert not emulated_cards.events("run-end")
+        assert state.pipeline.counters().written_bytes == 0
+        assert not emulated_cards.events("from-begin", "run-end")
+        emulated_cards.release()
+        assert state.drain() is None
+        assert state.host.work(Operation.UPDATE, [Run(0, numel, 0, gradient)], [step]) is None
+        state.assert_same()
+
+
+def test_two_cards_do_not_wait_for_each_other(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """All of one card's batch is done while the other's first kernel is held."""
+    numel, step = 4 * 1_024, STEPS["sgd"]
+    gradient, *arrays = random_arrays(step, numel, 10, special=False)
+    runs = [Run(0, numel, 0, gradient)]
+    with (
+        card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=1_024, card=0) as held,
+        card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=1_024, card=1) as free,
+    ):
+        for state in (held, free):
+            state.write(*arrays)
+        emulated_cards.inject("hang", card=0)
+        held.submit(runs, [step])
+        emulated_cards.wait_for("run-hung", card=0)
+        assert free.update(runs, [step]) is None
+        assert not emulated_cards.events("run-end", card=0)
+        emulated_cards.release(0)
+        assert held.drain() is None
+        for state in (held, free):
+            assert state.host.work(Operation.UPDATE, runs, [step]) is None
+            state.assert_same()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kernel": "adamax_update"}, "there is no kernel 'adamax_update'"),
+        ({"gradient_bytes": 0}, "must be at least 1"),
+        ({"timeout_ms": 0}, "timeout_ms must be"),
+    ],
+)
+def test_options_that_make_no_sense(
+    tmp_path: Path, emulated_cards: EmulatedCards, change: dict[str, Any], message: str
+) -> None:
+    options = {"kernel": "adamw_update", "gradient_bytes": 4096, "parameter_bytes": 4096, "timeout_ms": 1000}
+    card = DOORS["xrt"](emulated_cards, 0)
+    with card_state(tmp_path, emulated_cards, STEPS["adamw"], 100) as state, pytest.raises(ValueError, match=message):
+        Pipeline(
+            files=state.stored.files,
+            identity=state.stored.identity,
+            num_buffers=1,
+            buffer_bytes=16384,
+            card=CardOptions(card=card, **{**options, **change}),
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"io_engine": "io_uring"}, "a card's I/O runs in threads"),
+        ({"resident_bytes": [16384]}, "no resident tasklets"),
+        ({"identity": Identity(job=bytes(16), rank=0, state_format=1)}, "fp32 state only"),
+        ({"files": 2}, "a card has one file"),
+    ],
+)
+def test_pipelines_that_a_card_cannot_work(
+    tmp_path: Path, emulated_cards: EmulatedCards, change: dict[str, Any], message: str
+) -> None:
+    card = DOORS["xrt"](emulated_cards, 0)
+    options = CardOptions(card=card, kernel="sgd_update", gradient_bytes=4096, parameter_bytes=4096, timeout_ms=1000)
+    with card_state(tmp_path, emulated_cards, STEPS["sgd"], 100) as state:
+        given = {"identity": state.stored.identity, **change, "files": change.get("files", 1) * state.stored.files}
+        with pytest.raises(ValueError, match=message):
+            Pipeline(**given, num_buffers=1, buffer_bytes=16384, card=options)
+
+
+def test_batches_that_a_card_cannot_work(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    step, gradient = STEPS["adamw"], np.ones(3_000, np.float32)
+    with card_state(tmp_path, emulated_cards, step, 3_000, gradient_bytes=8192, parameter_bytes=8192) as state:
+        half = {"gradient": encode(gradient, DType.FLOAT16), "gradient_dtype": DType.FLOAT16}
+
+        def refused(message: str, run: Run, *, master_in_parameter: bool = False, **changes: Any) -> None:
+            tasklets = state.stored.tasklets([run], master_in_parameter=master_in_parameter)
+            batch = Batch(changes.get("operation", Operation.UPDATE), tasklets, changes.get("steps", [step]))
+            with pytest.raises(ValueError, match=message):
+                state.pipeline.submit(batch)
+
+        refused("UPDATE only", Run(0, 3_000), operation=Operation.READ, steps=[])
+        refused("has no SgdStep", Run(0, 3_000, 0, **half), steps=[step, STEPS["sgd"]])
+        refused("gradient does not fit", Run(0, 3_000, 0, gradient))
+        refused("parameters do not fit", Run(0, 3_000, 0, **half, parameter=gradient))
+        refused("reads the master from storage", Run(0, 3_000, 0, **half, parameter=gradient), master_in_parameter=True)
+        state.stored.payloads = {0: np.frombuffer(compress(gradient, 0.9, DType.FLOAT32).tobytes(), np.uint8).copy()}
+        with pytest.raises(ValueError, match="payload does not fit"):
+            state.update([Run(0, 3_000, 0)], [step])
+
+
+def test_no_such_card(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
+    with pytest.raises(CardError, match=r"xrtDeviceOpen\(7\) failed"):
+        Card.open(7, xclbin=str(emulated_cards.build.xclbin))
+    with pytest.raises(CardError, match=r"xrtDeviceLoadXclbinFile\(.*missing.xclbin\) failed"):
+        Card.open(0, xclbin=str(tmp_path / "missing.xclbin"))
+    with pytest.raises(CardError, match=r"XRT's library cannot be opened: .*libmissing"):
+        Card.open(0, xclbin=str(emulated_cards.build.xclbin), library="libmissing.so")
+    with pytest.raises(CardError, match="XRT's library has no xrtDeviceOpen"):
+        Card.open(0, xclbin=str(emulated_cards.build.xclbin), library="libc.so.6")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_memory_on_the_card(emulated_cards: EmulatedCards, door: str) -> None:
+    """A buffer keeps the card open, and is freed with its last user."""
+    card = DOORS[door](emulated_cards, 0)
+    group = card.group("adamw_update", 1)
+    before = emulated_cards.counter("num_buffers")
+    normal, direct = card.allocate(8192, group=group), card.allocate(4096, group=group, p2p=True)
+    card.close()
+    card.close()
+    with pytest.raises(ValueError, match="it is closed"):
+        card.group("adamw_update", 1)
+    assert emulated_cards.counter("num_buffers") == before + 2
+    assert direct.nbytes == 4096 and direct.address % 4096 == 0
+    normal.sync_to_card(4096, 4096)
+    normal.sync_from_card(8192)
+    assert emulated_cards.counter("bytes_to") == 4096 and emulated_cards.counter("bytes_from") == 8192
+    with pytest.raises(ValueError, match="4096 bytes at 8192 leave its 8192"):
+        normal.sync_to_card(4096, 8192)
+    del normal, direct
+    assert emulated_cards.counter("num_buffers") == before
