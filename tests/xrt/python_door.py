@@ -35,7 +35,7 @@ class ApiDoor:
         return self.device.group(kernel.name, argument)
 
     def allocate(self, nbytes: int, p2p: bool, group: int) -> Buffer:
-        return _freed(Buffer(self.device, nbytes, Flags.P2P if p2p else Flags.NORMAL, bank=group))
+        return _freed(self.device.allocate(nbytes, Flags.P2P if p2p else Flags.NORMAL, bank=group))
 
     def part(self, buffer: Buffer, nbytes: int, offset: int) -> Buffer:
         return _freed(buffer.part(nbytes, offset))

@@ -88,12 +88,12 @@ KINDS: dict[str, tuple[Callable[[EmulatedCards, int], None], str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hundred_failures(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
+def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
     """Each of another run, or call; the card goes on afterwards."""
     start, message = KINDS[kind]
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET) as state:
         state.write(*ARRAYS)
-        for number in range(100):
+        for number in range(20):
             start(emulated_cards, number % 5)
             failure, parameter = fail(state)
             assert failure.kind == "device" and failure.tasklet in range(5)
@@ -104,11 +104,11 @@ def test_a_hundred_failures(tmp_path: Path, emulated_cards: EmulatedCards, kind:
         succeed(state)
 
 
-def test_a_hundred_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+def test_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Each is given up for its time; while it is out, the card takes nothing, and afterwards everything again."""
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, timeout_ms=20) as state:
         state.write(*ARRAYS)
-        for number in range(100):
+        for number in range(15):
             emulated_cards.inject("hang", skipped=number % 5)
             failure, parameter = fail(state)
             assert failure.kind == "device" and "did not return within 20 ms" in failure.message
