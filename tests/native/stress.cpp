@@ -3,7 +3,8 @@
 // test_sanitizers.py.
 //
 // Some tasklets are resident, in every third scenario in memory only. In every other scenario parameters are on the
-// fake CUDA device of fake_cuda.cpp, whose copies take their time or fail.
+// fake CUDA device of fake_cuda.cpp, whose copies take their time or fail. Six scenarios of one update rule are
+// followed by six of the next.
 //
 //     stress FOLDER FIRST_SEED NUM_SEEDS FAKE_CUDA_LIBRARY
 
@@ -17,10 +18,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
 #include <thread>
+#include <variant>
 #include <vector>
 
 #include "buffer.hpp"
@@ -33,9 +36,6 @@
 
 namespace smart_infinity {
 namespace {
-
-constexpr std::size_t kNumArrays = 3;
-constexpr std::size_t kNumSteps = 2;
 
 void require(bool condition, const char* what, std::uint64_t seed) {
     if (condition) return;
@@ -79,16 +79,22 @@ class Random {
 };
 
 struct State {
-    std::vector<float> arrays[kNumArrays];
-    bool operator==(const State& other) const { return std::equal(arrays, arrays + kNumArrays, other.arrays); }
+    std::vector<std::vector<float>> arrays;
+    bool operator==(const State& other) const { return arrays == other.arrays; }
 };
 
-const AdamStep kSteps[kNumSteps] = {
-    {0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
-    {1.0f, 0.3f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0},
+// Two steps of every rule, one of which a scenario is of.
+const std::vector<UpdateStep> kSteps[] = {
+    {AdamStep{0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
+     AdamStep{1.0f, 0.3f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0}},
+    {AdagradStep{0.5f, 0.0f, 1e-2f, 1e-10f}, AdagradStep{-1.0f, 0.1f, 1e-3f, 1e-6f}},
+    {SgdStep{0.5f, 0.0f, 0.9f, 0.7f, 0.9f, 1e-2f}, SgdStep{-1.0f, 0.1f, 0.0f, 1.0f, 0.0f, 1e-3f}},
 };
 
-void update_element(const AdamStep& s, float gradient, float& p, float& m, float& v) {
+void update_element(const AdamStep& s, float gradient, State& state, std::size_t i) {
+    float& p = state.arrays[0][i];
+    float& m = state.arrays[1][i];
+    float& v = state.arrays[2][i];
     float g = gradient * s.gradient_scale;
     if (s.l2 != 0) g = g + s.l2 * p;
     m = s.one_minus_beta1 < 0.5f ? m + s.one_minus_beta1 * (g - m) : g - (g - m) * (1 - s.one_minus_beta1);
@@ -97,11 +103,30 @@ void update_element(const AdamStep& s, float gradient, float& p, float& m, float
     p = p - s.step_size * (m / (std::sqrt(v) * s.inverse_sqrt_bias_correction2 + s.eps));
 }
 
+void update_element(const AdagradStep& s, float gradient, State& state, std::size_t i) {
+    float& p = state.arrays[0][i];
+    float& sum = state.arrays[1][i];
+    float g = gradient * s.gradient_scale;
+    if (s.weight_decay != 0) g = g + s.weight_decay * p;
+    sum = sum + g * g;
+    p = p - s.step_size * (g / (std::sqrt(sum) + s.eps));
+}
+
+void update_element(const SgdStep& s, float gradient, State& state, std::size_t i) {
+    float& p = state.arrays[0][i];
+    float& buffer = state.arrays[1][i];
+    float g = gradient * s.gradient_scale;
+    if (s.weight_decay != 0) g = g + s.weight_decay * p;
+    buffer = (s.buffer_coefficient != 0 ? s.buffer_coefficient * buffer : 0) + s.gradient_coefficient * g;
+    p = p - s.lr * (s.nesterov_momentum != 0 ? g + s.nesterov_momentum * buffer : buffer);
+}
+
 // A partition on storage, two slots per tasklet, and the same state in memory.
 class Scenario {
  public:
     Scenario(const std::string& folder, std::uint64_t seed, const FakeCuda& cuda)
         : seed_(seed),
+          steps_(kSteps[seed / 6 % std::size(kSteps)]),
           cuda_(cuda),
           random_(seed),
           numel_(random_.coin() ? random_.between(1, 500) : random_.between(1, 30000)) {
@@ -112,7 +137,7 @@ class Scenario {
         num_resident_ = random_.upto(num_tasklets_);
         in_memory_only_ = seed % 3 == 2;
         master_in_parameter_ = random_.coin();
-        for (auto& array : expected_.arrays) array.resize(numel_);
+        expected_.arrays.assign(rule_of(steps_.front()).num_arrays, std::vector<float>(numel_));
         parameters_.resize(numel_);
         gradients_.resize(numel_);
         for (std::size_t file = random_.between(1, 2); file > 0; --file) open(folder);
@@ -133,9 +158,10 @@ class Scenario {
     }
 
  private:
+    std::size_t num_arrays() const { return expected_.arrays.size(); }
     std::size_t extent() const { return extent_of(tasklet_numel_); }
-    static std::size_t extent_of(std::size_t numel) {
-        return extent_bytes(Regions(StateFormat::kFp32, kNumArrays, numel, Blocks::grid()));
+    std::size_t extent_of(std::size_t numel) const {
+        return extent_bytes(Regions(StateFormat::kFp32, num_arrays(), numel, Blocks::grid()));
     }
 
     void open(const std::string& folder) {
@@ -203,7 +229,7 @@ class Scenario {
         Tasklet tasklet;
         tasklet.index = index;
         tasklet.numel = std::min(tasklet_numel_, numel_ - index * tasklet_numel_);
-        tasklet.num_arrays = kNumArrays;
+        tasklet.num_arrays = num_arrays();
         tasklet.extent_bytes = extent_of(tasklet.numel);
         tasklet.read_file = file_of(index, slot_[index]);
         tasklet.write_file = file_of(index, 1 - slot_[index]);
@@ -263,8 +289,8 @@ class Scenario {
             Tasklet& added = batch.tasklets.back();
             Segment segment;
             segment.numel = added.numel;
-            segment.num_arrays = kNumArrays;
-            for (std::size_t array = 0; array < kNumArrays; ++array) {
+            segment.num_arrays = num_arrays();
+            for (std::size_t array = 0; array < num_arrays(); ++array) {
                 segment.arrays[array] = address(state.arrays[array], index * tasklet_numel_);
             }
             added.segments.push_back(segment);
@@ -278,7 +304,7 @@ class Scenario {
 
     void initialize() {
         for (auto& array : expected_.arrays) random_.fill(array);
-        for (float& value : expected_.arrays[2]) value = value * value;
+        for (float& value : expected_.arrays.back()) value = value * value;  // where there is one, it is of squares
         parameters_ = expected_.arrays[0];
         require(!work(whole(Operation::kWrite, expected_)), "the first write failed", seed_);
         commit();
@@ -308,7 +334,7 @@ class Scenario {
     }
 
     Batch update_batch() {
-        Batch batch{Operation::kUpdate, {}, {kSteps, kSteps + kNumSteps}, stream_};
+        Batch batch{Operation::kUpdate, {}, steps_, stream_};
         for (std::size_t index = 0; index < num_tasklets_; ++index) {
             Tasklet added = tasklet(index);
             added.master_in_parameter = master_in_parameter_;
@@ -318,7 +344,7 @@ class Scenario {
                 Segment segment;
                 segment.offset = offset;
                 segment.numel = numel;
-                segment.step = static_cast<std::int64_t>(random_.upto(kNumSteps)) - 1;
+                segment.step = static_cast<std::int64_t>(random_.upto(steps_.size())) - 1;
                 segment.gradient = address(gradients_, first);
                 segment.parameter = address(parameters_, first);
                 added.segments.push_back(segment);
@@ -335,18 +361,19 @@ class Scenario {
         for (const Tasklet& tasklet : batch.tasklets) {
             for (const Segment& segment : tasklet.segments) {
                 if (segment.step == kNoStep) continue;
+                const UpdateStep& step = steps_[static_cast<std::size_t>(segment.step)];
                 const std::size_t first = tasklet.index * tasklet_numel_ + segment.offset;
                 for (std::size_t i = first; i < first + segment.numel; ++i) {
-                    update_element(kSteps[segment.step], gradients_[i], expected_.arrays[0][i], expected_.arrays[1][i],
-                                   expected_.arrays[2][i]);
+                    std::visit([&](const auto& scalars) { update_element(scalars, gradients_[i], expected_, i); },
+                               step);
                 }
             }
         }
     }
 
     void check_state() {
-        State found;
-        for (auto& array : found.arrays) array.assign(numel_, -1);
+        State found = expected_;
+        for (auto& array : found.arrays) std::fill(array.begin(), array.end(), -1.0f);
         require(!work(whole(Operation::kRead, found)), "the state cannot be read", seed_);
         require(found == expected_, "the state differs", seed_);
     }
@@ -381,6 +408,7 @@ class Scenario {
     }
 
     const std::uint64_t seed_;
+    const std::vector<UpdateStep>& steps_;
     const FakeCuda& cuda_;
     Random random_;
     std::size_t numel_;

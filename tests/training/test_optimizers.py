@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy, UnsupportedError
 from tests.helpers.models import LitTiny, Recipe
@@ -85,12 +86,15 @@ class Save(pl.Callback):
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.masters: dict[str, torch.Tensor] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         trainer.save_checkpoint(self.root / "first.ckpt")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         trainer.save_checkpoint(self.root / "last.ckpt")
+        optimizer: Any = trainer.strategy.optimizers[0]
+        self.masters = {name: optimizer.get_full_hp_param(p).clone() for name, p in pl_module.model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -102,9 +106,14 @@ class Save(pl.Callback):
     ],
 )
 def test_checkpoints_hold_what_torch_keeps(name: str, first: set[str], last: set[str], tmp_path: Path) -> None:
-    """By torch's names; before the first step, too, from which training goes on to the same bits."""
-    module = LitTiny(RECIPES[name])
-    fit(module, tmp_path, precision="32-true", callbacks=[Save(tmp_path)])
+    """By torch's names; before the first step, too, from which training goes on to the same bits.
+
+    DeepSpeed's tool finds the weights in it.
+    """
+    module, save = LitTiny(RECIPES[name]), Save(tmp_path)
+    fit(module, tmp_path, precision="32-true", callbacks=[save])
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "last.ckpt"))
+    assert all(torch.equal(weights[f"model.{name}"], master) for name, master in save.masters.items())
     for file, names in (("first", first), ("last", last)):
         found = saved_state(tmp_path / f"{file}.ckpt")
         assert {key for of_group in found.values() for key in of_group} == names, file
