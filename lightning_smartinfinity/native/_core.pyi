@@ -498,6 +498,9 @@ class TransferSchedule:
     def parameters_out(self, tasklet: int) -> bool:
         """Whether it has been computed."""
 
+    def complete(self) -> list[bool]:
+        """By tasklet: whether all of it has ended with success."""
+
     @property
     def finished(self) -> bool: ...
 

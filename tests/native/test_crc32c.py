@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lightning_smartinfinity.native import (
     InstructionSet,
     crc32c,
+    crc32c_combine,
     crc32c_widths,
     select_instruction_set,
     supported_instruction_sets,
@@ -106,3 +107,25 @@ def test_table_and_instruction_agree_on_large_data() -> None:
         select_instruction_set(choice)
         found.add(checksum(data))
     assert len(found) == 1
+
+
+@given(sizes=st.lists(st.integers(0, 20_000), min_size=1, max_size=4))
+def test_pieces_combine(sizes: list[int]) -> None:
+    """From the checksums of pieces, some of them empty, comes that of the whole."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    combined = 0
+    for first, last in itertools.pairwise(ends):
+        combined = crc32c_combine(combined, part(first, last, 0, 0), last - first)
+    assert combined == part(0, ends[-1], 0, 0)
+
+
+def test_a_large_piece_combines() -> None:
+    """Beyond 32 bits of bytes: what stands before 2**34 zeros, with all of them at once and a sixteenth at a time."""
+    zeros = {1 << 16: checksum(bytes(1 << 16))}
+    for exponent in range(17, 35):
+        half = 1 << (exponent - 1)
+        zeros[2 * half] = crc32c_combine(zeros[half], zeros[half], half)
+    first = stepwise = checksum(b"123456789")
+    for _ in range(16):
+        stepwise = crc32c_combine(stepwise, zeros[1 << 30], 1 << 30)
+    assert crc32c_combine(first, zeros[1 << 34], 1 << 34) == stepwise

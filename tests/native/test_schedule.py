@@ -27,6 +27,7 @@ class Simulation:
         self.in_flight: dict[tuple[int, bool], tuple[str, int]] = {}
         self.started: list[tuple[str, int]] = []
         self.ended: list[tuple[str, int]] = []
+        self.failed: set[int] = set()
 
     def start(self) -> list[str]:
         actions = self.schedule.next()
@@ -48,6 +49,7 @@ class Simulation:
         self.ended.append((action, tasklet))
         if fail:
             self.schedule.fail(action, tasklet)
+            self.failed.add(tasklet)
         else:
             self.schedule.done(action, tasklet)
 
@@ -74,6 +76,7 @@ def test_every_tasklet_once(num_tasklets: int, num_buffers: int, stages: dict[st
             ended = simulation.ended.index((first, tasklet))
             assert ended < simulation.ended.index((second, tasklet))
     assert simulation.in_flight == {}
+    assert simulation.schedule.complete() == [True] * num_tasklets
 
 
 @given(parts=st.lists(st.integers(0, 5), min_size=2, max_size=5), num_buffers=buffers, data=st.data())
@@ -236,6 +239,10 @@ def test_failure_drains(num_tasklets: int, num_buffers: int, data: st.DataObject
     computed = [tasklet for tasklet in range(num_tasklets) if simulation.schedule.parameters_out(tasklet)]
     delivered = [tasklet for action, tasklet in simulation.ended if action == "deliver"]
     assert sorted(delivered) == computed
+    written = {tasklet for action, tasklet in simulation.ended if action == "write"}
+    assert [index for index, complete in enumerate(simulation.schedule.complete()) if complete] == sorted(
+        (written & set(delivered)) - simulation.failed
+    )
     assert simulation.start() == []
     assert simulation.schedule.finished
 

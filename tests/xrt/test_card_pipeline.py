@@ -14,6 +14,8 @@ from lightning_smartinfinity.native import (
     CardError,
     CardOptions,
     Counters,
+    CudaDevice,
+    CudaStream,
     DType,
     Identity,
     Operation,
@@ -22,6 +24,7 @@ from lightning_smartinfinity.native import (
 from tests.helpers.golden import DTYPES, STEPS, encode, random_arrays
 from tests.helpers.payload import compress
 from tests.helpers.runif import RunIf
+from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Array, Run, align
 from tests.xrt.card_state import DOORS, CardState, card_state
 from tests.xrt.cards import EmulatedCards
@@ -185,6 +188,44 @@ def test_neighbours_of_one_step_are_one_run(tmp_path: Path, emulated_cards: Emul
     assert emulated_cards.counter("runs_completed") == 1
     # The gradient, and a status that is cleared; the parameters, and the status.
     assert (emulated_cards.counter("syncs_to"), emulated_cards.counter("syncs_from")) == (2, 2)
+
+
+def test_parameters_on_a_cuda_device(tmp_path: Path, emulated_cards: EmulatedCards, fake_cuda: FakeCuda) -> None:
+    """They travel through slots of host memory, as those that the host updates."""
+    numel, step, stream = 5_000, STEPS["adamw"], CudaStream(CudaDevice(0))
+    gradient, *arrays = random_arrays(step, numel, 12, special=False)
+    parameter, expected = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
+    fake_cuda.delay(1, 300)
+    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=1_500) as state:
+        state.write(*arrays)
+        fake_cuda.clear()
+        tasklets = state.stored.tasklets([Run(7, numel - 7, 0, gradient[7:], parameter=parameter[7:])])
+        state.pipeline.submit(Batch(Operation.UPDATE, tasklets, [step], stream))
+        assert state.drain() is None
+        runs = [Run(7, numel - 7, 0, gradient[7:], parameter=expected[7:])]
+        assert state.host.work(Operation.UPDATE, runs, [step]) is None
+        state.assert_same()
+    np.testing.assert_array_equal(parameter, expected)
+    assert fake_cuda.calls().count("cuMemcpyHtoDAsync_v2") == 4
+
+
+def test_a_compressed_gradient_with_a_bad_index(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """The kernel tells; the host, which takes over, refuses the gradient."""
+    step, numel = STEPS["adamw"], 5_000
+    gradient, *arrays = random_arrays(step, numel, 13, special=False)
+    payload = compress(gradient, 0.1, DType.FLOAT32)
+    payload.indices.view(np.uint16)[3] = numel
+    memory, parameter = np.frombuffer(payload.tobytes(), np.uint8).copy(), np.zeros(numel, np.float32)
+    runs = [Run(0, numel, 0, parameter=parameter)]
+    with card_state(tmp_path, emulated_cards, step, numel) as state:
+        state.write(*arrays)
+        state.stored.payloads = {0: memory}
+        failure = state.update(runs, [step])
+        assert failure is not None and failure.kind == "device"
+        assert "the kernel reports errors (1: an index is out of range or order)" in failure.message
+        assert not parameter.any()
+        failure = state.stored.work(Operation.UPDATE, runs, [step])
+        assert failure is not None and failure.kind == "gradient"
 
 
 def test_many_tiny_tasklets(tmp_path: Path, emulated_cards: EmulatedCards) -> None:

@@ -602,6 +602,7 @@ void bind_schedule(nb::module_& m) {
             "A started action has ended without success: nothing new starts but deliveries, which compute has\n"
             "begun; others still report done.")
         .def("parameters_out", &TransferSchedule::parameters_out, "tasklet"_a, "Whether it has been computed.")
+        .def("complete", &TransferSchedule::complete, "By tasklet: whether all of it has ended with success.")
         .def_prop_ro("finished", &TransferSchedule::finished);
 }
 

@@ -70,7 +70,7 @@ class TransferSchedule {
     // All there is so far is done, or stopped with nothing in flight.
     bool finished() const;
     bool parameters_out(std::size_t tasklet) const { return parameters_out_.at(tasklet); }
-    // By tasklet: whether all of it is done.
+    // By tasklet: whether all of it has ended with success.
     const std::vector<bool>& complete() const { return complete_; }
     std::size_t num_tasklets() const { return parameters_out_.size(); }
 
