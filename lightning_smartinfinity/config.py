@@ -38,8 +38,8 @@ class TransferConfig:
             host updates, 64 MiB where SmartSSDs do.
         num_buffers: Number of ring buffers. ``num_buffers * tasklet_bytes`` bounds the ring, whatever the model's size.
             Beside it the update holds one gradient per parameter of the rank's partition; on a GPU slots for
-            parameters (a sixth of the ring in 16 bit, a third in fp32); with parameters on storage a staging buffer as
-            large as the ring; and what ``dram_cache_bytes`` keeps in memory.
+            parameters (with Adam a sixth of the ring in 16 bit, a third in fp32); with parameters on storage a staging
+            buffer as large as the ring; and what ``dram_cache_bytes`` keeps in memory.
         compute_threads: Threads that update, per rank. One keeps up with one disk as a rule; more help where
             arithmetic, not storage, takes the time, and take cores from forward and backward. No result depends on it.
         io_engine: ``"io_uring"`` (registered files and, where the limit on lockable memory allows it, buffers: least

@@ -64,7 +64,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             ``"auto"``: SmartSSDs if a bitstream for them is named and they can be used, else the host.
         smartssd: The bitstream and the cards, how gradients reach them, and how they are called.
         state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
-            ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4).
+            ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4). Adagrad and
+            SGD have ``"fp32"`` only (8).
         overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), ``"backward"`` (and the
             forward after it), or ``"auto"``.
         compression: Not available in this version.

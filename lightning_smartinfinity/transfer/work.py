@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.native.steps import UpdateStep
 from lightning_smartinfinity.transfer.batches import Memory, Piece, Places, segments_of
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.rules import UpdateRule, UpdateStep
+from lightning_smartinfinity.transfer.rules import UpdateRule
 
 __all__ = ["Updates", "array_batch", "choose_updates", "restore_batch", "start_batch", "update_batch"]
 

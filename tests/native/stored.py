@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_smartinfinity.native import (
-    AdagradStep,
-    AdamStep,
     Batch,
     Blocks,
     DType,
@@ -23,15 +21,14 @@ from lightning_smartinfinity.native import (
     Operation,
     Pipeline,
     Segment,
-    SgdStep,
     StateFile,
     Tasklet,
 )
+from lightning_smartinfinity.native.steps import UpdateStep
 
-__all__ = ["JOB", "Run", "Step", "StoredState", "address_of", "align", "extent_bytes", "region_bytes", "takes_direct"]
+__all__ = ["JOB", "Run", "StoredState", "address_of", "align", "extent_bytes", "region_bytes", "takes_direct"]
 
 Array = npt.NDArray[Any]
-Step = AdamStep | AdagradStep | SgdStep
 
 JOB = bytes(range(16))
 _BLOCK = 4096
@@ -230,7 +227,7 @@ class StoredState:
         self,
         operation: Operation,
         runs: Sequence[Run],
-        steps: Sequence[Step] = (),
+        steps: Sequence[UpdateStep] = (),
         *,
         master_in_parameter: bool = False,
     ) -> None:
@@ -242,7 +239,7 @@ class StoredState:
         self,
         operation: Operation,
         runs: Sequence[Run],
-        steps: Sequence[Step] = (),
+        steps: Sequence[UpdateStep] = (),
         *,
         master_in_parameter: bool = False,
     ) -> Failure | None:

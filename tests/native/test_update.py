@@ -14,6 +14,7 @@ from lightning_smartinfinity.native import (
     select_instruction_set,
     supported_instruction_sets,
 )
+from lightning_smartinfinity.native.steps import UpdateStep
 from tests.helpers.golden import (
     DTYPES,
     STEPS,
@@ -25,19 +26,19 @@ from tests.helpers.golden import (
     random_arrays,
 )
 from tests.helpers.update_rules import ARRAYS, Floats, adam_step
-from tests.native.stored import Run, Step, StoredState
+from tests.native.stored import Run, StoredState
 
 ONE_OF_EACH = ["adam_half", "adagrad_decayed", "sgd_nesterov"]
 
 
-def stored(folder: Path, step: Step, numel: int) -> StoredState:
+def stored(folder: Path, step: UpdateStep, numel: int) -> StoredState:
     """A partition of the step's rule."""
     return StoredState(folder, numel, num_arrays=len(ARRAYS[type(step)]))
 
 
 def update(
     folder: Path,
-    step: Step,
+    step: UpdateStep,
     arrays: tuple[Floats, ...],
     *,
     dtypes: tuple[DType, DType] = (DType.FLOAT32, DType.FLOAT32),

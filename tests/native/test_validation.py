@@ -19,8 +19,9 @@ from lightning_smartinfinity.native import (
     StateFile,
     Tasklet,
 )
+from lightning_smartinfinity.native.steps import UpdateStep
 from tests.helpers.update_rules import adagrad_step, adam_step, sgd_step
-from tests.native.stored import JOB, Run, Step, StoredState, extent_bytes
+from tests.native.stored import JOB, Run, StoredState, extent_bytes
 
 NUMEL = 100
 MEMORY = np.zeros(NUMEL, np.float32)
@@ -102,7 +103,7 @@ def test_bad_tasklet(tmp_path: Path, changes: dict[str, Any], problem: str) -> N
         (sgd_step(), "UPDATE by SgdStep needs 2 arrays: master and momentum_buffer"),
     ],
 )
-def test_arrays_of_another_rule(tmp_path: Path, step: Step, problem: str) -> None:
+def test_arrays_of_another_rule(tmp_path: Path, step: UpdateStep, problem: str) -> None:
     """ValueError names what the rule keeps."""
     with StoredState(tmp_path, NUMEL) as state, pytest.raises(ValueError, match=f"tasklet 5.*{problem}"):
         state.pipeline.submit(Batch(Operation.UPDATE, [tasklet()], [step]))
@@ -110,7 +111,7 @@ def test_arrays_of_another_rule(tmp_path: Path, step: Step, problem: str) -> Non
 
 @pytest.mark.parametrize("step", [adagrad_step(), sgd_step()])
 @pytest.mark.parametrize("state_format", [1, 2, 3])
-def test_rules_without_moments_are_for_fp32_state(tmp_path: Path, step: Step, state_format: int) -> None:
+def test_rules_without_moments_are_for_fp32_state(tmp_path: Path, step: UpdateStep, state_format: int) -> None:
     """ValueError, in every format that stores exp_avg and exp_avg_sq in fewer bits."""
     identity = Identity(job=JOB, rank=0, state_format=state_format)
     with StoredState(tmp_path, NUMEL, identity=identity) as state:

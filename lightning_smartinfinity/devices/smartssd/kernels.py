@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.native.steps import UpdateStep
 
-__all__ = ["KERNELS", "Kernel", "UpdateStep", "kernel_of"]
-
-UpdateStep: TypeAlias = "native.AdamStep | native.AdagradStep | native.SgdStep"
+__all__ = ["KERNELS", "Kernel", "kernel_of"]
 
 
 @dataclass(frozen=True)

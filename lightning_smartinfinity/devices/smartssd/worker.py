@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
+from lightning_smartinfinity.native.steps import UpdateStep
 
 __all__ = ["CardWorker", "Work"]
 
@@ -25,7 +26,7 @@ class Work(NamedTuple):
 
     position: int
     tasklet: native.Tasklet
-    steps: Sequence[native.AdamStep | native.AdagradStep | native.SgdStep]
+    steps: Sequence[UpdateStep]
 
 
 class CardWorker:

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.transfer.rules.adagrad import AdagradRule
 from lightning_smartinfinity.transfer.rules.adam import AdamRule
-from lightning_smartinfinity.transfer.rules.base import UpdateRule, UpdateStep
+from lightning_smartinfinity.transfer.rules.base import UpdateRule
 from lightning_smartinfinity.transfer.rules.sgd import SgdRule
 
-__all__ = ["UpdateRule", "UpdateStep", "rule_for", "supported_optimizers"]
+__all__ = ["UpdateRule", "rule_for", "supported_optimizers"]
 
 # By exact type: AdamW subclasses Adam in torch, and a subclass may have changed the update.
 _RULES: dict[type[Optimizer], UpdateRule] = {

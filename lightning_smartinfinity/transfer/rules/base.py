@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
-from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.native.steps import UpdateStep
 
-__all__ = ["UpdateRule", "UpdateStep"]
-
-UpdateStep: TypeAlias = native.AdamStep | native.AdagradStep | native.SgdStep
-"""The scalars of one hyperparameter set at one step, for the native core."""
+__all__ = ["UpdateRule"]
 
 
 class UpdateRule(ABC):
