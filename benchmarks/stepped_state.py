@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +11,11 @@ import torch
 from raw_disk import cpu_seconds
 
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.devices.host import HostDevice
+from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.native import DType, HostBuffer
 from lightning_smartinfinity.store import StateStore, StoreDescription
 from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.layout import ParameterSlice, build_layout
+from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.plan import Flat, StepPlan
 from lightning_smartinfinity.transfer.rules import rule_for
 
@@ -31,10 +31,17 @@ class SteppedState:
         numels: Elements of each parameter.
         state_format: A name in ``STATE_FORMATS``.
         transfer: Ring, engine and direct I/O.
+        make_device: Makes what updates, the host where it is left out.
     """
 
     def __init__(
-        self, folders: Sequence[Path], numels: Sequence[int], *, state_format: str, transfer: TransferConfig
+        self,
+        folders: Sequence[Path],
+        numels: Sequence[int],
+        *,
+        state_format: str,
+        transfer: TransferConfig,
+        make_device: Callable[[PartitionLayout], StorageDevice] | None = None,
     ) -> None:
         parameters = [
             ParameterSlice(name=f"p{index}", numel=numel, real_numel=numel, group=0, sub_group=0)
@@ -52,7 +59,8 @@ class SteppedState:
         named = tuple({"name": parameter.name} for parameter in parameters)
         description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=named)
         store = StateStore.create(list(folders), config=transfer, extents=layout.extents, description=description)
-        device = HostDevice(num_buffers=transfer.num_buffers, io_engine=transfer.io_engine)
+        host = HostDevice(num_buffers=transfer.num_buffers, io_engine=transfer.io_engine)
+        device = host if make_device is None else make_device(layout)
         self._store = store
         self.handler = TransferHandler(layout, store, device, rule=rule)
         self.handler.open()

@@ -13,6 +13,7 @@ import pytest
 
 import lightning_smartinfinity.native._core as core
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.runif import RunIf
 from tests.native.builds import run
 from tests.training.worker import REPOSITORY
 
@@ -58,6 +59,8 @@ RUNS = {
         ["| state format, engine |", "| fp32, io_uring |", "| fp32, plain |", "| int8_remainder, threads |"],
     ),
 }
+# Those that run where XRT is there.
+ON_CARDS = {"xrt_doors.py": (["--tiny", "--folder", "."], ["| door |", "| native |", "| pyxrt |"])}
 # What plots.py makes of what these wrote, and what stands in it.
 PLOTTED = {
     "scaling.py": {"figures.svg": ["tensors", "folders", "processes", "seconds per step"]},
@@ -73,7 +76,7 @@ PLOTTED = {
 REFUSALS = {"gpu_step.py": "measures copies from and to a CUDA device; torch finds none here"}
 
 
-@pytest.mark.parametrize("script", RUNS)
+@pytest.mark.parametrize("script", [*RUNS, *(pytest.param(script, marks=RunIf(xrt=True)) for script in ON_CARDS)])
 def test_benchmark_prints_its_table_with_the_machine(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +85,7 @@ def test_benchmark_prints_its_table_with_the_machine(
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(core.__file__).parents[2]), str(REPOSITORY)]))
     monkeypatch.chdir(tmp_path)
-    arguments, rows = RUNS[script]
+    arguments, rows = (RUNS | ON_CARDS)[script]
     lines = run(sys.executable, BENCHMARKS / script, *arguments).stdout.splitlines()
     assert re.search(r"\d+ cores, .* GiB of memory, Linux \d", lines[0])
     assert [row for row in rows if not any(line.startswith(row) for line in lines)] == []
@@ -125,6 +128,6 @@ def test_benchmark_refuses_where_it_cannot_measure(script: str, monkeypatch: pyt
 def test_every_benchmark_is_run_here_and_named_in_the_readme() -> None:
     """A new script has to be added to both."""
     scripts = {path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
-    assert scripts == set(RUNS) | set(REFUSALS) | {"plots.py"}
+    assert scripts == set(RUNS) | set(ON_CARDS) | set(REFUSALS) | {"plots.py"}
     readme = (BENCHMARKS / "README.md").read_text()
     assert [path.name for path in BENCHMARKS.glob("*.py") if f"`{path.name}`" not in readme] == []
