@@ -18,13 +18,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from machine import describe
 
 from lightning_smartinfinity.native import (
+    AdagradStep,
     AdamStep,
     Batch,
     DType,
@@ -34,6 +35,7 @@ from lightning_smartinfinity.native import (
     Operation,
     Pipeline,
     Segment,
+    SgdStep,
     StateFile,
     Tasklet,
     crc32c,
@@ -42,10 +44,10 @@ from lightning_smartinfinity.native import (
     sum_of_squares,
     supported_instruction_sets,
 )
+from lightning_smartinfinity.native.steps import UpdateStep
 
 BLOCK = 4096
-NUM_ARRAYS = 3
-STEP = AdamStep(
+ADAMW = AdamStep(
     gradient_scale=1.0,
     beta1=0.9,
     one_minus_beta1=0.1,
@@ -57,6 +59,27 @@ STEP = AdamStep(
     inverse_sqrt_bias_correction2=1.0,
     eps=1e-8,
 )
+ADAGRAD = AdagradStep(gradient_scale=1.0, weight_decay=0.0, step_size=1e-3, eps=1e-10)
+SGD = SgdStep(
+    gradient_scale=1.0,
+    weight_decay=0.0,
+    buffer_coefficient=0.9,
+    gradient_coefficient=1.0,
+    nesterov_momentum=0.0,
+    lr=1e-3,
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A step, and the arrays that it updates: the master among them."""
+
+    name: str
+    step: UpdateStep
+    num_arrays: int
+
+
+RULES = (Rule("AdamW", ADAMW, 3), Rule("Adagrad", ADAGRAD, 2), Rule("SGD", SGD, 2))
 
 
 @dataclass(frozen=True)
@@ -67,11 +90,12 @@ class Sizes:
     num_tasklets: int
     num_buffers: int
     num_threads: int
+    num_arrays: int = 3
 
     @property
     def extent_bytes(self) -> int:
         """A multiple of 4096."""
-        return NUM_ARRAYS * (-(-4 * self.tasklet_numel // BLOCK) * BLOCK) + BLOCK
+        return self.num_arrays * (-(-4 * self.tasklet_numel // BLOCK) * BLOCK) + BLOCK
 
 
 def main() -> None:
@@ -88,8 +112,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="native-kernels-") as folder:
         path = Path(folder) / "state.bin"
         compute(path, Sizes(12_288, 2 if arguments.tiny else 64, 1, 1), repeats)
-        num_tasklets = 2 if arguments.tiny else arguments.state_mib // (4 * NUM_ARRAYS)
-        whole_step(path, Sizes(1 << (12 if arguments.tiny else 20), max(num_tasklets, 1), 6, 4), repeats)
+        adamw = RULES[0]
+        num_tasklets = 2 if arguments.tiny else arguments.state_mib // (4 * adamw.num_arrays)
+        whole_step(path, Sizes(1 << (12 if arguments.tiny else 20), max(num_tasklets, 1), 6, 4), adamw, repeats)
 
 
 def norms(numel: int, repeats: int) -> None:
@@ -115,12 +140,14 @@ def compute(path: Path, sizes: Sizes, repeats: int) -> None:
     """The compute of a step by instruction set and type of gradients and parameters."""
     header("step compute, G parameters/s", [dtype.name for dtype in DType])
     for choice in instruction_sets():
-        row(choice.name, [compute_rate(path, sizes, dtype, repeats) for dtype in DType])
+        for rule in RULES:
+            rates = [compute_rate(path, sizes, rule, dtype, repeats) for dtype in DType]
+            row(f"{rule.name}, {choice.name}", rates)
 
 
-def compute_rate(path: Path, sizes: Sizes, dtype: DType, repeats: int) -> float:
+def compute_rate(path: Path, sizes: Sizes, rule: Rule, dtype: DType, repeats: int) -> float:
     """Parameters per nanosecond."""
-    state = State(path, sizes, dtype, direct=False)
+    state = State(path, sizes, rule, dtype, direct=False)
     seconds = []
     for _ in range(repeats):
         before = state.pipeline.counters().compute_seconds
@@ -130,10 +157,10 @@ def compute_rate(path: Path, sizes: Sizes, dtype: DType, repeats: int) -> float:
     return sizes.tasklet_numel * sizes.num_tasklets / min(seconds) / 1e9
 
 
-def whole_step(path: Path, sizes: Sizes, repeats: int) -> None:
+def whole_step(path: Path, sizes: Sizes, rule: Rule, repeats: int) -> None:
     """A step of bf16 training against the disk."""
     direct = takes_direct(path.parent)
-    state = State(path, sizes, DType.BFLOAT16, direct=direct)
+    state = State(path, sizes, rule, DType.BFLOAT16, direct=direct)
     steps, raws = [], []
     for _ in range(repeats):  # in turn: the speed of a shared disk drifts
         steps.append(elapsed(lambda: state.work(Operation.UPDATE)))
@@ -148,17 +175,17 @@ def whole_step(path: Path, sizes: Sizes, repeats: int) -> None:
 class State:
     """A state file with two slots per tasklet, gradients and parameters in memory, and the pipeline that works them."""
 
-    def __init__(self, path: Path, sizes: Sizes, dtype: DType, *, direct: bool) -> None:
-        self.sizes, self.dtype, self.generation = sizes, dtype, 0
+    def __init__(self, path: Path, sizes: Sizes, rule: Rule, dtype: DType, *, direct: bool) -> None:
+        self.sizes, self.rule, self.dtype, self.generation = replace(sizes, num_arrays=rule.num_arrays), rule, dtype, 0
         self.gradient = HostBuffer(4 * sizes.tasklet_numel * sizes.num_tasklets)
         self.parameter = HostBuffer(4 * sizes.tasklet_numel * sizes.num_tasklets)
         with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, 2 * sizes.num_tasklets * sizes.extent_bytes)
+            os.posix_fallocate(file.fileno(), 0, 2 * sizes.num_tasklets * self.sizes.extent_bytes)
         self.pipeline = Pipeline(
             files=[StateFile(str(path), direct=direct)],
             identity=Identity(job=bytes(16), rank=0, state_format=0),
             num_buffers=sizes.num_buffers,
-            buffer_bytes=sizes.extent_bytes,
+            buffer_bytes=self.sizes.extent_bytes,
             io_threads=sizes.num_threads,
         )
         self.work(Operation.WRITE)
@@ -166,7 +193,7 @@ class State:
     def work(self, operation: Operation) -> None:
         """Works every tasklet from the current slot to the other."""
         tasklets = [self.tasklet(index) for index in range(self.sizes.num_tasklets)]
-        self.pipeline.submit(Batch(operation, tasklets, [STEP]))
+        self.pipeline.submit(Batch(operation, tasklets, [self.rule.step]))
         failure = self.pipeline.drain()
         if failure is not None:
             raise SystemExit(failure.message)
@@ -190,7 +217,7 @@ class State:
             read_file=0,
             write_file=0,
             numel=numel,
-            num_arrays=NUM_ARRAYS,
+            num_arrays=self.rule.num_arrays,
             extent_bytes=nbytes,
             read_offset=(2 * index + slot) * nbytes,
             read_generation=self.generation,
