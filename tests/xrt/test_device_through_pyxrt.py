@@ -27,8 +27,10 @@ from tests.xrt.test_device_failures import (
     test_both_cards_in_a_growing_step,
     test_close_with_a_hung_run,
     test_late_completion,
+    test_no_such_card_kernel_or_file,
     test_p2p_that_fails,
     test_p2p_that_is_off,
+    test_too_little_memory,
 )
 
 __all__ = [
@@ -39,10 +41,12 @@ __all__ = [
     "test_five_steps",
     "test_gradients_through_the_cards_storage",
     "test_late_completion",
+    "test_no_such_card_kernel_or_file",
     "test_p2p_that_fails",
     "test_p2p_that_is_off",
     "test_rollback_and_outside_changes",
     "test_staged_parameters",
+    "test_too_little_memory",
     "test_traffic_of_a_step",
 ]
 

@@ -16,12 +16,15 @@ __all__ = ["card_errors", "most_buffers", "open_card", "remedy_for", "share_of_m
 _USABLE_EIGHTHS = 7
 _SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(tasklet_bytes=..., num_buffers=...)."
 _UNFOUND = "Check XILINX_XRT, the driver and the card: `xbutil examine`, `smart-infinity selftest`."
+_ANOTHER = "Close what holds the card with another xclbin, and check that this one was built for the card's shell."
 _REMEDIES = {
     "peer to peer": f"If P2P is off, run `xbutil configure --p2p enable` as root and reboot warm. Else: {_SMALLER}",
     "too small": _SMALLER,
     "xrtBOAlloc": _SMALLER,
+    "bad_alloc": _SMALLER,
     "bank": "Build the bitstream from this version's hls/ folder: all its kernels' ports lie in the card's one bank.",
-    "Xclbin": "Close what holds the card with another xclbin, and check that this one was built for the card's shell.",
+    "Xclbin": _ANOTHER,
+    "load_xclbin": _ANOTHER,
     "interface version": "Build the bitstream from this version's hls/ folder: make -C hls xclbin.",
     "xrtDeviceOpen": _UNFOUND,
     "open device": _UNFOUND,

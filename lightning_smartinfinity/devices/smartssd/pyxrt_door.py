@@ -49,6 +49,13 @@ def _opened(pyxrt: Any, card: Card) -> Any:
     return pyxrt.device(card.number)
 
 
+def _loaded(device: Any, bitstream: Bitstream) -> Any:
+    try:
+        return device.load_xclbin(str(bitstream.path))
+    except RuntimeError as error:  # which does not say what was tried
+        raise RuntimeError(f"load_xclbin failed: {error}") from error
+
+
 class PyxrtDoor:
     """What the native core calls to work a card.
 
@@ -66,7 +73,7 @@ class PyxrtDoor:
 
         self._pyxrt = pyxrt
         self._device = _opened(pyxrt, card)
-        self._uuid = self._device.load_xclbin(str(bitstream.path))
+        self._uuid = _loaded(self._device, bitstream)
 
     def kernel(self, name: str) -> Any:
         """One of the bitstream's kernels, which other processes may use as well."""
