@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from lightning_smartinfinity import CheckpointError, ConfigError, SmartInfinityStrategy, UnsupportedError
+from tests.helpers import reference
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training.test_bad_input import assert_helpful
 from tests.training.test_overlap import SMALL_RING, assert_same, result
-from tests.training.test_parity import compare
+from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
 from tests.training.worker import Run
 
 # With what Lightning adds to a step, and a parameter that is not used in some; with clipping, guesses go wrong.
@@ -43,35 +45,62 @@ EVERYWHERE = [
 ]
 
 
+Result = tuple[Any, dict[str, torch.Tensor]]
+
+
 def run_of(root: Path, name: str, precision: str, **settings: Any) -> Run:
     """With updates of several tasklets."""
-    options = settings.pop("options", {})
     recipe = dataclasses.replace(RECIPES[name], precision=precision)
-    return Run(out=str(root), recipe=recipe, transfer=SMALL_RING, options=options, **settings)
+    return Run(out=str(root), recipe=recipe, transfer=SMALL_RING, **settings)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Result, Path]]:
+    """What a training gives without overlap, and its checkpoint after two steps; each trained once."""
+    known: dict[tuple[str, str], tuple[Result, Path]] = {}
+
+    def trained(name: str, precision: str) -> tuple[Result, Path]:
+        if (name, precision) not in known:
+            root = tmp_path_factory.mktemp("straight")
+            run = run_of(root, name, precision, options={"overlap": "none"}, save_at=(2,))
+            known[name, precision] = result(run), root / "step-2.ckpt"
+        return known[name, precision]
+
+    return trained
 
 
 @pytest.mark.parametrize(
     ("name", "precision"), [*EVERYWHERE, ("Adagrad that maximizes", "32-true"), ("SGD with nesterov", "32-true")]
 )
-def test_trains_like_torch(name: str, precision: str, tmp_path: Path) -> None:
+def test_trains_like_torch(name: str, precision: str, straight: Any) -> None:
     """The same losses and masters; nothing is left of the sums that torch's Adagrad makes when it is built."""
-    compare(dataclasses.replace(RECIPES[name], precision=precision), tmp_path)
+    ((losses, _, extra), masters), _ = straight(name, precision)
+    expected = reference.train(dataclasses.replace(RECIPES[name], precision=precision))
+    kind = precision.split("-")[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected.losses), atol=LOSS_TOLERANCE[kind], rtol=0)
+    for parameter, master in expected.masters.items():
+        torch.testing.assert_close(masters[parameter], master, atol=MASTER_TOLERANCE[kind], rtol=0, msg=parameter)
+    assert extra["state_entries"] == 0
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize(("name", "precision"), EVERYWHERE)
+def test_overlap_changes_no_bit(name: str, precision: str, overlap: str, straight: Any, tmp_path: Path) -> None:
+    """Beside the next forward, and beside the backward, with guesses that hold and such that do not."""
+    run = run_of(tmp_path, name, precision, options={"overlap": overlap}, delays=0)
+    assert_same(result(run), straight(name, precision)[0])
 
 
 @pytest.mark.parametrize(("name", "precision"), EVERYWHERE)
-def test_overlap_and_resume_change_no_bit(name: str, precision: str, tmp_path: Path) -> None:
-    """Beside the forward, beside the backward, and from a checkpoint in the middle, whose arrays are there again."""
-    straight = result(run_of(tmp_path / "none", name, precision, options={"overlap": "none"}, save_at=(2,)))
-    for overlap in ("forward", "backward"):
-        run = run_of(tmp_path / overlap, name, precision, options={"overlap": overlap}, delays=0)
-        assert_same(result(run), straight)
-    resume = str(tmp_path / "none" / "step-2.ckpt")
-    resumed = run_of(tmp_path / "resumed", name, precision, resume=resume)
-    (losses, _, extra), masters = result(dataclasses.replace(resumed, transfer={}))
-    assert losses == straight[0][0][2:]
+def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_path: Path) -> None:
+    """From a checkpoint in the middle, with another ring: losses, masters, counts and learning rates go on."""
+    (expected, expected_masters), checkpoint = straight(name, precision)
+    run = dataclasses.replace(run_of(tmp_path, name, precision, resume=str(checkpoint)), transfer={})
+    (losses, _, extra), masters = result(run)
+    assert losses == expected[0][2:]
     for key in ("steps", "lr"):
-        assert extra[key] == straight[0][2][key], key
-    for parameter, master in straight[1].items():
+        assert extra[key] == expected[2][key], key
+    for parameter, master in expected_masters.items():
         assert torch.equal(masters[parameter], master), parameter
 
 
