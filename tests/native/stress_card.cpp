@@ -1,6 +1,7 @@
 // Works many tiny batches by a card in this process (fake_card.hpp), with the kernels of hls/, and the same batches by
 // the host, and compares every parameter and every byte on storage. The card hangs, fails and flips bits; what it has
-// not done then is done again by the host. Built with sanitizers by test_sanitizers.py.
+// not done then is done again by the host. Compressed gradients with random damage are read as well. Built with
+// sanitizers by test_sanitizers.py.
 //
 //     stress_card FOLDER FIRST_SEED NUM_SEEDS
 
@@ -19,8 +20,8 @@
 
 #include "card_kernel.hpp"
 #include "fake_card.hpp"
-#include "fault_injection.hpp"
 #include "pipeline.hpp"
+#include "sparse_gradient.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -375,6 +376,62 @@ class Scenario {
     std::unique_ptr<Pipeline> on_card_;
 };
 
+// Payloads with random damage, each in memory of its own size: refused, or read within bounds.
+class DamagedPayloads {
+ public:
+    explicit DamagedPayloads(std::uint64_t seed) : random_(seed), numel_(random_.between(1, 140000)) {}
+
+    void run() {
+        for (int round = 0; round < 40; ++round) {
+            const std::vector<std::byte> payload = damaged();
+            try {
+                SparseGradient gradient(payload.data(), payload.size(), numel_);
+                if (!gradient.check()) read(gradient);
+            } catch (const std::invalid_argument&) {
+                continue;  // its header is wrong
+            }
+        }
+    }
+
+ private:
+    std::vector<std::byte> damaged() {
+        const std::size_t num_blocks = (numel_ + 65535) / 65536;
+        const std::size_t count = random_.upto(std::min<std::size_t>(numel_, 300));
+        const std::size_t item = random_.coin() ? 4 : 2;
+        const std::size_t counts = align_up(4 * num_blocks, 64);
+        const std::size_t indices = align_up(2 * count, 64);
+        const std::size_t values = align_up(item * count, 64);
+        std::vector<std::size_t> words{0x4749534c, 1,           numel_,       num_blocks, count,
+                                       4 - item,   counts / 64, indices / 64, values / 64};
+        words.resize((64 + counts + indices + values) / 4);
+        words[16 + random_.upto(num_blocks - 1)] = count;
+        for (std::size_t i = 0; i < count / 2; ++i) words[16 + counts / 4 + i] = (2 * i + 1) << 16 | 2 * i;
+        for (std::size_t i = random_.upto(3); i > 0; --i) {
+            words[random_.upto(words.size() - 1)] = random_.between(0, 70000);
+        }
+        std::vector<std::byte> payload;
+        for (const std::size_t word : words) {
+            for (int shift = 0; shift < 32; shift += 8) payload.push_back(static_cast<std::byte>(word >> shift));
+        }
+        if (random_.upto(9) == 0) payload.resize(random_.upto(payload.size()));
+        payload.shrink_to_fit();
+        return payload;
+    }
+
+    // In chunks that end anywhere.
+    void read(const SparseGradient& gradient) {
+        for (std::size_t begin = 0; begin < numel_;) {
+            const std::size_t end = std::min<std::size_t>(numel_, begin + random_.between(1, 40000));
+            std::vector<std::byte> dense((end - begin) * item_bytes(gradient.dtype()));
+            gradient.decode(begin, end, dense.data());
+            begin = end;
+        }
+    }
+
+    Random random_;
+    std::size_t numel_;
+};
+
 }  // namespace
 }  // namespace smart_infinity
 
@@ -387,6 +444,7 @@ int main(int argc, char** argv) {
     const std::uint64_t num_seeds = std::strtoull(argv[3], nullptr, 10);
     for (std::uint64_t seed = first; seed < first + num_seeds; ++seed) {
         smart_infinity::Scenario(argv[1], seed).run();
+        smart_infinity::DamagedPayloads(seed).run();
     }
     std::printf("%llu scenarios\n", static_cast<unsigned long long>(num_seeds));
     return 0;
