@@ -13,7 +13,7 @@ import numpy as np
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native import Batch, Card, CardOptions, Failure, Operation, Pipeline, StateFile
 from tests.helpers.update_rules import ARRAYS
-from tests.native.stored import Array, Run, StoredState, align
+from tests.native.stored import Array, Run, StoredState, align, takes_direct
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.python_door import ApiDoor
 
@@ -164,4 +164,4 @@ def card_state(
 def _file(path: Path, nbytes: int) -> StateFile:
     with path.open("wb") as file:
         file.truncate(nbytes)
-    return StateFile(str(path), direct=False)
+    return StateFile(str(path), direct=takes_direct(path.parent))

@@ -21,7 +21,7 @@ from lightning_smartinfinity.native import (
     Operation,
     Pipeline,
 )
-from tests.helpers.golden import DTYPES, STEPS, encode, random_arrays
+from tests.helpers.golden import DTYPES, STEPS, assert_same_bits, encode, random_arrays
 from tests.helpers.payload import compress
 from tests.helpers.runif import RunIf
 from tests.native.fake_cuda import FakeCuda
@@ -67,6 +67,21 @@ def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str
             update_both(state, runs_of, [step], numel, dtype)
         assert state.pipeline.finished() == [0, 1, 2, 3, 4]
     assert emulated_cards.counter("runs_completed") == 15
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_special_values(tmp_path: Path, emulated_cards: EmulatedCards, name: str) -> None:
+    """Infinities, NaNs and subnormals in the gradient and in every array, for every variant of every rule."""
+    numel, step = 3_000, STEPS[name]
+    gradient, *arrays = random_arrays(step, numel, 14, special=True)
+    runs = [Run(0, numel, 0, gradient)]
+    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=1_100) as state:
+        state.write(*arrays)
+        for _ in range(3):
+            assert state.update(runs, [step]) is None
+            assert state.host.work(Operation.UPDATE, runs, [step]) is None
+        for found, expected in zip(state.stored.read(), state.host.read(), strict=True):
+            assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("route", ["host", "storage", "bounced"])
