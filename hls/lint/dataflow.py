@@ -61,6 +61,7 @@ def _check_function(source: Source, function: Cursor, bundles: Mapping[str, str]
         yield from _check_form(function, body)
         region = _Region(function, pragma.line, tuple(_processes(body)), bundles)
         yield from _check_streams(source, region, body)
+        yield from _check_arrays(region, body)
         yield from _check_pointers(region)
         yield from _check_bundles(region)
     for call, called in source.calls(function):
@@ -115,26 +116,66 @@ def _check_streams(source: Source, region: _Region, body: Cursor) -> Iterator[Fi
             if writes:
                 writers[stream].append(process.name)
     for stream in _streams(body):
-        for what, users in (("producer", writers[stream]), ("consumer", readers[stream])):
-            if len(users) != 1:
-                yield region.finding(f"stream {stream} has {len(users)} {what}s{_listed(users)}: it takes one")
+        yield from _check_ends(region, f"stream {stream}", writers[stream], readers[stream])
+    # The other end of a stream that the region is given lies outside of it.
+    for stream in (str(p.spelling) for p in parameters(region.function) if _is_stream(p.type.get_pointee())):
+        users = [*writers[stream], *readers[stream]]
+        if len(users) > 1:
+            yield region.finding(f"stream {stream} is used by {len(users)} processes{_listed(users)}: one may")
+
+
+def _check_ends(region: _Region, channel: str, producers: list[str], consumers: list[str]) -> Iterator[Finding]:
+    for what, users in (("producer", producers), ("consumer", consumers)):
+        if len(users) != 1:
+            yield region.finding(f"{channel} has {len(users)} {what}s{_listed(users)}: it takes one")
+
+
+def _check_arrays(region: _Region, body: Cursor) -> Iterator[Finding]:
+    """An array between processes is a ping-pong buffer: one fills it, the next one takes it by const."""
+    for array in (v for v in _variables_of(body) if v.type.kind == TypeKind.CONSTANTARRAY and not _num_streams(v)):
+        users: dict[bool, list[str]] = {True: [], False: []}
+        for process in region.processes:
+            for parameter, argument in zip(parameters(process.function), process.arguments, strict=False):
+                if array.spelling in _variables(argument):
+                    users[_is_read_only(parameter.type)].append(process.name)
+        yield from _check_ends(region, f"array {array.spelling}", users[False], users[True])
+
+
+def _is_read_only(kind: Cursor) -> bool:
+    """Of a parameter that is an array of any number of dimensions: const may be said of each, or of what is in it."""
+    inner, is_const = kind.get_canonical(), False
+    while inner.kind in (TypeKind.POINTER, TypeKind.CONSTANTARRAY):
+        is_const |= inner.kind == TypeKind.CONSTANTARRAY and inner.is_const_qualified()
+        inner = inner.get_pointee() if inner.kind == TypeKind.POINTER else inner.element_type
+    return bool(is_const or inner.is_const_qualified())
+
+
+def _variables_of(body: Cursor) -> Iterator[Cursor]:
+    """What a region declares."""
+    for statement in body.get_children():
+        if statement.kind == CursorKind.DECL_STMT:
+            yield from (child for child in statement.get_children() if child.kind == CursorKind.VAR_DECL)
 
 
 def _streams(body: Cursor) -> Iterator[str]:
     """Names of the streams that a region declares; each of an array apart."""
-    for statement in body.get_children():
-        if statement.kind != CursorKind.DECL_STMT:
-            continue
-        for variable in statement.get_children():
-            kind = variable.type.get_canonical()
-            if kind.kind == TypeKind.CONSTANTARRAY and _is_stream(kind.element_type):
-                yield from (f"{variable.spelling}[{index}]" for index in range(kind.element_count))
-            elif _is_stream(kind):
-                yield str(variable.spelling)
+    for variable in _variables_of(body):
+        if _is_stream(variable.type):
+            yield str(variable.spelling)
+        else:
+            yield from (f"{variable.spelling}[{index}]" for index in range(_num_streams(variable)))
+
+
+def _num_streams(variable: Cursor) -> int:
+    """Of an array of streams: how many."""
+    kind = variable.type.get_canonical()
+    is_array = kind.kind == TypeKind.CONSTANTARRAY and _is_stream(kind.element_type)
+    return int(kind.element_count) if is_array else 0
 
 
 def _is_stream(kind: Cursor) -> bool:
-    return str(kind.get_canonical().spelling).removeprefix("const ").startswith("hls::stream<")
+    spelling = str(kind.get_canonical().spelling).removeprefix("const ")
+    return spelling.startswith("hls::stream<") and spelling.endswith(">")
 
 
 def _stream(argument: Cursor) -> str:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = Path(__file__).parent / "lint_example"
 KERNEL = "kernels/scale.cpp"
 STEPS = "include/steps.hpp"
+ADAMW_FILE = "kernels/adamw_update.cpp"
 
 Edit = Callable[..., list[str]]
 
@@ -63,19 +64,35 @@ def test_the_projects_kernels_are_clean(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("file", "old", "new", "message"),
     [
-        ("exp_avg_sq_out, new_exp_avg_sqs,", "exp_avg_sq_out, new_exp_avgs,", "stream new_exp_avg_sqs has 0 consumers"),
-        ("load_array, exp_avg_in,", "load_array, master_in,", "pointer exp_avg_in is used by 0 processes"),
-        ("port=parameter bundle=gmem4", "port=parameter bundle=gmem3", "bundle gmem3 is written by 2 processes"),
-        ("port=parameter bundle=gmem4", "port=parameter bundle=gmem9", "in bundle gmem9; described is gmem4"),
+        ("include/gradient.hpp", "emit(const float tile", "emit(float tile", "array tile has 2 producers"),
+        (
+            ADAMW_FILE,
+            "exp_avg_sq_out, new_exp_avg_sqs,",
+            "exp_avg_sq_out, new_exp_avgs,",
+            "stream new_exp_avg_sqs has 0 consumers",
+        ),
+        (ADAMW_FILE, "load_array, exp_avg_in,", "load_array, master_in,", "pointer exp_avg_in is used by 0 processes"),
+        (
+            ADAMW_FILE,
+            "port=parameter bundle=gmem4",
+            "port=parameter bundle=gmem3",
+            "bundle gmem3 is written by 2 processes",
+        ),
+        (
+            ADAMW_FILE,
+            "port=parameter bundle=gmem4",
+            "port=parameter bundle=gmem9",
+            "in bundle gmem9; described is gmem4",
+        ),
     ],
 )
-def test_a_slip_in_the_projects_kernel_is_found(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_slip_in_the_projects_kernel_is_found(tmp_path: Path, file: str, old: str, new: str, message: str) -> None:
     """The rules see through the macro that calls processes, and through templates."""
     for folder in ("include", "sim/include", "kernels"):
         shutil.copytree(ROOT / "hls" / folder, tmp_path / "hls" / folder)
-    path = tmp_path / ADAMW.source
+    path = tmp_path / "hls" / file
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
@@ -293,6 +310,19 @@ def test_streams_are_followed_through_functions_and_arrays(findings: Edit) -> No
         "stream s[0] has 2 consumers: it takes one",
         "stream s[1] has 0 consumers: it takes one",
     ]
+
+
+def test_a_stream_from_outside_has_one_end_in_a_region(findings: Edit) -> None:
+    """The other one is with whoever hands it over."""
+    inner = """void take(hls::stream<Beat>& in) { in.read(); }
+void both(Beat* to, hls::stream<Beat>& s, std::uint32_t beats) {
+#pragma HLS DATAFLOW
+    store(to, s, beats);
+    take(s);
+}
+}  // namespace"""
+    found = findings(("}  // namespace", inner), ("store(values_out, computed", "both(values_out, computed"))
+    assert [re.sub(r" \(.*\)", "", f.split(": ", 1)[1]) for f in found] == ["stream s is used by 2 processes: one may"]
 
 
 def test_dataflow_below_the_top_knows_the_tops_masters(findings: Edit) -> None:
