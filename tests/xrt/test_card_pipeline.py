@@ -28,6 +28,7 @@ from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Array, Run, align
 from tests.xrt.card_state import DOORS, CardState, card_state
 from tests.xrt.cards import EmulatedCards
+from tests.xrt.python_door import ApiDoor
 
 pytestmark = RunIf(xrt=True)
 
@@ -369,12 +370,32 @@ def test_batches_that_a_card_cannot_work(tmp_path: Path, emulated_cards: Emulate
 def test_no_such_card(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
     with pytest.raises(CardError, match=r"xrtDeviceOpen\(7\) failed"):
         Card.open(7, xclbin=str(emulated_cards.build.xclbin))
+    with pytest.raises(CardError, match=r"xrtDeviceOpenByBDF\(0000:3b:00.1\) failed"):
+        Card.open("0000:3b:00.1", xclbin=str(emulated_cards.build.xclbin))
     with pytest.raises(CardError, match=r"xrtDeviceLoadXclbinFile\(.*missing.xclbin\) failed"):
         Card.open(0, xclbin=str(tmp_path / "missing.xclbin"))
     with pytest.raises(CardError, match=r"XRT's library cannot be opened: .*libmissing"):
         Card.open(0, xclbin=str(emulated_cards.build.xclbin), library="libmissing.so")
     with pytest.raises(CardError, match="XRT's library has no xrtDeviceOpen"):
         Card.open(0, xclbin=str(emulated_cards.build.xclbin), library="libc.so.6")
+
+
+class ScatteredDoor(ApiDoor):
+    """Of a card whose xclbin has the arrays in two memory banks."""
+
+    def group(self, kernel: Any, argument: int) -> int:
+        return int(argument == 2)
+
+
+def test_arrays_in_different_banks(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DOORS, "scattered", lambda cards, index: Card(ScatteredDoor(index, cards.build.xclbin)))
+    with (
+        pytest.raises(CardError, match="the arrays of kernel adamw_update are in different memory banks"),
+        card_state(tmp_path, emulated_cards, STEPS["adamw"], 100, door="scattered"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("door", DOORS)
