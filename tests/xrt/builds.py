@@ -105,15 +105,23 @@ def _configure(folder: Path, sanitize: str) -> None:
 
 
 def _write_files(made: EmulatorBuild) -> None:
-    made.ini.write_text("[Runtime]\nhw_em_driver=smart_infinity_card\n")
-    made.xclbin.write_bytes(xclbin(SMARTSSD))
-    made.probe_xclbin.write_bytes(xclbin(PROBE_DESIGN))
+    _write(made.ini, b"[Runtime]\nhw_em_driver=smart_infinity_card\n")
+    _write(made.xclbin, xclbin(SMARTSSD))
+    _write(made.probe_xclbin, xclbin(PROBE_DESIGN))
     libraries = made.root / "lib"
     libraries.mkdir(parents=True, exist_ok=True)
     for library in (made.driver, *LIBRARIES.glob("libxrt_*.so.2")):
         link = libraries / library.name
         if not link.is_symlink():
             link.symlink_to(library)
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Leaves what is right alone: other processes may be reading it."""
+    if not file.exists() or file.read_bytes() != content:
+        temporary = file.with_suffix(".new")
+        temporary.write_bytes(content)
+        temporary.replace(file)
 
 
 @contextmanager

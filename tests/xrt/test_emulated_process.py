@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -33,6 +34,15 @@ def test_process_ends_with_a_run_that_hangs(emulated_cards: EmulatedCards) -> No
     command = [sys.executable, "-c", HANG, str(emulated_cards.build.probe_xclbin)]
     completed = _run(command, emulated_cards.build, settings)
     assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
+
+
+def test_build_leaves_alone_what_other_processes_read(emulated_cards: EmulatedCards) -> None:
+    """They read it without asking for the lock."""
+    made = emulated_cards.build
+    files = [made.xclbin, made.probe_xclbin, made.ini, made.driver, made.kernels]
+    before = [file.stat().st_mtime_ns for file in files]
+    build()
+    assert [file.stat().st_mtime_ns for file in files] == before
 
 
 CRASH = """
@@ -81,4 +91,11 @@ def test_stress(sanitizers: str) -> None:
 
 def _run(command: list[str], made: EmulatorBuild, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
     environment = os.environ | made.environment | {"PYTHONPATH": str(ROOT)} | settings
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=_leave_no_core
+    )
+
+
+def _leave_no_core() -> None:
+    """Some of these processes end by a signal, and the card's memory is large."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
