@@ -138,6 +138,15 @@ def test_wait_may_be_called_again_after_its_timeout(probe: PyxrtProbe, emulated_
     assert (probe.parameter == 1.5).all()
 
 
+def test_a_timeout_of_zero_is_none(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
+    """It waits until the run has ended, however long that takes; so does a wait without a number."""
+    emulated_cards.set("latency_us", 20_000)
+    for timeout in ([0], []):
+        run = probe.run()
+        run.start()
+        assert run.wait(*timeout) == probe.pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED
+
+
 def test_a_run_that_runs_has_a_state_without_a_name(pyxrt: ModuleType) -> None:
     """RUNNING is 3, and is missing: an unknown state is one that has not ended."""
     assert 3 not in {int(value) for value in pyxrt.ert_cmd_state.__members__.values()}

@@ -6,7 +6,9 @@ pyxrt gets wrong is kept out here:
 - scalars are C ints: the caller passes a float's bits, never a float, which would be cut to an integer;
 - ``kernel(...)`` drops arguments without a word: a ``run`` is filled argument by argument;
 - ``run.wait(0)`` waits for good, and every wait holds the lock: the state is polled instead;
-- a map does not keep its buffer alive: both are held together.
+- a map does not keep its buffer alive: both are held together;
+- a buffer does not keep its device open, and XRT may then take the next device for this one: the door holds the
+  device, and the native core the door as long as anything that it gave out.
 """
 
 from __future__ import annotations
