@@ -83,6 +83,7 @@ def _tried(
     offload: OffloadSettings, settings: SmartSSDConfig, system: System, optimizer: str
 ) -> tuple[CardPlan | None, SmartInfinityError | None]:
     try:
+        _require_direct_io(offload)
         plan = find_cards(offload.storage, settings, system)
         self_test(plan, offload.storage, [kernel_of(optimizer)])
     except (ConfigError, DeviceError, StorageError) as error:
@@ -91,6 +92,15 @@ def _tried(
         # Whatever it is, the other ranks must not be left waiting.
         return None, DeviceError(f"SmartSSDs could not be set up: {error!r}.", "Use update_device='host'.")
     return plan, None
+
+
+def _require_direct_io(offload: OffloadSettings) -> None:
+    if offload.transfer.file_access == "off":
+        raise ConfigError(
+            f"TransferConfig(io_engine={offload.transfer.io_engine!r}, direct_io={offload.transfer.direct_io!r}) puts"
+            " state into the page cache, which SmartSSDs cannot reach.",
+            "Use io_engine='auto' and direct_io='on'.",
+        )
 
 
 def _report(plan: CardPlan | None, error: SmartInfinityError | None) -> _Report:

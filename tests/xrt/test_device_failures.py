@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+import struct
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_smartinfinity import DeviceError, StorageError
-from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
+from hls import xclbin as xclbin_module
+from hls.description import SMARTSSD, Design
+from hls.xclbin import SectionKind, sections
+from lightning_smartinfinity import DeviceError, StorageCorruptError, StorageError
+from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
 from lightning_smartinfinity.native.testing import inject
+from lightning_smartinfinity.store import direct
 from tests.helpers.card_runs import cards, plan_of, same_as_host, settled_host, state_files
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, Run, assert_equal, running
@@ -103,17 +109,40 @@ def test_late_completion(tmp_path: Path, emulated_cards: EmulatedCards, log: pyt
     assert len([message for message in told if "is used again" in message]) == 1
 
 
+def test_a_hang_is_waited_for_once(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """What has been read behind it is not sent after it, to wait as long in turn: the host has it at once."""
+    case = CASE.but(num_devices=1, num_buffers=6, shapes=((40_000, 0, 0, 0),))
+    with running(tmp_path, case, device=cards(emulated_cards.build.xclbin, timeout=0.2)) as run:
+        emulated_cards.inject("hang")
+        run.step(1)
+        # One more may have been on its way by then.
+        assert len(emulated_cards.events("run-queued")) <= 2 < run.layout.extents.num_tasklets
+        emulated_cards.release()
+        await_card(run, 0)
+
+
 def test_close_with_a_hung_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """It does not wait for it, and what returns later harms nobody. What it holds of the cards is lost on purpose."""
-    emulated_cards.reset(count=4)
-    device = cards(emulated_cards.build.xclbin, timeout=SHORT, first=2)
+    """It does not wait for it; what the run may still write is given back once it has returned."""
+    before = emulated_cards.counter("num_buffers", 0)
+    device = cards(emulated_cards.build.xclbin, timeout=SHORT)
     for number in range(2):
         with running(tmp_path / str(number), CASE, device=device) as run:
-            emulated_cards.inject("hang", card=2)
+            emulated_cards.inject("hang", card=0)
             run.handler.begin_step(run.collect(0))
+            emulated_cards.wait_for("run-hung", count=number + 1)
             if number:
                 run.handler.commit()
+        assert emulated_cards.counter("num_buffers", 0) > before
         emulated_cards.release()
+        run.device.close()
+    await_that(lambda: emulated_cards.counter("num_buffers", 0) == before)
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + SLOW
+    while not condition():
+        assert time.monotonic() < until
+        unreturned.close_returned()
 
 
 def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -217,3 +246,54 @@ def test_no_such_card_kernel_or_file(tmp_path: Path, emulated_cards: EmulatedCar
         Run(tmp_path / "b", CASE, device=cards(emulated_cards.build.probe_xclbin))
     with pytest.raises(DeviceError, match=r"emulated card 0: .*built for the card"):
         Run(tmp_path / "c", CASE, device=cards(tmp_path / "none"))
+
+
+def test_files_in_the_page_cache(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card's SSD would be read past what the host has written."""
+    monkeypatch.setattr(direct, "choose_direct", lambda path, choice: False)
+    with pytest.raises(DeviceError, match=r"state\.bin.*page cache"):
+        Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
+
+
+def test_arrays_in_different_banks(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XRT would copy them without a word; the kernel is refused."""
+    monkeypatch.setattr(xclbin_module, "sections", sections_with_an_array_elsewhere)
+    path = tmp_path / "banks.xclbin"
+    path.write_bytes(xclbin_module.xclbin(SMARTSSD))
+    emulated_cards.reset(count=9)
+    with pytest.raises(DeviceError, match=r"emulated card 8: .*different memory banks.*hls/ folder"):
+        Run(tmp_path / "run", CASE.but(num_devices=1), device=cards(path, first=8))
+
+
+def sections_with_an_array_elsewhere(design: Design) -> list[xclbin_module.Section]:
+    """The first array that adamw_update writes is in a second bank."""
+    parts = {part.kind: part.content for part in sections(design)}
+    memory, connections = parts[SectionKind.MEM_TOPOLOGY], parts[SectionKind.CONNECTIVITY]
+    second = design.platform.bank.base + design.platform.bank.size_bytes
+    parts[SectionKind.MEM_TOPOLOGY] = struct.pack("<i4x", 2) + memory[8:] + memory[8:24] + struct.pack("<Q", second)
+    parts[SectionKind.MEM_TOPOLOGY] += b"second".ljust(16, b"\0")
+    moved = struct.pack("<iii", 4, 0, 0)
+    assert moved in connections
+    parts[SectionKind.CONNECTIVITY] = connections.replace(moved, struct.pack("<iii", 4, 0, 1))
+    return [xclbin_module.Section(kind, content) for kind, content in parts.items()]
+
+
+def test_state_that_is_damaged_on_storage(
+    tmp_path: Path, emulated_cards: EmulatedCards, log: pytest.LogCaptureFixture
+) -> None:
+    """The card finds it by the kernel's checksum, the host by its own: it is no fault of the card's."""
+    with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
+        run.step(0)
+        path = Path(run.store.files[1].path)
+        content = bytearray(path.read_bytes())
+        place = int(run.store.placement.positions[1]) * run.layout.extents.place_bytes
+        content[place + 1000] ^= 4
+        path.write_bytes(content)
+        run.handler.begin_step(run.collect(1))
+        with pytest.raises(StorageCorruptError, match=r"tasklet 1"):
+            run.handler.commit()
+    assert "array 0 arrived with another checksum than it was written with" in failures(log)[0]

@@ -135,6 +135,16 @@ def test_host_is_chosen_and_the_reason_told(
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
 
 
+@pytest.mark.parametrize("settings", [{"direct_io": "off"}, {"io_engine": "plain"}])
+@pytest.mark.usefixtures("alone")
+def test_page_cache_is_out_of_reach(tmp_path: Path, emulated_cards: EmulatedCards, settings: dict[str, str]) -> None:
+    """State that goes through host memory cannot be updated beside the SSD."""
+    asked = offload(tmp_path, emulated_cards, "smartssd", transfer=TransferConfig(**settings))
+    with pytest.raises(ConfigError, match="page cache"):
+        choose_update_device(asked, optimizer="Adam")
+    assert choose_update_device(replace(asked, update_device="auto"), optimizer="Adam").cards is None
+
+
 def reports(*builds: str, node: str = "one") -> list[update_device._Report]:
     return [update_device._Report(node, ("0000:42:00.1",), build, None) for build in builds]
 

@@ -21,6 +21,7 @@ from lightning_smartinfinity import (
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit, quiet_trainer
+from tests.training import worker
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = [
@@ -197,3 +198,28 @@ def test_fabric(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
             optimizer.zero_grad()
         strategy.close()
     assert losses[:4] == losses[4:] and losses[0] != losses[3]
+
+
+def test_two_processes_share_a_card(
+    emulated_cards: EmulatedCards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes its part of the memory of both cards; the result is the host's."""
+    monkeypatch.setenv("SMART_INFINITY_CARD_COUNT", "2")
+    monkeypatch.setenv("SMART_INFINITY_XCLBIN", str(emulated_cards.build.xclbin))
+    recipe = dataclasses.replace(BASE, precision="bf16-mixed")
+    host, cards = (
+        worker.Run(
+            out=str(tmp_path / device),
+            recipe=recipe,
+            devices=2,
+            storage=[str(tmp_path / device / "a"), str(tmp_path / device / "b")],
+            transfer={"tasklet_bytes": 64 * 1024, "num_buffers": 3},
+            options={"update_device": device},
+        )
+        for device in ("host", "smartssd")
+    )
+    expected, found = worker.launch(host, cards)
+    assert "is small for SmartSSDs" in found.output
+    assert found.losses == expected.losses
+    for name, master in expected.masters.items():
+        assert torch.equal(found.masters[name], master), name

@@ -15,6 +15,7 @@ from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
 from lightning_smartinfinity.devices.smartssd.opening import card_errors, most_buffers, open_card, share_of_memory
+from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
 from lightning_smartinfinity.devices.smartssd.worker import CardWorker, Work
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
@@ -113,6 +114,7 @@ class SmartSSDDevice(StorageDevice):
         assert not resident_bytes, "a card's state does not stay in host memory"
         assert len(files) == len(self._plan.cards), "one card for each storage folder"
         self._num_files = len(files)
+        close_returned()
         with ExitStack() as undo:
             undo.callback(self.close)
             self._host.open(files=files, identity=identity, buffer_bytes=buffer_bytes)

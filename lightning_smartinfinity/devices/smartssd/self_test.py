@@ -18,6 +18,7 @@ from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
 from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card, remedy_for
+from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
 from lightning_smartinfinity.errors import DeviceError, StorageError
 from lightning_smartinfinity.store.extents import extent_bytes
 from lightning_smartinfinity.store.faults import failure_error, storage_errors
@@ -218,7 +219,8 @@ class _Tile:
             pipeline.submit(batch)
             failure = pipeline.drain()
         finally:
-            pipeline.close()
+            pipeline.abandon()
+            close_or_keep(pipeline)
             file.close()
         if failure is not None:
             raise _error_of(failure)

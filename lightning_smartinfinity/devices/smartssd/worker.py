@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
+from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
 from lightning_smartinfinity.native.steps import UpdateStep
 
 __all__ = ["CardWorker", "Work"]
@@ -44,6 +45,7 @@ class CardWorker:
         self.pipeline = pipeline
         self._work: list[Work] = []
         self._told_of_absence = False
+        self._closed = False
 
     @property
     def active(self) -> bool:
@@ -118,9 +120,11 @@ class CardWorker:
         self.forget()
 
     def close(self) -> None:
-        """Release the card."""
-        self.forget()
-        self.pipeline.close()
+        """Release the card, now or when a run that is still out has returned; idempotent."""
+        if not self._closed:
+            self.abandon()
+            self._closed = True
+            close_or_keep(self.pipeline)
 
 
 def _in_one_file(tasklet: native.Tasklet) -> native.Tasklet:

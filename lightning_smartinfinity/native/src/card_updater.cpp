@@ -94,6 +94,8 @@ class CardUpdater final : public Updater {
     std::size_t host_bytes() const override { return ring_->host_bytes(); }
 
     std::optional<Refusal> work(const Job& job) override {
+        // Behind a run that does not return, each of those that have been read would wait as long as it did.
+        if (still_out_->any()) return Refusal{FailureKind::kDevice, "a run before has not returned", 0};
         CardJob on_card(job, options_, identity_, *ring_);
         std::optional<Refusal> refusal;
         try {

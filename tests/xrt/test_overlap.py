@@ -1,0 +1,85 @@
+"""What runs beside what, told by the order of events: a run that hangs keeps the card's kernel until it is released."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.runif import RunIf
+from tests.transfer.harness import Case, Run, running
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = RunIf(xrt=True)
+
+CASE = Case(dtype=torch.bfloat16, shapes=((40_000, 0, 0, 0),), num_buffers=4)
+
+
+def finish(run: Run, folder: Path, cards: EmulatedCards) -> None:
+    """Let the step end, and compare it with the host's."""
+    cards.release()
+    run.handler.commit()
+    with running(folder, run.case, device=settled_host) as host:
+        host.step(1)
+        same_as_host(run, host)
+
+
+def await_that(condition: Callable[[], bool], *, seconds: float = 30) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_cards_work_at_the_same_time(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Both have begun a run, and neither has ended one: no card waits for the other."""
+    case = CASE.but(num_devices=2)
+    with running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run:
+        for card in range(2):
+            emulated_cards.inject("hang", card=card)
+        run.handler.begin_step(run.collect(1))
+        emulated_cards.wait_for("run-hung", count=2)
+        assert {event.card for event in emulated_cards.events("run-hung")} == {0, 1}
+        assert not emulated_cards.events("run-end")
+        finish(run, tmp_path / "host", emulated_cards)
+
+
+def test_gradients_and_reads_go_on_beside_a_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """While the first tasklet is computed, the next are read from the SSD and the gradient of one arrives."""
+    with running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run:
+        before = run.handler.traffic()
+        emulated_cards.inject("hang")
+        run.handler.begin_step(run.collect(1))
+        emulated_cards.wait_for("run-hung")
+        extent = run.layout.extents.extents[0].nbytes
+
+        def arrived() -> int:
+            return len([event for event in emulated_cards.events("to-end") if int(event.fields[1]) > 64])
+
+        def read_bytes() -> int:
+            return sum(folder.read_bytes for folder in (run.handler.traffic() - before).folders)
+
+        await_that(lambda: arrived() == 2 and read_bytes() == 4 * extent)
+        assert not emulated_cards.events("run-end")
+        finish(run, tmp_path / "host", emulated_cards)
+
+
+def test_parameters_come_first_and_state_is_written_beside_the_next_run(
+    tmp_path: Path, emulated_cards: EmulatedCards
+) -> None:
+    """While one tasklet is computed, the parameters of the one before are out and its state is on the SSD."""
+    with running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run:
+        before, parameters = run.handler.traffic(), run.partition[0].clone()
+        emulated_cards.inject("hang", skipped=1)
+        run.handler.begin_step(run.collect(1))
+        emulated_cards.wait_for("run-hung")
+        extent = run.layout.extents.extents[0].nbytes
+        await_that(lambda: sum(folder.write_bytes for folder in (run.handler.traffic() - before).folders) == extent)
+        numel = run.layout.extents.tasklet_numel
+        pairs = zip(run.partition[0].split(numel), parameters.split(numel), strict=True)
+        assert sum(not torch.equal(now, then) for now, then in pairs) == 1
+        assert len(emulated_cards.events("run-end")) == 1
+        finish(run, tmp_path / "host", emulated_cards)
