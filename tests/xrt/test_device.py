@@ -14,6 +14,7 @@ from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_hos
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, running
 from tests.xrt.cards import EmulatedCards
+from tests.xrt.long_run import DTYPES, compare
 
 pytestmark = RunIf(xrt=True)
 
@@ -33,6 +34,14 @@ def test_five_steps(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: st
             host.step(step)
         same_as_host(run, host)
     assert all(emulated_cards.counter("runs_completed", card) for card in range(2))
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [*zip(OPTIMIZERS, (*DTYPES, torch.float32), strict=True)])
+def test_subnormals_infinities_and_nans(
+    tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, dtype: torch.dtype
+) -> None:
+    """A short one of the long runs that ``python -m tests.xrt.long_run`` makes."""
+    compare(tmp_path, emulated_cards.build.xclbin, optimizer, dtype, steps=5, numel=70_001)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
