@@ -23,6 +23,7 @@ from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.training import worker
 from tests.xrt.cards import EmulatedCards
+from tests.xrt.long_fit import compare
 
 pytestmark = [
     RunIf(xrt=True),
@@ -92,6 +93,11 @@ def test_trains_as_on_the_host(emulated_cards: EmulatedCards, tmp_path: Path, na
         strategy = on_cards(emulated_cards, tmp_path / overlap, overlap=overlap)
         assert_same(trained(recipe, tmp_path / overlap, strategy), expected)
         assert all(emulated_cards.counter("runs_completed", card) >= 3 + recipe.max_steps for card in range(2))
+
+
+def test_tasklets_of_the_usual_size(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
+    """A short one of the long fits that ``python -m tests.xrt.long_fit`` makes, with nothing set but the device."""
+    compare(tmp_path, emulated_cards, "tiny", steps=2)
 
 
 def test_resumes_on_cards_what_the_host_began(emulated_cards: EmulatedCards, tmp_path: Path) -> None:

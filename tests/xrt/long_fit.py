@@ -1,0 +1,101 @@
+"""A fit of GPT-2 124M on two emulated cards and on the host, bit for bit: ``python -m tests.xrt.long_fit --steps 3``."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks.gpt2 import GPT2, SIZES
+from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig
+from tests.helpers.trainers import fit
+from tests.xrt.builds import build
+from tests.xrt.cards import EmulatedCards
+
+__all__ = ["LitGPT2", "compare"]
+
+
+class LitGPT2(pl.LightningModule):
+    """Trains on the same few random tokens; ``digests`` holds one of each parameter's state when training ends."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = GPT2(size)
+        self.losses: list[float] = []
+        self.digests: dict[str, str] = {}
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(batch)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        tokens = torch.randint(0, 512, (64, 32), generator=torch.Generator().manual_seed(1))
+        return DataLoader(tokens, batch_size=1)  # type: ignore[arg-type]
+
+    def on_train_end(self) -> None:
+        optimizer = self.trainer.strategy._near_storage_optimizer
+        handler = optimizer.settled_handler()
+        for index, parameter in enumerate(optimizer.rank_state.layout.parameters):
+            digest = hashlib.sha256()
+            for values in handler.read_parameter(index).values():
+                digest.update(values.tobytes())
+            self.digests[parameter.name] = digest.hexdigest()
+
+
+def compare(root: Path, cards: EmulatedCards, size: str, *, steps: int) -> dict[str, float]:
+    """Train on both; an AssertionError where a bit differs.
+
+    Args:
+        root: For state.
+        cards: Emulated, two of them.
+        size: One of ``SIZES``.
+        steps: How many.
+
+    Returns:
+        Seconds of each fit, for the curious.
+    """
+    modules, seconds = {}, {}
+    for device in ("host", "smartssd"):
+        strategy = SmartInfinityStrategy(
+            [root / device / "a", root / device / "b"],
+            update_device=device,
+            smartssd=SmartSSDConfig(xclbin=cards.build.xclbin) if device == "smartssd" else None,
+            overlap="forward",
+        )
+        modules[device] = LitGPT2(size)
+        begin = time.monotonic()
+        fit(modules[device], root, strategy, max_steps=steps)
+        seconds[device] = time.monotonic() - begin
+        strategy.close()
+    assert modules["smartssd"].losses == modules["host"].losses
+    assert modules["smartssd"].digests == modules["host"].digests != {}
+    assert sum(cards.counter("runs_completed", card) for card in range(2)) > steps
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="124m")
+    parser.add_argument("--steps", type=int, default=3)
+    options = parser.parse_args()
+    emulated = EmulatedCards(build())
+    emulated.reset()
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = compare(Path(folder), emulated, options.size, steps=options.steps)
+    print(f"equal: {options.steps} steps of GPT-2 {options.size}, seconds {seconds}")
+
+
+if __name__ == "__main__":
+    main()
