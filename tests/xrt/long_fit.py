@@ -1,4 +1,4 @@
-"""A fit of GPT-2 124M on two emulated cards and on the host, bit for bit: ``python -m tests.xrt.long_fit --steps 3``."""
+"""A fit of GPT-2 124M on two emulated cards and on the host, to the bit: ``python -m tests.xrt.long_fit --steps 3``."""
 
 from __future__ import annotations
 
