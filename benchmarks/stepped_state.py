@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from raw_disk import cpu_seconds
 
-from lightning_smartinfinity.config import TransferConfig
+from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.native import DType, HostBuffer
 from lightning_smartinfinity.store import StateStore, StoreDescription
@@ -49,7 +49,7 @@ class SteppedState:
         ]
         layout = build_layout(
             parameters,
-            tasklet_bytes=transfer.tasklet_bytes,
+            tasklet_bytes=transfer.tasklet_bytes or HOST_TASKLET_BYTES,
             num_arrays=3,
             num_devices=len(folders),
             num_slots=transfer.num_slots,

@@ -57,7 +57,7 @@ class StorageTrafficMonitor(Callback):
     ``io/folder0_GB``, ``..share``, ...     by storage folder, if there are several: what it moves per step, its part of
                                             all that is, and per second in which it is busy (``..GBps``)
     ``io/compute_s``                        thread-seconds of the update per step, mean of the ranks
-    ``io/cpu_s_per_GiB``                    CPU time of the I/O threads per GiB over the shared channel
+    ``io/cpu_s_per_GiB``                    CPU time of the I/O threads per GiB over both channels
     ``io/bytes_per_parameter``              moved per updated parameter over both channels
     ``io/shared_bytes_per_parameter``       moved per updated parameter over the shared channel
     ``io/total_shared_read_TB``, ...        read or written per channel since the job began (four names)

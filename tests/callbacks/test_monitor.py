@@ -88,7 +88,7 @@ def test_values_of_one_step(tmp_path: Path) -> None:
             "io/wait_s": 0.125,
             "io/wait_share": 0.125 / 2.0,
             "io/compute_s": 0.25,
-            "io/cpu_s_per_GiB": 0.0625 / 26_000 * 2**30,
+            "io/cpu_s_per_GiB": 0.0625 / 27_500 * 2**30,
             "io/bytes_per_parameter": 27.5,
             "io/shared_bytes_per_parameter": 26.0,
             "io/total_shared_read_TB": 12_000 / 1e12,

@@ -120,7 +120,7 @@ def test_corrupt_extents(device: HostDevice) -> None:
     device.close()
 
 
-@pytest.mark.parametrize("kind", ["checksum", "foreign", "generation", "format", "short"])
+@pytest.mark.parametrize("kind", ["checksum", "foreign", "generation", "format", "gradient", "short"])
 def test_every_kind_of_failure_has_a_remedy(kind: str) -> None:
     """Each maps to one of our errors, with the core's message and what to do."""
 
