@@ -110,12 +110,12 @@ def _report(plan: CardPlan | None, error: SmartInfinityError | None) -> _Report:
 
 def _disagreement(reports: Sequence[_Report]) -> SmartInfinityError | None:
     """Ranks on one card must load one bitstream."""
-    for node in {report.node for report in reports}:
-        builds = {report.build for report in reports if report.node == node and report.cards}
+    for node, card in sorted({(report.node, card) for report in reports for card in report.cards}):
+        builds = {report.build for report in reports if report.node == node and card in report.cards}
         if len(builds) > 1:
             return ConfigError(
-                f"The ranks on {node} name different bitstreams for the same cards: {', '.join(sorted(builds))}.",
-                "Name one xclbin on all ranks.",
+                f"The ranks on {node} name different bitstreams for the same card {card}: {', '.join(sorted(builds))}.",
+                "Name one xclbin on all ranks that share a card.",
             )
     return None
 

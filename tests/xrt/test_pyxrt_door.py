@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_smartinfinity import DeviceError
 from lightning_smartinfinity.devices.smartssd import self_test
-from lightning_smartinfinity.devices.smartssd.cards import Card, emulated_card
+from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
+from lightning_smartinfinity.devices.smartssd.p2p import P2P, P2PState
 from lightning_smartinfinity.devices.smartssd.pci import PciPath
 from lightning_smartinfinity.devices.smartssd.pyxrt_door import _opened
 from tests.helpers.card_runs import OPTIMIZERS, cards, plan_of, same_as_host, settled_host
@@ -89,19 +91,34 @@ def test_a_module_that_is_not_there(
         self_test(plan_of(1, emulated_cards.build.xclbin, door="pyxrt"), [tmp_path], KERNELS)
 
 
+REAL_CARD = Card(
+    1, PciPath(("pci0000:3a", "0000:3a:00.0", "0000:3d:00.1")), None, None, P2P(P2PState.UNKNOWN, None, None)
+)
+
+
+class OldPyxrt:
+    """pyxrt before 2.13: cards by number alone, of which it tells this address, if any."""
+
+    def __init__(self, address: str | None) -> None:
+        if address is not None:
+            self.xrt_info_device = SimpleNamespace(bdf=address)
+
+    def device(self, which: object) -> SimpleNamespace:
+        if isinstance(which, str):
+            raise TypeError("incompatible constructor arguments")
+        return SimpleNamespace(number=which, get_info=str)
+
+
 def test_real_cards_open_by_address() -> None:
-    """By number where pyxrt takes no addresses yet, as before 2.13."""
-    path = PciPath(("pci0000:3a", "0000:3a:00.0", "0000:3d:00.1"))
-    card = Card(1, path, None, None, emulated_card(1).p2p)
+    """By number where pyxrt takes no addresses yet, as before 2.13, and then it is asked which card that is."""
+    assert _opened(SimpleNamespace(device=lambda which: which), REAL_CARD, num_cards=2) == REAL_CARD.address
+    assert _opened(OldPyxrt(REAL_CARD.address), REAL_CARD, num_cards=2).number == REAL_CARD.number
+    with pytest.raises(DeviceError, match=r"opened card 0000:5e:00\.1 for the card 0000:3d:00\.1"):
+        _opened(OldPyxrt("0000:5e:00.1"), REAL_CARD, num_cards=2)
 
-    class Old:
-        asked: list[object] = []  # noqa: RUF012
 
-        @classmethod
-        def device(cls, which: object) -> object:
-            cls.asked.append(which)
-            if isinstance(which, str):
-                raise TypeError("incompatible constructor arguments")
-            return which
-
-    assert _opened(Old, card) == 1 and Old.asked == ["0000:3d:00.1", 1]
+def test_a_pyxrt_that_does_not_tell_addresses() -> None:
+    """The only card can be no other one; of several it might be any."""
+    assert _opened(OldPyxrt(None), REAL_CARD, num_cards=1).number == REAL_CARD.number
+    with pytest.raises(DeviceError, match=r"which of 2 cards.*door='native'"):
+        _opened(OldPyxrt(None), REAL_CARD, num_cards=2)

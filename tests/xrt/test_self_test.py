@@ -145,17 +145,21 @@ def test_page_cache_is_out_of_reach(tmp_path: Path, emulated_cards: EmulatedCard
     assert choose_update_device(replace(asked, update_device="auto"), optimizer="Adam").cards is None
 
 
-def reports(*builds: str, node: str = "one") -> list[update_device._Report]:
-    return [update_device._Report(node, ("0000:42:00.1",), build, None) for build in builds]
+CARD, OTHER_CARD = "0000:42:00.1", "0000:43:00.1"
+
+
+def reports(*builds: str, node: str = "one", card: str = CARD) -> list[update_device._Report]:
+    return [update_device._Report(node, (card,), build, None) for build in builds]
 
 
 def test_ranks_on_one_card() -> None:
-    """They share its memory evenly, and have to load one bitstream; ranks on other machines have their own cards."""
+    """They share its memory evenly and have to load one bitstream; other cards may have another."""
     assert update_device._sharers(reports("x", "x", "x")) == 3
     assert update_device._sharers([*reports("x", "x"), *reports("y", node="two")]) == 2
     assert update_device._disagreement([*reports("x", "x"), *reports("y", node="two")]) is None
-    error = update_device._disagreement(reports("x", "y"))
-    assert isinstance(error, ConfigError) and "x, y" in error.problem
+    assert update_device._disagreement([*reports("x", "x"), *reports("y", card=OTHER_CARD)]) is None
+    error = update_device._disagreement([*reports("x", "y"), *reports("z", card=OTHER_CARD)])
+    assert isinstance(error, ConfigError) and f"same card {CARD}: x, y." in error.problem
 
 
 @pytest.mark.parametrize("wanted", ["auto", "smartssd"])

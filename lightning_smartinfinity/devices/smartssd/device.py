@@ -132,8 +132,9 @@ class SmartSSDDevice(StorageDevice):
                 "Use TransferConfig(direct_io='on') on a file system that has direct I/O.",
             )
         share = share_of_memory(self._plan)
-        nbytes = buffer_bytes + ring.gradient_bytes + ring.parameter_bytes
-        num_buffers = most_buffers(ring.num_buffers, nbytes=nbytes, share=share)
+        # An extent's trailer page is not there, but a page of status is.
+        parts = (buffer_bytes, ring.gradient_bytes, ring.parameter_bytes)
+        num_buffers = most_buffers(ring.num_buffers, parts=parts, share=share)
         gradients = None
         if self._route == "storage":
             needed = num_buffers * -(-ring.gradient_bytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.devices.smartssd.cards import Card
+from lightning_smartinfinity.devices.smartssd.cards import Card, cards_of
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
+from lightning_smartinfinity.devices.smartssd.system import System
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
 
 __all__ = ["card_errors", "most_buffers", "open_card", "remedy_for", "share_of_memory"]
 
@@ -17,15 +19,18 @@ _USABLE_EIGHTHS = 7
 _SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(tasklet_bytes=..., num_buffers=...)."
 _UNFOUND = "Check XILINX_XRT, the driver and the card: `xbutil examine`, `smart-infinity selftest`."
 _ANOTHER = "Close what holds the card with another xclbin, and check that this one was built for the card's shell."
+_REBUILD = (
+    "Build the bitstream from the hls/ folder of a checkout or source distribution of this version: make -C hls xclbin."
+)
 _REMEDIES = {
     "peer to peer": f"If P2P is off, run `xbutil configure --p2p enable` as root and reboot warm. Else: {_SMALLER}",
     "too small": _SMALLER,
     "xrtBOAlloc": _SMALLER,
     "bad_alloc": _SMALLER,
-    "bank": "Build the bitstream from this version's hls/ folder: all its kernels' ports lie in the card's one bank.",
+    "bank": f"{_REBUILD} All its kernels' ports lie in the card's one bank.",
     "Xclbin": _ANOTHER,
     "load_xclbin": _ANOTHER,
-    "interface version": "Build the bitstream from this version's hls/ folder: make -C hls xclbin.",
+    "interface version": _REBUILD,
     "xrtDeviceOpen": _UNFOUND,
     "open device": _UNFOUND,
 }
@@ -42,7 +47,7 @@ def open_card(plan: CardPlan, card: Card) -> native.Card:
         if plan.door == "pyxrt":
             from lightning_smartinfinity.devices.smartssd.pyxrt_door import PyxrtDoor
 
-            return native.Card(PyxrtDoor(card, plan.bitstream))
+            return native.Card(PyxrtDoor(card, plan.bitstream, num_cards=len(cards_of(System()))))
         device: int | str = card.number if card.path is None else card.address
         assert plan.library is not None
         return native.Card.open(device, xclbin=str(plan.bitstream.path), library=plan.library)
@@ -55,9 +60,18 @@ def share_of_memory(plan: CardPlan) -> int | None:
     return plan.bitstream.memory_bytes * _USABLE_EIGHTHS // 8 // plan.sharers
 
 
-def most_buffers(wanted: int, *, nbytes: int, share: int | None) -> int:
-    """How many ring buffers of a size fit into a share of a card's memory: two at least, which XRT may then refuse."""
-    return wanted if share is None else min(wanted, max(2, share // nbytes))
+def most_buffers(wanted: int, *, parts: Iterable[int], share: int | None) -> int:
+    """How many ring buffers fit into a share of a card's memory: two at least, which XRT may then refuse.
+
+    Args:
+        wanted: At most.
+        parts: Bytes of what each of them consists of; every part fills whole blocks.
+        share: Bytes; None: all that there is.
+    """
+    if share is None:
+        return wanted
+    nbytes = sum(-(-part // BLOCK_BYTES) * BLOCK_BYTES for part in parts)
+    return min(wanted, max(2, share // nbytes))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_smartinfinity.devices.smartssd.bitstream import Bitstream
 from lightning_smartinfinity.devices.smartssd.cards import Card
+from lightning_smartinfinity.errors import DeviceError
 
 __all__ = ["PyxrtDoor"]
 
@@ -42,13 +43,37 @@ class _Buffer:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 
-def _opened(pyxrt: Any, card: Card) -> Any:
-    if card.path is not None:
-        try:
-            return pyxrt.device(card.address)
-        except TypeError:
-            pass  # before 2.13 cards have numbers alone, which XRT gives them in this order, too
-    return pyxrt.device(card.number)
+def _opened(pyxrt: Any, card: Card, num_cards: int) -> Any:
+    if card.path is None:
+        return pyxrt.device(card.number)
+    try:
+        return pyxrt.device(card.address)
+    except TypeError:  # before 2.13 cards have numbers alone
+        device = pyxrt.device(card.number)
+    _require_address(pyxrt, device, card, num_cards)
+    return device
+
+
+def _require_address(pyxrt: Any, device: Any, card: Card, num_cards: int) -> None:
+    """A number of ours may be another card's of XRT: that one would be given the state of this one's SSD.
+
+    Raises:
+        DeviceError: It is, or nobody can tell.
+    """
+    try:
+        address = str(device.get_info(pyxrt.xrt_info_device.bdf))
+    except AttributeError:  # an older pyxrt
+        address = None
+    if address is None and num_cards > 1:
+        raise DeviceError(
+            f"pyxrt cannot tell which of {num_cards} cards it has opened for the {card.label}.",
+            "Use XRT's C library, SmartSSDConfig(door='native'), or XRT 2.13 or later.",
+        )
+    if address is not None and address.lower() != card.address.lower():
+        raise DeviceError(
+            f"pyxrt has opened card {address} for the {card.label}: XRT numbers cards in another order.",
+            "Use XRT's C library, SmartSSDConfig(door='native'), or XRT 2.13 or later.",
+        )
 
 
 def _loaded(device: Any, bitstream: Bitstream) -> Any:
@@ -64,17 +89,19 @@ class PyxrtDoor:
     Args:
         card: To open.
         bitstream: To load.
+        num_cards: On this machine's PCI bus.
 
     Raises:
+        DeviceError: It is not certain that pyxrt opens this card.
         ImportError: pyxrt is not there.
         RuntimeError: XRT refuses.
     """
 
-    def __init__(self, card: Card, bitstream: Bitstream) -> None:
+    def __init__(self, card: Card, bitstream: Bitstream, *, num_cards: int) -> None:
         import pyxrt
 
         self._pyxrt = pyxrt
-        self._device = _opened(pyxrt, card)
+        self._device = _opened(pyxrt, card, num_cards)
         self._uuid = _loaded(self._device, bitstream)
 
     def kernel(self, name: str) -> Any:
