@@ -34,10 +34,10 @@ CREATED := $(VENV)/.created
 REQUIREMENTS := $(VENV)/.requirements
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types contracts unit csim format dist clean
+.PHONY: help setup demo test test-long lint types contracts unit csim format dist clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(INSTALLED) ## Create .venv and install the package into it (PYTHON=python3 by default)
 	@echo "$(VENV) is up to date"
@@ -86,6 +86,9 @@ unit: $(INSTALLED) ## The tests; skipped ones print why
 	@tools/test_packages.sh
 	HF_HUB_OFFLINE=1 python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 	    $(PYTEST_OPTIONS)
+
+test-long: ## The tests that take minutes, and 4 GB in the folder for temporary files
+	$(MAKE) unit PYTEST_OPTIONS="--long -m long $(PYTEST_OPTIONS)"
 
 csim: $(INSTALLED) ## The SmartSSD's kernels, compiled for this machine, against numpy and torch.optim
 	$(MAKE) -C hls csim

@@ -21,10 +21,23 @@ _FORBIDDEN_SKIPS = pytest.StashKey[list[str]]()
 _SHARED_BEFORE = pytest.StashKey[set[Path]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run tests marked 'long', too, which take minutes")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FORBIDDEN_SKIPS] = []
     config.stash[_SHARED_BEFORE] = _shared_buffers()
     config.pluginmanager.register(_SkipWatch(config.stash[_FORBIDDEN_SKIPS]))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves long tests out unless they are asked for: deselected, not skipped, they are no gap in a run."""
+    if config.getoption("long"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    items[:] = [item for item in items if not item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:

@@ -169,8 +169,9 @@ class StoredState:
 
     def regions(self, index: int = 0) -> list[Array]:
         """The bytes of each region as they lie on storage."""
-        content = np.fromfile(self.paths[self.file_of(index, self.slot)], np.uint8)
-        begin, found = self.extent_offset(index, self.slot), []
+        path, offset = self.paths[self.file_of(index, self.slot)], self.extent_offset(index, self.slot)
+        content = np.fromfile(path, np.uint8, self.extent_bytes_of(index), offset=offset)
+        begin, found = 0, []
         for used in self.region_bytes_of(index):
             found.append(content[begin : begin + used])
             begin += align(used)

@@ -22,7 +22,7 @@ from lightning_smartinfinity.native import (
     Pipeline,
 )
 from tests.helpers.golden import DTYPES, STEPS, assert_same_bits, encode, random_arrays
-from tests.helpers.payload import compress
+from tests.helpers.payload import BLOCK, compress
 from tests.helpers.runif import RunIf
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Array, Run, align
@@ -162,6 +162,46 @@ def test_compressed_gradients(tmp_path: Path, emulated_cards: EmulatedCards, dty
         counters = state.pipeline.counters()
     assert counters.shared_write_bytes == nbytes
     assert counters.internal_read_bytes == 12 * numel + (nbytes if route == "storage" else 0)
+
+
+@pytest.mark.parametrize("route", ["host", "storage"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "state_bytes", "payload_bytes"),
+    [
+        # Header and counts, then an index and a value for each of 8 * 655 elements: 0.06 bytes per parameter.
+        ("adamw", DType.FLOAT32, 12, 2 * 64 + 10_496 + 20_992),
+        ("adamw", DType.BFLOAT16, 12, 2 * 64 + 10_496 + 10_496),
+        ("adagrad", DType.FLOAT16, 8, 2 * 64 + 10_496 + 10_496),
+        ("sgd", DType.FLOAT32, 8, 2 * 64 + 10_496 + 20_992),
+    ],
+)
+def test_counters_of_the_top_percent(
+    tmp_path: Path,
+    emulated_cards: EmulatedCards,
+    name: str,
+    dtype: DType,
+    state_bytes: int,
+    payload_bytes: int,
+    route: str,
+) -> None:
+    """One element of a hundred: its payload is all that crosses the shared channel downwards."""
+    numel, step = 8 * BLOCK, STEPS[name]
+    gradient, *arrays = random_arrays(step, numel, 5, special=False)
+    payload = np.frombuffer(compress(gradient, 0.01, dtype).tobytes(), np.uint8)
+    assert payload.nbytes == payload_bytes
+
+    def runs_of(parameter: Array) -> list[Run]:
+        return [Run(0, numel, 0, gradient_dtype=dtype, parameter=parameter, parameter_dtype=DType.BFLOAT16)]
+
+    with card_state(tmp_path, emulated_cards, step, numel, through_file=route == "storage") as state:
+        state.write(*arrays)
+        state.stored.payloads = state.host.payloads = {0: payload}
+        update_both(state, runs_of, [step], numel, DType.BFLOAT16)
+        counters = state.pipeline.counters()
+    assert (counters.shared_write_bytes, counters.shared_read_bytes) == (payload_bytes, 2 * numel)
+    through = payload_bytes if route == "storage" else 0
+    assert counters.internal_read_bytes == state_bytes * numel + through
+    assert counters.internal_write_bytes == state_bytes * numel
 
 
 def test_groups_meet(tmp_path: Path, emulated_cards: EmulatedCards) -> None:

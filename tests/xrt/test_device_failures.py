@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
 import struct
 import time
@@ -78,6 +80,60 @@ def test_a_hundred_failures(
         assert state_files(run) == expected.files
     # A machine under load may take a slow run for a hung one, too.
     assert len(failures(log)) == NUM_FAILURES or (kind == "hang" and len(failures(log)) > NUM_FAILURES)
+
+
+STORAGE = {
+    "read": {"fail_read_at": 0, "errno": errno.EIO},
+    "write": {"fail_write_at": 0, "errno": errno.EIO},
+    "full": {"fail_write_at": 0, "errno": errno.ENOSPC},
+}
+
+
+@pytest.mark.parametrize("kind", STORAGE)
+def test_a_hundred_failures_of_storage(
+    tmp_path: Path, emulated_cards: EmulatedCards, expected: Result, log: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """A transfer between SSD and card fails in each step, of state or of a trailer, among many that are cut short."""
+    choose = random.Random(kind)
+    (where, number), (_, code) = STORAGE[kind].items()
+    with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
+        assert isinstance(run.device, SmartSSDDevice)
+        for step in range(NUM_FAILURES):
+            pipeline = run.device._workers[choose.randrange(2)].pipeline
+            fault = {where: number + choose.randrange(2), "errno": code}
+            inject(pipeline, short_transfer_every=choose.randrange(2, 5), **fault)
+            run.step(step)
+            inject(pipeline)
+        assert_equal(run.state(), expected.state)
+        assert state_files(run) == expected.files
+    assert len(failures(log)) == NUM_FAILURES
+    assert all(os.strerror(code) in message for message in failures(log))
+
+
+def test_short_transfers_alone_are_no_failure(
+    tmp_path: Path, emulated_cards: EmulatedCards, expected: Result, log: pytest.LogCaptureFixture
+) -> None:
+    """Every second transfer is cut short in all hundred steps: it goes on where it was cut."""
+    with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
+        assert isinstance(run.device, SmartSSDDevice)
+        for worker in run.device._workers:
+            inject(worker.pipeline, short_transfer_every=2)
+        run.steps(range(NUM_FAILURES))
+        assert_equal(run.state(), expected.state)
+        assert state_files(run) == expected.files
+    assert not failures(log)
+
+
+@pytest.mark.parametrize("array", range(3))
+def test_state_that_was_corrupted_on_the_card(tmp_path: Path, emulated_cards: EmulatedCards, array: int) -> None:
+    """Nobody can know when it is written, as the CPU never sees it; the next one to read it does, and says so."""
+    for number in range(4):
+        with running(tmp_path / str(number), CASE, device=cards(emulated_cards.build.xclbin)) as run:
+            run.step(0)
+            emulated_cards.inject("corrupt", card=number % 2, pointer=4 + array, bit=5)
+            run.step(1)
+            with pytest.raises(StorageCorruptError, match="checksum"):
+                run.step(2)
 
 
 def await_card(run: Run, card: int) -> None:

@@ -95,9 +95,10 @@ def test_trains_as_on_the_host(emulated_cards: EmulatedCards, tmp_path: Path, na
         assert all(emulated_cards.counter("runs_completed", card) >= 3 + recipe.max_steps for card in range(2))
 
 
-def test_tasklets_of_the_usual_size(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
-    """A short one of the long fits that ``python -m tests.xrt.long_fit`` makes, with nothing set but the device."""
-    compare(tmp_path, emulated_cards, "tiny", steps=2)
+@pytest.mark.parametrize(("size", "steps"), [("tiny", 2), pytest.param("124m", 4, marks=pytest.mark.long)])
+def test_tasklets_of_the_usual_size(emulated_cards: EmulatedCards, tmp_path: Path, size: str, steps: int) -> None:
+    """With nothing set but the device."""
+    compare(tmp_path, emulated_cards, size, steps=steps)
 
 
 def test_resumes_on_cards_what_the_host_began(emulated_cards: EmulatedCards, tmp_path: Path) -> None:

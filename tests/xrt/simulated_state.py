@@ -1,0 +1,84 @@
+"""A partition in the memory of the C simulation: what card and host hold on storage, tasklet by tasklet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.hls.simulation import Buffer, Simulation, aligned
+from tests.hls.tasklet import GROUP, PADDING, Form, Tasklet, item_bytes, rounded_up
+from tests.native.stored import Array, Run, StoredState
+
+__all__ = ["SimulatedState"]
+
+
+class SimulatedState:
+    """The tasklets of a stored partition, as a card's memory would hold them.
+
+    Args:
+        simulation: Of the kernels.
+        stored: How the partition is cut; read, where the two are compared.
+        form: Of all gradients and parameters.
+        arrays: The state at first, fp32.
+    """
+
+    def __init__(self, simulation: Simulation, stored: StoredState, form: Form, arrays: Sequence[Array]) -> None:
+        self._simulation = simulation
+        self._stored = stored
+        self._form = form
+        self._arrays = [self._memory(index, arrays) for index in range(stored.num_tasklets)]
+
+    def update(self, runs: Sequence[Run], steps: Sequence[Any], parameter: Array) -> None:
+        """As a batch of an update: a run of the kernel for each of a tasklet's groups; its status tells no error.
+
+        Args:
+            runs: All with a step; they cover the partition.
+            steps: Theirs.
+            parameter: Where the updated parameters go.
+        """
+        for index, arrays in enumerate(self._arrays):
+            numel, offset = self._stored.numel_of(index), index * self._stored.tasklet_numel
+            memory = aligned(rounded_up(numel, GROUP) * item_bytes(self._form.parameter))
+            gradient = self._gradient(index, runs, self._stored.payloads)
+            tasklet = Tasklet(steps[0], numel, self._form, arrays[0].view(np.float32), gradient, arrays, memory)
+            for run in runs:
+                first, last = max(run.offset - offset, 0), min(run.offset + run.numel - offset, numel)
+                if first < last:
+                    status = tasklet.run_words(self._simulation, tasklet.words(first, last, step=steps[run.step]))
+                    assert status.errors == 0 and status.words[2] == last - first
+                    part = slice(offset + first, offset + last)
+                    parameter[part] = memory.view(parameter.dtype)[first:last]
+
+    def assert_same(self) -> None:
+        """Bit for bit what the files hold; even NaNs and zeros are the very same ones."""
+        for index, arrays in enumerate(self._arrays):
+            numel = self._stored.numel_of(index)
+            for array, region in zip(arrays, self._stored.regions(index), strict=True):
+                np.testing.assert_array_equal(array[: 4 * numel], region)
+
+    def _memory(self, index: int, arrays: Sequence[Array]) -> list[Buffer]:
+        begin, numel = index * self._stored.tasklet_numel, self._stored.numel_of(index)
+        memory = [aligned(4 * rounded_up(numel, PADDING)) for _ in arrays]
+        for target, array in zip(memory, arrays, strict=True):
+            target[: 4 * numel] = array[begin : begin + numel].view(np.uint8)
+        return memory
+
+    def _gradient(self, index: int, runs: Sequence[Run], payloads: Mapping[int, Array]) -> Buffer:
+        """A compressed gradient, or what the runs have of a dense one."""
+        if index in payloads:
+            return _copied(payloads[index], payloads[index].nbytes)
+        offset, numel = index * self._stored.tasklet_numel, self._stored.numel_of(index)
+        parts = [
+            run.gradient[max(offset - run.offset, 0) : max(offset + numel - run.offset, 0)][: run.numel]
+            for run in runs
+            if run.gradient is not None
+        ]
+        return _copied(np.concatenate(parts), rounded_up(numel, GROUP) * item_bytes(self._form.gradient))
+
+
+def _copied(values: Array, capacity: int) -> Buffer:
+    memory = aligned(capacity)
+    memory[: values.nbytes] = values.view(np.uint8)
+    return memory

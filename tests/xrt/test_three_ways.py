@@ -1,0 +1,174 @@
+"""Host, C simulation and emulated SmartSSD: the same bits, step after step, for every optimizer and gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity.native import DType, Operation
+from tests.helpers.card_runs import OPTIMIZERS
+from tests.helpers.golden import DTYPES, encode
+from tests.helpers.payload import build
+from tests.helpers.runif import RunIf
+from tests.hls.simulation import Library, built
+from tests.hls.tasklet import Form
+from tests.native.stored import Array, Run
+from tests.transfer.harness import Case
+from tests.xrt.card_state import card_state
+from tests.xrt.cards import EmulatedCards
+from tests.xrt.simulated_state import SimulatedState
+
+pytestmark = RunIf(xrt=True)
+
+# The NaN that an x86 makes itself: as no other one ever meets it, every order of operands gives this one.
+NAN = np.array(0xFFC00000, np.uint32).view(np.float32)
+NAN_BITS = {DType.FLOAT16: 0xFE00, DType.BFLOAT16: 0xFFC0}
+FINITE = np.array([0.0, -0.0, 1e-45, -1e-40, 1.1754942e-38, 1.1754944e-38, -1.2e-38, 6e-8, -3e-8], np.float32)
+SPECIAL = np.concatenate([FINITE, np.array([np.inf, -np.inf, NAN, 3e38, -3e38, 65504, 65520], np.float32)])
+RATIO = 0.01
+
+Steps = list[Any]
+
+
+@dataclass(frozen=True)
+class Training:
+    """Steps of one optimizer on one kind of gradients.
+
+    Attributes:
+        optimizer: One of :data:`OPTIMIZERS`.
+        form: Of gradients and parameters.
+        numel: Elements, in three tasklets, none of them whole beats. Two parameter groups meet in the second.
+    """
+
+    optimizer: str
+    form: Form
+    numel: int
+
+    @property
+    def tasklet_numel(self) -> int:
+        return self.numel * 2 // 5 | 1
+
+    def steps(self, number: int) -> Steps:
+        """The scalars of both groups at a step, numbered from 1."""
+        case = Case(**OPTIMIZERS[self.optimizer])
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], **options} for options in case.options]
+        optimizer = case.optimizer(groups, **case.defaults)
+        return [
+            case.rule.scalars(case.rule.snapshot(group), step=number, gradient_scale=0.25)
+            for group in optimizer.param_groups
+        ]
+
+    def first_arrays(self) -> list[Array]:
+        """Master weights and the rest of the state, with values of all kinds among them."""
+        random = np.random.default_rng(0)
+        arrays = [values_of(random, self.numel) for _ in Case(**OPTIMIZERS[self.optimizer]).rule.arrays]
+        if self.optimizer != "sgd":
+            np.abs(arrays[-1], out=arrays[-1], where=~np.isnan(arrays[-1]))
+        return arrays
+
+    def dense(self, number: int) -> Array:
+        """The gradient of a step, as stored."""
+        return stored(values_of(np.random.default_rng(number), self.numel), self.form.gradient)
+
+    def payloads(self, number: int) -> dict[int, Array]:
+        """Compressed gradients of a step, by tasklet."""
+        random, payloads = np.random.default_rng(number), {}
+        for index, begin in enumerate(range(0, self.numel, self.tasklet_numel)):
+            numel = min(self.tasklet_numel, self.numel - begin)
+            positions = np.flatnonzero(random.random(numel, np.float32) < RATIO)
+            values = stored(values_of(random, positions.size), self.form.gradient)
+            content = build(positions, values, numel, self.form.gradient).tobytes()
+            payloads[index] = np.frombuffer(content, np.uint8)
+        return payloads
+
+    def runs(self, gradient: Array | None, parameter: Array) -> list[Run]:
+        border = self.numel // 2 + 3
+        return [
+            Run(
+                begin,
+                end - begin,
+                group,
+                gradient=None if gradient is None else gradient[begin:end],
+                gradient_dtype=self.form.gradient,
+                parameter=parameter[begin:],
+                parameter_dtype=self.form.parameter,
+            )
+            for group, (begin, end) in enumerate(((0, border), (border, self.numel)))
+        ]
+
+
+def values_of(random: np.random.Generator, numel: int) -> Array:
+    """Normal ones; in between infinities, NaNs and subnormals, and where those will not spread, subnormals alone."""
+    values = random.standard_normal(numel, np.float32)
+    for first, others in ((0, SPECIAL), (8, FINITE)):
+        values[first::16] = random.choice(others, values[first::16].size)
+    return values
+
+
+def stored(values: Array, dtype: DType) -> Array:
+    """As in memory. Of NaNs torch makes several kinds."""
+    found = encode(values, dtype)
+    if dtype in NAN_BITS:
+        found[np.isnan(values)] = np.uint16(NAN_BITS[dtype]).view(np.int16)
+    return found
+
+
+@pytest.fixture(scope="module")
+def simulation() -> Library:
+    return Library(built("sequential"))
+
+
+@pytest.mark.parametrize(
+    ("numel", "num_steps"), [(170_003, 5), pytest.param(1 << 20, 50, marks=pytest.mark.long)], ids=["short", "long"]
+)
+@pytest.mark.parametrize("ratio", [None, RATIO], ids=["dense", "compressed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "sgd"])
+def test_the_same_bits(
+    tmp_path: Path,
+    emulated_cards: EmulatedCards,
+    simulation: Library,
+    optimizer: str,
+    dtype: DType,
+    ratio: float | None,
+    numel: int,
+    num_steps: int,
+) -> None:
+    """State files byte for byte, parameters bit for bit, after each step."""
+    training = Training(optimizer, Form(dtype, dtype, ratio), numel)
+    arrays = training.first_arrays()
+    stored_type = np.float32 if dtype is DType.FLOAT32 else np.int16
+    places = [np.zeros(numel, stored_type) for _ in range(3)]
+    with card_state(
+        tmp_path, emulated_cards, training.steps(1)[0], numel, tasklet_numel=training.tasklet_numel
+    ) as state:
+        state.write(*arrays)
+        simulated = SimulatedState(simulation, state.host, training.form, arrays)
+        for number in range(1, num_steps + 1):
+            gradient = training.dense(number) if ratio is None else None
+            if ratio is not None:
+                state.stored.payloads = state.host.payloads = training.payloads(number)
+            steps = training.steps(number)
+            on_card, on_host, in_simulation = (training.runs(gradient, place) for place in places)
+            state.submit(on_card, steps)
+            simulated.update(in_simulation, steps, places[2])
+            assert state.drain() is None
+            assert state.host.work(Operation.UPDATE, on_host, steps) is None
+            state.assert_same()
+            simulated.assert_same()
+            for other in places[1:]:
+                np.testing.assert_array_equal(other.view(np.uint8), places[0].view(np.uint8))
+        assert finite_and_not(np.concatenate([region.view(np.float32) for region in state.host.regions()]))
+    assert emulated_cards.counter("runs_completed") == 4 * num_steps
+
+
+def finite_and_not(values: Array) -> bool:
+    """Whether most values are finite, some are infinite or NaN, and none is subnormal, as all were flushed."""
+    finite = np.isfinite(values)
+    tiny = (values != 0) & (np.abs(values) < np.finfo(np.float32).tiny)
+    return bool(0.5 < finite.mean() < 1 and not tiny.any())
