@@ -1,0 +1,51 @@
+"""XRT's C API without XRT, built from fake_xrt.cpp: what the native core opens in tests instead of libxrt_coreutil."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from tests.native.builds import run
+
+__all__ = ["FakeXrt", "build", "without"]
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def build(folder: Path) -> Path:
+    """Compiles the library."""
+    library = folder / "libfakexrt.so"
+    run("g++", "-std=c++20", "-shared", "-fPIC", SOURCE, "-o", library)
+    return library
+
+
+def without(library: Path, entry: str, folder: Path) -> Path:
+    """A copy of the library in which an entry point has another name."""
+    content, name = library.read_bytes(), b"\0" + entry.encode() + b"\0"
+    assert name in content
+    lacking = folder / library.name
+    lacking.write_bytes(content.replace(name, name.replace(b"xrt", b"old")))
+    return lacking
+
+
+class FakeXrt:
+    """What a test steers and sees of the fake library."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = library
+        self._calls = calls = ctypes.CDLL(str(library))
+        calls.fake_log.restype = ctypes.c_char_p
+        calls.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+        self.reset()
+
+    def reset(self) -> None:
+        """No failures, an empty log."""
+        self._calls.fake_reset()
+
+    def fail(self, call: str, *, result: int = -1, errno: int = 0) -> None:
+        """Let calls fail from now on: those that make something give nothing, the others this result."""
+        self._calls.fake_fail(call.encode(), result, errno)
+
+    def log(self) -> list[str]:
+        """Calls since :meth:`reset`, with what they were given."""
+        return str(self._calls.fake_log().decode()).splitlines()

@@ -1,0 +1,132 @@
+"""What XRT's C API is asked for and how its refusals are told, on a fake library: no XRT and no card is needed."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity import DeviceError
+from lightning_smartinfinity.devices.smartssd.opening import open_card
+from lightning_smartinfinity.devices.smartssd.pci import PciPath
+from lightning_smartinfinity.native import Card, CardError
+from tests.helpers.card_runs import plan_of
+from tests.native.fake_xrt import FakeXrt, build, without
+
+BDF = "0000:42:00.1"
+ENTRIES = (
+    *("xrtDeviceOpen", "xrtDeviceOpenByBDF", "xrtDeviceClose", "xrtDeviceLoadXclbinFile", "xrtDeviceGetXclbinUUID"),
+    *("xrtPLKernelOpen", "xrtKernelClose", "xrtKernelArgGroupId"),
+    *("xrtBOAlloc", "xrtBOSubAlloc", "xrtBOFree", "xrtBOMap", "xrtBOSync"),
+    *("xrtRunOpen", "xrtRunClose", "xrtRunSetArg", "xrtRunStart", "xrtRunWaitFor", "xrtRunState"),
+)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> FakeXrt:
+    return FakeXrt(build(tmp_path_factory.mktemp("fake-xrt")))
+
+
+@pytest.fixture
+def xrt(library: FakeXrt) -> FakeXrt:
+    library.reset()
+    return library
+
+
+def opened(xrt: FakeXrt, device: int | str = BDF) -> Card:
+    return Card.open(device, xclbin="a/kernels.xclbin", library=str(xrt.library))
+
+
+@pytest.mark.parametrize(("device", "call"), [(BDF, f"xrtDeviceOpenByBDF {BDF}"), (3, "xrtDeviceOpen 3")])
+def test_a_card_by_address_or_number(xrt: FakeXrt, device: int | str, call: str) -> None:
+    """As given; then the kernels are loaded, and the device closes with its last user."""
+    opened(xrt, device).close()
+    loaded = ["xrtDeviceLoadXclbinFile a/kernels.xclbin", "xrtDeviceGetXclbinUUID"]
+    assert xrt.log() == [call, *loaded, "xrtDeviceClose"]
+
+
+def test_a_real_card_is_opened_by_its_address(xrt: FakeXrt) -> None:
+    """XRT's own numbers need not be in the order of addresses; emulated cards have nothing but numbers."""
+    plan = replace(plan_of(1, Path("kernels.xclbin")), library=str(xrt.library))
+    (emulated,) = plan.cards
+    open_card(plan, emulated._replace(path=PciPath(("pci0000:3a", "0000:3b:00.0", BDF)), number=5)).close()
+    open_card(plan, emulated._replace(number=5)).close()
+    assert [line for line in xrt.log() if "Open" in line] == [f"xrtDeviceOpenByBDF {BDF}", "xrtDeviceOpen 5"]
+
+
+def test_memory_and_kernels(xrt: FakeXrt) -> None:
+    """Kernels of the uuid that was loaded, memory in the group of an argument, and which way a sync goes."""
+    card = opened(xrt)
+    xrt.reset()
+    group = card.group("adamw_update", 4)
+    normal, direct = card.allocate(8192, group=group), card.allocate(4096, group=7, p2p=True)
+    normal.sync_to_card(4096, 64)
+    normal.sync_from_card(128)
+    card.close()
+    del normal, direct
+    lines = xrt.log()
+    assert lines[:3] == ["xrtPLKernelOpen adamw_update", "xrtKernelArgGroupId 4", "xrtKernelClose"]
+    # XRT_BO_FLAGS_P2P is bit 30.
+    allocated = ["xrtBOAlloc 8192 flags 0 group 104", f"xrtBOAlloc 4096 flags {1 << 30} group 7"]
+    assert lines[3:7] == [allocated[0], "xrtBOMap", allocated[1], "xrtBOMap"]
+    assert lines[7:] == ["xrtBOSync 0 4096 at 64", "xrtBOSync 1 128 at 0", "xrtBOFree", "xrtBOFree", "xrtDeviceClose"]
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "told"),
+    [
+        (-1, errno.EBUSY, r": Device or resource busy \(errno 16\)"),
+        (-errno.ENODEV, 0, r": No such device \(errno 19\)"),
+        (errno.EINVAL, 0, r": Invalid argument \(errno 22\)"),
+        (-1, 0, ""),
+    ],
+)
+def test_why_a_call_failed(xrt: FakeXrt, result: int, error: int, told: str) -> None:
+    """In errno, or in what it returns, with either sign; XRT may tell nothing at all."""
+    xrt.fail("xrtDeviceLoadXclbinFile", result=result, errno=error)
+    with pytest.raises(CardError, match=rf"^xrtDeviceLoadXclbinFile\(a/kernels\.xclbin\) failed{told}$"):
+        opened(xrt)
+    assert xrt.log()[-1] == "xrtDeviceClose"
+
+
+def test_which_call_failed(xrt: FakeXrt) -> None:
+    """By its name and what it was about, with errno in words; what was opened before it is closed."""
+    xrt.fail("xrtDeviceOpenByBDF", errno=errno.EPERM)
+    with pytest.raises(CardError, match=rf"^xrtDeviceOpenByBDF\({BDF}\) failed: Operation not permitted \(errno 1\)$"):
+        opened(xrt)
+    assert "xrtDeviceClose" not in xrt.log()
+    xrt.reset()
+    card = opened(xrt)
+    buffer = card.allocate(4096, group=0)
+    for call, error in (("xrtPLKernelOpen", errno.ENOENT), ("xrtBOAlloc", errno.ENOMEM), ("xrtBOSync", errno.EIO)):
+        xrt.fail(call, errno=error)
+    with pytest.raises(CardError, match=r"^xrtPLKernelOpen\(sgd_update\) failed: No such file or directory"):
+        card.group("sgd_update", 0)
+    with pytest.raises(CardError, match=r"^xrtBOAlloc of 8192 bytes, peer to peer, failed: Cannot allocate memory"):
+        card.allocate(8192, group=0, p2p=True)
+    with pytest.raises(CardError, match=r"^xrtBOSync of 64 bytes to the card failed: Input/output error"):
+        buffer.sync_to_card(64)
+    xrt.reset()
+    xrt.fail("xrtKernelArgGroupId", result=-errno.EINVAL)
+    with pytest.raises(CardError, match=r"^xrtKernelArgGroupId of argument 3 failed"):
+        card.group("sgd_update", 3)
+
+
+def test_our_error_names_the_card(xrt: FakeXrt) -> None:
+    """With what to look at."""
+    xrt.fail("xrtDeviceOpenByBDF", errno=errno.ENODEV)
+    plan = replace(plan_of(1, Path("kernels.xclbin")), library=str(xrt.library))
+    card = plan.cards[0]._replace(path=PciPath(("pci0000:3a", BDF)))
+    with pytest.raises(DeviceError, match=rf"The card {BDF}: xrtDeviceOpenByBDF.*No such device.*xbutil examine"):
+        open_card(plan, card)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_library_that_lacks_an_entry_point(library: FakeXrt, tmp_path: Path, entry: str) -> None:
+    """As of another release: found before anything is opened, and named."""
+    lacking = FakeXrt(without(library.library, entry, tmp_path))
+    with pytest.raises(CardError, match=rf"^XRT's library has no {entry}$"):
+        opened(lacking)
+    assert lacking.log() == []
