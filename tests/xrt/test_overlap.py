@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
+from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
+from lightning_smartinfinity.native.testing import Throttle
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, Run, running
@@ -16,6 +19,13 @@ from tests.xrt.cards import EmulatedCards
 pytestmark = RunIf(xrt=True)
 
 CASE = Case(dtype=torch.bfloat16, shapes=((40_000, 0, 0, 0),), num_buffers=4)
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits_for_what_is_held(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Who did would go on when the card's timeout is over, and the host would have taken over."""
+    yield
+    assert not [record.getMessage() for record in caplog.get_records("call") if "failed: " in record.getMessage()]
 
 
 def finish(run: Run, folder: Path, cards: EmulatedCards) -> None:
@@ -82,4 +92,39 @@ def test_parameters_come_first_and_state_is_written_beside_the_next_run(
         pairs = zip(run.partition[0].split(numel), parameters.split(numel), strict=True)
         assert sum(not torch.equal(now, then) for now, then in pairs) == 1
         assert len(emulated_cards.events("run-end")) == 1
+        finish(run, tmp_path / "host", emulated_cards)
+
+
+def test_a_card_goes_on_while_another_is_held(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """All of one card's tasklets are computed, and their state written, while the other's first kernel is held."""
+    with running(tmp_path / "card", CASE.but(num_devices=2), device=cards(emulated_cards.build.xclbin)) as run:
+        before, homes = run.handler.traffic(), run.store.homes
+        extents = [extent.nbytes for extent, home in zip(run.layout.extents.extents, homes, strict=True) if home]
+        emulated_cards.inject("hang", card=0)
+        run.handler.begin_step(run.collect(1))
+        emulated_cards.wait_for("run-hung", card=0)
+        emulated_cards.wait_for("run-end", card=1, count=len(extents))
+        await_that(lambda: (run.handler.traffic() - before).folders[1].write_bytes == sum(extents))
+        assert not emulated_cards.events("run-end", card=0)
+        assert (run.handler.traffic() - before).folders[0].write_bytes == 0
+        finish(run, tmp_path / "host", emulated_cards)
+
+
+def test_parameters_are_there_before_their_state_is_written(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Who waits for a tasklet's parameters does not wait for a write that takes its time."""
+    case = CASE.but(shapes=((5_000, 0, 0, 0),))
+    with running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run:
+        assert isinstance(run.device, SmartSSDDevice)
+        before, parameters = run.handler.traffic(), run.partition[0].clone()
+        throttle = Throttle(run.device._workers[0].pipeline, run.store.files[0])
+        emulated_cards.inject("hang")
+        run.handler.begin_step(run.collect(1))
+        emulated_cards.wait_for("run-hung")
+        # The state has been read: what is slow from now on is its way back.
+        throttle.bytes_per_second = 2 * run.layout.extents.extents[0].nbytes
+        emulated_cards.release()
+        run.handler.wait([0])
+        assert (run.handler.traffic() - before).folders[0].write_bytes == 0
+        assert not torch.equal(run.partition[0], parameters)
+        throttle.bytes_per_second = 0
         finish(run, tmp_path / "host", emulated_cards)

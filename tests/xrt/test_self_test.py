@@ -162,6 +162,41 @@ def test_ranks_on_one_card() -> None:
     assert isinstance(error, ConfigError) and f"same card {CARD}: x, y." in error.problem
 
 
+def beside(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Another rank reports what this one does, with changes. The emulated cards of a process are its own."""
+    monkeypatch.setattr(update_device, "gather", lambda value, group: [value, value._replace(**changes)])
+    # What this rank raises is what all raise.
+    monkeypatch.setattr(collectives, "gather", lambda value, group: [value, value])
+
+
+@pytest.mark.parametrize("wanted", ["auto", "smartssd"])
+def test_another_rank_on_the_same_cards(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    """Each takes half of their memory; all of it where the other rank is on another machine, or on other cards."""
+    asked = offload(tmp_path, emulated_cards, wanted)
+    shares = []
+    for changes in ({}, {"node": "another"}, {"cards": ("7", "8")}, {"cards": ("1", "2")}):
+        beside(monkeypatch, **changes)
+        chosen = choose_update_device(asked, optimizer="Adam").cards
+        assert chosen is not None
+        shares.append(chosen.sharers)
+    assert shares == [2, 1, 1, 2]
+
+
+def test_another_rank_with_another_bitstream(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever loads second would take the kernels from whoever loaded first: refused, or the host updates."""
+    beside(monkeypatch, build="11111111-1111-1111-1111-111111111111")
+    with pytest.raises(ConfigError, match=r"different bitstreams.*11111111-.*Name one xclbin"):
+        choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
+    assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is None
+    assert "different bitstreams" in caplog.text
+    beside(monkeypatch, build="11111111-1111-1111-1111-111111111111", node="another")
+    assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is not None
+
+
 @pytest.mark.parametrize("wanted", ["auto", "smartssd"])
 def test_another_rank_without_cards(
     tmp_path: Path,

@@ -1,0 +1,103 @@
+"""Two cards, one commit record: written once the storage of each has flushed what its card wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity import StorageError
+from lightning_smartinfinity.native import StateFile
+from lightning_smartinfinity.store import record, state_store
+from lightning_smartinfinity.store.state_store import COMMIT_NAME
+from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.runif import RunIf
+from tests.transfer.harness import Case, Run, assert_equal, running
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = RunIf(xrt=True)
+
+CASE = Case(dtype=torch.bfloat16, num_devices=2, durability="power")
+
+
+class Watched:
+    """A state file that writes its flushes, with what had been written by then, beside the record's events."""
+
+    def __init__(self, file: StateFile, number: int, run: Run, events: list[str]) -> None:
+        self.path, self.close = file.path, file.close
+        self.fails = False
+        self._file, self._number, self._run, self._events = file, number, run, events
+        self._before = run.handler.traffic()
+
+    def sync(self) -> None:
+        homes, extents = self._run.store.homes, self._run.layout.extents.extents
+        expected = sum(extent.nbytes for extent, home in zip(extents, homes, strict=True) if home == self._number)
+        written = (self._run.handler.traffic() - self._before).folders[self._number].write_bytes
+        self._events.append(f"flush {self._number}" + ("" if written == expected else " too early"))
+        if self.fails:
+            raise OSError(5, "Input/output error", self.path)
+        self._file.sync()
+
+
+def watch(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watched], list[str]]:
+    """The run's state files, and what happens to them and the record from now on."""
+    events: list[str] = []
+    watched = [Watched(file, number, run, events) for number, file in enumerate(run.store.files)]
+    run.store.files = tuple(watched)  # type: ignore[assignment]
+
+    def write(path: Path, *arguments: object, **options: object) -> int:
+        events.append(f"record in {path.parts[-4]}" + (", flushed" if options["flush"] else ""))
+        return record.write_record(path, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(state_store, "write_record", write)
+    return watched, events
+
+
+def step_of_all(run: Run, number: int) -> None:
+    """A step in which every tasklet is written."""
+    plan = run.collect(number)
+    plan.active[:] = True
+    run.handler.begin_step(plan)
+    run.handler.commit()
+
+
+def test_one_record_after_every_flush(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file is flushed when all of its extents are written; then the one record is, and it is flushed too."""
+    with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
+        _, events = watch(run, monkeypatch)
+        step_of_all(run, 1)
+        assert events == ["flush 0", "flush 1", "record in disk0, flushed"]
+        assert [path.parts[-4] for path in tmp_path.rglob(COMMIT_NAME)] == ["disk0"]
+
+
+def test_a_flush_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is not committed: what was before it is current, here and for who comes after a crash."""
+    with (
+        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
+        running(tmp_path / "host", CASE, device=settled_host) as host,
+    ):
+        run.step(0)
+        host.step(0)
+        files, events = watch(run, monkeypatch)
+        before, generation, content = run.state(), run.store.generation, commit_record(run)
+        files[1].fails = True
+        run.handler.begin_step(run.collect(1))
+        with pytest.raises(StorageError, match=r"disk1.*state\.bin"):
+            run.handler.commit()
+        assert not [event for event in events if event.startswith("record")]
+        assert run.store.generation == generation and commit_record(run) == content
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+        files[1].fails = False
+        run.step(1)
+        host.step(1)
+        same_as_host(run, host)
+        assert run.store.generation == generation + 1 and commit_record(run) != content
+
+
+def commit_record(run: Run) -> bytes:
+    (path,) = run.folders[0].rglob(COMMIT_NAME)
+    return path.read_bytes()
