@@ -8,21 +8,30 @@ from typing import Any
 
 import numpy as np
 
-from hls.description import ADAGRAD, ADAMW, INTERFACE_VERSION, SGD, Kernel
+from hls.description import (
+    ADAGRAD,
+    ADAMW,
+    COMPRESSED_FORM,
+    INTERFACE_VERSION,
+    SGD,
+    STATUS_MAGIC,
+    STATUS_WORDS,
+    Kernel,
+)
 from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, SgdStep, crc32c
 from tests.helpers.golden import Bits, assert_same_bits, decode, encode, random_arrays
 from tests.helpers.payload import Payload, compress, expand
 from tests.helpers.update_rules import RULES, Floats
 from tests.hls.simulation import Buffer, Simulation, aligned
 
-__all__ = ["COMPRESSED", "FORMS", "KERNEL_OF", "Form", "Status", "Tasklet", "make_tasklet", "same_numbers"]
+__all__ = ["FORMS", "KERNEL_OF", "Form", "Status", "Tasklet", "make_tasklet", "same_numbers"]
 
 KERNEL_OF: dict[type, Kernel] = {AdamStep: ADAMW, AdagradStep: ADAGRAD, SgdStep: SGD}
-COMPRESSED = 0x100
 PADDING = 1024
 GROUP = 32
 
-_STATUS_MAGIC = 0x5349534C
+_NUM_ARRAYS = 3
+"""What the status beat has words for."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Form:
 
     @property
     def gradient_word(self) -> int:
-        return int(self.gradient.value) | (COMPRESSED if self.ratio is not None else 0)
+        return int(self.gradient.value) | (COMPRESSED_FORM if self.ratio is not None else 0)
 
 
 FORMS = [Form(gradient, parameter, ratio) for gradient in DType for parameter in DType for ratio in (None, 0.1)]
@@ -56,7 +65,11 @@ class Status:
 
     @property
     def errors(self) -> int:
-        return self.words[3]
+        return self.named["errors"]
+
+    @property
+    def named(self) -> dict[str, int]:
+        return dict(zip(STATUS_WORDS, self.words, strict=True))
 
     @property
     def checksums(self) -> tuple[int, ...]:
@@ -112,9 +125,15 @@ class Tasklet:
             same_numbers(array.view(np.float32), wanted)
         np.testing.assert_array_equal(self.gradient, before[0])
         self._check_parameter(before[-1], expected[0], first, last)
-        assert status.words[:4] == (_STATUS_MAGIC, INTERFACE_VERSION, last - first, 0)
-        assert status.words[14:] == (self.kernel.number, 0)
-        assert status.checksums == self._checksums(before, first, last, active)
+        assert status.named == {
+            "magic": STATUS_MAGIC,
+            "interface_version": INTERFACE_VERSION,
+            "count": last - first,
+            "errors": 0,
+            **self._checksums(before, first, last, active),
+            "kernel": self.kernel.number,
+            "zero": 0,
+        }
         return status
 
     def _expected(self, before: list[Buffer], first: int, last: int, active: bool, step: Any) -> list[Floats]:
@@ -138,19 +157,22 @@ class Tasklet:
             expected[written] = encode(master[written], self.form.parameter)
         same_numbers(decode(found, self.form.parameter), decode(expected, self.form.parameter))
 
-    def _checksums(self, before: list[Buffer], first: int, last: int, active: bool) -> tuple[int, ...]:
-        """Words 4 to 13 of the status beat."""
+    def _checksums(self, before: list[Buffer], first: int, last: int, active: bool) -> dict[str, int]:
+        """Of all that the run moved."""
         gradient, indices, header = 0, 0, 0
         if active and first < last and self.payload is not None:
             gradient, indices = checksum(self.payload.values), checksum(self.payload.indices)
             header = checksum(np.concatenate([self.payload.header, self.payload.counts]))
         elif active:
             gradient = checksum(part_of(before[0], first, last, self.form.gradient))
-        read = [checksum(part_of(array, first, last, DType.FLOAT32)) for array in before[1:-1]]
-        written = [checksum(part_of(array, first, last, DType.FLOAT32)) for array in self.arrays]
-        parameter = checksum(part_of(self.parameter, first, last, self.form.parameter))
-        none = [0] * (3 - len(read))
-        return (gradient, *read, *none, parameter, *written, *none, indices, header)
+        sums = {"gradient_read": gradient, "indices_read": indices, "header_read": header}
+        for number in range(_NUM_ARRAYS):
+            for name, arrays in (("read", before[1:-1]), ("written", self.arrays)):
+                known = arrays[number : number + 1]
+                sums[f"array{number}_{name}"] = sum(
+                    checksum(part_of(array, first, last, DType.FLOAT32)) for array in known
+                )
+        return {**sums, "parameter_written": checksum(part_of(self.parameter, first, last, self.form.parameter))}
 
 
 def make_tasklet(step: Any, numel: int, form: Form, *, seed: int = 0, special: bool = False) -> Tasklet:

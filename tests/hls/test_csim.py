@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hls.description import ERROR_BITS
 from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, SgdStep, crc32c_combine
 from tests.helpers.golden import DTYPES, STEPS, decode, encode
 from tests.helpers.payload import BLOCK, Payload, build, expand
@@ -23,7 +24,9 @@ LENGTHS = [0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 1000, 1023, 1024
 
 FLOAT32 = DType.FLOAT32
 COMPRESSED = Form(FLOAT32, FLOAT32, 0.0)
-BAD_INDEX, BAD_HEADER, BAD_RANGE, UNKNOWN_FORM, WRONG_COUNTS = 1, 2, 4, 8, 16
+BAD_INDEX, BAD_HEADER, BAD_RANGE, UNKNOWN_FORM, WRONG_COUNTS = (
+    ERROR_BITS[name] for name in ("bad_index", "bad_header", "bad_range", "unknown_form", "wrong_counts")
+)
 
 
 @pytest.mark.parametrize("name", STEPS)

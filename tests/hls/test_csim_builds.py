@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hls.description import KERNELS, Kernel
+from hls.description import ERROR_BITS, KERNELS, Kernel
 from tests.helpers.golden import STEPS
 from tests.helpers.payload import BLOCK
 from tests.hls.simulation import LIBRARIES, PROGRAMS, ROOT, Library, Program, Simulation, built
@@ -19,7 +19,7 @@ from tests.hls.tasklet import FORMS, make_tasklet
 RANGES = [(0, 0), (0, 1), (17, 40), (31, 33), (0, 1_100), (1_099, 1_100), (5, 1_095)]
 RULE_STEPS = [STEPS["adam"], STEPS["adagrad_without_eps"], STEPS["sgd_nesterov"]]
 MOST_STREAM_ELEMENTS = 65_536
-BAD_INDEX, BAD_HEADER, WRONG_COUNTS = 1, 2, 16
+BAD_INDEX, BAD_HEADER, WRONG_COUNTS = (ERROR_BITS[name] for name in ("bad_index", "bad_header", "wrong_counts"))
 
 
 @pytest.fixture(scope="module", params=[*LIBRARIES[1:], *PROGRAMS])

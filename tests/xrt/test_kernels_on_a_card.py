@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hls.description import INTERFACE_VERSION, KERNELS, Kernel
+from hls.description import INTERFACE_VERSION, KERNELS, STATUS_MAGIC, Kernel
 from tests.helpers.runif import RunIf
 from tests.xrt.api import Flags, Run, State, opened
 from tests.xrt.cards import EmulatedCards
@@ -16,7 +16,6 @@ from tests.xrt.probe import floats
 
 pytestmark = RunIf(xrt=True)
 
-STATUS_MAGIC = 0x5349534C
 NUMEL = 1024
 
 

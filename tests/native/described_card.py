@@ -1,0 +1,141 @@
+"""A door to a card of which no more is known than ``hls/description.py`` tells: what the native core says to it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from hls.description import COMPRESSED_FORM, INTERFACE_VERSION, KERNELS, STATUS_MAGIC, STATUS_WORDS, Kernel
+from lightning_smartinfinity.native import DType, crc32c
+from tests.helpers.golden import Bits, encode
+from tests.helpers.payload import Payload
+
+__all__ = ["Call", "DescribedCard"]
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+_COMPLETED = 4
+
+
+@dataclass
+class Call:
+    """One run: the kernel's arguments as it was given them, by their names.
+
+    Attributes:
+        words: Scalars, as the bits that they are.
+        memory: Of the pointers.
+        arrays: What the arrays held when it started.
+    """
+
+    kernel: Kernel
+    words: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, Bytes] = field(default_factory=dict)
+    arrays: dict[str, Floats] = field(default_factory=dict)
+
+    @property
+    def elements(self) -> slice:
+        return slice(self.words["first"], self.words["last"])
+
+
+class DescribedCard:
+    """What ``native.Card`` calls. A kernel changes nothing: it copies the master, narrowed, and reports.
+
+    Args:
+        payload: The compressed gradient that it is going to be sent, if it is.
+    """
+
+    def __init__(self, payload: Payload | None = None) -> None:
+        self.calls: list[Call] = []
+        self.tamper: Callable[[dict[str, int]], None] = lambda status: None
+        self._payload = payload
+
+    def kernel(self, name: str) -> Kernel:
+        return next(kernel for kernel in KERNELS if kernel.name == name)
+
+    def group(self, kernel: Kernel, argument: int) -> int:
+        assert kernel.arguments[argument].is_pointer
+        return 0
+
+    def allocate(self, nbytes: int, p2p: bool, group: int) -> Bytes:
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+    def part(self, buffer: Bytes, nbytes: int, offset: int) -> Bytes:
+        return buffer[offset : offset + nbytes]
+
+    def address(self, buffer: Bytes) -> int:
+        return buffer.ctypes.data
+
+    def sync(self, buffer: Bytes, to_card: bool, nbytes: int, offset: int) -> None:
+        """Host and card are one."""
+
+    def run(self, kernel: Kernel) -> Call:
+        return Call(kernel)
+
+    def set_scalar(self, call: Call, index: int, value: int) -> None:
+        argument = call.kernel.arguments[index]
+        assert not argument.is_pointer
+        call.words[argument.name] = value & 0xFFFFFFFF
+
+    def set_buffer(self, call: Call, index: int, buffer: Bytes) -> None:
+        argument = call.kernel.arguments[index]
+        assert argument.is_pointer
+        call.memory[argument.name] = buffer
+
+    def start(self, call: Call) -> None:
+        names = {argument.name for argument in call.kernel.arguments}
+        assert call.words.keys() | call.memory.keys() == names
+        numel = call.words["numel"]
+        arrays = {name: call.memory[f"{name}_in"].view(np.float32)[:numel].copy() for name in call.kernel.arrays}
+        self.calls.append(Call(call.kernel, dict(call.words), dict(call.memory), arrays))
+        status = self._status(call, self._parameters(call))
+        if call.words["active"]:
+            self.tamper(status)
+        call.memory["status"][:64] = np.array([status[name] for name in STATUS_WORDS], np.uint32).view(np.uint8)
+
+    def wait(self, call: Call, timeout_ms: int) -> int:
+        return _COMPLETED
+
+    def state(self, call: Call) -> int:
+        return _COMPLETED
+
+    def _parameters(self, call: Call) -> Bits:
+        values = encode(call.memory["master_in"].view(np.float32)[call.elements], DType(call.words["parameter_form"]))
+        found = call.memory["parameter"].view(values.dtype)
+        found[call.elements] = values
+        return values
+
+    def _status(self, call: Call, parameters: Bits) -> dict[str, int]:
+        status = dict.fromkeys(STATUS_WORDS, 0) | {
+            "magic": STATUS_MAGIC,
+            "interface_version": INTERFACE_VERSION,
+            "kernel": call.kernel.number,
+            "count": call.words["last"] - call.words["first"],
+            "parameter_written": _checksum(parameters),
+        }
+        for number, name in enumerate(call.kernel.arrays):
+            values = call.memory[f"{name}_in"].view(np.float32)[call.elements]
+            status[f"array{number}_read"] = status[f"array{number}_written"] = _checksum(values)
+        return status | (self._gradient(call) if call.words["active"] else {})
+
+    def _gradient(self, call: Call) -> dict[str, int]:
+        form = call.words["gradient_form"]
+        if self._payload is None:
+            stored = call.memory["gradient"].view(encode(np.zeros(1, np.float32), DType(form)).dtype)
+            return {"gradient_read": _checksum(stored[call.elements])}
+        assert form == COMPRESSED_FORM | int(self._payload.header.view(np.uint32)[5])
+        sent = self._payload
+        return {
+            "gradient_read": _checksum(sent.values),
+            "indices_read": _checksum(sent.indices),
+            "header_read": _checksum(np.concatenate([sent.header, sent.counts])),
+        }
+
+
+def _checksum(values: Bits) -> int:
+    values = np.ascontiguousarray(values)
+    return crc32c(values.ctypes.data, values.nbytes)

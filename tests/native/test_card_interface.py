@@ -1,0 +1,194 @@
+"""The native core and the package speak to kernels as ``hls/description.py`` has them.
+
+That the kernels themselves do is what ``tests/hls`` holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hls.description import ERROR_BITS, INTERFACE_VERSION, KERNELS, SGD, STATUS_WORDS, Kernel
+from lightning_smartinfinity.devices.smartssd import kernels as of_package
+from lightning_smartinfinity.native import (
+    AdagradStep,
+    AdamStep,
+    Batch,
+    Card,
+    CardOptions,
+    DType,
+    Failure,
+    Operation,
+    Pipeline,
+    SgdStep,
+)
+from lightning_smartinfinity.transfer.rules import rule_for
+from tests.helpers.golden import decode, encode, random_arrays
+from tests.helpers.payload import compress
+from tests.native.described_card import DescribedCard
+from tests.native.stored import Array, Run, StoredState
+
+NUMEL, FIRST, LAST = 3_000, 700, 2_900
+STEPS = {"adamw_update": AdamStep, "adagrad_update": AdagradStep, "sgd_update": SgdStep}
+
+
+def step_of(kernel: Kernel) -> Any:
+    """Every word another number."""
+    values = {word: 1.5 + number for number, word in enumerate(kernel.words)}
+    return STEPS[kernel.name](**values, **({"beta1": 0.9, "seed": 1} if kernel.name == "adamw_update" else {}))
+
+
+@contextmanager
+def stored_state(folder: Path, kernel: Kernel, arrays: tuple[Array, ...]) -> Iterator[StoredState]:
+    with StoredState(folder, NUMEL, num_arrays=len(kernel.arrays)) as stored:
+        stored.write(*arrays)
+        yield stored
+
+
+def update(stored: StoredState, kernel: Kernel, door: DescribedCard, run: Run) -> Failure | None:
+    options = CardOptions(
+        card=Card(door), kernel=kernel.name, gradient_bytes=1 << 16, parameter_bytes=1 << 16, timeout_ms=1000
+    )
+    pipeline = Pipeline(
+        files=stored.files,
+        identity=stored.identity,
+        num_buffers=1,
+        buffer_bytes=stored.extent_bytes,
+        card=options,
+    )
+    pipeline.submit(Batch(Operation.UPDATE, stored.tasklets([run], compressed=True), [step_of(kernel)]))
+    failure = pipeline.drain()
+    pipeline.close()
+    return failure
+
+
+def read(stored: StoredState, num_arrays: int) -> tuple[Failure | None, list[Array]]:
+    """What a card has written, as the host reads it."""
+    stored.generation, stored.slot = stored.generation + 1, 1 - stored.slot
+    found = [np.zeros(NUMEL, np.float32) for _ in range(num_arrays)]
+    stored.start(Operation.READ, [Run(0, NUMEL, arrays=found)])
+    return stored.drain(commits=False), found
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_arguments(tmp_path: Path, kernel: Kernel, compressed: bool) -> None:
+    """Every one in its place: pointers, ranges, forms, and the rule's words by their names."""
+    step = step_of(kernel)
+    gradient, *arrays = random_arrays(step, NUMEL, 1, special=False)
+    payload = compress(gradient, 0.1, DType.FLOAT16) if compressed else None
+    door = DescribedCard(payload)
+    parameter = np.zeros(NUMEL, np.int16)
+    run = Run(
+        FIRST,
+        LAST - FIRST,
+        0,
+        None if compressed else encode(gradient, DType.FLOAT16)[FIRST:],
+        DType.FLOAT16,
+        parameter[FIRST:],
+        DType.BFLOAT16,
+    )
+    with stored_state(tmp_path, kernel, tuple(arrays)) as stored:
+        if payload is not None:
+            stored.payloads = {0: np.frombuffer(payload.tobytes(), np.uint8).copy()}
+        assert update(stored, kernel, door, run) is None
+        failure, found = read(stored, len(arrays))
+        assert failure is None
+    np.testing.assert_array_equal(np.stack(found), np.stack(arrays))
+    np.testing.assert_array_equal(parameter[FIRST:LAST], encode(arrays[0], DType.BFLOAT16)[FIRST:LAST])
+    assert not parameter[:FIRST].any() and not parameter[LAST:].any()
+    assert [(call.elements, call.words["active"]) for call in door.calls] == [
+        (slice(0, FIRST), 0),
+        (slice(FIRST, LAST), 1),
+        (slice(LAST, NUMEL), 0),
+    ]
+    call = door.calls[1]
+    words = {word: int(np.float32(getattr(step, word)).view(np.uint32)) for word in kernel.words}
+    forms = {"gradient_form": 1 + 256 * compressed, "parameter_form": 2}
+    assert call.words == {"numel": NUMEL, "first": FIRST, "last": LAST, "active": 1, **forms, **words}
+    for name, values in zip(kernel.arrays, arrays, strict=True):
+        np.testing.assert_array_equal(call.arrays[name], values)
+        assert call.memory[f"{name}_in"].ctypes.data == call.memory[f"{name}_out"].ctypes.data
+    if not compressed:
+        sent = decode(call.memory["gradient"].view(np.int16)[FIRST:LAST], DType.FLOAT16)
+        np.testing.assert_array_equal(sent, decode(encode(gradient, DType.FLOAT16), DType.FLOAT16)[FIRST:LAST])
+
+
+PROBLEMS = {
+    "magic": "there is no status of a kernel",
+    "interface_version": rf"interface is version {INTERFACE_VERSION ^ 64}, expected {INTERFACE_VERSION}$",
+    "count": rf"updated {(LAST - FIRST) ^ 64} elements, expected {LAST - FIRST}",
+    "errors": r"reports errors \(64\)",
+    "gradient_read": "the gradient arrived with another checksum",
+    "array0_read": "array 0 arrived with another checksum",
+    "array1_read": "array 1 arrived with another checksum",
+    "array2_read": "the kernel has an array 2",
+    "parameter_written": "the parameters arrived with another checksum",
+    "array0_written": "",
+    "array1_written": "",
+    "array2_written": "the kernel has an array 2",
+    "indices_read": "the gradient's indices arrived with another checksum",
+    "header_read": "the gradient's counts arrived with another checksum",
+    "kernel": rf"kernel {SGD.number ^ 64} answered, expected {SGD.number}, sgd_update",
+    "zero": "a word that should be zero",
+}
+
+
+def answered(folder: Path, word: str, bits: int) -> tuple[Failure | None, Failure | None]:
+    """What becomes of an update whose status has other bits in a word: its failure, and that of who reads the state."""
+    gradient, *arrays = random_arrays(step_of(SGD), NUMEL, 2, special=False)
+    payload = compress(gradient, 0.1, DType.FLOAT32)
+    door = DescribedCard(payload)
+    door.tamper = lambda status: status.__setitem__(word, status[word] ^ bits)
+    with stored_state(folder, SGD, tuple(arrays)) as stored:
+        stored.payloads = {0: np.frombuffer(payload.tobytes(), np.uint8).copy()}
+        run = Run(FIRST, LAST - FIRST, 0, parameter=np.zeros(NUMEL, np.float32))
+        failure = update(stored, SGD, door, run)
+        return failure, read(stored, len(arrays))[0] if failure is None else None
+
+
+@pytest.mark.parametrize("word", STATUS_WORDS)
+def test_words_of_the_status(tmp_path: Path, word: str) -> None:
+    """Each is looked at, where the description has it; checksums of what was written are found by who reads it next."""
+    failure, later = answered(tmp_path, word, 64)
+    if not PROBLEMS[word]:
+        assert failure is None and later is not None and later.kind == "checksum"
+        return
+    assert failure is not None and failure.kind == "device"
+    assert re.search(PROBLEMS[word], failure.message), failure.message
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("bad_index", "an index is out of range or order"),
+        ("bad_header", "the payload's header is wrong"),
+        ("bad_range", "the range of elements is wrong"),
+        ("unknown_form", "the form is unknown"),
+        ("wrong_counts", "the counts do not give the header's sum"),
+    ],
+)
+def test_error_bits(tmp_path: Path, error: str, told: str) -> None:
+    """In words."""
+    failure, _ = answered(tmp_path, "errors", ERROR_BITS[error])
+    assert failure is not None and f"({ERROR_BITS[error]}: {told})" in failure.message
+
+
+def test_kernels_of_the_package() -> None:
+    """Names, numbers of arrays, the steps that they take, and what each torch optimizer keeps."""
+    assert [kernel.name for kernel in of_package.KERNELS] == [kernel.name for kernel in KERNELS]
+    for ours, described in zip(of_package.KERNELS, KERNELS, strict=True):
+        assert ours.num_arrays == len(described.arrays)
+        example = ours.example()
+        assert type(example) is STEPS[described.name]
+        assert all(getattr(example, word) != 0 for word in described.words)
+        for optimizer in ours.optimizers:
+            rule = rule_for(getattr(torch.optim, optimizer)([torch.nn.Parameter(torch.zeros(1))]))
+            assert rule.name == optimizer and tuple(rule.arrays) == described.arrays
