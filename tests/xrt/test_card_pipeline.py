@@ -26,6 +26,7 @@ from tests.helpers.payload import BLOCK, compress
 from tests.helpers.runif import RunIf
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Array, Run, align
+from tests.xrt.api import Buffer
 from tests.xrt.card_state import DOORS, CardState, card_state
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.python_door import ApiDoor
@@ -263,6 +264,45 @@ def test_parameters_on_a_cuda_device(tmp_path: Path, emulated_cards: EmulatedCar
         state.assert_same()
     np.testing.assert_array_equal(parameter, expected)
     assert fake_cuda.calls().count("cuMemcpyHtoDAsync_v2") == 4
+
+
+class WatchedDoor(ApiDoor):
+    """Keeps where the memory is that storage reaches."""
+
+    def __init__(self, index: int, xclbin: Path) -> None:
+        super().__init__(index, xclbin)
+        self.peers: list[range] = []
+
+    def allocate(self, nbytes: int, p2p: bool, group: int) -> Buffer:
+        buffer = super().allocate(nbytes, p2p, group)
+        if p2p:
+            address = self.address(buffer)
+            self.peers.append(range(address, address + nbytes))
+        return buffer
+
+
+@pytest.mark.parametrize("route", ["host", "storage"])
+def test_the_cards_memory_is_registered_with_nobody(
+    tmp_path: Path, emulated_cards: EmulatedCards, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    """Not with CUDA, which does get what parameters travel through; nor with io_uring, which is not used at all."""
+    numel, step, stream = 5_000, STEPS["adamw"], CudaStream(CudaDevice(0))
+    gradient, *arrays = random_arrays(step, numel, 12, special=False)
+    door = WatchedDoor(0, emulated_cards.build.xclbin)
+    monkeypatch.setitem(DOORS, "watched", lambda cards, index: Card(door))
+    fake_cuda.clear()
+    with card_state(
+        tmp_path, emulated_cards, step, numel, tasklet_numel=1_500, door="watched", through_file=route == "storage"
+    ) as state:
+        state.write(*arrays)
+        runs = [Run(0, numel, 0, gradient, parameter=np.zeros(numel, np.float32))]
+        state.pipeline.submit(Batch(Operation.UPDATE, state.stored.tasklets(runs), [step], stream))
+        assert state.drain() is None
+        assert state.pipeline.io_engine == "threads"
+    registered = [line.split()[1:] for line in fake_cuda.log() if line.startswith("cuMemHostRegister")]
+    assert registered and len(door.peers) == 3 * (2 if route == "storage" else 1)
+    for begin, nbytes in ((int(address), int(size)) for address, size in registered):
+        assert all(begin + nbytes <= peer.start or peer.stop <= begin for peer in door.peers)
 
 
 def test_a_compressed_gradient_with_a_bad_index(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
