@@ -559,6 +559,10 @@ class Counters:
         """Of a card: trailers and status beats."""
 
     @property
+    def gradient_file_bytes(self) -> int:
+        """Of a card: blocks that were written to the file of gradients, and read from it."""
+
+    @property
     def read_seconds(self) -> float: ...
     @property
     def write_seconds(self) -> float: ...
@@ -660,7 +664,6 @@ class CardOptions:
         gradient_bytes: On the card for each buffer of the ring: the largest gradient or payload.
         parameter_bytes: The same of parameters: two bytes for every element at least.
         timeout_ms: How long a run of a kernel may take.
-        p2p: The arrays go from storage to the card directly; else through host memory.
         dram_bytes: The most that the ring may take of the card's memory; None: all there is.
         gradient_file: On the card's own storage, with gradient_bytes (a multiple of 4096) for each
             buffer: gradients go through it. None: from host memory.
@@ -677,7 +680,6 @@ class CardOptions:
         gradient_bytes: int,
         parameter_bytes: int,
         timeout_ms: int,
-        p2p: bool = True,
         dram_bytes: int | None = None,
         gradient_file: StateFile | None = None,
     ) -> None: ...

@@ -80,7 +80,6 @@ class Scenario {
         tasklet_numel_ = (numel_ + num_tasklets - 1) / num_tasklets;
         num_tasklets_ = (numel_ + tasklet_numel_ - 1) / tasklet_numel_;
         through_file_ = random_.coin();
-        bounced_ = !through_file_ && random_.coin();
         host_ = std::make_unique<Side>(make_side("host"));
         card_ = std::make_unique<Side>(make_side("card"));
         gradients_.resize(numel_);
@@ -123,9 +122,8 @@ class Scenario {
         PipelineOptions options{{card_->file}, Identity{{1}, 0, 0}, random_.between(1, 4), extent()};
         options.io_threads = random_.between(1, 3);
         options.compute_threads = random_.between(1, 3);
-        CardOptions card{std::make_shared<fake::Door>(core_),       rule_.kernel,
-                         align_up(8 * tasklet_numel_ + 1024, 4096), 4 * tasklet_numel_,
-                         std::chrono::milliseconds(10000),          bounced_ ? Memory::kNormal : Memory::kPeerToPeer};
+        CardOptions card{std::make_shared<fake::Door>(core_), rule_.kernel, align_up(8 * tasklet_numel_ + 1024, 4096),
+                         4 * tasklet_numel_, std::chrono::milliseconds(10000)};
         if (through_file_) {
             card.gradient_file = make_file(card_->path + "-gradients", options.num_buffers * card.gradient_bytes);
         }
@@ -363,7 +361,6 @@ class Scenario {
     std::size_t num_tasklets_ = 0;
     std::size_t tasklet_numel_ = 0;
     bool through_file_ = false;
-    bool bounced_ = false;
     CardFault fault_ = CardFault::kNone;
     std::size_t slot_ = 0;
     std::uint64_t generation_ = 0;

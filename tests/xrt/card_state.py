@@ -17,7 +17,7 @@ from tests.native.stored import Array, Run, StoredState, align, takes_direct
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.python_door import ApiDoor
 
-__all__ = ["DOORS", "CardState", "card_state", "kernel_of"]
+__all__ = ["DOORS", "CardCase", "CardState", "card_state", "kernel_of"]
 
 _KERNELS = {native.AdamStep: "adamw_update", native.AdagradStep: "adagrad_update", native.SgdStep: "sgd_update"}
 
@@ -88,24 +88,51 @@ class CardState:
             np.testing.assert_array_equal(found, expected)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CardCase:
+    """What a card is given.
+
+    Args:
+        tasklet_numel: Of all tasklets but the last; 0: there is one.
+        door: One of :data:`DOORS`.
+        card: Which card.
+        gradient_bytes: As in CardOptions; 0: enough for fp32.
+        parameter_bytes: Likewise.
+        timeout_ms: As in CardOptions.
+        dram_bytes: Likewise.
+        through_file: Gradients go through a file.
+        gradient_path: Through this one, which exists.
+        num_buffers: Of the pipeline.
+        compute_threads: Likewise.
+    """
+
+    tasklet_numel: int = 0
+    door: str = "xrt"
+    card: int = 0
+    gradient_bytes: int = 0
+    parameter_bytes: int = 0
+    timeout_ms: int = 60_000
+    dram_bytes: int | None = None
+    through_file: bool = False
+    gradient_path: Path | None = None
+    num_buffers: int = 3
+    compute_threads: int = 2
+
+    def gradient_file(self, folder: Path, nbytes: int) -> StateFile | None:
+        """What gradients go through, made in ``folder`` with room for so many bytes of each buffer; None: nothing."""
+        if self.gradient_path is not None:
+            return StateFile(str(self.gradient_path), direct=False)
+        if not self.through_file:
+            return None
+        path = folder / f"gradients-{self.card}"
+        with path.open("wb") as file:
+            file.truncate(self.num_buffers * align(nbytes))
+        return StateFile(str(path), direct=takes_direct(folder))
+
+
 @contextmanager
 def card_state(
-    folder: Path,
-    cards: EmulatedCards,
-    step: object,
-    numel: int,
-    *,
-    tasklet_numel: int = 0,
-    door: str = "xrt",
-    card: int = 0,
-    gradient_bytes: int = 0,
-    parameter_bytes: int = 0,
-    timeout_ms: int = 60_000,
-    p2p: bool = True,
-    through_file: bool = False,
-    gradient_path: Path | None = None,
-    dram_bytes: int | None = None,
-    **options: Any,
+    folder: Path, cards: EmulatedCards, step: object, numel: int, case: CardCase = CardCase()
 ) -> Iterator[CardState]:
     """A partition for the rule of a step.
 
@@ -114,54 +141,42 @@ def card_state(
         cards: The machine's.
         step: Its class is the rule.
         numel: Elements.
-        tasklet_numel: Of all tasklets but the last; 0: there is one.
-        door: One of :data:`DOORS`.
-        card: Which card.
-        gradient_bytes: As in CardOptions; 0: enough for fp32.
-        parameter_bytes: Likewise.
-        timeout_ms: As in CardOptions, and so are the next two.
-        p2p: Whether storage and card are peers.
-        dram_bytes: What the ring may take.
-        through_file: Gradients go through a file.
-        gradient_path: Through this one, which exists.
-        options: For the card's pipeline.
+        case: The card's.
     """
     num_arrays = len(ARRAYS[type(step)])
     sides = []
-    for name in (f"card-{card}", f"host-{card}"):
+    for name in (f"card-{case.card}", f"host-{case.card}"):
         (folder / name).mkdir(parents=True)
-        sides.append(StoredState(folder / name, numel, tasklet_numel=tasklet_numel, num_arrays=num_arrays))
+        sides.append(StoredState(folder / name, numel, tasklet_numel=case.tasklet_numel, num_arrays=num_arrays))
     stored, host = sides
-    options = {"num_buffers": 3, "compute_threads": 2, **options}
-    largest = align(4 * stored.tasklet_numel)
-    gradient_bytes = gradient_bytes or largest
-    gradient_file = StateFile(str(gradient_path), direct=False) if gradient_path else None
-    if through_file:
-        gradient_file = _file(folder / f"gradients-{card}", options["num_buffers"] * align(gradient_bytes))
-    opened = DOORS[door](cards, card)
-    pipeline = Pipeline(
-        files=stored.files,
-        identity=stored.identity,
-        buffer_bytes=stored.extent_bytes,
-        card=CardOptions(
-            card=opened,
-            kernel=kernel_of(step),
-            gradient_bytes=gradient_bytes,
-            parameter_bytes=parameter_bytes or largest,
-            timeout_ms=timeout_ms,
-            p2p=p2p,
-            dram_bytes=dram_bytes,
-            gradient_file=gradient_file,
-        ),
-        **options,
-    )
+    opened = DOORS[case.door](cards, case.card)
+    pipeline = _pipeline(stored, _options(folder, opened, kernel_of(step), stored, case), case)
     opened.close()
     with stored, host:
         yield CardState(stored, host, pipeline)
         pipeline.close()
 
 
-def _file(path: Path, nbytes: int) -> StateFile:
-    with path.open("wb") as file:
-        file.truncate(nbytes)
-    return StateFile(str(path), direct=takes_direct(path.parent))
+def _options(folder: Path, card: Card, kernel: str, stored: StoredState, case: CardCase) -> CardOptions:
+    largest = align(4 * stored.tasklet_numel)
+    gradient_bytes = case.gradient_bytes or largest
+    return CardOptions(
+        card=card,
+        kernel=kernel,
+        gradient_bytes=gradient_bytes,
+        parameter_bytes=case.parameter_bytes or largest,
+        timeout_ms=case.timeout_ms,
+        dram_bytes=case.dram_bytes,
+        gradient_file=case.gradient_file(folder, gradient_bytes),
+    )
+
+
+def _pipeline(stored: StoredState, options: CardOptions, case: CardCase) -> Pipeline:
+    return Pipeline(
+        files=stored.files,
+        identity=stored.identity,
+        buffer_bytes=stored.extent_bytes,
+        num_buffers=case.num_buffers,
+        compute_threads=case.compute_threads,
+        card=options,
+    )

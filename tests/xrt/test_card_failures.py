@@ -16,7 +16,7 @@ from lightning_smartinfinity.native.testing import inject
 from tests.helpers.golden import STEPS, random_arrays
 from tests.helpers.runif import RunIf
 from tests.native.stored import Array, Run
-from tests.xrt.card_state import DOORS, CardState, card_state
+from tests.xrt.card_state import DOORS, CardCase, CardState, card_state
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.python_door import ApiDoor
 
@@ -91,7 +91,7 @@ KINDS: dict[str, tuple[Callable[[EmulatedCards, int], None], str]] = {
 def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
     """Each of another run, or call; the card goes on afterwards."""
     start, message = KINDS[kind]
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET) as state:
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         for number in range(100):
             start(emulated_cards, number % 5)
@@ -106,7 +106,7 @@ def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, ki
 
 def test_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Each is given up for its time; while it is out, the card takes nothing, and afterwards everything again."""
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, timeout_ms=20) as state:
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET, timeout_ms=20)) as state:
         state.write(*ARRAYS)
         for number in range(15):
             emulated_cards.inject("hang", skipped=number % 5)
@@ -124,7 +124,7 @@ def test_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) 
 @pytest.mark.parametrize("num_done", [0, 3])
 def test_what_is_done_stays(tmp_path: Path, emulated_cards: EmulatedCards, num_done: int) -> None:
     with card_state(
-        tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, num_buffers=1, compute_threads=1
+        tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1)
     ) as state:
         state.write(*ARRAYS)
         assert state.pipeline.finished() == []
@@ -137,7 +137,7 @@ def test_what_is_done_stays(tmp_path: Path, emulated_cards: EmulatedCards, num_d
 
 def test_a_lost_card(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Calls fail; nothing hangs, not even the end."""
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET) as state:
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("lost", skipped=1)
         failure, parameter = fail(state)
@@ -153,7 +153,9 @@ def test_closing_with_a_run_that_does_not_return(tmp_path: Path, emulated_cards:
     emulated_cards.reset(count=3)
     lost = 2  # which takes no other xclbin from now on: other tests have the first two
     before = emulated_cards.counter("num_buffers", lost)
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, card=lost, timeout_ms=20) as state:
+    with card_state(
+        tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET, card=lost, timeout_ms=20)
+    ) as state:
         during = emulated_cards.counter("num_buffers", lost)
         state.write(*ARRAYS)
         emulated_cards.inject("hang", card=lost)
@@ -161,14 +163,16 @@ def test_closing_with_a_run_that_does_not_return(tmp_path: Path, emulated_cards:
     assert before < during <= emulated_cards.counter("num_buffers", lost)
     emulated_cards.release()
     emulated_cards.wait_for("run-end")
-    with card_state(tmp_path / "again", emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, card=lost) as state:
+    with card_state(
+        tmp_path / "again", emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET, card=lost)
+    ) as state:
         state.write(*ARRAYS)
         succeed(state)
 
 
 def test_closing_frees_everything(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     before = emulated_cards.counter("num_buffers"), emulated_cards.counter("card_bytes")
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET) as state:
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         succeed(state)
         assert emulated_cards.counter("num_buffers") > before[0]
@@ -176,7 +180,7 @@ def test_closing_frees_everything(tmp_path: Path, emulated_cards: EmulatedCards)
 
 
 def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, timeout_ms=50) as state:
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET, timeout_ms=50)) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("hang", skipped=1)
         parameter = np.zeros(NUMEL, np.float32)
@@ -223,7 +227,7 @@ def test_failed_reads_and_writes(
     tmp_path: Path, emulated_cards: EmulatedCards, seed: int, fault: dict[str, int]
 ) -> None:
     """Of either part of an extent: its regions, or the page with the trailer."""
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET) as state:
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         inject(state.pipeline, seed=seed, max_delay_us=500, short_transfer_every=3, **fault)
         failure, parameter = fail(state)
@@ -234,7 +238,7 @@ def test_failed_reads_and_writes(
 
 def test_a_gradient_file_that_cannot_be_written(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     with card_state(
-        tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, gradient_path=Path("/dev/full")
+        tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET, gradient_path=Path("/dev/full"))
     ) as state:
         state.write(*ARRAYS)
         failure, parameter = fail(state)
@@ -250,7 +254,7 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
     message = rf"the card's DRAM is too small: a ring of 3 buffers takes {needed} bytes, {needed - 1} are allowed"
     with (
         pytest.raises(CardError, match=message),
-        card_state(tmp_path, emulated_cards, STEP, NUMEL, dram_bytes=needed - 1),
+        card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(dram_bytes=needed - 1)),
     ):
         pass
     emulated_cards.inject("alloc", skipped=5)
@@ -264,7 +268,8 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
     ):
         pass
     assert emulated_cards.counter("num_buffers") == before
-    with card_state(tmp_path / "4", emulated_cards, STEP, NUMEL, dram_bytes=needed, p2p=False) as state:
+    emulated_cards.set("p2p", 1)
+    with card_state(tmp_path / "4", emulated_cards, STEP, NUMEL, CardCase(dram_bytes=needed)) as state:
         state.write(*ARRAYS)
         succeed(state)
 
@@ -290,7 +295,11 @@ def test_a_door_that_raises(
     # Only a run that hangs is waited for so long; others may be slow on a machine under load.
     timeout_ms = 300 if method == "state" else 60_000
     with card_state(
-        tmp_path, emulated_cards, STEP, NUMEL, tasklet_numel=TASKLET, door="failing", timeout_ms=timeout_ms
+        tmp_path,
+        emulated_cards,
+        STEP,
+        NUMEL,
+        CardCase(tasklet_numel=TASKLET, door="failing", timeout_ms=timeout_ms),
     ) as state:
         state.write(*ARRAYS)
         if method == "state":

@@ -20,14 +20,16 @@ from lightning_smartinfinity.native import (
     Identity,
     Operation,
     Pipeline,
+    Tasklet,
 )
+from lightning_smartinfinity.store.extents import extent_bytes
 from tests.helpers.golden import DTYPES, STEPS, assert_same_bits, encode, random_arrays
 from tests.helpers.payload import BLOCK, compress
 from tests.helpers.runif import RunIf
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Array, Run, align
 from tests.xrt.api import Buffer
-from tests.xrt.card_state import DOORS, CardState, card_state
+from tests.xrt.card_state import DOORS, CardCase, CardState, card_state
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.python_door import ApiDoor
 
@@ -63,7 +65,7 @@ def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str
     def runs_of(parameter: Array) -> list[Run]:
         return [Run(0, numel, 0, stored_gradient, dtype, parameter, dtype)]
 
-    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=3_001, door=door) as state:
+    with card_state(tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=3_001, door=door)) as state:
         state.write(*arrays)
         for _ in range(3):
             update_both(state, runs_of, [step], numel, dtype)
@@ -77,7 +79,7 @@ def test_special_values(tmp_path: Path, emulated_cards: EmulatedCards, name: str
     numel, step = 3_000, STEPS[name]
     gradient, *arrays = random_arrays(step, numel, 14, special=True)
     runs = [Run(0, numel, 0, gradient)]
-    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=1_100) as state:
+    with card_state(tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=1_100)) as state:
         state.write(*arrays)
         for _ in range(3):
             assert state.update(runs, [step]) is None
@@ -86,7 +88,7 @@ def test_special_values(tmp_path: Path, emulated_cards: EmulatedCards, name: str
             assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("route", ["host", "storage", "bounced"])
+@pytest.mark.parametrize("route", ["host", "storage"])
 def test_counters(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> None:
     """What crosses where, to the byte: payload, padding and control apart."""
     numel, tasklet, step = 2 * 3_000 + 100, 3_000, STEPS["adamw"]
@@ -96,8 +98,10 @@ def test_counters(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> 
     def runs_of(parameter: Array) -> list[Run]:
         return [Run(0, numel, 0, stored_gradient, DType.BFLOAT16, parameter, DType.BFLOAT16)]
 
-    options = {"through_file": route == "storage", "p2p": route != "bounced"}
-    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=tasklet, **options) as state:
+    through_file = route == "storage"
+    with card_state(
+        tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=tasklet, through_file=through_file)
+    ) as state:
         state.write(*arrays)
         update_both(state, runs_of, [step], numel, DType.BFLOAT16)
         counters = state.pipeline.counters()
@@ -106,20 +110,18 @@ def test_counters(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> 
     arrays_padding = sum(3 * (align(4 * size) - 4 * size) for size in sizes)
     beats = sum(align_to(2 * size, 64) - 2 * size for size in sizes)
     blocks = sum(align(2 * size) - 2 * size for size in sizes)
-    through_file = route == "storage"
     assert (counters.read_bytes, counters.written_bytes) == (extents, extents)
-    bounced = 12 * numel if route == "bounced" else 0
-    assert counters.shared_write_bytes == 2 * numel + bounced
-    assert counters.shared_read_bytes == 2 * numel + bounced
-    assert counters.internal_read_bytes == 12 * numel - bounced + (2 * numel if through_file else 0)
-    assert counters.internal_write_bytes == 12 * numel - bounced
+    assert counters.shared_write_bytes == 2 * numel
+    assert counters.shared_read_bytes == 2 * numel
+    assert counters.internal_read_bytes == 12 * numel + (2 * numel if through_file else 0)
+    assert counters.internal_write_bytes == 12 * numel
+    assert counters.gradient_file_bytes == (2 * numel + blocks if through_file else 0)
     assert counters.padding_bytes == 2 * arrays_padding + beats + (2 * blocks if through_file else beats)
     assert counters.control_bytes == 3 * (2 * 4096 + 2 * 64)
-    # What XRT moved: gradients, parameters and status beats, and arrays where they are bounced.
+    # What XRT moved: gradients, parameters and status beats.
     synced_gradients = 0 if through_file else 2 * numel + beats
-    whole_arrays = sum(3 * align(4 * size) for size in sizes) if route == "bounced" else 0
-    assert emulated_cards.counter("bytes_to") == synced_gradients + 3 * 64 + whole_arrays
-    assert emulated_cards.counter("bytes_from") == 2 * numel + beats + 3 * 64 + whole_arrays
+    assert emulated_cards.counter("bytes_to") == synced_gradients + 3 * 64
+    assert emulated_cards.counter("bytes_from") == 2 * numel + beats + 3 * 64
 
 
 def align_to(value: int, unit: int) -> int:
@@ -155,7 +157,7 @@ def test_compressed_gradients(tmp_path: Path, emulated_cards: EmulatedCards, dty
 
     steps = [step, STEPS["adam_near_end"]]
     with card_state(
-        tmp_path, emulated_cards, step, numel, tasklet_numel=tasklet, through_file=route == "storage"
+        tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=tasklet, through_file=route == "storage")
     ) as state:
         state.write(*arrays)
         state.stored.payloads = state.host.payloads = payloads
@@ -194,7 +196,7 @@ def test_counters_of_the_top_percent(
     def runs_of(parameter: Array) -> list[Run]:
         return [Run(0, numel, 0, gradient_dtype=dtype, parameter=parameter, parameter_dtype=DType.BFLOAT16)]
 
-    with card_state(tmp_path, emulated_cards, step, numel, through_file=route == "storage") as state:
+    with card_state(tmp_path, emulated_cards, step, numel, CardCase(through_file=route == "storage")) as state:
         state.write(*arrays)
         state.stored.payloads = state.host.payloads = {0: payload}
         update_both(state, runs_of, [step], numel, DType.BFLOAT16)
@@ -226,7 +228,7 @@ def test_groups_meet(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
             runs.append(Run(first, last - first, number, values, gradient_dtype, memory, parameter_dtype))
         return runs
 
-    with card_state(tmp_path, emulated_cards, steps[0], numel, tasklet_numel=1_500) as state:
+    with card_state(tmp_path, emulated_cards, steps[0], numel, CardCase(tasklet_numel=1_500)) as state:
         state.write(*arrays)
         for _ in range(2):
             update_both(state, runs_of, steps, numel)
@@ -253,7 +255,7 @@ def test_parameters_on_a_cuda_device(tmp_path: Path, emulated_cards: EmulatedCar
     gradient, *arrays = random_arrays(step, numel, 12, special=False)
     parameter, expected = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
     fake_cuda.delay(1, 300)
-    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=1_500) as state:
+    with card_state(tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=1_500)) as state:
         state.write(*arrays)
         fake_cuda.clear()
         tasklets = state.stored.tasklets([Run(7, numel - 7, 0, gradient[7:], parameter=parameter[7:])])
@@ -331,7 +333,9 @@ def test_many_tiny_tasklets(tmp_path: Path, emulated_cards: EmulatedCards) -> No
     def runs_of(parameter: Array) -> list[Run]:
         return [Run(0, numel, 0, gradient, parameter=parameter)]
 
-    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=1, num_buffers=5, compute_threads=3) as state:
+    with card_state(
+        tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=1, num_buffers=5, compute_threads=3)
+    ) as state:
         state.write(*arrays)
         for _ in range(5):
             update_both(state, runs_of, [step], numel)
@@ -342,7 +346,7 @@ def test_reads_and_gradients_travel_while_a_kernel_runs(tmp_path: Path, emulated
     numel, step = 3 * 2_048, STEPS["adamw"]
     gradient, *arrays = random_arrays(step, numel, 9, special=False)
     parameter = np.zeros(numel, np.float32)
-    with card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=2_048) as state:
+    with card_state(tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=2_048)) as state:
         state.write(*arrays)
         emulated_cards.inject("hang")
         state.submit([Run(0, numel, 0, gradient, parameter=parameter)], [step])
@@ -366,8 +370,8 @@ def test_two_cards_do_not_wait_for_each_other(tmp_path: Path, emulated_cards: Em
     gradient, *arrays = random_arrays(step, numel, 10, special=False)
     runs = [Run(0, numel, 0, gradient)]
     with (
-        card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=1_024, card=0) as held,
-        card_state(tmp_path, emulated_cards, step, numel, tasklet_numel=1_024, card=1) as free,
+        card_state(tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=1_024, card=0)) as held,
+        card_state(tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=1_024, card=1)) as free,
     ):
         for state in (held, free):
             state.write(*arrays)
@@ -426,9 +430,28 @@ def test_pipelines_that_a_card_cannot_work(
             Pipeline(**given, num_buffers=1, buffer_bytes=16384, card=options)
 
 
+def of_numel(numel: int) -> Tasklet:
+    """One that lies in no file, of that many elements."""
+    return Tasklet(
+        index=0,
+        numel=numel,
+        num_arrays=3,
+        extent_bytes=extent_bytes(numel, 3),
+        read_file=0,
+        read_offset=0,
+        read_generation=0,
+        write_file=0,
+        write_offset=0,
+        write_generation=1,
+        segments=[],
+    )
+
+
 def test_batches_that_a_card_cannot_work(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     step, gradient = STEPS["adamw"], np.ones(3_000, np.float32)
-    with card_state(tmp_path, emulated_cards, step, 3_000, gradient_bytes=8192, parameter_bytes=8192) as state:
+    with card_state(
+        tmp_path, emulated_cards, step, 3_000, CardCase(gradient_bytes=8192, parameter_bytes=8192)
+    ) as state:
         half = {"gradient": encode(gradient, DType.FLOAT16), "gradient_dtype": DType.FLOAT16}
 
         def refused(message: str, run: Run, *, master_in_parameter: bool = False, **changes: Any) -> None:
@@ -437,6 +460,9 @@ def test_batches_that_a_card_cannot_work(tmp_path: Path, emulated_cards: Emulate
             with pytest.raises(ValueError, match=message):
                 state.pipeline.submit(batch)
 
+        for numel, message in ((2**29, "gradient does not fit"), (2**29 + 1, "at most 536870912 elements")):
+            with pytest.raises(ValueError, match=message):
+                state.pipeline.submit(Batch(Operation.UPDATE, [of_numel(numel)], [step]))
         refused("UPDATE only", Run(0, 3_000), operation=Operation.READ, steps=[])
         refused("has no SgdStep", Run(0, 3_000, 0, **half), steps=[step, STEPS["sgd"]])
         refused("gradient does not fit", Run(0, 3_000, 0, gradient))
@@ -473,7 +499,7 @@ def test_arrays_in_different_banks(
     monkeypatch.setitem(DOORS, "scattered", lambda cards, index: Card(ScatteredDoor(index, cards.build.xclbin)))
     with (
         pytest.raises(CardError, match="the arrays of kernel adamw_update are in different memory banks"),
-        card_state(tmp_path, emulated_cards, STEPS["adamw"], 100, door="scattered"),
+        card_state(tmp_path, emulated_cards, STEPS["adamw"], 100, CardCase(door="scattered")),
     ):
         pass
 

@@ -20,7 +20,7 @@ from tests.helpers.runif import RunIf
 from tests.native.stored import Array, Run
 from tests.transfer.harness import Case, running
 from tests.transfer.harness import Run as HandlerRun
-from tests.xrt.card_state import CardState, card_state
+from tests.xrt.card_state import CardCase, CardState, card_state
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)
@@ -133,7 +133,13 @@ def test_pipelines_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, s
                 numel, tasklet = int(random.integers(1, 400)), int(random.integers(5, 70))
                 folder = tmp_path / f"{seed}-{card}"
                 state = stack.enter_context(
-                    card_state(folder, emulated_cards, STEPS[name], numel, tasklet_numel=tasklet, card=card, **options)
+                    card_state(
+                        folder,
+                        emulated_cards,
+                        STEPS[name],
+                        numel,
+                        CardCase(tasklet_numel=tasklet, card=card, **options),
+                    )
                 )
                 racers.append(Racer(random, state, name, numel))
             for _ in range(2):

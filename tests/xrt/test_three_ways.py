@@ -19,7 +19,7 @@ from tests.hls.simulation import Library, built
 from tests.hls.tasklet import Form
 from tests.native.stored import Array, Run
 from tests.transfer.harness import Case
-from tests.xrt.card_state import card_state
+from tests.xrt.card_state import CardCase, card_state
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.simulated_state import SimulatedState
 
@@ -145,7 +145,7 @@ def test_the_same_bits(
     stored_type = np.float32 if dtype is DType.FLOAT32 else np.int16
     places = [np.zeros(numel, stored_type) for _ in range(3)]
     with card_state(
-        tmp_path, emulated_cards, training.steps(1)[0], numel, tasklet_numel=training.tasklet_numel
+        tmp_path, emulated_cards, training.steps(1)[0], numel, CardCase(tasklet_numel=training.tasklet_numel)
     ) as state:
         state.write(*arrays)
         simulated = SimulatedState(simulation, state.host, training.form, arrays)

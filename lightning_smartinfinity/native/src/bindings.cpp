@@ -624,6 +624,8 @@ void bind_results(nb::module_& m) {
         .def_ro("internal_write_bytes", &Counters::internal_write_bytes, "Of a card: from it to storage.")
         .def_ro("padding_bytes", &Counters::padding_bytes, "Of a card: what these four do not count, of blocks.")
         .def_ro("control_bytes", &Counters::control_bytes, "Of a card: trailers and status beats.")
+        .def_ro("gradient_file_bytes", &Counters::gradient_file_bytes,
+                "Of a card: blocks that were written to the file of gradients, and read from it.")
         .def_ro("read_seconds", &Counters::read_seconds)
         .def_ro("write_seconds", &Counters::write_seconds)
         .def_ro("compute_seconds", &Counters::compute_seconds)

@@ -129,7 +129,6 @@ void bind_card_options(nb::module_& m) {
         "    gradient_bytes: On the card for each buffer of the ring: the largest gradient or payload.\n"
         "    parameter_bytes: The same of parameters: two bytes for every element at least.\n"
         "    timeout_ms: How long a run of a kernel may take.\n"
-        "    p2p: The arrays go from storage to the card directly; else through host memory.\n"
         "    dram_bytes: The most that the ring may take of the card's memory; None: all there is.\n"
         "    gradient_file: On the card's own storage, with gradient_bytes (a multiple of 4096) for each\n"
         "        buffer: gradients go through it. None: from host memory.\n\n"
@@ -137,19 +136,18 @@ void bind_card_options(nb::module_& m) {
         .def(
             "__init__",
             [](CardOptions* self, const Card& card, std::string kernel, std::size_t gradient_bytes,
-               std::size_t parameter_bytes, std::int64_t timeout_ms, bool p2p, std::optional<std::size_t> dram_bytes,
+               std::size_t parameter_bytes, std::int64_t timeout_ms, std::optional<std::size_t> dram_bytes,
                std::optional<StateFile> gradient_file) {
                 new (self) CardOptions{card.door(),
                                        std::move(kernel),
                                        gradient_bytes,
                                        parameter_bytes,
                                        std::chrono::milliseconds(timeout_ms),
-                                       p2p ? Memory::kPeerToPeer : Memory::kNormal,
                                        dram_bytes,
                                        std::move(gradient_file)};
             },
             nb::kw_only(), "card"_a, "kernel"_a, "gradient_bytes"_a, "parameter_bytes"_a, "timeout_ms"_a,
-            "p2p"_a = true, "dram_bytes"_a = nb::none(), "gradient_file"_a = nb::none());
+            "dram_bytes"_a = nb::none(), "gradient_file"_a = nb::none());
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ std::size_t align_down(std::size_t value, std::size_t alignment) { return value 
 }  // namespace
 
 CardGradient::CardGradient(const Tasklet& tasklet, const CardOptions& options, CardRing& ring, std::size_t buffer)
-    : tasklet_(tasklet), options_(options), ring_(ring), buffer_(buffer), on_card_(ring.place(buffer).gradient()) {
+    : tasklet_(tasklet), options_(options), ring_(ring), buffer_(buffer), on_card_(ring.buffers(buffer).gradient()) {
     if (tasklet.payload != 0) sparse_.emplace(memory_at(tasklet.payload), tasklet.payload_bytes, tasklet.numel);
 }
 
@@ -72,6 +72,7 @@ void CardGradient::send_bytes(std::size_t begin, std::size_t end, std::size_t pa
     traffic_.padding_bytes += padding;
     if (!options_.gradient_file) return on_card_.buffer->sync(Sync::kToCard, last - first, first);
     send_through_file(first, last);
+    traffic_.gradient_file_bytes += last - first;
     traffic_.internal_read_bytes += payload;
     traffic_.padding_bytes += padding;
 }

@@ -33,7 +33,7 @@ CardJob::CardJob(const Job& job, const CardOptions& options, const Identity& ide
       options_(options),
       type_(card_kernel_type(options.kernel)),
       identity_(identity),
-      place_(ring.place(job.buffer)),
+      buffers_(ring.buffers(job.buffer)),
       regions_(regions_of(identity.format(), job.tasklet)),
       gradient_(job.tasklet, options, ring, job.buffer) {}
 
@@ -46,11 +46,9 @@ CardTraffic CardJob::traffic() const {
 std::optional<Refusal> CardJob::run() {
     const TrailerPage trailer(job_.memory.trailer_page);
     if (auto refusal = trailer.verify(identity_, job_.tasklet)) return refusal;
-    if (options_.memory == Memory::kNormal) sync_arrays(Sync::kToCard);
     gradient_.send_payload();
     const std::vector<CardPass> passes = card_passes(job_.tasklet);
     for (const CardPass& pass : passes) work(pass, &pass == &passes.back());
-    if (options_.memory == Memory::kNormal) sync_arrays(Sync::kFromCard);
     trailer.write(identity_, job_.tasklet, written_);
     return std::nullopt;
 }
@@ -67,10 +65,10 @@ void CardJob::work(const CardPass& pass, bool is_last) {
 
 void CardJob::work(const CardPass& pass, const CardRunPlan& run) {
     clear_status();
-    std::shared_ptr<CardRun> call = place_.take_run();
+    std::shared_ptr<CardRun> call = buffers_.take_run();
     set_arguments(pass, run, *call);
     execute(call);
-    place_.keep(std::move(call));
+    buffers_.keep(std::move(call));
     const CardStatus status = take_status();
     if (const auto problem = problem_of(status, type_, run.last - run.first, gradient_.sent_for(pass, run))) {
         throw CardError(*problem);
@@ -78,22 +76,15 @@ void CardJob::work(const CardPass& pass, const CardRunPlan& run) {
     take_checksums(status, run);
 }
 
-void CardJob::sync_arrays(Sync direction) {
-    place_.regions().buffer->sync(direction, regions_.total_bytes(), 0);
-    const std::uint64_t payload = regions_.count() * regions_.bytes(0);
-    (direction == Sync::kToCard ? traffic_.shared_write_bytes : traffic_.shared_read_bytes) += payload;
-    traffic_.padding_bytes += regions_.total_bytes() - payload;
-}
-
 void CardJob::set_arguments(const CardPass& pass, const CardRunPlan& run, CardRun& call) {
-    const auto& arrays = place_.arrays(regions_);
-    call.set(type_.gradient(), place_.gradient().buffer);
+    const auto& arrays = buffers_.arrays(regions_);
+    call.set(type_.gradient(), buffers_.gradient().buffer);
     for (std::size_t array = 0; array < arrays.size(); ++array) {
         call.set(type_.array_in(array), arrays[array]);
         call.set(type_.array_out(array), arrays[array]);
     }
-    call.set(type_.parameter(), place_.parameter().buffer);
-    call.set(type_.status(), place_.status().buffer);
+    call.set(type_.parameter(), buffers_.parameter().buffer);
+    call.set(type_.status(), buffers_.status().buffer);
     const bool active = run.step != kNoStep;
     int argument = type_.first_word();
     for (const std::uint32_t word :
@@ -108,8 +99,8 @@ void CardJob::set_arguments(const CardPass& pass, const CardRunPlan& run, CardRu
 
 // So that what a run before left there is not taken for this one's.
 void CardJob::clear_status() {
-    std::memset(place_.status().data, 0, sizeof(CardStatus));
-    place_.status().buffer->sync(Sync::kToCard, sizeof(CardStatus), 0);
+    std::memset(buffers_.status().data, 0, sizeof(CardStatus));
+    buffers_.status().buffer->sync(Sync::kToCard, sizeof(CardStatus), 0);
     traffic_.control_bytes += sizeof(CardStatus);
 }
 
@@ -140,10 +131,10 @@ int CardJob::state_after(CardRun& call) {
 }
 
 CardStatus CardJob::take_status() {
-    place_.status().buffer->sync(Sync::kFromCard, sizeof(CardStatus), 0);
+    buffers_.status().buffer->sync(Sync::kFromCard, sizeof(CardStatus), 0);
     traffic_.control_bytes += sizeof(CardStatus);
     CardStatus status;
-    std::memcpy(&status, place_.status().data, sizeof status);
+    std::memcpy(&status, buffers_.status().data, sizeof status);
     return status;
 }
 
@@ -166,7 +157,7 @@ void CardJob::check_arrays_read() const {
 
 void CardJob::receive(const CardPass& pass) {
     const std::size_t item = item_bytes(pass.parameter_dtype);
-    const MappedBuffer& parameter = place_.parameter();
+    const MappedBuffer& parameter = buffers_.parameter();
     for (std::size_t index = 0; index < pass.runs.size(); ++index) {
         const CardRunPlan& run = pass.runs[index];
         if (!gives_parameters(run)) continue;
@@ -190,7 +181,7 @@ void CardJob::give_out(const Segment& segment) const {
     const std::size_t item = item_bytes(segment.parameter_dtype);
     std::byte* const out =
         job_.slot != nullptr ? job_.slot + segment.offset * item : reinterpret_cast<std::byte*>(segment.parameter);
-    std::memcpy(out, place_.parameter().data + segment.offset * item, segment.numel * item);
+    std::memcpy(out, buffers_.parameter().data + segment.offset * item, segment.numel * item);
 }
 
 }  // namespace smart_infinity

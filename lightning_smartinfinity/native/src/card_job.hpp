@@ -32,7 +32,6 @@ class CardJob {
  private:
     void work(const CardPass& pass, bool is_last);
     void work(const CardPass& pass, const CardRunPlan& run);
-    void sync_arrays(Sync direction);
     void set_arguments(const CardPass& pass, const CardRunPlan& run, CardRun& call);
     void clear_status();
     void execute(const std::shared_ptr<CardRun>& call);
@@ -47,7 +46,7 @@ class CardJob {
     const CardOptions& options_;
     const CardKernelType& type_;
     const Identity& identity_;
-    CardPlace& place_;
+    CardBufferSet& buffers_;
     const Regions regions_;
     CardGradient gradient_;
     Checksums read_{};

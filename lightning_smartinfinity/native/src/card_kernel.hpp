@@ -13,6 +13,8 @@ constexpr std::uint32_t kKernelInterface = 1;
 
 constexpr std::size_t kBeatBytes = 64;  // of the kernels' ports
 
+constexpr std::size_t kLargestCardNumel = std::size_t{1} << 29;  // of a tasklet: kLargestNumel of the kernels
+
 // In order of a kernel's arguments: gradient; each array to read; each array to write; parameter; status; numel, first,
 // last, gradient form, parameter form, active; the words of the update rule. What is written may be what is read.
 struct CardKernelType {

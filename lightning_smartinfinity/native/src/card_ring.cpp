@@ -25,13 +25,13 @@ int group_of_arrays(const CardKernelType& type, CardKernel& kernel) {
 
 }  // namespace
 
-CardPlace::CardPlace(const CardOptions& options, std::shared_ptr<CardKernel> kernel, std::size_t regions_bytes)
-    : CardPlace(options, card_kernel_type(options.kernel), std::move(kernel), regions_bytes) {}
+CardBufferSet::CardBufferSet(const CardOptions& options, std::shared_ptr<CardKernel> kernel, std::size_t regions_bytes)
+    : CardBufferSet(options, card_kernel_type(options.kernel), std::move(kernel), regions_bytes) {}
 
-CardPlace::CardPlace(const CardOptions& options, const CardKernelType& type, std::shared_ptr<CardKernel> kernel,
-                     std::size_t regions_bytes)
+CardBufferSet::CardBufferSet(const CardOptions& options, const CardKernelType& type, std::shared_ptr<CardKernel> kernel,
+                             std::size_t regions_bytes)
     : kernel_(std::move(kernel)),
-      regions_(options.door->allocate(regions_bytes, options.memory, group_of_arrays(type, *kernel_))),
+      regions_(options.door->allocate(regions_bytes, Memory::kPeerToPeer, group_of_arrays(type, *kernel_))),
       gradient_(options.door->allocate(options.gradient_bytes,
                                        options.gradient_file ? Memory::kPeerToPeer : Memory::kNormal,
                                        kernel_->group(type.gradient()))),
@@ -39,7 +39,7 @@ CardPlace::CardPlace(const CardOptions& options, const CardKernelType& type, std
       status_(options.door->allocate(kStatusBytes, Memory::kNormal, kernel_->group(type.status()))) {}
 
 // Tasklets are of one size, but for the last.
-const std::vector<std::shared_ptr<CardBuffer>>& CardPlace::arrays(const Regions& regions) {
+const std::vector<std::shared_ptr<CardBuffer>>& CardBufferSet::arrays(const Regions& regions) {
     const std::size_t bytes = regions.padded_bytes(0);
     if (arrays_bytes_ == bytes) return arrays_;
     arrays_.clear();
@@ -51,7 +51,7 @@ const std::vector<std::shared_ptr<CardBuffer>>& CardPlace::arrays(const Regions&
     return arrays_;
 }
 
-std::shared_ptr<CardRun> CardPlace::take_run() { return run_ ? std::exchange(run_, nullptr) : kernel_->run(); }
+std::shared_ptr<CardRun> CardBufferSet::take_run() { return run_ ? std::exchange(run_, nullptr) : kernel_->run(); }
 
 CardRing::CardRing(const CardOptions& options, std::size_t num_buffers, std::size_t buffer_bytes)
     : gradient_bytes_(options.gradient_bytes), trailer_pages_(num_buffers * kTrailerPageBytes) {
@@ -66,11 +66,11 @@ CardRing::CardRing(const CardOptions& options, std::size_t num_buffers, std::siz
     if (options.gradient_file) staging_ = std::make_unique<HostBuffer>(num_buffers * gradient_bytes_);
     const std::shared_ptr<CardKernel> kernel = options.door->kernel(options.kernel);
     try {
-        while (places_.size() < num_buffers) places_.emplace_back(options, kernel, regions_bytes);
+        while (sets_.size() < num_buffers) sets_.emplace_back(options, kernel, regions_bytes);
     } catch (const CardError& error) {
-        throw CardError(ring + " of the card's DRAM, buffer " + std::to_string(places_.size()) +
-                            " is not to be had: " + error.what(),
-                        error.error());
+        throw CardError(
+            ring + " of the card's DRAM, buffer " + std::to_string(sets_.size()) + " is not to be had: " + error.what(),
+            error.error());
     }
 }
 

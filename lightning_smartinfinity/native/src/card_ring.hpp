@@ -22,9 +22,9 @@ struct MappedBuffer {
 constexpr std::size_t kStatusBytes = 4096;  // of which a kernel writes one beat
 
 // One buffer of the ring: what a tasklet needs on the card while it is there.
-class CardPlace {
+class CardBufferSet {
  public:
-    CardPlace(const CardOptions& options, std::shared_ptr<CardKernel> kernel, std::size_t regions_bytes);
+    CardBufferSet(const CardOptions& options, std::shared_ptr<CardKernel> kernel, std::size_t regions_bytes);
 
     const MappedBuffer& regions() const { return regions_; }
     const MappedBuffer& gradient() const { return gradient_; }
@@ -38,8 +38,8 @@ class CardPlace {
     void keep(std::shared_ptr<CardRun> run) { run_ = std::move(run); }
 
  private:
-    CardPlace(const CardOptions& options, const CardKernelType& type, std::shared_ptr<CardKernel> kernel,
-              std::size_t regions_bytes);
+    CardBufferSet(const CardOptions& options, const CardKernelType& type, std::shared_ptr<CardKernel> kernel,
+                  std::size_t regions_bytes);
 
     std::shared_ptr<CardKernel> kernel_;
     MappedBuffer regions_;
@@ -58,8 +58,8 @@ class CardRing {
     // Throws CardError if the card has not so much memory, SystemError if the host has not.
     CardRing(const CardOptions& options, std::size_t num_buffers, std::size_t buffer_bytes);
 
-    CardPlace& place(std::size_t buffer) { return places_[buffer]; }
-    std::byte* regions(std::size_t buffer) const { return places_[buffer].regions().data; }
+    CardBufferSet& buffers(std::size_t index) { return sets_[index]; }
+    std::byte* regions(std::size_t buffer) const { return sets_[buffer].regions().data; }
     std::byte* trailer_page(std::size_t buffer) const { return trailer_pages_.data() + buffer * kBlockBytes; }
     // Null without a file for gradients.
     std::byte* staging(std::size_t buffer) const {
@@ -72,7 +72,7 @@ class CardRing {
     std::size_t gradient_bytes_;
     HostBuffer trailer_pages_;
     std::unique_ptr<HostBuffer> staging_;
-    std::vector<CardPlace> places_;
+    std::vector<CardBufferSet> sets_;
 };
 
 }  // namespace smart_infinity

@@ -24,8 +24,6 @@ CardOptions checked(CardOptions options) {
             "CardOptions: gradient_bytes and parameter_bytes must be at least 1");
     require(options.timeout.count() >= 1 && options.timeout.count() <= std::numeric_limits<int>::max(),
             "CardOptions: timeout_ms must be in [1, 2**31)");
-    require(!options.gradient_file || options.memory == Memory::kPeerToPeer,
-            "CardOptions: gradient_file needs a card that reads it peer to peer");
     options.gradient_bytes = align_up(options.gradient_bytes, kBlockBytes);
     options.parameter_bytes = align_up(options.parameter_bytes, kBlockBytes);
     return options;
@@ -111,11 +109,9 @@ class CardUpdater final : public Updater {
     void transferred(Direction direction, const Tasklet& tasklet) override {
         CardTraffic traffic;
         traffic.control_bytes = kTrailerPageBytes;
-        if (options_.memory == Memory::kPeerToPeer) {
-            const std::uint64_t payload = tasklet.num_arrays * tasklet.numel * sizeof(float);
-            (direction == Direction::kRead ? traffic.internal_read_bytes : traffic.internal_write_bytes) = payload;
-            traffic.padding_bytes = tasklet.extent_bytes - kTrailerPageBytes - payload;
-        }
+        const std::uint64_t payload = tasklet.num_arrays * tasklet.numel * sizeof(float);
+        (direction == Direction::kRead ? traffic.internal_read_bytes : traffic.internal_write_bytes) = payload;
+        traffic.padding_bytes = tasklet.extent_bytes - kTrailerPageBytes - payload;
         add(traffic);
     }
 
@@ -139,8 +135,8 @@ class CardUpdater final : public Updater {
         require_of(!tasklet.master_in_parameter, "a card reads the master from storage");
         require_of(tasklet.num_arrays == type.num_arrays,
                    std::string("kernel ") + type.name + " has " + std::to_string(type.num_arrays) + " arrays");
-        // Beyond, the words of a kernel would not do.
-        require_of(tasklet.numel <= std::numeric_limits<std::uint32_t>::max() / sizeof(float), "it is too large");
+        require_of(tasklet.numel <= kLargestCardNumel,
+                   "a kernel works at most " + std::to_string(kLargestCardNumel) + " elements");
         require_of(tasklet.payload_bytes <= options_.gradient_bytes, "its payload does not fit gradient_bytes");
         for (const CardPass& pass : card_passes(tasklet)) {
             require_of(
