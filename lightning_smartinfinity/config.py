@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import math
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_smartinfinity.errors import ConfigError
 
-__all__ = ["CARD_TASKLET_BYTES", "HOST_TASKLET_BYTES", "SmartSSDConfig", "TransferConfig"]
+__all__ = ["CARD_TASKLET_BYTES", "HOST_TASKLET_BYTES", "MAX_CARD_NUMBER", "SmartSSDConfig", "TransferConfig"]
 
 HOST_TASKLET_BYTES = 4 * 1024 * 1024
 """``TransferConfig(tasklet_bytes=None)`` where the host updates."""
 
 CARD_TASKLET_BYTES = 64 * 1024 * 1024
 """The same where SmartSSDs do: the published card reads 1.6 GB/s at 1 MiB, 2.2 at 4 MiB, 2.4 at 128 MiB."""
+
+MAX_CARD_NUMBER = 65_535
+"""Of ``SmartSSDConfig(devices=...)``: more than any machine has."""
 
 
 _MIN_TASKLET_BYTES = 64 * 1024
@@ -27,6 +31,7 @@ _DURABILITIES = ("none", "step", "power")
 _DIRECT_IO = ("auto", "on", "off")
 _GRADIENT_ROUTES = ("auto", "host", "storage")
 _DOORS = ("auto", "native", "pyxrt")
+_MAX_TIMEOUT = 2_147_483  # XRT counts milliseconds in an int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +124,8 @@ class SmartSSDConfig:
             the system's cards, ordered by address. None: the card that shares its PCIe switch with the folder's SSD.
         gradient_route: How gradients reach a card: ``"host"`` (from host memory into its DRAM), ``"storage"`` (written
             to its SSD and read from there past the host, as published) or ``"auto"``, which is ``"host"``.
-        timeout: Seconds after which a kernel that does not return is given up, and the host takes over.
+        timeout: Seconds after which a kernel that does not return is given up, and the host takes over: above 0, and at
+            most 2147483.
         door: How XRT is called: ``"native"`` (its C library, without the interpreter's lock), ``"pyxrt"`` (its Python
             module, which holds the lock) or ``"auto"``: pyxrt where it is there and the library is not.
 
@@ -134,32 +140,57 @@ class SmartSSDConfig:
     door: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.xclbin is not None and (not isinstance(self.xclbin, (str, os.PathLike)) or not str(self.xclbin)):
+        if self.xclbin is not None and not _names_file(self.xclbin):
             raise ConfigError(f"SmartSSDConfig(xclbin={self.xclbin!r}) names no file.", "Pass the path of an xclbin.")
-        _require_cards(self.devices)
+        object.__setattr__(self, "devices", _cards(self.devices))
         _require_one_of("gradient_route", self.gradient_route, _GRADIENT_ROUTES, of="SmartSSDConfig")
         _require_one_of("door", self.door, _DOORS, of="SmartSSDConfig")
-        if not _is_number(self.timeout) or not 0 < self.timeout < math.inf:
-            raise ConfigError(f"SmartSSDConfig(timeout={self.timeout!r}) is out of range.", "Pass seconds above 0.")
+        if not _is_number(self.timeout) or not 0 < self.timeout <= _MAX_TIMEOUT:  # a comparison with NaN is false
+            raise ConfigError(
+                f"SmartSSDConfig(timeout={_shown(self.timeout)}) is out of range.",
+                f"Pass seconds above 0 and up to {_MAX_TIMEOUT}.",
+            )
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _require_cards(devices: object) -> None:
+def _names_file(value: object) -> bool:
+    return isinstance(value, (str, os.PathLike)) and bool(str(value)) and "\0" not in str(value)
+
+
+def _cards(devices: object) -> tuple[str | int, ...] | None:
+    """Addresses and numbers, whichever kind of integer they were."""
     if devices is None:
-        return
-    named = list(devices) if isinstance(devices, (list, tuple)) else []
-    if not named or not all(_names_card(one) for one in named):
+        return None
+    named = [_card(one) for one in devices] if isinstance(devices, (list, tuple)) else []
+    cards = tuple(card for card in named if card is not None)
+    if not cards or len(cards) != len(named):
         raise ConfigError(
-            f"SmartSSDConfig(devices={devices!r}) names no cards.",
-            "Pass a list with the PCI address or the number of one card for each storage folder.",
+            f"SmartSSDConfig(devices={_shown(devices)}) names no cards.",
+            "Pass a list with the PCI address of one card for each storage folder, or its number from 0 to"
+            f" {MAX_CARD_NUMBER}.",
         )
+    return cards
 
 
-def _names_card(value: object) -> bool:
-    return bool(value) if isinstance(value, str) else _is_number(value) and isinstance(value, int) and value >= 0
+def _card(value: Any) -> str | int | None:
+    """An address, or any integer, NumPy's among them; None: neither."""
+    if isinstance(value, str):
+        return value or None
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return number if 0 <= number <= MAX_CARD_NUMBER and not isinstance(value, bool) else None
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes out no integers of many thousand digits
+        return "<too many digits to show>"
 
 
 def _require_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
