@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.config import SmartSSDConfig
+from lightning_smartinfinity.config import MAX_CARD_NUMBER, SmartSSDConfig
 
 __all__ = ["add_to", "show"]
 
@@ -19,17 +19,22 @@ Look at XRT, the bitstream and the cards of this machine. With storage folders: 
 between the card and its SSD, and update one tasklet with every kernel, bit for bit as on the host. Nothing is left in
 the folders. Exit status 1 if anything is not as it must be.
 """
+_ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
+_MAX_MIB = 4096  # a card's memory
+_SHOWN = 40  # characters
 _MARKS = {True: "ok", False: "FAIL", None: "-"}
 
 
 def add_to(commands: Any) -> None:
     """Add the command to what ``ArgumentParser.add_subparsers`` returns."""
     parser = commands.add_parser("selftest", help="whether SmartSSDs can update", description=_DESCRIPTION)
-    parser.add_argument("folders", nargs="*", type=Path, help="storage folders, one on the SSD of each card")
-    parser.add_argument("--xclbin", type=Path, help="SmartSSDConfig(xclbin=...)")
-    parser.add_argument("--devices", nargs="+", help="SmartSSDConfig(devices=...): a card for each folder")
+    parser.add_argument("folders", nargs="*", help="storage folders, one on the SSD of each card")
+    parser.add_argument("--xclbin", help="SmartSSDConfig(xclbin=...)")
+    parser.add_argument("--devices", nargs="+", type=_card, help="SmartSSDConfig(devices=...): a card for each folder")
     parser.add_argument("--door", default=SmartSSDConfig.door, help="SmartSSDConfig(door=...): auto, native or pyxrt")
-    parser.add_argument("--mib", type=int, default=64, help="MiB to move by P2P (default: %(default)s)")
+    parser.add_argument(
+        "--mib", type=_mib, default=64, help=f"MiB to move by P2P, 1 to {_MAX_MIB} (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.set_defaults(run=_run)
 
@@ -38,9 +43,31 @@ def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.devices.smartssd.examination import examine
     from lightning_smartinfinity.devices.smartssd.system import System
 
-    numbers = options.devices and [int(name) if name.isdigit() else name for name in options.devices]
-    settings = SmartSSDConfig(xclbin=options.xclbin, devices=numbers, door=options.door)
-    return show(examine(options.folders, settings, System(), p2p_bytes=max(1, options.mib) << 20), as_json=options.json)
+    settings = SmartSSDConfig(xclbin=options.xclbin, devices=options.devices, door=options.door)
+    return show(examine(options.folders, settings, System(), p2p_bytes=options.mib << 20), as_json=options.json)
+
+
+def _card(text: str) -> str | int:
+    if _ADDRESS.fullmatch(text):
+        return text
+    number = _number(text)
+    if number is None or number > MAX_CARD_NUMBER:
+        raise argparse.ArgumentTypeError(
+            f"{text[:_SHOWN]!r} is neither a PCI address such as 0000:3d:00.1 nor a number from 0 to {MAX_CARD_NUMBER}"
+        )
+    return number
+
+
+def _mib(text: str) -> int:
+    number = _number(text)
+    if number is None or not 1 <= number <= _MAX_MIB:
+        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is no number from 1 to {_MAX_MIB}")
+    return number
+
+
+def _number(text: str) -> int | None:
+    """Of plain digits: int() takes those of other scripts, and refuses very many."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def show(findings: Iterable[Any], *, as_json: bool) -> int:

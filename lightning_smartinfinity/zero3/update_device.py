@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, kernel_of, self_test
-from lightning_smartinfinity.devices.smartssd.bitstream import bitstream_path
+from lightning_smartinfinity.devices.smartssd.bitstream import named_bitstream
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError, StorageError
 from lightning_smartinfinity.zero3.collectives import gather, raise_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -67,7 +67,7 @@ def _obstacle(offload: OffloadSettings) -> str | None:
     """Why ``"auto"`` does not even look for cards."""
     if offload.update_device != "auto":
         return None
-    if bitstream_path(offload.smartssd, System()) is None:
+    if named_bitstream(offload.smartssd, System()) is None:
         return "no bitstream for SmartSSDs is named"
     if offload.state_format != "fp32":
         return f"SmartSSDs hold state in fp32 alone, not {offload.state_format!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hls.description import SMARTSSD
@@ -97,6 +98,18 @@ def test_bitstreams_that_are_none(tmp_path: Path, machine: Machine) -> None:
         read_bitstream(SmartSSDConfig(xclbin=tmp_path / "short"), machine.system())
 
 
+@pytest.mark.parametrize("path", ["~nosuch/kernels.xclbin", "\ud800"])
+def test_paths_that_are_none(machine: Machine, tmp_path: Path, path: str) -> None:
+    """A home of nobody, a name that no file system takes: told with the setting; other words of XRT lead elsewhere."""
+    with pytest.raises(ConfigError, match="xclbin="):
+        read_bitstream(SmartSSDConfig(xclbin=path), machine.system())
+    machine.environment[XCLBIN_VARIABLE] = path
+    with pytest.raises(ConfigError, match="xclbin"):
+        read_bitstream(None, machine.system())
+    with pytest.raises(ConfigError, match=r"SmartSSDConfig\(xclbin='~nosuch/x'\) names no file"):
+        SmartInfinityStrategy(update_device="smartssd", smartssd=SmartSSDConfig(xclbin="~nosuch/x"))
+
+
 def test_strategy_wants_a_bitstream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """update_device="smartssd" without one is refused where it is written down; the environment will do."""
     monkeypatch.delenv(XCLBIN_VARIABLE, raising=False)
@@ -118,21 +131,38 @@ def test_strategy_wants_a_bitstream(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     [
         ({"xclbin": ""}, "xclbin=''"),
         ({"xclbin": 3}, "xclbin=3"),
+        ({"xclbin": "a\0b"}, r"xclbin='a\\x00b'"),
         ({"devices": []}, "devices=\\[\\]"),
         ({"devices": "0000:01:00.1"}, "devices='0000"),
         ({"devices": [True]}, "devices=\\[True\\]"),
         ({"devices": [-1]}, "devices=\\[-1\\]"),
+        ({"devices": [np.True_]}, "devices=.*names no cards"),
+        ({"devices": [10**30, 0]}, "devices=\\[10{30}, 0\\].*from 0 to 65535"),
+        ({"devices": [10**5000]}, "devices=<too many digits to show>"),
         ({"gradient_route": "gpu"}, "gradient_route='gpu'"),
         ({"door": "opencl"}, "door='opencl'"),
         ({"timeout": 0}, "timeout=0"),
         ({"timeout": float("inf")}, "timeout=inf"),
         ({"timeout": float("nan")}, "timeout=nan"),
+        ({"timeout": 3e6}, "timeout=3000000.0.*up to 2147483"),
+        ({"timeout": 10**400}, "timeout=10000"),
+        ({"timeout": 10**5000}, "timeout=<too many digits to show>"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, object], named: str) -> None:
     """Validated once, at construction."""
     with pytest.raises(ConfigError, match=named):
         SmartSSDConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_settings_that_are_taken() -> None:
+    """The longest timeout is one that XRT can count; cards' numbers may be NumPy's, and are a copy of the user's."""
+    longest = SmartSSDConfig(timeout=2_147_483)
+    assert 1 <= int(1000 * longest.timeout) < 2**31
+    named = [np.int64(1), "0000:01:00.1"]
+    taken = SmartSSDConfig(devices=named)  # type: ignore[arg-type]
+    named.clear()
+    assert taken.devices == (1, "0000:01:00.1") and type(taken.devices[0]) is int
 
 
 def test_xrt_that_is_not_set_up(machine: Machine, tmp_path: Path) -> None:

@@ -9,13 +9,15 @@ import pytest
 
 from hls.description import SMARTSSD
 from hls.xclbin import xclbin
-from lightning_smartinfinity import SmartSSDConfig
+from lightning_smartinfinity import SmartSSDConfig, StorageError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.cli.selftest import show
 from lightning_smartinfinity.devices.smartssd import examination
 from lightning_smartinfinity.devices.smartssd.bitstream import XCLBIN_VARIABLE
+from lightning_smartinfinity.devices.smartssd.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.examination import examine
 from lightning_smartinfinity.devices.smartssd.runtime import Runtime
+from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
 from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
 
 
@@ -32,7 +34,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def findings(machine: Machine, *folders: str) -> dict[tuple[str, str], examination.Finding]:
     settings = SmartSSDConfig(xclbin=machine.root / "kernels.xclbin")
-    found = examine([Path(folder) for folder in folders], settings, machine.system())
+    found = examine(folders, settings, machine.system())
     return {(one.subject, one.name): one for one in found}
 
 
@@ -96,3 +98,89 @@ def test_settings_that_contradict_what_is_there(machine: Machine) -> None:
     assert found["XRT", "called by"].ok is False and "no module pyxrt" in found["XRT", "called by"].value
     assert ("card 0000:42:00.1", "P2P at work") not in found
     assert show(found.values(), as_json=False) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--devices", "²"], "number from 0 to 65535"),
+        (["--devices", "\u0661"], "number from 0 to 65535"),
+        (["--devices", "9" * 30], "number from 0 to 65535"),
+        (["--devices", "0", "9" * 5000], "number from 0 to 65535"),
+        (["--devices", "65536"], "PCI address such as 0000:3d:00.1"),
+        (["--devices", ""], "PCI address such as 0000:3d:00.1"),
+        (["--mib", "0"], "number from 1 to 4096"),
+        (["--mib", "-5"], "number from 1 to 4096"),
+        (["--mib", "99999999999"], "number from 1 to 4096"),
+        (["--mib", "9" * 5000], "number from 1 to 4096"),
+        (["--mib", "\u0661"], "number from 1 to 4096"),
+    ],
+)
+def test_options_out_of_range(capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str) -> None:
+    """It ends with what is wanted, in a message that can be read."""
+    with pytest.raises(SystemExit) as ended:
+        main(["selftest", *arguments])
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and wanted in shown and len(shown) < 1000
+
+
+def test_cards_by_address_and_number(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SmartSSDConfig takes them."""
+    taken: list[SmartSSDConfig] = []
+    monkeypatch.setattr(examination, "examine", lambda folders, settings, system, **_: taken.append(settings) or ())
+    assert main(["selftest", "--devices", "3d:00.1", "10000:3D:00.1", "7"]) == 0
+    assert taken[0].devices == ("3d:00.1", "10000:3D:00.1", 7)
+
+
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        (["a", "a"], "a folder twice"),
+        (["a", "b/../a"], "a folder twice"),
+        (["nul\0"], "cannot be a folder"),
+        (["~nosuch/a"], "cannot be a folder"),
+        ([""], "names no folder"),
+    ],
+)
+def test_folders_that_training_refuses(machine: Machine, folders: list[str], words: str) -> None:
+    """They are no folders here either, and no card is worked; the rest is looked at."""
+    found = findings(machine, *folders)
+    assert found["folders", "named"].ok is False and words in found["folders", "named"].value
+    assert ("folders", "pairing") not in found and found["bitstream", "file"].ok
+
+
+def test_a_home_is_that_of_the_user(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As storage=... takes it."""
+    monkeypatch.setenv("HOME", str(machine.root))
+    smartssd(machine, 0, mounted=str(machine.root))
+    assert findings(machine, "~/storage")[str(machine.root / "storage"), "card"].ok
+
+
+def test_what_nobody_foresaw(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a finding, and does not keep the rest from being looked at."""
+
+    def breaks(*_: object) -> None:
+        raise LookupError("a file of sysfs says so")
+
+    monkeypatch.setattr(examination, "read_bitstream", breaks)
+    monkeypatch.setattr(examination, "cards_of", breaks)
+    found = findings(machine)
+    for key in (("bitstream", "file"), ("cards", "found")):
+        assert found[key].ok is False and found[key].value == "LookupError: a file of sysfs says so"
+        assert "report" in found[key].remedy
+    assert found["folders", "named"].ok is None
+
+
+def test_storage_that_fails_a_self_test(tmp_path: Path) -> None:
+    """The card and the storage folder are named, not our own folder, which is gone; so is a file in its place."""
+    card, folder = emulated_card(3), tmp_path / "not/yet"
+    with (
+        pytest.raises(StorageError, match=r"emulated card 3: reading a file in '.*/not/yet' failed") as failed,
+        scratch_folder(card, folder) as scratch,
+    ):
+        scratch.read("gone")
+    assert ".smart-infinity-" not in str(failed.value)
+    (tmp_path / "not").touch()
+    with pytest.raises(StorageError, match=r"'.*/not/yet' failed.*A file stands where"), scratch_folder(card, folder):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["not"]

@@ -77,6 +77,9 @@ def test_self_test_and_refusals(tmp_path: Path, emulated_cards: EmulatedCards) -
     self_test(plan_of(2, emulated_cards.build.xclbin, door="pyxrt"), [tmp_path, tmp_path], KERNELS)
     with pytest.raises(DeviceError, match="emulated card 5"):
         self_test(plan_of(1, emulated_cards.build.xclbin, door="pyxrt", first=5), [tmp_path], KERNELS)
+    emulated_cards.reset(count=7)
+    with pytest.raises(DeviceError, match=r"kernel failed.* of this version: make -C hls xclbin"):
+        self_test(plan_of(1, emulated_cards.build.probe_xclbin, door="pyxrt", first=6), [tmp_path], KERNELS[:1])
     emulated_cards.set("dram_mib", 1)
     with pytest.raises(DeviceError, match="emulated card 0"):
         Run(tmp_path / "run", Case(num_buffers=64), device=cards(emulated_cards.build.xclbin, door="pyxrt"))

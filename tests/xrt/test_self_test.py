@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from dataclasses import replace
@@ -10,12 +11,20 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity import ConfigError, DeviceError, SmartSSDConfig, TransferConfig
+from lightning_smartinfinity import (
+    ConfigError,
+    DeviceError,
+    SmartSSDConfig,
+    StorageError,
+    TransferConfig,
+    native,
+)
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
-from lightning_smartinfinity.devices.smartssd import self_test
+from lightning_smartinfinity.devices.smartssd import System, find_cards, self_test
 from lightning_smartinfinity.devices.smartssd.bitstream import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
+from lightning_smartinfinity.native import testing
 from lightning_smartinfinity.zero3 import collectives, update_device
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.update_device import choose_update_device
@@ -53,12 +62,29 @@ def test_a_card_that_computes_something_else(
 
 @pytest.mark.parametrize(("kind", "words"), [("error", "ERROR"), ("hang", "did not return within 30 ms")])
 def test_a_card_whose_run_fails(tmp_path: Path, emulated_cards: EmulatedCards, kind: str, words: str) -> None:
-    """It is told how the run ended."""
+    """It is told how the run ended, on which card and with which folder."""
     emulated_cards.reset(count=5)
     emulated_cards.inject(kind, card=4)
     plan = plan_of(1, emulated_cards.build.xclbin, first=4, timeout=0.03)
-    with pytest.raises(DeviceError, match=words):
-        self_test(plan, [tmp_path], KERNELS[:1])
+    with pytest.raises(DeviceError, match=words) as failed:
+        self_test(plan, [tmp_path / "a"], KERNELS[:1])
+    assert f"emulated card 4 in {str(tmp_path / 'a')!r}" in str(failed.value)
+    assert ".smart-infinity-" not in str(failed.value)
+
+
+def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the native core could not read or write is told of the card and the storage folder."""
+
+    class Failing(native.Pipeline):
+        def submit(self, batch: native.Batch) -> None:
+            testing.inject(self, fail_read_at=0, errno=errno.EIO)
+            super().submit(batch)
+
+    monkeypatch.setattr(native, "Pipeline", Failing)
+    with pytest.raises(StorageError, match="health") as failed:
+        self_test(plan_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
+    assert f"emulated card 0 in {str(tmp_path)!r}" in str(failed.value)
+    assert ".smart-infinity-" not in str(failed.value)
 
 
 def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -71,7 +97,7 @@ def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
 def test_a_bitstream_without_the_kernel(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """That of the probe has none of ours."""
     emulated_cards.reset(count=7)
-    with pytest.raises(DeviceError, match="adamw_update"):
+    with pytest.raises(DeviceError, match=r"adamw_update.* of this version: make -C hls xclbin"):
         self_test(plan_of(1, emulated_cards.build.probe_xclbin, first=6), [tmp_path], KERNELS[:1])
 
 
@@ -133,6 +159,19 @@ def test_host_is_chosen_and_the_reason_told(
     assert "the host updates, since SmartSSDs cannot: The emulated card 0" in no_p2p
     with pytest.raises(DeviceError, match="p2p enable"):
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
+
+
+@pytest.mark.parametrize("named", ["~nosuch/x", "/not/there"])
+@pytest.mark.usefixtures("alone")
+def test_a_variable_that_names_no_file(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    """By "auto" the host updates; "smartssd" tells the path."""
+    monkeypatch.setenv(XCLBIN_VARIABLE, named)
+    asked = offload(tmp_path, emulated_cards, smartssd=None)
+    assert choose_update_device(asked, optimizer="Adam").cards is None
+    with pytest.raises(ConfigError, match=named):
+        choose_update_device(replace(asked, update_device="smartssd"), optimizer="Adam")
 
 
 @pytest.mark.parametrize("settings", [{"direct_io": "off"}, {"io_engine": "plain"}])
@@ -251,3 +290,17 @@ def test_command_on_a_card_that_fails(
     assert "adagrad_update" in lines[failed[0]] and "ERROR" in lines[failed[0]]
     assert lines[failed[0] + 1].startswith("        -> ") and "sgd_update" in lines[failed[0] + 2]
     assert lines[-1].startswith("1 of ")
+
+
+def test_command_on_a_file(tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
+    """What training could not use as a folder is none here; emulated cards have plain numbers."""
+    file = tmp_path / "file"
+    file.touch()
+    arguments = ["selftest", "--mib", "1", "--xclbin", str(emulated_cards.build.xclbin), str(file)]
+    assert main(arguments) == 1
+    assert "A file stands where a folder should be" in capsys.readouterr().out
+    assert main([*arguments, "--devices", "3d:00.1"]) == 1
+    assert "emulated cards have numbers alone" in capsys.readouterr().out
+    for name in ("²", "9" * 5000):
+        with pytest.raises(ConfigError, match="numbers alone"):
+            find_cards([tmp_path], SmartSSDConfig(xclbin=emulated_cards.build.xclbin, devices=[name]), System())

@@ -15,7 +15,7 @@ __all__ = [
     "BUILD_REMEDY",
     "XCLBIN_VARIABLE",
     "Bitstream",
-    "bitstream_path",
+    "named_bitstream",
     "read_bitstream",
     "require_bitstream_named",
 ]
@@ -54,11 +54,10 @@ class Bitstream(NamedTuple):
     memory_bytes: int | None
 
 
-def bitstream_path(settings: SmartSSDConfig | None, system: System) -> Path | None:
+def named_bitstream(settings: SmartSSDConfig | None, system: System) -> str | Path | None:
     """What the settings name, or the environment; None: neither does."""
     named = settings.xclbin if settings is not None else None
-    chosen = named or system.environment.get(XCLBIN_VARIABLE)
-    return None if not chosen else Path(chosen).expanduser().absolute()
+    return named or system.environment.get(XCLBIN_VARIABLE) or None
 
 
 def read_bitstream(settings: SmartSSDConfig | None, system: System) -> Bitstream:
@@ -73,7 +72,7 @@ def read_bitstream(settings: SmartSSDConfig | None, system: System) -> Bitstream
         with open(path, "rb") as file:
             header = file.read(_HEADER.size)
             memory = _largest_bank(file, header) if _is_xclbin(header) else None
-    except (OSError, struct.error) as error:
+    except (OSError, ValueError, struct.error) as error:
         problem = f"The bitstream SmartSSDConfig(xclbin={str(path)!r}) cannot be read: {error}."
         raise ConfigError(problem, BUILD_REMEDY) from error
     if not _is_xclbin(header):
@@ -83,16 +82,22 @@ def read_bitstream(settings: SmartSSDConfig | None, system: System) -> Bitstream
 
 
 def require_bitstream_named(settings: SmartSSDConfig | None, system: System | None = None) -> Path:
-    """The path that the settings or the environment name.
+    """The absolute path that the settings or the environment name.
 
     Raises:
-        ConfigError: Neither names one.
+        ConfigError: Neither names one, or it cannot be a path.
     """
-    path = bitstream_path(settings, system or System())
-    if path is None:
+    named = named_bitstream(settings, system or System())
+    if named is None:
         problem = "update_device='smartssd' needs the kernels' bitstream (an xclbin), and none is named."
         raise ConfigError(problem, BUILD_REMEDY)
-    return path
+    try:
+        return Path(named).expanduser().absolute()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, no current folder
+        setting = f"{XCLBIN_VARIABLE}={str(named)!r}"
+        if settings is not None and settings.xclbin:
+            setting = f"SmartSSDConfig(xclbin={str(named)!r})"
+        raise ConfigError(f"{setting} names no file: {error}", "Pass the path of an xclbin.") from error
 
 
 def _is_xclbin(header: bytes) -> bool:

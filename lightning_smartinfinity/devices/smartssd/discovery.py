@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def _emulated(folders: Sequence[Path], names: Sequence[str | int] | None) -> lis
     numbers = range(len(folders)) if names is None else names
     cards = []
     for number in numbers:
-        if not str(number).isdigit():
+        if not re.fullmatch("[0-9]{1,5}", str(number)):
             raise ConfigError(
                 f"SmartSSDConfig(devices=[... {number!r} ...]): emulated cards have numbers alone.", "Use 0, 1, ..."
             )

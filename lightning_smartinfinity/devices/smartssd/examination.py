@@ -14,13 +14,16 @@ from lightning_smartinfinity.devices.smartssd.discovery import CardPlan, paired_
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS, Kernel
 from lightning_smartinfinity.devices.smartssd.p2p import P2PState
 from lightning_smartinfinity.devices.smartssd.runtime import Runtime, choose_door, require_runtime, runtime_of
-from lightning_smartinfinity.devices.smartssd.self_test import check_kernel, check_p2p, scratch_folder
+from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
+from lightning_smartinfinity.devices.smartssd.self_test import check_kernel, check_p2p
 from lightning_smartinfinity.devices.smartssd.system import System
 from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.settings import storage_folders
 
 __all__ = ["Finding", "examine"]
 
 _DOOR = "called by"
+_UNFORESEEN = "This is an error of lightning-smartinfinity: please report it, with what is shown here."
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -45,12 +48,12 @@ class Finding:
 
 
 def examine(
-    folders: Sequence[Path], settings: SmartSSDConfig, system: System, *, p2p_bytes: int = 64 * _MIB
+    named: Sequence[str | Path], settings: SmartSSDConfig, system: System, *, p2p_bytes: int = 64 * _MIB
 ) -> Iterator[Finding]:
     """Look at XRT, the bitstream and the cards, then work each folder's card.
 
     Args:
-        folders: Storage folders; none: no card is worked.
+        named: Storage folders, as for training; none: no card is worked.
         settings: As for training.
         system: This machine.
         p2p_bytes: To move in each direction between a card and its SSD.
@@ -63,12 +66,15 @@ def examine(
     yield from of_runtime
     bitstreams: list[Bitstream] = []
     yield from _tried("bitstream", "file", lambda: _of_bitstream(settings, system, bitstreams))
-    yield from _of_cards(system)
-    if not folders:
+    yield from _tried("cards", "found", lambda: list(_of_cards(system)))
+    if not named:
         yield Finding("folders", "named", None, "none: P2P and kernels are not tried. Name folders on the cards' SSDs.")
         return
+    folders: list[Path] = []
+    yield from _tried("folders", "named", lambda: _of_folders(named, folders))
     paired: list[Card] = []
-    yield from _tried("folders", "pairing", lambda: _of_pairs(folders, settings, system, paired))
+    if folders:
+        yield from _tried("folders", "pairing", lambda: _of_pairs(folders, settings, system, paired))
     doors = [found.value for found in of_runtime if found.name == _DOOR and found.ok]
     if paired and bitstreams and doors and runtime.root is not None:
         plan = CardPlan(
@@ -137,6 +143,12 @@ def _of_card(system: System, card: Card) -> Iterator[Finding]:
     yield Finding(card.label, "P2P", usable, f"{p2p.state.value}{sizes}", "" if usable else p2p.remedy(card.address))
 
 
+def _of_folders(named: Sequence[str | Path], found: list[Path]) -> list[Finding]:
+    """Nothing to tell where training would take them."""
+    found += storage_folders(list(named)) or ()
+    return []
+
+
 def _of_pairs(folders: Sequence[Path], settings: SmartSSDConfig, system: System, found: list[Card]) -> list[Finding]:
     found += paired_cards(folders, settings, system)
     return [Finding(str(folder), "card", True, card.label) for folder, card in zip(folders, found, strict=True)]
@@ -150,14 +162,14 @@ def _at_work(plan: CardPlan, folders: Sequence[Path], p2p_bytes: int) -> Iterato
 
 
 def _p2p_at_work(plan: CardPlan, card: Card, folder: Path, nbytes: int) -> list[Finding]:
-    with scratch_folder(folder) as scratch:
+    with scratch_folder(card, folder) as scratch:
         moved = check_p2p(plan, card, scratch, nbytes=nbytes)
     speed = f"{moved.read / 1e9:.2f} GB/s from the SSD, {moved.write / 1e9:.2f} GB/s to it"
     return [Finding(card.label, "P2P at work", True, f"{_size(nbytes)} written back unchanged; {speed}")]
 
 
 def _kernel_at_work(plan: CardPlan, card: Card, folder: Path, kernel: Kernel) -> list[Finding]:
-    with scratch_folder(folder) as scratch:
+    with scratch_folder(card, folder) as scratch:
         check_kernel(plan, card, kernel, scratch)
     return [Finding(card.label, kernel.name, True, "one tasklet, bit for bit as on the host")]
 
@@ -168,6 +180,8 @@ def _tried(subject: str, name: str, look: Callable[[], list[Finding]]) -> list[F
         return look()
     except SmartInfinityError as error:
         return [Finding(subject, name, False, error.problem, error.remedy)]
+    except Exception as error:  # what nobody foresaw is no reason to leave the rest unseen
+        return [Finding(subject, name, False, f"{type(error).__name__}: {error}", _UNFORESEEN)]
 
 
 def _size(nbytes: int) -> str:

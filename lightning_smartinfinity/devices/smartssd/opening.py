@@ -31,6 +31,8 @@ _REMEDIES = {
     "Xclbin": _ANOTHER,
     "load_xclbin": _ANOTHER,
     "interface version": _REBUILD,
+    "xrtPLKernelOpen": _REBUILD,
+    "kernel failed": _REBUILD,
     "xrtDeviceOpen": _UNFOUND,
     "open device": _UNFOUND,
 }

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,13 +14,13 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
-from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card, remedy_for
+from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card
+from lightning_smartinfinity.devices.smartssd.scratch import Scratch, scratch_folder
 from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
-from lightning_smartinfinity.errors import DeviceError, StorageError
+from lightning_smartinfinity.errors import DeviceError
 from lightning_smartinfinity.store.extents import extent_bytes
-from lightning_smartinfinity.store.faults import failure_error, storage_errors
 
-__all__ = ["Bandwidth", "check_kernel", "check_p2p", "scratch_folder", "self_test"]
+__all__ = ["Bandwidth", "check_kernel", "check_p2p", "self_test"]
 
 # Neither the first element nor the last is on the border of a beat, a group or a block.
 _NUMEL = 5_003
@@ -58,23 +55,13 @@ def self_test(plan: CardPlan, folders: Sequence[Path], kernels: Sequence[Kernel]
         StorageError: Its SSD does not.
     """
     for card, folder in zip(plan.cards, folders, strict=True):
-        with scratch_folder(folder) as scratch:
+        with scratch_folder(card, folder) as scratch:
             check_p2p(plan, card, scratch)
             for kernel in kernels:
                 check_kernel(plan, card, kernel, scratch)
 
 
-@contextmanager
-def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A folder of our own on the file system of a storage folder, which need not be there yet; it is removed."""
-    present = next(path for path in (folder, *folder.parents) if path.is_dir())
-    with storage_errors("Creating a folder in", present):
-        scratch = tempfile.TemporaryDirectory(prefix=".smart-infinity-", dir=present)
-    with scratch as name:
-        yield Path(name)
-
-
-def check_p2p(plan: CardPlan, card: Card, scratch: Path, *, nbytes: int = _P2P_BYTES) -> Bandwidth:
+def check_p2p(plan: CardPlan, card: Card, scratch: Scratch, *, nbytes: int = _P2P_BYTES) -> Bandwidth:
     """Read a file into the card's memory and write it from there into another one.
 
     Args:
@@ -88,38 +75,37 @@ def check_p2p(plan: CardPlan, card: Card, scratch: Path, *, nbytes: int = _P2P_B
         StorageError: A file cannot be made.
     """
     pattern = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
-    source, target = scratch / "p2p-in", scratch / "p2p-out"
-    _fill(source, pattern)
-    _fill(target, np.zeros(nbytes, np.uint8))
+    scratch.fill(_SOURCE, pattern)
+    scratch.fill(_TARGET, np.zeros(nbytes, np.uint8))
     with card_errors(card):
         opened = open_card(plan, card)
         try:
             buffer = opened.allocate(nbytes, group=opened.group(_ANY_KERNEL, _GRADIENT), p2p=True)
-            bandwidth = _through(card, buffer, source, target)
+            bandwidth = _through(card, buffer, scratch)
         finally:
             opened.close()
-    with storage_errors("Reading", target):
-        if target.read_bytes() != pattern.tobytes():
-            raise DeviceError(f"What the {card.label} wrote to its SSD by P2P is not what it read from it.", _DAMAGED)
+    if scratch.read(_TARGET) != pattern.tobytes():
+        raise DeviceError(f"What the {card.label} wrote to its SSD by P2P is not what it read from it.", _DAMAGED)
     return bandwidth
 
 
+_SOURCE, _TARGET = "p2p-in", "p2p-out"
 _ANY_KERNEL, _GRADIENT = "adamw_update", 0  # all ports lie in one bank
 
 
-def _through(card: Card, buffer: native.CardBuffer, source: Path, target: Path) -> Bandwidth:
+def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch) -> Bandwidth:
     queue = native.FileQueue(io_engine="threads")
     try:
         seconds = []
-        for path, transfer in ((source, queue.read), (target, queue.write)):
-            file = _open(path)
+        for name, transfer in ((_SOURCE, queue.read), (_TARGET, queue.write)):
+            file = scratch.open(name)
             begin = time.perf_counter()
             failure = queue.wait(transfer(file, offset=0, address=buffer.address, nbytes=buffer.nbytes))
             seconds.append(time.perf_counter() - begin)
             file.close()
             if failure is not None:
                 raise DeviceError(
-                    f"P2P between the {card.label} and its SSD failed: {failure.message}.",
+                    f"P2P between the {card.label} and its SSD failed: {scratch.told(failure.message)}.",
                     "Check that P2P is enabled and the IOMMU off or in pass-through mode: `smart-infinity selftest`.",
                 )
     finally:
@@ -127,7 +113,7 @@ def _through(card: Card, buffer: native.CardBuffer, source: Path, target: Path) 
     return Bandwidth(*(buffer.nbytes / max(passed, 1e-9) for passed in seconds))
 
 
-def check_kernel(plan: CardPlan, card: Card, kernel: Kernel, scratch: Path) -> None:
+def check_kernel(plan: CardPlan, card: Card, kernel: Kernel, scratch: Scratch) -> None:
     """Update one tasklet on the card and on the host, and compare state and parameters bit for bit.
 
     Args:
@@ -151,10 +137,10 @@ def check_kernel(plan: CardPlan, card: Card, kernel: Kernel, scratch: Path) -> N
                 parameter_bytes=tile.gradient.nbytes,
                 timeout_ms=max(1, int(1000 * plan.settings.timeout)),
             )
-            on_card = tile.updated(scratch / "card", card=options)
+            on_card = tile.updated(scratch, "card", card=options)
         finally:
             opened.close()
-    if on_card != tile.updated(scratch / "host", card=None):
+    if on_card != tile.updated(scratch, "host", card=None):
         raise DeviceError(f"{kernel.name} of the {card.label} computes other bits than the host.", _DAMAGED)
 
 
@@ -169,18 +155,19 @@ class _Tile:
         self._arrays[-1][::7] = np.float32(1e-40)
         self.gradient = generator.standard_normal(_NUMEL, np.float32)
 
-    def updated(self, path: Path, *, card: native.CardOptions | None) -> tuple[bytes, bytes]:
+    def updated(self, scratch: Scratch, name: str, *, card: native.CardOptions | None) -> tuple[bytes, bytes]:
         """The extent and the parameters after one step.
 
         Args:
-            path: Of the state file to make.
+            scratch: A folder for it.
+            name: Of the state file to make.
             card: That steps; None: the host.
         """
-        _fill(path, np.zeros(2 * self._nbytes, np.uint8))
+        scratch.fill(name, np.zeros(2 * self._nbytes, np.uint8))
         parameters = np.zeros(_NUMEL, np.float32)
         addresses = [array.ctypes.data for array in self._arrays]
         first = native.Segment(offset=0, numel=_NUMEL, arrays=addresses)
-        self._work(path, native.Batch(native.Operation.WRITE, [self._tasklet([first])]), card=None)
+        self._work(scratch, name, native.Batch(native.Operation.WRITE, [self._tasklet([first])]), card=None)
         step = native.Segment(
             offset=_FIRST,
             numel=_LAST - _FIRST,
@@ -189,9 +176,8 @@ class _Tile:
             parameter=_at(parameters, _FIRST),
         )
         steps = [self._kernel.example()]
-        self._work(path, native.Batch(native.Operation.UPDATE, [self._tasklet([step])], steps), card=card)
-        with storage_errors("Reading", path):
-            return path.read_bytes()[self._nbytes :], parameters.tobytes()
+        self._work(scratch, name, native.Batch(native.Operation.UPDATE, [self._tasklet([step])], steps), card=card)
+        return scratch.read(name)[self._nbytes :], parameters.tobytes()
 
     def _tasklet(self, segments: list[native.Segment]) -> native.Tasklet:
         """From the first of two places; what writes alone writes there."""
@@ -210,8 +196,8 @@ class _Tile:
             segments=segments,
         )
 
-    def _work(self, path: Path, batch: native.Batch, *, card: native.CardOptions | None) -> None:
-        file = _open(path)
+    def _work(self, scratch: Scratch, name: str, batch: native.Batch, *, card: native.CardOptions | None) -> None:
+        file = scratch.open(name)
         pipeline = native.Pipeline(
             files=[file], identity=_IDENTITY, num_buffers=2, buffer_bytes=self._nbytes, io_engine="threads", card=card
         )
@@ -223,28 +209,7 @@ class _Tile:
             close_or_keep(pipeline)
             file.close()
         if failure is not None:
-            raise _error_of(failure)
-
-
-def _error_of(failure: native.Failure) -> DeviceError | StorageError:
-    if failure.kind in ("io", "short"):
-        return failure_error(failure, what="Self-test of a SmartSSD")
-    return DeviceError(f"Self-test of a SmartSSD: {failure.message}.", remedy_for(failure.message))
-
-
-def _fill(path: Path, content: NDArray[np.uint8]) -> None:
-    with storage_errors("Writing", path):
-        path.write_bytes(content.tobytes())
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _open(path: Path) -> native.StateFile:
-    with storage_errors("Opening", path):
-        return native.StateFile(str(path), direct=True)
+            raise scratch.error_of(failure)
 
 
 def _at(array: NDArray[np.float32], element: int) -> int:
