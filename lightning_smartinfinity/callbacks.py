@@ -25,7 +25,9 @@ _GIB = 2**30
 _PROG_BAR = ("io/GBps", "io/wait_s")
 _CHANNELS = (("shared", "read"), ("shared", "write"), ("internal", "read"), ("internal", "write"))
 _CACHED = (("cached", "read"), ("cached", "write"))
-_TOTALS = tuple(f"{channel}_{direction}_bytes" for channel, direction in _CHANNELS)
+_MOVED = tuple(f"{channel}_{direction}_bytes" for channel, direction in _CHANNELS)
+_WRITTEN = "storage_write_bytes"
+_TOTALS = (*_MOVED, _WRITTEN)
 
 
 @runtime_checkable
@@ -47,7 +49,7 @@ class StorageTrafficMonitor(Callback):
     ======================================  ==========================================================================
     Name                                    Meaning
     ======================================  ==========================================================================
-    ``io/shared_read_GB``, ``..write_GB``   read and written between host and storage, per step
+    ``io/shared_read_GB``, ``..write_GB``   over the shared channel, to and from the host, per step
     ``io/internal_read_GB``, ``..write_GB`` read and written inside storage devices, per step
     ``io/cached_read_GB``, ``..write_GB``   spared by ``dram_cache_bytes``, per step: no part of what follows
     ``io/GBps``                             all that is read and written per second of training
@@ -61,7 +63,7 @@ class StorageTrafficMonitor(Callback):
     ``io/bytes_per_parameter``              moved per updated parameter over both channels
     ``io/shared_bytes_per_parameter``       moved per updated parameter over the shared channel
     ``io/total_shared_read_TB``, ...        read or written per channel since the job began (four names)
-    ``io/written_TB``                       written over both channels since the job began
+    ``io/written_TB``                       written to storage since the job began, which is what wears it out
     ``io/projected_TB``                     what that will be when the run ends (not for runs without an end)
     ``io/endurance_share``                  ``io/projected_TB`` over ``endurance_tbw`` (with ``endurance_tbw`` only)
     ======================================  ==========================================================================
@@ -178,9 +180,9 @@ class StorageTrafficMonitor(Callback):
         watch = self._watched()
         recent, num_steps = watch.measure(step)
         totals = {name: self._carried[name] + _moved(watch.overall, name) for name in _TOTALS}
-        written = sum(value for name, value in totals.items() if "write" in name)
+        written = totals[_WRITTEN]
         values = _step_values(recent, max(1, num_steps))
-        values |= {f"io/total_{name.removesuffix('_bytes')}_TB": value / _TB for name, value in totals.items()}
+        values |= {f"io/total_{name.removesuffix('_bytes')}_TB": totals[name] / _TB for name in _MOVED}
         values["io/written_TB"] = written / _TB
         if (coming := watch.bytes_to_be_written(step)) is not None:
             values["io/projected_TB"] = (written + coming) / _TB
@@ -247,7 +249,7 @@ class _Watch:
         num_steps = step - self._first_step
         if num_steps == 0 or not 0 < self._last_step < math.inf:
             return None
-        return int(self.in_steps.moved_bytes(direction="write")) / num_steps * max(0, self._last_step - step)
+        return _moved(self.in_steps, _WRITTEN) / num_steps * max(0, self._last_step - step)
 
     def estimated_bytes(self) -> dict[str, int]:
         """Bytes of all ranks by counter, taking the others to be as this one; no collective."""

@@ -47,6 +47,7 @@ _COUNTS = (
     "shared_write_bytes",
     "internal_read_bytes",
     "internal_write_bytes",
+    "storage_write_bytes",
     "cached_read_bytes",
     "cached_write_bytes",
     "padding_bytes",

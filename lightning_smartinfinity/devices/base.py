@@ -17,8 +17,8 @@ class FolderTraffic:
     """Cumulative counters of one storage folder of one rank.
 
     Args:
-        read_bytes: State read from it.
-        write_bytes: State written to it.
+        read_bytes: Read from it, all of it: state with its padding and trailers, gradients that go through a file.
+        write_bytes: Written to it, likewise.
         busy_seconds: Time with at least one read or write under way.
     """
 
@@ -48,10 +48,15 @@ class Traffic:
     Args:
         steps: Committed steps (filled in by the handler).
         numel: Elements updated in committed steps, in total (filled in by the handler).
-        shared_read_bytes: State read over the channel between host and storage.
-        shared_write_bytes: State written over it.
-        internal_read_bytes: State read inside devices, from storage to accelerator.
-        internal_write_bytes: State written inside devices.
+        shared_read_bytes: Over the channel that all devices share, to the host: extents that the host reads from
+            storage, and parameters that a card has updated.
+        shared_write_bytes: Over it, from the host: extents that it writes to storage, and gradients for a card, into
+            its memory or through a file on its SSD.
+        internal_read_bytes: Inside devices, from storage to accelerator: a card's state, and gradients that go through
+            a file.
+        internal_write_bytes: Inside devices, from accelerator to storage: a card's state.
+        storage_write_bytes: Written to storage by whichever way, all of it: what wears it out. Extents with padding and
+            trailers, and gradients that go through a file; not commit records.
         read_calls: Reads issued.
         write_calls: Writes issued.
         read_seconds: Time in reads, summed over threads.
@@ -74,6 +79,7 @@ class Traffic:
     shared_write_bytes: int = 0
     internal_read_bytes: int = 0
     internal_write_bytes: int = 0
+    storage_write_bytes: int = 0
     read_calls: int = 0
     write_calls: int = 0
     read_seconds: float = 0.0
@@ -94,6 +100,7 @@ class Traffic:
         return cls(
             shared_read_bytes=counters.read_bytes,
             shared_write_bytes=counters.written_bytes,
+            storage_write_bytes=counters.written_bytes,
             read_calls=counters.read_calls,
             write_calls=counters.write_calls,
             read_seconds=counters.read_seconds,

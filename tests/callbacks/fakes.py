@@ -19,6 +19,7 @@ PER_STEP = Traffic(
     shared_write_bytes=14_000,
     internal_read_bytes=1_000,
     internal_write_bytes=500,
+    storage_write_bytes=12_500,  # not what goes into a device's memory
     cached_read_bytes=3_000,
     cached_write_bytes=2_000,
     read_calls=3,
@@ -29,7 +30,7 @@ PER_STEP = Traffic(
     wait_seconds=0.125,
     io_cpu_seconds=0.0625,
 )
-INITIALISATION = Traffic(shared_write_bytes=12_000_000)
+INITIALISATION = Traffic(shared_write_bytes=12_000_000, storage_write_bytes=12_000_000)
 CHECKPOINT = Traffic(shared_read_bytes=9_000_000, wait_seconds=60.0)
 
 

@@ -74,7 +74,7 @@ def test_values_of_one_step(tmp_path: Path) -> None:
     clock = Clock()
     trainer, _, seen = build(tmp_path, monitor=StorageTrafficMonitor(endurance_tbw=1e-3), clock=clock)
     trainer.fit(Line(clock))
-    projected = INITIALISATION_TB + 8 * 14_500 / 1e12
+    projected = INITIALISATION_TB + 8 * 12_500 / 1e12
     assert seen.values[0] == pytest.approx(
         {
             "io/shared_read_GB": 12_000 / 1e9,
@@ -95,7 +95,7 @@ def test_values_of_one_step(tmp_path: Path) -> None:
             "io/total_shared_write_TB": INITIALISATION_TB + 14_000 / 1e12,
             "io/total_internal_read_TB": 1_000 / 1e12,
             "io/total_internal_write_TB": 500 / 1e12,
-            "io/written_TB": INITIALISATION_TB + 14_500 / 1e12,
+            "io/written_TB": INITIALISATION_TB + 12_500 / 1e12,
             "io/projected_TB": projected,
             "io/endurance_share": projected / 1e-3,
         },
@@ -137,7 +137,7 @@ def test_values_are_of_the_steps_since_the_last_measurement(tmp_path: Path) -> N
     for index, num_steps in ((3, 4), (7, 8)):
         assert seen.values[index]["io/shared_write_GB"] == pytest.approx(14_000 / 1e9)
         assert seen.values[index]["io/GBps"] == pytest.approx(27_500 / 2.0 / 1e9)
-        written = INITIALISATION_TB + num_steps * 14_500 / 1e12
+        written = INITIALISATION_TB + num_steps * 12_500 / 1e12
         assert seen.values[index]["io/written_TB"] == pytest.approx(written)
 
 
@@ -196,8 +196,8 @@ def test_second_fit_of_one_trainer(tmp_path: Path) -> None:
     trainer.fit_loop.max_epochs = 3
     trainer.fit(Line())
     second = monitor.summary
-    assert first["io/written_TB"] == pytest.approx(INITIALISATION_TB + 8 * 14_500 / 1e12)
-    assert second["io/written_TB"] == pytest.approx(INITIALISATION_TB + 16 * 14_500 / 1e12)
+    assert first["io/written_TB"] == pytest.approx(INITIALISATION_TB + 8 * 12_500 / 1e12)
+    assert second["io/written_TB"] == pytest.approx(INITIALISATION_TB + 16 * 12_500 / 1e12)
     assert second["io/projected_TB"] == pytest.approx(second["io/written_TB"])
 
 
@@ -240,7 +240,7 @@ def test_projection(tmp_path: Path, settings: dict[str, int], expected: int) -> 
     trainer, monitor, seen = build(tmp_path, **settings)
     trainer.fit(Line())
     projections = [values["io/projected_TB"] for values in seen.values if values]
-    assert projections == pytest.approx([INITIALISATION_TB + expected * 14_500 / 1e12] * len(projections))
+    assert projections == pytest.approx([INITIALISATION_TB + expected * 12_500 / 1e12] * len(projections))
     assert monitor.summary["io/projected_TB"] == pytest.approx(monitor.summary["io/written_TB"])
 
 

@@ -294,7 +294,11 @@ def test_the_cards_memory_is_registered_with_nobody(
     monkeypatch.setitem(DOORS, "watched", lambda cards, index: Card(door))
     fake_cuda.clear()
     with card_state(
-        tmp_path, emulated_cards, step, numel, tasklet_numel=1_500, door="watched", through_file=route == "storage"
+        tmp_path,
+        emulated_cards,
+        step,
+        numel,
+        CardCase(tasklet_numel=1_500, door="watched", through_file=route == "storage"),
     ) as state:
         state.write(*arrays)
         runs = [Run(0, numel, 0, gradient, parameter=np.zeros(numel, np.float32))]

@@ -306,16 +306,19 @@ def _by_batch(works: Sequence[Work]) -> list[list[Work]]:
 
 
 def _traffic_of(counters: native.Counters, file: int, num_files: int) -> Traffic:
-    """What a card's pipeline counted, its one file in its place among the device's."""
+    """What a card's pipeline counted; its state file, with that of gradients, at its index among the device's."""
     (moved,) = counters.files
     folder = FolderTraffic(
-        read_bytes=moved.read_bytes, write_bytes=moved.written_bytes, busy_seconds=moved.busy_seconds
+        read_bytes=moved.read_bytes + counters.gradient_file_bytes,
+        write_bytes=moved.written_bytes + counters.gradient_file_bytes,
+        busy_seconds=moved.busy_seconds,
     )
     return Traffic(
         shared_read_bytes=counters.shared_read_bytes,
         shared_write_bytes=counters.shared_write_bytes,
         internal_read_bytes=counters.internal_read_bytes,
         internal_write_bytes=counters.internal_write_bytes,
+        storage_write_bytes=folder.write_bytes,
         padding_bytes=counters.padding_bytes,
         control_bytes=counters.control_bytes,
         read_calls=counters.read_calls,
