@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, kernel_of, self_test
 from lightning_smartinfinity.devices.smartssd.bitstream import named_bitstream
+from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError, StorageError
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.zero3.collectives import gather, raise_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
@@ -84,6 +86,7 @@ def _tried(
 ) -> tuple[CardPlan | None, SmartInfinityError | None]:
     try:
         _require_direct_io(offload)
+        _require_tasklets(offload, kernel_of(optimizer))
         plan = find_cards(offload.storage, settings, system)
         self_test(plan, offload.storage, [kernel_of(optimizer)])
     except (ConfigError, DeviceError, StorageError) as error:
@@ -100,6 +103,16 @@ def _require_direct_io(offload: OffloadSettings) -> None:
             f"TransferConfig(io_engine={offload.transfer.io_engine!r}, direct_io={offload.transfer.direct_io!r}) puts"
             " state into the page cache, which SmartSSDs cannot reach.",
             "Use io_engine='auto' and direct_io='on'.",
+        )
+
+
+def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
+    nbytes, largest = offload.transfer.tasklet_bytes, LARGEST_NUMEL * kernel.num_arrays * 4
+    if nbytes is not None and nbytes > largest + BLOCK_BYTES:
+        raise ConfigError(
+            f"TransferConfig(tasklet_bytes={nbytes}) is too large for SmartSSDs, whose {kernel.name} works at most"
+            f" {LARGEST_NUMEL} elements at once.",
+            f"Leave it out (the default is 64 MiB), or pass {largest} at most.",
         )
 
 

@@ -20,6 +20,7 @@ from hls.description import SMARTSSD, Design
 from hls.xclbin import SectionKind, sections
 from lightning_smartinfinity import DeviceError, StorageCorruptError, StorageError
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
+from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.store import direct
 from tests.helpers.card_runs import cards, plan_of, same_as_host, settled_host, state_files
@@ -55,11 +56,18 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
         yield caplog
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No card is given up for having failed several times in a row."""
+    monkeypatch.setattr(worker_module, "_MOST_FAILURES", 10 * NUM_FAILURES)
+
+
 def failures(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if "failed: " in record.getMessage()]
 
 
 @pytest.mark.parametrize("kind", ["error", "abort", "corrupt", "submit", "sync", "lost", "hang"])
+@pytest.mark.usefixtures("patient")
 def test_a_hundred_failures(
     tmp_path: Path, emulated_cards: EmulatedCards, expected: Result, log: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -90,6 +98,7 @@ STORAGE = {
 
 
 @pytest.mark.parametrize("kind", STORAGE)
+@pytest.mark.usefixtures("patient")
 def test_a_hundred_failures_of_storage(
     tmp_path: Path, emulated_cards: EmulatedCards, expected: Result, log: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -141,6 +150,35 @@ def await_card(run: Run, card: int) -> None:
     assert isinstance(run.device, SmartSSDDevice)
     while run.device._workers[card].pipeline.busy:
         pass
+
+
+def test_a_card_that_fails_every_step(
+    tmp_path: Path, emulated_cards: EmulatedCards, log: pytest.LogCaptureFixture
+) -> None:
+    """It is given up after three failures in a row, once and for the training; a success in between starts anew."""
+    device = cards(emulated_cards.build.xclbin)
+    with (
+        running(tmp_path / "card", CASE, device=device) as run,
+        running(tmp_path / "host", CASE, device=settled_host) as host,
+    ):
+        for step, fails in enumerate((1, 1, 0, 1, 1, 1)):
+            if fails:
+                emulated_cards.inject("error", card=1)
+            run.step(step)
+        begun = [emulated_cards.counter("runs_begun", card) for card in range(2)]
+        run.steps([6, 7])
+        assert emulated_cards.counter("runs_begun", 1) == begun[1]
+        assert emulated_cards.counter("runs_begun", 0) > begun[0]
+        host.steps(range(8))
+        same_as_host(run, host)
+        run.device.drain()
+    assert len(failures(log)) == 5
+    told = [record.getMessage() for record in log.records if "is not used any more" in record.getMessage()]
+    assert len(told) == 1 and "card 1" in told[0] and "smart-infinity selftest" in told[0]
+    with running(tmp_path / "again", CASE, device=device) as run:
+        begun = [emulated_cards.counter("runs_begun", card) for card in range(2)]
+        run.step(0)
+        assert emulated_cards.counter("runs_begun", 1) > begun[1]
 
 
 def test_late_completion(tmp_path: Path, emulated_cards: EmulatedCards, log: pytest.LogCaptureFixture) -> None:

@@ -184,6 +184,20 @@ def test_page_cache_is_out_of_reach(tmp_path: Path, emulated_cards: EmulatedCard
     assert choose_update_device(replace(asked, update_device="auto"), optimizer="Adam").cards is None
 
 
+@pytest.mark.parametrize(("optimizer", "largest"), [("Adam", 12 << 29), ("SGD", 8 << 29)])
+@pytest.mark.usefixtures("alone")
+def test_tasklets_that_no_kernel_works(
+    tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, largest: int
+) -> None:
+    """They are refused before anything is written, with the largest that would do."""
+    asked = offload(tmp_path, emulated_cards, "smartssd", transfer=TransferConfig(tasklet_bytes=2 * largest))
+    with pytest.raises(ConfigError, match=f"too large for SmartSSDs.*pass {largest} at most"):
+        choose_update_device(asked, optimizer=optimizer)
+    assert list(tmp_path.iterdir()) == []
+    allowed = replace(asked, transfer=TransferConfig(tasklet_bytes=largest))
+    assert choose_update_device(allowed, optimizer=optimizer).cards is not None
+
+
 CARD, OTHER_CARD = "0000:42:00.1", "0000:43:00.1"
 
 

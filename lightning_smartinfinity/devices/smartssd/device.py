@@ -113,7 +113,7 @@ class SmartSSDDevice(StorageDevice):
     ) -> None:
         assert not resident_bytes, "a card's state does not stay in host memory"
         assert len(files) == len(self._plan.cards), "one card for each storage folder"
-        self._num_files = len(files)
+        self._num_files, self._workers = len(files), []
         close_returned()
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -233,13 +233,20 @@ class SmartSSDDevice(StorageDevice):
 
     def drain(self) -> None:
         for worker in self._workers:
-            if worker.active and (failure := worker.drain()) is not None:
-                with suppress(DeviceError):  # which is raised below
-                    self._take_over(worker, failure)
-            worker.forget()
+            if worker.active:
+                self._drain_worker(worker)
         self._drain_host()
         if self._error is not None:
             raise self._error
+
+    def _drain_worker(self, worker: CardWorker) -> None:
+        failure = worker.drain()
+        if failure is None:
+            worker.count_success()
+        else:
+            with suppress(DeviceError):  # which drain() raises
+                self._take_over(worker, failure)
+        worker.forget()
 
     def _drain_host(self) -> None:
         if self._host_active:
@@ -258,6 +265,7 @@ class SmartSSDDevice(StorageDevice):
             DeviceError: There is one place each, which the card may have overwritten; :meth:`drain` must follow.
         """
         worker.drain()
+        worker.count_failure()
         undone = worker.undone()
         if any(_in_place(work.tasklet) for work in undone):
             worker.forget()

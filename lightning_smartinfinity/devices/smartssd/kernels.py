@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native.steps import UpdateStep
 
-__all__ = ["KERNELS", "Kernel", "kernel_of"]
+__all__ = ["KERNELS", "LARGEST_NUMEL", "Kernel", "kernel_of"]
+
+LARGEST_NUMEL = 1 << 29
+"""Elements of the largest tasklet that a kernel works."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ __all__ = ["CardWorker", "Work"]
 
 _log = logging.getLogger(__name__)
 
+_MOST_FAILURES = 3
+
 
 class Work(NamedTuple):
     """A tasklet of a batch.
@@ -45,6 +47,7 @@ class CardWorker:
         self.pipeline = pipeline
         self._work: list[Work] = []
         self._told_of_absence = False
+        self._num_failures = 0  # of batches, one after another
         self._closed = False
 
     @property
@@ -57,7 +60,12 @@ class CardWorker:
         return tasklet.read_file == tasklet.write_file == self.file
 
     def present(self) -> bool:
-        """Whether it can be given work: not before a kernel that was given up for its time has returned."""
+        """Whether it can be given work: not before a kernel that was given up for its time has returned.
+
+        Nor, after several failures in a row, at all.
+        """
+        if self._num_failures >= _MOST_FAILURES:
+            return False
         busy = self.pipeline.busy
         if busy and not self._told_of_absence:
             _log.warning("The %s is not used until its last run returns; the host updates for it.", self.card.label)
@@ -103,6 +111,20 @@ class CardWorker:
     def drain(self) -> native.Failure | None:
         """Until nothing is in flight; what it leaves undone :meth:`undone` tells until :meth:`forget`."""
         return self.pipeline.drain() if self._work else None
+
+    def count_success(self) -> None:
+        """The batch has not failed."""
+        self._num_failures = 0
+
+    def count_failure(self) -> None:
+        """The batch has failed; after several in a row there is no other."""
+        self._num_failures += 1
+        if self._num_failures == _MOST_FAILURES:
+            _log.warning(
+                "The %s has failed %d times in a row and is not used any more in this training; the host updates for"
+                " it. Look into the kernel log and run `smart-infinity selftest`; then begin again, or resume.",
+                *(self.card.label, _MOST_FAILURES),
+            )
 
     def undone(self) -> list[Work]:
         """After a failed :meth:`drain`: what is not wholly on storage."""
