@@ -89,39 +89,59 @@ def test_special_values(tmp_path: Path, emulated_cards: EmulatedCards, name: str
 
 
 @pytest.mark.parametrize("route", ["host", "storage"])
-def test_counters(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "gradient_dtype", "parameter_dtype"),
+    [
+        ("adamw", DType.BFLOAT16, DType.BFLOAT16),
+        ("adamw", DType.FLOAT32, DType.FLOAT16),
+        ("sgd", DType.FLOAT16, DType.FLOAT32),
+        ("adagrad", DType.FLOAT32, DType.FLOAT32),
+    ],
+)
+def test_counters(
+    tmp_path: Path,
+    emulated_cards: EmulatedCards,
+    name: str,
+    gradient_dtype: DType,
+    parameter_dtype: DType,
+    route: str,
+) -> None:
     """What crosses where, to the byte: payload, padding and control apart."""
-    numel, tasklet, step = 2 * 3_000 + 100, 3_000, STEPS["adamw"]
+    numel, tasklet, step = 2 * 3_000 + 100, 3_000, STEPS[name]
     gradient, *arrays = random_arrays(step, numel, 4, special=False)
-    stored_gradient = encode(gradient, DType.BFLOAT16)
+    stored_gradient = encode(gradient, gradient_dtype)
 
     def runs_of(parameter: Array) -> list[Run]:
-        return [Run(0, numel, 0, stored_gradient, DType.BFLOAT16, parameter, DType.BFLOAT16)]
+        return [Run(0, numel, 0, stored_gradient, gradient_dtype, parameter, parameter_dtype)]
 
     through_file = route == "storage"
     with card_state(
         tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=tasklet, through_file=through_file)
     ) as state:
         state.write(*arrays)
-        update_both(state, runs_of, [step], numel, DType.BFLOAT16)
+        update_both(state, runs_of, [step], numel, parameter_dtype)
         counters = state.pipeline.counters()
         extents = sum(state.stored.extent_bytes_of(index) for index in range(3))
     sizes = [3_000, 3_000, 100]
-    arrays_padding = sum(3 * (align(4 * size) - 4 * size) for size in sizes)
-    beats = sum(align_to(2 * size, 64) - 2 * size for size in sizes)
-    blocks = sum(align(2 * size) - 2 * size for size in sizes)
+    sent, received = _ITEM_BYTES[gradient_dtype], _ITEM_BYTES[parameter_dtype]
+    state_bytes = 4 * len(arrays)
+    arrays_padding = sum(len(arrays) * (align(4 * size) - 4 * size) for size in sizes)
+    beats, parameter_beats = (
+        sum(align_to(item * size, 64) - item * size for size in sizes) for item in (sent, received)
+    )
+    blocks = sum(align(sent * size) - sent * size for size in sizes)
     assert (counters.read_bytes, counters.written_bytes) == (extents, extents)
-    assert counters.shared_write_bytes == 2 * numel
-    assert counters.shared_read_bytes == 2 * numel
-    assert counters.internal_read_bytes == 12 * numel + (2 * numel if through_file else 0)
-    assert counters.internal_write_bytes == 12 * numel
-    assert counters.gradient_file_bytes == (2 * numel + blocks if through_file else 0)
-    assert counters.padding_bytes == 2 * arrays_padding + beats + (2 * blocks if through_file else beats)
+    assert counters.shared_write_bytes == sent * numel
+    assert counters.shared_read_bytes == received * numel
+    assert counters.internal_read_bytes == state_bytes * numel + (sent * numel if through_file else 0)
+    assert counters.internal_write_bytes == state_bytes * numel
+    assert counters.gradient_file_bytes == (sent * numel + blocks if through_file else 0)
+    assert counters.padding_bytes == 2 * arrays_padding + parameter_beats + (2 * blocks if through_file else beats)
     assert counters.control_bytes == 3 * (2 * 4096 + 2 * 64)
     # What XRT moved: gradients, parameters and status beats.
-    synced_gradients = 0 if through_file else 2 * numel + beats
+    synced_gradients = 0 if through_file else sent * numel + beats
     assert emulated_cards.counter("bytes_to") == synced_gradients + 3 * 64
-    assert emulated_cards.counter("bytes_from") == 2 * numel + beats + 3 * 64
+    assert emulated_cards.counter("bytes_from") == received * numel + parameter_beats + 3 * 64
 
 
 def align_to(value: int, unit: int) -> int:
