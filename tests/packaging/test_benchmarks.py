@@ -28,6 +28,10 @@ RUNS = {
         ["--size", "tiny"],
         ["|  |", "| smart_infinity, save |", "| smart_infinity, load |", "| smart_infinity, evaluate |"],
     ),
+    "csim.py": (
+        ["--numel", "4096", "--steps", "2", "--verify"],
+        ["step  ", "adamw  ", "adagrad  ", "sgd_nesterov  "],
+    ),
     "engines.py": (
         ["--tiny", "--folder", "."],
         ["| engine |", "| io_uring | huge | yes |", "| threads | 4 KiB | no |", "| plain |"],
