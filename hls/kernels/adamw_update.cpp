@@ -31,10 +31,9 @@ struct Adam {
 };
 
 // torch.lerp(exp_avg, gradient, 1 - beta1), which has two branches.
-float average(const Adam& step, float exp_avg, float gradient) {
+float average(const Adam& step, float keep, float exp_avg, float gradient) {
 #pragma HLS INLINE
     const float gap = gradient - exp_avg;
-    const float keep = 1.0f - step.one_minus_beta1;
     return step.one_minus_beta1 < 0.5f ? exp_avg + step.one_minus_beta1 * gap : gradient - gap * keep;
 }
 
@@ -54,6 +53,7 @@ void compute(hls::stream<Floats>& gradients, hls::stream<Floats>& masters, hls::
                        float_of(step_size),
                        float_of(inverse_sqrt_bias_correction2),
                        float_of(eps)};
+    const float keep = 1.0f - step.one_minus_beta1;  // one subtractor, not one for every lane
     const Run run = pass_on(runs_in, runs_out);
 beats:
     for (std::uint32_t beat = run.begin; beat < run.stored_end; ++beat) {
@@ -70,7 +70,7 @@ beats:
             float p = master[lane];
             float g = gradient[lane] * step.gradient_scale;
             g = step.l2 != 0.0f ? g + step.l2 * p : g;
-            const float m = average(step, exp_avg[lane], g);
+            const float m = average(step, keep, exp_avg[lane], g);
             const float v = exp_avg_sq[lane] * step.beta2 + (step.one_minus_beta2 * g) * g;
             p = p * step.decay;
             p = p - step.step_size * (m / (hls::sqrt(v) * step.inverse_sqrt_bias_correction2 + step.eps));

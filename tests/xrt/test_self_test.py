@@ -36,10 +36,10 @@ pytestmark = RunIf(xrt=True)
 
 
 def test_cards_that_pass(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Every card runs every kernel thrice for a tile; folders need not be there, and nothing is left in what is."""
+    """Every card runs every kernel thrice for each type; folders need not be there, and nothing is left in what is."""
     plan = plan_of(2, emulated_cards.build.xclbin)
     self_test(plan, [tmp_path / "a/not/yet", tmp_path], KERNELS)
-    assert [emulated_cards.counter("runs_completed", card) for card in range(2)] == [9, 9]
+    assert [emulated_cards.counter("runs_completed", card) for card in range(2)] == [27, 27]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -58,6 +58,16 @@ def test_a_card_that_computes_something_else(
     with pytest.raises(DeviceError, match=words):
         self_test(plan_of(2, emulated_cards.build.xclbin), [tmp_path, tmp_path], [kernel])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(0, "float32"), (1, "bfloat16"), (2, "float16")])
+def test_a_card_that_computes_something_else_in_one_type(
+    tmp_path: Path, emulated_cards: EmulatedCards, number: int, dtype: str
+) -> None:
+    """Every type that gradients and parameters may have is tried."""
+    emulated_cards.inject("corrupt", skipped=3 * number + 1, pointer=1, bit=64 * 32)
+    with pytest.raises(DeviceError, match=rf"other bits than the host \(gradients and parameters in {dtype}\)"):
+        self_test(plan_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
 
 
 @pytest.mark.parametrize(("kind", "words"), [("error", "ERROR"), ("hang", "did not return within 30 ms")])
@@ -296,7 +306,7 @@ def test_command_on_a_card_that_fails(
     tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One finding is not ok, with what to do; the others are made all the same. Exit status 1."""
-    emulated_cards.inject("error", skipped=3)
+    emulated_cards.inject("error", skipped=9)
     assert main(["selftest", "--mib", "1", "--xclbin", str(emulated_cards.build.xclbin), str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     failed = [number for number, line in enumerate(lines) if line.startswith("  FAIL")]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +114,7 @@ def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch) -> Bandwid
 
 
 def check_kernel(plan: CardPlan, card: Card, kernel: Kernel, scratch: Scratch) -> None:
-    """Update one tasklet on the card and on the host, and compare state and parameters bit for bit.
+    """Update a tasklet of each type on the card and on the host, and compare state and parameters bit for bit.
 
     Args:
         plan: How cards are opened.
@@ -126,34 +126,63 @@ def check_kernel(plan: CardPlan, card: Card, kernel: Kernel, scratch: Scratch) -
         DeviceError: The card fails, or differs from the host.
         StorageError: A file cannot be made, read or written.
     """
-    tile = _Tile(kernel)
     with card_errors(card):
         opened = open_card(plan, card)
         try:
             options = native.CardOptions(
                 card=opened,
                 kernel=kernel.name,
-                gradient_bytes=tile.gradient.nbytes,
-                parameter_bytes=tile.gradient.nbytes,
+                gradient_bytes=_NUMEL * _MOST_ITEM_BYTES,
+                parameter_bytes=_NUMEL * _MOST_ITEM_BYTES,
                 timeout_ms=max(1, int(1000 * plan.settings.timeout)),
             )
-            on_card = tile.updated(scratch, "card", card=options)
+            different = [
+                dtype.name.lower()
+                for dtype in _DTYPES
+                if (tile := _Tile(kernel, dtype)).updated(scratch, "card", card=options)
+                != tile.updated(scratch, "host", card=None)
+            ]
         finally:
             opened.close()
-    if on_card != tile.updated(scratch, "host", card=None):
-        raise DeviceError(f"{kernel.name} of the {card.label} computes other bits than the host.", _DAMAGED)
+    if different:
+        raise DeviceError(
+            f"{kernel.name} of the {card.label} computes other bits than the host"
+            f" (gradients and parameters in {', '.join(different)}).",
+            _DAMAGED,
+        )
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Bits of the values, cut off: any will do."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+_DTYPES: dict[native.DType, Callable[[NDArray[np.float32]], NDArray[Any]]] = {
+    native.DType.FLOAT32: lambda values: values,
+    native.DType.BFLOAT16: _bfloat16,
+    native.DType.FLOAT16: lambda values: values.astype(np.float16),
+}
+"""All that a training may have, of gradients and of parameters: how a kernel reads one and writes the other."""
+
+_MOST_ITEM_BYTES = 4
 
 
 class _Tile:
-    """One tasklet with a first state and a gradient that are the same each time, subnormals among them."""
+    """One tasklet with a first state and a gradient that are the same each time, subnormals among them.
 
-    def __init__(self, kernel: Kernel) -> None:
+    Args:
+        kernel: That steps.
+        dtype: Of gradient and parameters.
+    """
+
+    def __init__(self, kernel: Kernel, dtype: native.DType) -> None:
         self._kernel = kernel
+        self._dtype = dtype
         self._nbytes = extent_bytes(_NUMEL, kernel.num_arrays)
         generator = np.random.default_rng(1)
         self._arrays = [np.abs(generator.standard_normal(_NUMEL, np.float32)) for _ in range(kernel.num_arrays)]
         self._arrays[-1][::7] = np.float32(1e-40)
-        self.gradient = generator.standard_normal(_NUMEL, np.float32)
+        self._gradient = _DTYPES[dtype](generator.standard_normal(_NUMEL, np.float32))
 
     def updated(self, scratch: Scratch, name: str, *, card: native.CardOptions | None) -> tuple[bytes, bytes]:
         """The extent and the parameters after one step.
@@ -164,7 +193,7 @@ class _Tile:
             card: That steps; None: the host.
         """
         scratch.fill(name, np.zeros(2 * self._nbytes, np.uint8))
-        parameters = np.zeros(_NUMEL, np.float32)
+        parameters = np.zeros_like(self._gradient)
         addresses = [array.ctypes.data for array in self._arrays]
         first = native.Segment(offset=0, numel=_NUMEL, arrays=addresses)
         self._work(scratch, name, native.Batch(native.Operation.WRITE, [self._tasklet([first])]), card=None)
@@ -172,8 +201,10 @@ class _Tile:
             offset=_FIRST,
             numel=_LAST - _FIRST,
             step=0,
-            gradient=_at(self.gradient, _FIRST),
+            gradient=_at(self._gradient, _FIRST),
+            gradient_dtype=self._dtype,
             parameter=_at(parameters, _FIRST),
+            parameter_dtype=self._dtype,
         )
         steps = [self._kernel.example()]
         self._work(scratch, name, native.Batch(native.Operation.UPDATE, [self._tasklet([step])], steps), card=card)
@@ -212,5 +243,5 @@ class _Tile:
             raise scratch.error_of(failure)
 
 
-def _at(array: NDArray[np.float32], element: int) -> int:
+def _at(array: NDArray[Any], element: int) -> int:
     return int(array.ctypes.data) + element * array.itemsize
