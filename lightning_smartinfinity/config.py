@@ -30,7 +30,7 @@ _IO_ENGINES = ("auto", "io_uring", "io_uring_sqpoll", "threads", "plain")
 _DURABILITIES = ("none", "step", "power")
 _DIRECT_IO = ("auto", "on", "off")
 _GRADIENT_ROUTES = ("auto", "host", "storage")
-_DOORS = ("auto", "native", "pyxrt")
+_BINDINGS = ("auto", "native", "pyxrt")
 _MAX_TIMEOUT = 2_147_483  # XRT counts milliseconds in an int
 
 
@@ -118,7 +118,7 @@ class SmartSSDConfig:
     """Samsung SmartSSDs whose accelerators update beside their storage.
 
     Args:
-        xclbin: The kernels' bitstream, built by ``make -C hls xclbin``. None: what the environment variable
+        xclbin: The kernels, built by ``make -C hls xclbin``. None: what the environment variable
             SMART_INFINITY_XCLBIN names.
         devices: The card of each storage folder, in their order: PCI addresses (``"0000:3d:00.1"``) or numbers among
             the system's cards, ordered by address. None: the card that shares its PCIe switch with the folder's SSD.
@@ -126,8 +126,8 @@ class SmartSSDConfig:
             to its SSD and read from there past the host, as published) or ``"auto"``, which is ``"host"``.
         timeout: Seconds after which a kernel that does not return is given up, and the host takes over: above 0, and at
             most 2147483.
-        door: How XRT is called: ``"native"`` (its C library, without the interpreter's lock), ``"pyxrt"`` (its Python
-            module, which holds the lock) or ``"auto"``: pyxrt where it is there and the library is not.
+        binding: How XRT is called: ``"native"`` (its C library, without the interpreter's lock), ``"pyxrt"`` (its
+            Python module, which holds the lock) or ``"auto"``: pyxrt where it is there and the library is not.
 
     Raises:
         ConfigError: A value is out of range or not one of those above.
@@ -137,14 +137,14 @@ class SmartSSDConfig:
     devices: Sequence[str | int] | None = None
     gradient_route: str = "auto"
     timeout: float = 30.0
-    door: str = "auto"
+    binding: str = "auto"
 
     def __post_init__(self) -> None:
         if self.xclbin is not None and not _names_file(self.xclbin):
             raise ConfigError(f"SmartSSDConfig(xclbin={self.xclbin!r}) names no file.", "Pass the path of an xclbin.")
         object.__setattr__(self, "devices", _cards(self.devices))
         _require_one_of("gradient_route", self.gradient_route, _GRADIENT_ROUTES, of="SmartSSDConfig")
-        _require_one_of("door", self.door, _DOORS, of="SmartSSDConfig")
+        _require_one_of("binding", self.binding, _BINDINGS, of="SmartSSDConfig")
         if not _is_number(self.timeout) or not 0 < self.timeout <= _MAX_TIMEOUT:  # a comparison with NaN is false
             raise ConfigError(
                 f"SmartSSDConfig(timeout={_shown(self.timeout)}) is out of range.",

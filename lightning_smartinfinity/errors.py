@@ -9,7 +9,7 @@
     │   ├── StorageFullError                   too little free space, or the disk ran full
     │   ├── StorageLockedError                 another job owns the folder
     │   └── StorageCorruptError                a checksum, a foreign extent, a newer format
-    ├── DeviceError            (RuntimeError)  a SmartSSD, its runtime or its bitstream failed
+    ├── DeviceError            (RuntimeError)  a SmartSSD, its runtime or its xclbin failed
     ├── CudaError              (RuntimeError)  the CUDA driver refused a call, or a copy failed
     └── CheckpointError        (RuntimeError)  a checkpoint does not fit this model or is damaged
 
@@ -75,7 +75,7 @@ class StorageCorruptError(StorageError):
 
 
 class DeviceError(SmartInfinityError, RuntimeError):
-    """A SmartSSD, its runtime or its bitstream failed."""
+    """A SmartSSD, its runtime or its xclbin failed."""
 
 
 class CudaError(SmartInfinityError, RuntimeError):

@@ -46,8 +46,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     Args:
         storage: A folder, or one per storage device. Default: ``smart_infinity`` below the current folder.
         update_device: Where the update runs: ``"host"`` (CPU), ``"smartssd"`` (the accelerators of SmartSSDs), or
-            ``"auto"``: SmartSSDs if a bitstream for them is named and they can be used, else the host.
-        smartssd: The bitstream and the cards, how gradients reach them, and how they are called.
+            ``"auto"``: SmartSSDs if an xclbin for them is named and they can be used, else the host.
+        smartssd: The xclbin and the cards, how gradients reach them, and how they are called.
         state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
             ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4). Adagrad and
             SGD have ``"fp32"`` only (8).

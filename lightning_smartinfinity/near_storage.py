@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.devices.smartssd.bitstream import require_bitstream_named
+from lightning_smartinfinity.devices.smartssd.xclbin import require_xclbin_named
 from lightning_smartinfinity.lightning_options import attributes_of, check_options
 from lightning_smartinfinity.settings import (
     check_absent,
@@ -77,7 +77,7 @@ class NearStorage:
         self._update_device = update_device
         self._smartssd = checked_smartssd(smartssd, update_device=update_device, state_format=state_format)
         if update_device == "smartssd":
-            require_bitstream_named(smartssd)
+            require_xclbin_named(smartssd)
         self._overlap = overlap
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.

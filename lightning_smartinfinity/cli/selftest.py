@@ -15,7 +15,7 @@ from lightning_smartinfinity.config import MAX_CARD_NUMBER, SmartSSDConfig
 __all__ = ["add_to", "show"]
 
 _DESCRIPTION = """\
-Look at XRT, the bitstream and the cards of this machine. With storage folders: pair each with its card, move data
+Look at XRT, the xclbin and the cards of this machine. With storage folders: pair each with its card, move data
 between the card and its SSD, and update one tasklet with every kernel, bit for bit as on the host. Nothing is left in
 the folders. Exit status 1 if anything is not as it must be.
 """
@@ -31,7 +31,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("folders", nargs="*", help="storage folders, one on the SSD of each card")
     parser.add_argument("--xclbin", help="SmartSSDConfig(xclbin=...)")
     parser.add_argument("--devices", nargs="+", type=_card, help="SmartSSDConfig(devices=...): a card for each folder")
-    parser.add_argument("--door", default=SmartSSDConfig.door, help="SmartSSDConfig(door=...): auto, native or pyxrt")
+    parser.add_argument(
+        "--binding", default=SmartSSDConfig.binding, help="SmartSSDConfig(binding=...): auto, native or pyxrt"
+    )
     parser.add_argument(
         "--mib", type=_mib, default=64, help=f"MiB to move by P2P, 1 to {_MAX_MIB} (default: %(default)s)"
     )
@@ -43,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.devices.smartssd.examination import examine
     from lightning_smartinfinity.devices.smartssd.system import System
 
-    settings = SmartSSDConfig(xclbin=options.xclbin, devices=options.devices, door=options.door)
+    settings = SmartSSDConfig(xclbin=options.xclbin, devices=options.devices, binding=options.binding)
     return show(examine(options.folders, settings, System(), p2p_bytes=options.mib << 20), as_json=options.json)
 
 

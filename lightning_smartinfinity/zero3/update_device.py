@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, kernel_of, self_test
-from lightning_smartinfinity.devices.smartssd.bitstream import named_bitstream
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
+from lightning_smartinfinity.devices.smartssd.xclbin import named_xclbin
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError, StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.zero3.collectives import gather, raise_together
@@ -69,8 +69,8 @@ def _obstacle(offload: OffloadSettings) -> str | None:
     """Why ``"auto"`` does not even look for cards."""
     if offload.update_device != "auto":
         return None
-    if named_bitstream(offload.smartssd, System()) is None:
-        return "no bitstream for SmartSSDs is named"
+    if named_xclbin(offload.smartssd, System()) is None:
+        return "no xclbin for SmartSSDs is named"
     if offload.state_format != "fp32":
         return f"SmartSSDs hold state in fp32 alone, not {offload.state_format!r}"
     return None
@@ -118,16 +118,16 @@ def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
 
 def _report(plan: CardPlan | None, error: SmartInfinityError | None) -> _Report:
     cards = () if plan is None else tuple(card.address for card in plan.cards)
-    return _Report(platform.node(), cards, "" if plan is None else plan.bitstream.uuid, error)
+    return _Report(platform.node(), cards, "" if plan is None else plan.xclbin.uuid, error)
 
 
 def _disagreement(reports: Sequence[_Report]) -> SmartInfinityError | None:
-    """Ranks on one card must load one bitstream."""
+    """Ranks on one card must load one xclbin."""
     for node, card in sorted({(report.node, card) for report in reports for card in report.cards}):
         builds = {report.build for report in reports if report.node == node and card in report.cards}
         if len(builds) > 1:
             return ConfigError(
-                f"The ranks on {node} name different bitstreams for the same card {card}: {', '.join(sorted(builds))}.",
+                f"The ranks on {node} name different xclbins for the same card {card}: {', '.join(sorted(builds))}.",
                 "Name one xclbin on all ranks that share a card.",
             )
     return None

@@ -1,4 +1,4 @@
-"""What sysfs tells of cards: P2P, shell, device node; what a bitstream's header tells; what of XRT is there."""
+"""What sysfs tells of cards: P2P, shell, device node; what an xclbin's header tells; what of XRT is there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hls.description import SMARTSSD
 from hls.xclbin import xclbin
 from lightning_smartinfinity import ConfigError, DeviceError, SmartInfinityStrategy, SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd import discovery, find_cards
-from lightning_smartinfinity.devices.smartssd.bitstream import XCLBIN_VARIABLE, read_bitstream
 from lightning_smartinfinity.devices.smartssd.cards import cards_of, unusable_node
 from lightning_smartinfinity.devices.smartssd.p2p import P2P, P2PState, p2p_of
-from lightning_smartinfinity.devices.smartssd.runtime import Runtime, choose_door, require_runtime, runtime_of
+from lightning_smartinfinity.devices.smartssd.runtime import Runtime, choose_binding, require_runtime, runtime_of
+from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE, read_xclbin
 from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
 
 WHOLE, SMALL = 4 * GIB, 32 << 20
@@ -69,19 +69,19 @@ def test_a_node_that_cannot_be_used(machine: Machine) -> None:
     assert "--device" in str(unusable_node(system, card))
 
 
-def test_header_of_a_bitstream(tmp_path: Path, machine: Machine) -> None:
+def test_header_of_an_xclbin(tmp_path: Path, machine: Machine) -> None:
     """uuid, platform and memory, from the file that the settings name or, without, the environment."""
     path = tmp_path / "kernels.xclbin"
     path.write_bytes(xclbin(SMARTSSD))
     for settings in (SmartSSDConfig(xclbin=path), SmartSSDConfig(xclbin=str(path)), None):
         machine.environment[XCLBIN_VARIABLE] = str(path) if settings is None else "/not/there"
-        found = read_bitstream(settings, machine.system())
+        found = read_xclbin(settings, machine.system())
         assert (found.path, found.platform) == (path, SMARTSSD.platform.vbnv)
         assert uuid.UUID(found.uuid).bytes in path.read_bytes()
         assert found.memory_bytes == SMARTSSD.platform.bank.size_bytes
 
 
-def test_bitstreams_that_are_none(tmp_path: Path, machine: Machine) -> None:
+def test_xclbins_that_are_none(tmp_path: Path, machine: Machine) -> None:
     """None named, none there, a folder, another file, a torn one: each with how to build one."""
     whole = xclbin(SMARTSSD)
     (tmp_path / "other").write_bytes(b"\x7fELF" * 200)
@@ -90,27 +90,27 @@ def test_bitstreams_that_are_none(tmp_path: Path, machine: Machine) -> None:
     with pytest.raises(
         ConfigError, match=r"none is named.*checkout or source distribution.*2021\.2.*2022\.2.*xilinx_u2_gen3x4"
     ):
-        read_bitstream(None, machine.system())
+        read_xclbin(None, machine.system())
     for name, kind in (("gone", ConfigError), (".", ConfigError), ("torn", ConfigError), ("other", DeviceError)):
         with pytest.raises(kind, match="make -C hls xclbin"):
-            read_bitstream(SmartSSDConfig(xclbin=tmp_path / name), machine.system())
+            read_xclbin(SmartSSDConfig(xclbin=tmp_path / name), machine.system())
     with pytest.raises(DeviceError, match="short"):
-        read_bitstream(SmartSSDConfig(xclbin=tmp_path / "short"), machine.system())
+        read_xclbin(SmartSSDConfig(xclbin=tmp_path / "short"), machine.system())
 
 
 @pytest.mark.parametrize("path", ["~nosuch/kernels.xclbin", "\ud800"])
 def test_paths_that_are_none(machine: Machine, tmp_path: Path, path: str) -> None:
     """A home of nobody, a name that no file system takes: told with the setting; other words of XRT lead elsewhere."""
     with pytest.raises(ConfigError, match="xclbin="):
-        read_bitstream(SmartSSDConfig(xclbin=path), machine.system())
+        read_xclbin(SmartSSDConfig(xclbin=path), machine.system())
     machine.environment[XCLBIN_VARIABLE] = path
     with pytest.raises(ConfigError, match="xclbin"):
-        read_bitstream(None, machine.system())
+        read_xclbin(None, machine.system())
     with pytest.raises(ConfigError, match=r"SmartSSDConfig\(xclbin='~nosuch/x'\) names no file"):
         SmartInfinityStrategy(update_device="smartssd", smartssd=SmartSSDConfig(xclbin="~nosuch/x"))
 
 
-def test_strategy_wants_a_bitstream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_strategy_wants_an_xclbin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """update_device="smartssd" without one is refused where it is written down; the environment will do."""
     monkeypatch.delenv(XCLBIN_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="make -C hls xclbin"):
@@ -140,7 +140,7 @@ def test_strategy_wants_a_bitstream(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ({"devices": [10**30, 0]}, "devices=\\[10{30}, 0\\].*from 0 to 65535"),
         ({"devices": [10**5000]}, "devices=<too many digits to show>"),
         ({"gradient_route": "gpu"}, "gradient_route='gpu'"),
-        ({"door": "opencl"}, "door='opencl'"),
+        ({"binding": "opencl"}, "binding='opencl'"),
         ({"timeout": 0}, "timeout=0"),
         ({"timeout": float("inf")}, "timeout=inf"),
         ({"timeout": float("nan")}, "timeout=nan"),
@@ -179,20 +179,20 @@ def test_xrt_that_is_not_set_up(machine: Machine, tmp_path: Path) -> None:
     assert runtime_of(machine.system()).version == "2.13.466"
 
 
-def test_choice_of_door() -> None:
+def test_choice_of_binding() -> None:
     """The C library where it is, pyxrt where it alone is; what is asked for and is not there is refused."""
     both, library, module, none = (
         Runtime(Path("/"), None, *present)
         for present in (("libxrt.so", True), ("libxrt.so", False), (None, True), (None, False))
     )
-    assert [choose_door("auto", runtime) for runtime in (both, library, module)] == ["native", "native", "pyxrt"]
-    assert choose_door("pyxrt", both) == "pyxrt" and choose_door("native", both) == "native"
+    assert [choose_binding("auto", runtime) for runtime in (both, library, module)] == ["native", "native", "pyxrt"]
+    assert choose_binding("pyxrt", both) == "pyxrt" and choose_binding("native", both) == "native"
     with pytest.raises(DeviceError, match="Neither"):
-        choose_door("auto", none)
-    with pytest.raises(ConfigError, match=r"door='native'.*libxrt_coreutil"):
-        choose_door("native", module)
+        choose_binding("auto", none)
+    with pytest.raises(ConfigError, match=r"binding='native'.*libxrt_coreutil"):
+        choose_binding("native", module)
     with pytest.raises(ConfigError, match="no module pyxrt"):
-        choose_door("pyxrt", library)
+        choose_binding("pyxrt", library)
 
 
 def test_everything_at_once(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_everything_at_once(machine: Machine, tmp_path: Path, monkeypatch: pytes
     folders, settings, system = [Path("/mnt/nvme1"), Path("/mnt/nvme0")], SmartSSDConfig(xclbin=path), machine.system()
     plan = find_cards(folders, settings, system)
     assert [card.address for card in plan.cards] == ["0000:52:00.1", "0000:42:00.1"]
-    assert (plan.door, plan.sharers, plan.bitstream.path) == ("native", 1, path)
+    assert (plan.binding, plan.sharers, plan.xclbin.path) == ("native", 1, path)
     off = SmartSSDConfig(xclbin=path, devices=[0, 1])
     with pytest.raises(DeviceError, match=r"P2P of the card 0000:01:00\.1 is disabled.*--p2p enable"):
         find_cards(folders, off, system)

@@ -13,11 +13,11 @@ from lightning_smartinfinity import SmartSSDConfig, StorageError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.cli.selftest import show
 from lightning_smartinfinity.devices.smartssd import examination
-from lightning_smartinfinity.devices.smartssd.bitstream import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.examination import examine
 from lightning_smartinfinity.devices.smartssd.runtime import Runtime
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
+from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE
 from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
 
 
@@ -50,7 +50,7 @@ def test_what_sysfs_tells_of_cards(machine: Machine) -> None:
     assert "xbutil configure --device 0000:01:00.1 --p2p enable" in found[bad, "P2P"].remedy
     assert found[good, "shell"].value == SHELL and found[good, "device node"].ok
     assert found[bad, "device node"].ok is False and "render" in found[bad, "device node"].value
-    assert found["XRT", "version"].value == "2.13.466" and found["bitstream", "file"].ok
+    assert found["XRT", "version"].value == "2.13.466" and found["xclbin", "file"].ok
     assert found["folders", "named"].ok is None
 
 
@@ -86,14 +86,14 @@ def test_a_machine_with_nothing(
     assert main(["selftest", "--json"]) == 1
     content = json.loads(capsys.readouterr().out)
     failed = {(one["subject"], one["name"]) for one in content["findings"] if one["ok"] is False}
-    assert not content["ok"] and {("XRT", "XILINX_XRT"), ("bitstream", "file"), ("cards", "found")} <= failed
+    assert not content["ok"] and {("XRT", "XILINX_XRT"), ("xclbin", "file"), ("cards", "found")} <= failed
     assert all(one["remedy"] for one in content["findings"] if one["ok"] is False)
 
 
 def test_settings_that_contradict_what_is_there(machine: Machine) -> None:
-    """A door that is not to be had is a finding, and ends what needs it."""
+    """A binding that is not to be had is a finding, and ends what needs it."""
     smartssd(machine, 0, mounted=str(machine.root))
-    settings = SmartSSDConfig(xclbin=machine.root / "kernels.xclbin", door="pyxrt")
+    settings = SmartSSDConfig(xclbin=machine.root / "kernels.xclbin", binding="pyxrt")
     found = {(one.subject, one.name): one for one in examine([machine.root], settings, machine.system())}
     assert found["XRT", "called by"].ok is False and "no module pyxrt" in found["XRT", "called by"].value
     assert ("card 0000:42:00.1", "P2P at work") not in found
@@ -146,7 +146,7 @@ def test_folders_that_training_refuses(machine: Machine, folders: list[str], wor
     """They are no folders here either, and no card is worked; the rest is looked at."""
     found = findings(machine, *folders)
     assert found["folders", "named"].ok is False and words in found["folders", "named"].value
-    assert ("folders", "pairing") not in found and found["bitstream", "file"].ok
+    assert ("folders", "pairing") not in found and found["xclbin", "file"].ok
 
 
 def test_a_home_is_that_of_the_user(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +162,10 @@ def test_what_nobody_foresaw(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
     def breaks(*_: object) -> None:
         raise LookupError("a file of sysfs says so")
 
-    monkeypatch.setattr(examination, "read_bitstream", breaks)
+    monkeypatch.setattr(examination, "read_xclbin", breaks)
     monkeypatch.setattr(examination, "cards_of", breaks)
     found = findings(machine)
-    for key in (("bitstream", "file"), ("cards", "found")):
+    for key in (("xclbin", "file"), ("cards", "found")):
         assert found[key].ok is False and found[key].value == "LookupError: a file of sysfs says so"
         assert "report" in found[key].remedy
     assert found["folders", "named"].ok is None

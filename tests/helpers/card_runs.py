@@ -13,8 +13,8 @@ from hls.xclbin import xclbin
 from lightning_smartinfinity import SmartSSDConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.devices.smartssd import CardPlan, CardRing, SmartSSDDevice, kernel_of
-from lightning_smartinfinity.devices.smartssd.bitstream import Bitstream
 from lightning_smartinfinity.devices.smartssd.cards import emulated_card
+from lightning_smartinfinity.devices.smartssd.xclbin import Xclbin
 from tests.transfer.harness import Run, assert_equal
 
 __all__ = ["OPTIMIZERS", "cards", "plan_of", "same_as_host", "settled_host", "state_files", "write_xclbin"]
@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def plan_of(
-    num_cards: int, path: Path, *, first: int = 0, sharers: int = 1, door: str = "native", **settings: Any
+    num_cards: int, path: Path, *, first: int = 0, sharers: int = 1, binding: str = "native", **settings: Any
 ) -> CardPlan:
     """A plan of emulated cards.
 
@@ -51,14 +51,14 @@ def plan_of(
         path: Of the xclbin.
         first: Number of the first card.
         sharers: As :class:`CardPlan`'s.
-        door: The same.
+        binding: The same.
         **settings: Of :class:`SmartSSDConfig`.
     """
     return CardPlan(
-        bitstream=Bitstream(path, "", SMARTSSD.platform.vbnv, SMARTSSD.platform.bank.size_bytes),
+        xclbin=Xclbin(path, "", SMARTSSD.platform.vbnv, SMARTSSD.platform.bank.size_bytes),
         cards=tuple(emulated_card(number) for number in range(first, first + num_cards)),
         settings=SmartSSDConfig(xclbin=path, **settings),
-        door=door,
+        binding=binding,
         library="libxrt_coreutil.so.2",
         sharers=sharers,
     )
@@ -111,7 +111,7 @@ def same_as_host(run: Run, host: Run) -> None:
 
 
 def write_xclbin(folder: Path) -> Path:
-    """The bitstream for tests."""
+    """The xclbin for tests."""
     path = folder / "kernels.xclbin"
     path.write_bytes(xclbin(SMARTSSD))
     return path

@@ -64,7 +64,7 @@ RUNS = {
     ),
 }
 # Those that run where XRT is there.
-ON_CARDS = {"xrt_doors.py": (["--tiny", "--folder", "."], ["| door |", "| native |", "| pyxrt |"])}
+ON_CARDS = {"xrt_bindings.py": (["--tiny", "--folder", "."], ["| binding |", "| native |", "| pyxrt |"])}
 # What plots.py makes of what these wrote, and what stands in it.
 PLOTTED = {
     "scaling.py": {"figures.svg": ["tensors", "folders", "processes", "seconds per step"]},

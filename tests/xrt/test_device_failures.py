@@ -324,7 +324,7 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
     with pytest.raises(DeviceError, match=r"TransferConfig\(tasklet_bytes"):
         Run(tmp_path / "a", CASE.but(num_buffers=64), device=cards(emulated_cards.build.xclbin))
     emulated_cards.set("dram_mib", 4096)
-    bank = plan_of(1, emulated_cards.build.xclbin).bitstream.memory_bytes
+    bank = plan_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
     assert bank is not None
     sharers = bank // (1 << 20)
     with running(
@@ -339,7 +339,7 @@ def test_a_share_between_whole_pages(tmp_path: Path, emulated_cards: EmulatedCar
     case = CASE.but(num_buffers=64, num_devices=1, gradient_dtype=torch.bfloat16)
     numel = layout_of(case).extents.tasklet_numel
     assert 2 * numel % 4096  # of gradient and parameters
-    usable = plan_of(1, emulated_cards.build.xclbin).bitstream.memory_bytes
+    usable = plan_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
     assert usable is not None
     # Eleven buffers fit but for what fills pages up.
     sharers = usable * 7 // 8 // (11 * (12 * numel + 4096 + 4 * numel + 1024))

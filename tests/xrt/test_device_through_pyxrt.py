@@ -1,4 +1,4 @@
-"""The door through pyxrt: the core of the device's suite once more, with every call of XRT going through Python."""
+"""The pyxrt binding: the core of the device's suite once more, with every call of XRT going through Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from lightning_smartinfinity.devices.smartssd.pyxrt_door import PyxrtDoor
+from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding
 from tests.helpers import card_runs
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, running
@@ -56,13 +56,13 @@ pytestmark = RunIf(xrt=True)
 @pytest.fixture(autouse=True)
 def _through_pyxrt(pyxrt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opens all cards by way of Python."""
-    monkeypatch.setattr(card_runs, "plan_of", partial(card_runs.plan_of, door="pyxrt"))
+    monkeypatch.setattr(card_runs, "plan_of", partial(card_runs.plan_of, binding="pyxrt"))
 
 
-def test_the_door_is_python(tmp_path: Path, emulated_cards: EmulatedCards, pyxrt: ModuleType) -> None:
+def test_the_binding_is_python(tmp_path: Path, emulated_cards: EmulatedCards, pyxrt: ModuleType) -> None:
     """Every run of a kernel is one that pyxrt was asked to start: all that these tests say rests on it."""
     with (
-        mock.patch.object(PyxrtDoor, "start", autospec=True, side_effect=PyxrtDoor.start) as start,
+        mock.patch.object(PyxrtBinding, "start", autospec=True, side_effect=PyxrtBinding.start) as start,
         running(tmp_path, Case(num_devices=2), device=card_runs.cards(emulated_cards.build.xclbin)) as run,
     ):
         emulated_cards.reset()

@@ -1,6 +1,6 @@
 """What a caller of pyxrt has to know, each seen with the probe kernel on an emulated card.
 
-These tests say what pyxrt does, not what it should: the door through pyxrt is built around it.
+These tests say what pyxrt does, not what it should: the pyxrt binding is built around it.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from lightning_smartinfinity import (
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.devices.smartssd import System, find_cards, self_test
-from lightning_smartinfinity.devices.smartssd.bitstream import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
+from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.native import testing
 from lightning_smartinfinity.zero3 import collectives, update_device
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -104,7 +104,7 @@ def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
         self_test(plan_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
 
 
-def test_a_bitstream_without_the_kernel(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+def test_an_xclbin_without_the_kernel(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """That of the probe has none of ours."""
     emulated_cards.reset(count=7)
     with pytest.raises(DeviceError, match=r"adamw_update.* of this version: make -C hls xclbin"):
@@ -152,7 +152,7 @@ def test_cards_are_chosen(tmp_path: Path, emulated_cards: EmulatedCards, wanted:
 def test_host_is_chosen_and_the_reason_told(
     tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By "auto", without a bitstream, for other formats, and where cards fail; "smartssd" raises there."""
+    """By "auto", without an xclbin, for other formats, and where cards fail; "smartssd" raises there."""
     with caplog.at_level(logging.INFO):
         asked = offload(tmp_path, emulated_cards, smartssd=None)
         assert choose_update_device(asked, optimizer="Adam").cards is None
@@ -164,7 +164,7 @@ def test_host_is_chosen_and_the_reason_told(
     no_file, no_format, no_p2p = [
         record.getMessage() for record in caplog.records if record.name.endswith("update_device")
     ]
-    assert "no bitstream for SmartSSDs is named" in no_file
+    assert "no xclbin for SmartSSDs is named" in no_file
     assert "in fp32 alone, not 'int8'" in no_format
     assert "the host updates, since SmartSSDs cannot: The emulated card 0" in no_p2p
     with pytest.raises(DeviceError, match="p2p enable"):
@@ -216,7 +216,7 @@ def reports(*builds: str, node: str = "one", card: str = CARD) -> list[update_de
 
 
 def test_ranks_on_one_card() -> None:
-    """They share its memory evenly and have to load one bitstream; other cards may have another."""
+    """They share its memory evenly and have to load one xclbin; other cards may have another."""
     assert update_device._sharers(reports("x", "x", "x")) == 3
     assert update_device._sharers([*reports("x", "x"), *reports("y", node="two")]) == 2
     assert update_device._disagreement([*reports("x", "x"), *reports("y", node="two")]) is None
@@ -247,15 +247,15 @@ def test_another_rank_on_the_same_cards(
     assert shares == [2, 1, 1, 2]
 
 
-def test_another_rank_with_another_bitstream(
+def test_another_rank_with_another_xclbin(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever loads second would take the kernels from whoever loaded first: refused, or the host updates."""
     beside(monkeypatch, build="11111111-1111-1111-1111-111111111111")
-    with pytest.raises(ConfigError, match=r"different bitstreams.*11111111-.*Name one xclbin"):
+    with pytest.raises(ConfigError, match=r"different xclbins.*11111111-.*Name one xclbin"):
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
     assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is None
-    assert "different bitstreams" in caplog.text
+    assert "different xclbins" in caplog.text
     beside(monkeypatch, build="11111111-1111-1111-1111-111111111111", node="another")
     assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is not None
 

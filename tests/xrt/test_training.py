@@ -167,7 +167,7 @@ def test_traffic_of_training(emulated_cards: EmulatedCards, tmp_path: Path) -> N
 def test_auto_takes_the_cards_and_says_so(
     emulated_cards: EmulatedCards, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a bitstream in the environment, and back to the host where cards fail their self-test."""
+    """With an xclbin in the environment, and back to the host where cards fail their self-test."""
     monkeypatch.setenv("SMART_INFINITY_XCLBIN", str(emulated_cards.build.xclbin))
     with caplog.at_level(logging.INFO):
         for number, p2p in enumerate((1, 0)):

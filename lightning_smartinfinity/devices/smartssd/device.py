@@ -87,7 +87,7 @@ class SmartSSDDevice(StorageDevice):
         cards = ", ".join(worker.card.label for worker in self._workers)
         return (
             f"Optimizer state: updated on SmartSSD ({cards}; {self._kernel.name}, gradients by way of {self._route},"
-            f" XRT by {self._plan.door}), {self._workers[0].pipeline.io_engine} for P2P."
+            f" XRT by {self._plan.binding}), {self._workers[0].pipeline.io_engine} for P2P."
         )
 
     @property

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_smartinfinity.config import SmartSSDConfig
-from lightning_smartinfinity.devices.smartssd.bitstream import Bitstream, read_bitstream
 from lightning_smartinfinity.devices.smartssd.cards import (
     Card,
     cards_of,
@@ -18,9 +17,10 @@ from lightning_smartinfinity.devices.smartssd.cards import (
 )
 from lightning_smartinfinity.devices.smartssd.p2p import P2PState
 from lightning_smartinfinity.devices.smartssd.pairing import named_cards, pair, require_each_once
-from lightning_smartinfinity.devices.smartssd.runtime import choose_door, require_runtime, runtime_of
+from lightning_smartinfinity.devices.smartssd.runtime import choose_binding, require_runtime, runtime_of
 from lightning_smartinfinity.devices.smartssd.ssds import all_ssds, ssd_of
 from lightning_smartinfinity.devices.smartssd.system import System
+from lightning_smartinfinity.devices.smartssd.xclbin import Xclbin, read_xclbin
 from lightning_smartinfinity.errors import ConfigError, DeviceError
 
 __all__ = ["CardPlan", "find_cards", "paired_cards"]
@@ -31,18 +31,18 @@ class CardPlan:
     """What a rank updates with.
 
     Args:
-        bitstream: The kernels.
+        xclbin: The kernels.
         cards: Of each storage folder, in their order.
         settings: The user's.
-        door: How XRT is called: ``"native"`` or ``"pyxrt"``.
+        binding: How XRT is called: ``"native"`` or ``"pyxrt"``.
         library: Name or path of XRT's C library, for ``"native"``.
         sharers: Processes on this machine that share each card's memory.
     """
 
-    bitstream: Bitstream
+    xclbin: Xclbin
     cards: tuple[Card, ...]
     settings: SmartSSDConfig
-    door: str
+    binding: str
     library: str | None = None
     sharers: int = 1
 
@@ -56,17 +56,17 @@ def find_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System
         system: This machine.
 
     Raises:
-        ConfigError: No bitstream is named, a folder cannot be reached by a card, or pairing is not one to one.
+        ConfigError: No xclbin is named, a folder cannot be reached by a card, or pairing is not one to one.
         DeviceError: XRT is not usable, or a card is not.
     """
-    bitstream = read_bitstream(settings, system)
+    xclbin = read_xclbin(settings, system)
     runtime = runtime_of(system)
     require_runtime(runtime)
-    door = choose_door(settings.door, runtime)
+    binding = choose_binding(settings.binding, runtime)
     cards = paired_cards(folders, settings, system)
     for card in cards:
         _require_usable(system, card)
-    return CardPlan(bitstream=bitstream, cards=tuple(cards), settings=settings, door=door, library=runtime.library)
+    return CardPlan(xclbin=xclbin, cards=tuple(cards), settings=settings, binding=binding, library=runtime.library)
 
 
 def paired_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System) -> list[Card]:

@@ -8,21 +8,21 @@ from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity.config import SmartSSDConfig
-from lightning_smartinfinity.devices.smartssd.bitstream import Bitstream, read_bitstream
 from lightning_smartinfinity.devices.smartssd.cards import Card, cards_of, unusable_node, without_driver
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan, paired_cards
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS, Kernel
 from lightning_smartinfinity.devices.smartssd.p2p import P2PState
-from lightning_smartinfinity.devices.smartssd.runtime import Runtime, choose_door, require_runtime, runtime_of
+from lightning_smartinfinity.devices.smartssd.runtime import Runtime, choose_binding, require_runtime, runtime_of
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
 from lightning_smartinfinity.devices.smartssd.self_test import check_kernel, check_p2p
 from lightning_smartinfinity.devices.smartssd.system import System
+from lightning_smartinfinity.devices.smartssd.xclbin import Xclbin, read_xclbin
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.settings import storage_folders
 
 __all__ = ["Finding", "examine"]
 
-_DOOR = "called by"
+_BINDING = "called by"
 _UNFORESEEN = "This is an error of lightning-smartinfinity: please report it, with what is shown here."
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -50,7 +50,7 @@ class Finding:
 def examine(
     named: Sequence[str | Path], settings: SmartSSDConfig, system: System, *, p2p_bytes: int = 64 * _MIB
 ) -> Iterator[Finding]:
-    """Look at XRT, the bitstream and the cards, then work each folder's card.
+    """Look at XRT, the xclbin and the cards, then work each folder's card.
 
     Args:
         named: Storage folders, as for training; none: no card is worked.
@@ -64,8 +64,8 @@ def examine(
     runtime = runtime_of(system)
     of_runtime = _of_runtime(runtime, settings, system)
     yield from of_runtime
-    bitstreams: list[Bitstream] = []
-    yield from _tried("bitstream", "file", lambda: _of_bitstream(settings, system, bitstreams))
+    xclbins: list[Xclbin] = []
+    yield from _tried("xclbin", "file", lambda: _of_xclbin(settings, system, xclbins))
     yield from _tried("cards", "found", lambda: list(_of_cards(system)))
     if not named:
         yield Finding("folders", "named", None, "none: P2P and kernels are not tried. Name folders on the cards' SSDs.")
@@ -75,13 +75,13 @@ def examine(
     paired: list[Card] = []
     if folders:
         yield from _tried("folders", "pairing", lambda: _of_pairs(folders, settings, system, paired))
-    doors = [found.value for found in of_runtime if found.name == _DOOR and found.ok]
-    if paired and bitstreams and doors and runtime.root is not None:
+    bindings = [found.value for found in of_runtime if found.name == _BINDING and found.ok]
+    if paired and xclbins and bindings and runtime.root is not None:
         plan = CardPlan(
-            bitstream=bitstreams[0],
+            xclbin=xclbins[0],
             cards=tuple(paired),
             settings=settings,
-            door=doors[0],
+            binding=bindings[0],
             library=runtime.library,
         )
         yield from _at_work(plan, folders, p2p_bytes)
@@ -92,24 +92,24 @@ def _of_runtime(runtime: Runtime, settings: SmartSSDConfig, system: System) -> l
         require_runtime(runtime)
         return [Finding("XRT", "XILINX_XRT", True, str(runtime.root))]
 
-    def door() -> list[Finding]:
-        return [Finding("XRT", _DOOR, True, choose_door(settings.door, runtime))]
+    def binding() -> list[Finding]:
+        return [Finding("XRT", _BINDING, True, choose_binding(settings.binding, runtime))]
 
     version = Finding("XRT", "version", None, runtime.version or "not told")
-    found = [*_tried("XRT", "XILINX_XRT", root), version, *_tried("XRT", _DOOR, door)]
+    found = [*_tried("XRT", "XILINX_XRT", root), version, *_tried("XRT", _BINDING, binding)]
     if system.emulated:
         mode = system.environment["XCL_EMULATION_MODE"]
         found.append(Finding("XRT", "emulation", None, f"XCL_EMULATION_MODE={mode}: no real card is used"))
     return found
 
 
-def _of_bitstream(settings: SmartSSDConfig, system: System, found: list[Bitstream]) -> list[Finding]:
-    bitstream = read_bitstream(settings, system)
-    found.append(bitstream)
+def _of_xclbin(settings: SmartSSDConfig, system: System, found: list[Xclbin]) -> list[Finding]:
+    xclbin = read_xclbin(settings, system)
+    found.append(xclbin)
     return [
-        Finding("bitstream", "file", True, str(bitstream.path)),
-        Finding("bitstream", "built for", None, bitstream.platform or "not told"),
-        Finding("bitstream", "uuid", None, bitstream.uuid),
+        Finding("xclbin", "file", True, str(xclbin.path)),
+        Finding("xclbin", "built for", None, xclbin.platform or "not told"),
+        Finding("xclbin", "uuid", None, xclbin.uuid),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The kernels of the bitstream, by the torch optimizer that each of them steps."""
+"""The kernels of the xclbin, by the torch optimizer that each of them steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Kernel:
     """One update rule on a card.
 
     Args:
-        name: In the bitstream.
+        name: In the xclbin.
         optimizers: Class names of torch's.
         num_arrays: Per element on storage, the master among them.
         example: Scalars of a step that touches every part of its arithmetic, for self-tests.

@@ -20,7 +20,7 @@ _SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(task
 _UNFOUND = "Check XILINX_XRT, the driver and the card: `xbutil examine`, `smart-infinity selftest`."
 _ANOTHER = "Close what holds the card with another xclbin, and check that this one was built for the card's shell."
 _REBUILD = (
-    "Build the bitstream from the hls/ folder of a checkout or source distribution of this version: make -C hls xclbin."
+    "Build the xclbin from the hls/ folder of a checkout or source distribution of this version: make -C hls xclbin."
 )
 _REMEDIES = {
     "peer to peer": f"If P2P is off, run `xbutil configure --p2p enable` as root and reboot warm. Else: {_SMALLER}",
@@ -40,26 +40,26 @@ _OTHER_REMEDY = "Check the card with `smart-infinity selftest` and the kernel lo
 
 
 def open_card(plan: CardPlan, card: Card) -> native.Card:
-    """Open a card and load the bitstream, unless it is loaded already.
+    """Open a card and load the xclbin, unless it is loaded already.
 
     Raises:
         DeviceError: XRT refuses.
     """
     with card_errors(card):
-        if plan.door == "pyxrt":
-            from lightning_smartinfinity.devices.smartssd.pyxrt_door import PyxrtDoor
+        if plan.binding == "pyxrt":
+            from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding
 
-            return native.Card(PyxrtDoor(card, plan.bitstream, num_cards=len(cards_of(System()))))
+            return native.Card(PyxrtBinding(card, plan.xclbin, num_cards=len(cards_of(System()))))
         device: int | str = card.number if card.path is None else card.address
         assert plan.library is not None
-        return native.Card.open(device, xclbin=str(plan.bitstream.path), library=plan.library)
+        return native.Card.open(device, xclbin=str(plan.xclbin.path), library=plan.library)
 
 
 def share_of_memory(plan: CardPlan) -> int | None:
     """Bytes of a card's memory that this process may take; None: all that there is."""
-    if plan.sharers == 1 or plan.bitstream.memory_bytes is None:
+    if plan.sharers == 1 or plan.xclbin.memory_bytes is None:
         return None
-    return plan.bitstream.memory_bytes * _USABLE_EIGHTHS // 8 // plan.sharers
+    return plan.xclbin.memory_bytes * _USABLE_EIGHTHS // 8 // plan.sharers
 
 
 def most_buffers(wanted: int, *, parts: Iterable[int], share: int | None) -> int:

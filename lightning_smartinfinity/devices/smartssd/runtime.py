@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lightning_smartinfinity.devices.smartssd.system import System, text_of
 from lightning_smartinfinity.errors import ConfigError, DeviceError
 
-__all__ = ["Runtime", "choose_door", "require_runtime", "runtime_of"]
+__all__ = ["Runtime", "choose_binding", "require_runtime", "runtime_of"]
 
 _LIBRARY = "libxrt_coreutil.so.2"
 _INSTALL = "Install XRT (Debian 12: apt-get install libxrt1) and load its settings: source /opt/xilinx/xrt/setup.sh."
@@ -53,11 +53,11 @@ def require_runtime(runtime: Runtime) -> None:
         raise DeviceError(f"XILINX_XRT={str(runtime.root)!r} is no folder.", _INSTALL)
 
 
-def choose_door(wanted: str, runtime: Runtime) -> str:
+def choose_binding(wanted: str, runtime: Runtime) -> str:
     """How XRT is called: ``"native"`` or ``"pyxrt"``.
 
     Args:
-        wanted: ``SmartSSDConfig.door``.
+        wanted: ``SmartSSDConfig.binding``.
         runtime: What is there.
 
     Raises:
@@ -72,7 +72,9 @@ def choose_door(wanted: str, runtime: Runtime) -> str:
         raise DeviceError(f"Neither XRT's C library ({_LIBRARY}) nor its Python module pyxrt can be loaded.", _INSTALL)
     if not (runtime.library if wanted == "native" else runtime.pyxrt):
         missing = f"{_LIBRARY} cannot be loaded" if wanted == "native" else "there is no module pyxrt"
-        raise ConfigError(f"SmartSSDConfig(door={wanted!r}) is not to be had here: {missing}.", "Use door='auto'.")
+        raise ConfigError(
+            f"SmartSSDConfig(binding={wanted!r}) is not to be had here: {missing}.", "Use binding='auto'."
+        )
     return wanted
 
 

@@ -7,8 +7,8 @@ pyxrt gets wrong is kept out here:
 - ``kernel(...)`` drops arguments without a word: a ``run`` is filled argument by argument;
 - ``run.wait(0)`` waits for good, and every wait holds the lock: the state is polled instead;
 - a map does not keep its buffer alive: both are held together;
-- a buffer does not keep its device open, and XRT may then take the next device for this one: the door holds the
-  device, and the native core the door as long as anything that it gave out.
+- a buffer does not keep its device open, and XRT may then take the next device for this one: the binding holds the
+  device, and the native core the binding as long as anything that it gave out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import ctypes
 import time
 from typing import Any
 
-from lightning_smartinfinity.devices.smartssd.bitstream import Bitstream
 from lightning_smartinfinity.devices.smartssd.cards import Card
+from lightning_smartinfinity.devices.smartssd.xclbin import Xclbin
 from lightning_smartinfinity.errors import DeviceError
 
-__all__ = ["PyxrtDoor"]
+__all__ = ["PyxrtBinding"]
 
 _COMPLETED, _ERROR, _ABORT = 4, 5, 6
 _ENDED = frozenset({_COMPLETED, _ERROR, _ABORT, 9, 10, 11})
@@ -67,28 +67,28 @@ def _require_address(pyxrt: Any, device: Any, card: Card, num_cards: int) -> Non
     if address is None and num_cards > 1:
         raise DeviceError(
             f"pyxrt cannot tell which of {num_cards} cards it has opened for the {card.label}.",
-            "Use XRT's C library, SmartSSDConfig(door='native'), or XRT 2.13 or later.",
+            "Use XRT's C library, SmartSSDConfig(binding='native'), or XRT 2.13 or later.",
         )
     if address is not None and address.lower() != card.address.lower():
         raise DeviceError(
             f"pyxrt has opened card {address} for the {card.label}: XRT numbers cards in another order.",
-            "Use XRT's C library, SmartSSDConfig(door='native'), or XRT 2.13 or later.",
+            "Use XRT's C library, SmartSSDConfig(binding='native'), or XRT 2.13 or later.",
         )
 
 
-def _loaded(device: Any, bitstream: Bitstream) -> Any:
+def _loaded(device: Any, xclbin: Xclbin) -> Any:
     try:
-        return device.load_xclbin(str(bitstream.path))
+        return device.load_xclbin(str(xclbin.path))
     except RuntimeError as error:  # which does not say what was tried
         raise RuntimeError(f"load_xclbin failed: {error}") from error
 
 
-class PyxrtDoor:
+class PyxrtBinding:
     """What the native core calls to work a card.
 
     Args:
         card: To open.
-        bitstream: To load.
+        xclbin: To load.
         num_cards: On this machine's PCI bus.
 
     Raises:
@@ -97,15 +97,15 @@ class PyxrtDoor:
         RuntimeError: XRT refuses.
     """
 
-    def __init__(self, card: Card, bitstream: Bitstream, *, num_cards: int) -> None:
+    def __init__(self, card: Card, xclbin: Xclbin, *, num_cards: int) -> None:
         import pyxrt
 
         self._pyxrt = pyxrt
         self._device = _opened(pyxrt, card, num_cards)
-        self._uuid = _loaded(self._device, bitstream)
+        self._uuid = _loaded(self._device, xclbin)
 
     def kernel(self, name: str) -> Any:
-        """One of the bitstream's kernels, which other processes may use as well."""
+        """One of the xclbin's kernels, which other processes may use as well."""
         return self._pyxrt.kernel(self._device, self._uuid, name, self._pyxrt.kernel.shared)
 
     def group(self, kernel: Any, argument: int) -> int:

@@ -1,4 +1,4 @@
-"""What the interpreter's lock costs at the two doors to XRT, on emulated SmartSSDs: never run on real ones.
+"""What the interpreter's lock costs in the two bindings of XRT, on emulated SmartSSDs: never run on real ones.
 
 Genuine XRT 2.13 and its pyxrt (or the tests' build of that) work cards that a driver of this project emulates: their
 transfers and kernels take the time that ``--dma-mib`` and ``--kernel-mib`` say, asleep for most of it. That is far
@@ -11,7 +11,7 @@ seconds:
 
 Usage::
 
-    python benchmarks/xrt_doors.py [--million 4] [--dma-mib 60] [--kernel-mib 1000] [--folder .] [--runs 5] [--tiny]
+    python benchmarks/xrt_bindings.py [--million 4] [--dma-mib 60] [--kernel-mib 1000] [--folder .] [--runs 5] [--tiny]
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from tests.xrt import api, pyxrt
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
-DOORS = ("native", "pyxrt")
+BINDINGS = ("native", "pyxrt")
 UPLOADS = 2  # per card and run
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One door; medians over the runs."""
+    """One binding; medians over the runs."""
 
-    door: str
+    binding: str
     upload_seconds: float
     upload_ratio: float
     step_seconds: float
@@ -82,36 +82,36 @@ def main() -> None:
     print(machine)
     speeds = f"{arguments.dma_mib} MiB/s to and from the host, {arguments.kernel_mib} MiB/s in kernels"
     print(f"XRT {VERSION}, emulated SmartSSDs: {speeds}; {numel / 1e6:g} million parameters per card")
-    figures = [measure(door, cards, numel, arguments) for door in DOORS]
+    figures = [measure(binding, cards, numel, arguments) for binding in BINDINGS]
     print_table(figures)
     if arguments.json:
-        content = {"machine": machine, "numel": numel, "doors": [asdict(row) for row in figures]}
+        content = {"machine": machine, "numel": numel, "bindings": [asdict(row) for row in figures]}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def measure(door: str, cards: EmulatedCards, numel: int, arguments: argparse.Namespace) -> Figures:
-    """Uploads and steps through one door."""
+def measure(binding: str, cards: EmulatedCards, numel: int, arguments: argparse.Namespace) -> Figures:
+    """Uploads and steps through one binding."""
     runs = 1 if arguments.tiny else arguments.runs
-    uploads = uploaders(door, cards.build.xclbin, nbytes=4 * numel)
+    uploads = uploaders(binding, cards.build.xclbin, nbytes=4 * numel)
     one_upload, two_uploads = (median_of(runs, partial(side_by_side, uploads[:number])) for number in (1, 2))
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="xrt-doors-") as folder:
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="xrt-bindings-") as folder:
         steps, python_left = [], 0.0
         for number in (1, 2):
-            state = stepped(door, cards.build.xclbin, Path(folder) / str(number), numel, number)
+            state = stepped(binding, cards.build.xclbin, Path(folder) / str(number), numel, number)
             state.step()
             steps.append(median_of(runs, state.step))
             python_left = statistics.median(python_beside(state.step) for _ in range(runs))
             state.close()
-    return Figures(door, one_upload, two_uploads / one_upload, steps[0], steps[1] / steps[0], python_left)
+    return Figures(binding, one_upload, two_uploads / one_upload, steps[0], steps[1] / steps[0], python_left)
 
 
-def uploaders(door: str, xclbin: Path, *, nbytes: int) -> list[Callable[[], None]]:
+def uploaders(binding: str, xclbin: Path, *, nbytes: int) -> list[Callable[[], None]]:
     """What copies a buffer to a card some times, for each of two cards."""
-    return [(_c_uploader if door == "native" else _pyxrt_uploader)(number, xclbin, nbytes) for number in range(2)]
+    return [(_c_uploader if binding == "native" else _pyxrt_uploader)(number, xclbin, nbytes) for number in range(2)]
 
 
 def _c_uploader(number: int, xclbin: Path, nbytes: int) -> Callable[[], None]:
-    """By XRT's C library without the lock, as the native door calls it."""
+    """By XRT's C library without the lock, as the native binding calls it."""
     buffer = api.Device(number, xclbin).allocate(nbytes)
 
     def upload() -> None:
@@ -144,14 +144,14 @@ def side_by_side(works: Sequence[Callable[[], object]]) -> None:
         thread.join()
 
 
-def stepped(door: str, xclbin: Path, folder: Path, numel: int, num_cards: int) -> SteppedState:
+def stepped(binding: str, xclbin: Path, folder: Path, numel: int, num_cards: int) -> SteppedState:
     """State of ``numel`` parameters per card."""
     transfer = TransferConfig(tasklet_bytes=max(1 << 20, min(16 << 20, numel)), direct_io="on")
 
     def device(layout: PartitionLayout) -> SmartSSDDevice:
         nbytes = 2 * layout.extents.tasklet_numel  # of bf16
         ring = CardRing(num_buffers=transfer.num_buffers, gradient_bytes=nbytes, parameter_bytes=nbytes)
-        return SmartSSDDevice(plan_of(num_cards, xclbin, door=door), kernel=kernel_of("AdamW"), ring=ring)
+        return SmartSSDDevice(plan_of(num_cards, xclbin, binding=binding), kernel=kernel_of("AdamW"), ring=ring)
 
     folders = [folder / f"card{number}" for number in range(num_cards)]
     return SteppedState(folders, [numel] * num_cards, state_format="fp32", transfer=transfer, make_device=device)
@@ -186,11 +186,11 @@ def median_of(runs: int, work: Callable[[], object]) -> float:
 
 
 def print_table(figures: Sequence[Figures]) -> None:
-    print("| door | upload, one card | two / one | step, one card | two / one | Python beside a step |")
+    print("| binding | upload, one card | two / one | step, one card | two / one | Python beside a step |")
     print("|---|---|---|---|---|---|")
     for row in figures:
         print(
-            f"| {row.door} | {row.upload_seconds:.3f} s | {row.upload_ratio:.2f} | {row.step_seconds:.3f} s |"
+            f"| {row.binding} | {row.upload_seconds:.3f} s | {row.upload_ratio:.2f} | {row.step_seconds:.3f} s |"
             f" {row.step_ratio:.2f} | {row.python_left:.0%} |"
         )
 

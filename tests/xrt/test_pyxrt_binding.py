@@ -16,7 +16,7 @@ from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.devices.smartssd.p2p import P2P, P2PState
 from lightning_smartinfinity.devices.smartssd.pci import PciPath
-from lightning_smartinfinity.devices.smartssd.pyxrt_door import _opened
+from lightning_smartinfinity.devices.smartssd.pyxrt_binding import _opened
 from tests.helpers.card_runs import OPTIMIZERS, cards, plan_of, same_as_host, settled_host
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, Run, running
@@ -31,7 +31,7 @@ def test_same_as_host(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: 
     """Floats travel as bits, buffers live as long as their maps."""
     case = Case(dtype=dtype, num_devices=2, **OPTIMIZERS[optimizer])
     with (
-        running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, door="pyxrt")) as run,
+        running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, binding="pyxrt")) as run,
         running(tmp_path / "host", case, device=settled_host) as host,
     ):
         for step in range(3):
@@ -44,7 +44,7 @@ def test_same_as_host(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: 
 def test_failures(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Runs and calls that fail, one in each step; the host takes over."""
     choose = random.Random(0)
-    device = cards(emulated_cards.build.xclbin, door="pyxrt")
+    device = cards(emulated_cards.build.xclbin, binding="pyxrt")
     case = Case(num_devices=2)
     with (
         running(tmp_path / "card", case, device=device) as run,
@@ -62,7 +62,9 @@ def test_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCard
     """It is polled with the lock released in between, and given up in time."""
     case = Case(num_devices=1)
     with (
-        running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, door="pyxrt", timeout=0.05)) as run,
+        running(
+            tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, binding="pyxrt", timeout=0.05)
+        ) as run,
         running(tmp_path / "host", case, device=settled_host) as host,
     ):
         emulated_cards.inject("hang", card=0)
@@ -74,24 +76,24 @@ def test_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCard
 
 def test_self_test_and_refusals(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Passed by sound cards; what pyxrt raises is our own error."""
-    self_test(plan_of(2, emulated_cards.build.xclbin, door="pyxrt"), [tmp_path, tmp_path], KERNELS)
+    self_test(plan_of(2, emulated_cards.build.xclbin, binding="pyxrt"), [tmp_path, tmp_path], KERNELS)
     with pytest.raises(DeviceError, match="emulated card 5"):
-        self_test(plan_of(1, emulated_cards.build.xclbin, door="pyxrt", first=5), [tmp_path], KERNELS)
+        self_test(plan_of(1, emulated_cards.build.xclbin, binding="pyxrt", first=5), [tmp_path], KERNELS)
     emulated_cards.reset(count=7)
     with pytest.raises(DeviceError, match=r"kernel failed.* of this version: make -C hls xclbin"):
-        self_test(plan_of(1, emulated_cards.build.probe_xclbin, door="pyxrt", first=6), [tmp_path], KERNELS[:1])
+        self_test(plan_of(1, emulated_cards.build.probe_xclbin, binding="pyxrt", first=6), [tmp_path], KERNELS[:1])
     emulated_cards.set("dram_mib", 1)
     with pytest.raises(DeviceError, match="emulated card 0"):
-        Run(tmp_path / "run", Case(num_buffers=64), device=cards(emulated_cards.build.xclbin, door="pyxrt"))
+        Run(tmp_path / "run", Case(num_buffers=64), device=cards(emulated_cards.build.xclbin, binding="pyxrt"))
 
 
 def test_a_module_that_is_not_there(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """door="pyxrt" without pyxrt."""
+    """binding="pyxrt" without pyxrt."""
     monkeypatch.setitem(sys.modules, "pyxrt", None)
     with pytest.raises(DeviceError, match="pyxrt"):
-        self_test(plan_of(1, emulated_cards.build.xclbin, door="pyxrt"), [tmp_path], KERNELS)
+        self_test(plan_of(1, emulated_cards.build.xclbin, binding="pyxrt"), [tmp_path], KERNELS)
 
 
 REAL_CARD = Card(
@@ -123,5 +125,5 @@ def test_real_cards_open_by_address() -> None:
 def test_a_pyxrt_that_does_not_tell_addresses() -> None:
     """The only card can be no other one; of several it might be any."""
     assert _opened(OldPyxrt(None), REAL_CARD, num_cards=1).number == REAL_CARD.number
-    with pytest.raises(DeviceError, match=r"which of 2 cards.*door='native'"):
+    with pytest.raises(DeviceError, match=r"which of 2 cards.*binding='native'"):
         _opened(OldPyxrt(None), REAL_CARD, num_cards=2)

@@ -1,4 +1,4 @@
-"""The kernels' bitstream: which file it is, and what its header says."""
+"""The kernels' xclbin: which file it is, and what its header says."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_smartinfinity.errors import ConfigError, DeviceError
 __all__ = [
     "BUILD_REMEDY",
     "XCLBIN_VARIABLE",
-    "Bitstream",
-    "named_bitstream",
-    "read_bitstream",
-    "require_bitstream_named",
+    "Xclbin",
+    "named_xclbin",
+    "read_xclbin",
+    "require_xclbin_named",
 ]
 
 XCLBIN_VARIABLE = "SMART_INFINITY_XCLBIN"
@@ -38,7 +38,7 @@ _MEM_TOPOLOGY = 6
 _MOST_SECTIONS = 1024
 
 
-class Bitstream(NamedTuple):
+class Xclbin(NamedTuple):
     """A file that XRT can load.
 
     Args:
@@ -54,42 +54,42 @@ class Bitstream(NamedTuple):
     memory_bytes: int | None
 
 
-def named_bitstream(settings: SmartSSDConfig | None, system: System) -> str | Path | None:
+def named_xclbin(settings: SmartSSDConfig | None, system: System) -> str | Path | None:
     """What the settings name, or the environment; None: neither does."""
     named = settings.xclbin if settings is not None else None
     return named or system.environment.get(XCLBIN_VARIABLE) or None
 
 
-def read_bitstream(settings: SmartSSDConfig | None, system: System) -> Bitstream:
+def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
     """Find the file and read its header.
 
     Raises:
         ConfigError: None is named, or it cannot be read.
         DeviceError: It is no xclbin.
     """
-    path = require_bitstream_named(settings, system)
+    path = require_xclbin_named(settings, system)
     try:
         with open(path, "rb") as file:
             header = file.read(_HEADER.size)
             memory = _largest_bank(file, header) if _is_xclbin(header) else None
     except (OSError, ValueError, struct.error) as error:
-        problem = f"The bitstream SmartSSDConfig(xclbin={str(path)!r}) cannot be read: {error}."
+        problem = f"The xclbin SmartSSDConfig(xclbin={str(path)!r}) cannot be read: {error}."
         raise ConfigError(problem, BUILD_REMEDY) from error
     if not _is_xclbin(header):
         raise DeviceError(f"The file SmartSSDConfig(xclbin={str(path)!r}) is no xclbin.", BUILD_REMEDY)
     platform, build, _ = _HEADER.unpack(header)[1:]
-    return Bitstream(path, str(uuid.UUID(bytes=build)), platform.split(b"\0", 1)[0].decode(errors="replace"), memory)
+    return Xclbin(path, str(uuid.UUID(bytes=build)), platform.split(b"\0", 1)[0].decode(errors="replace"), memory)
 
 
-def require_bitstream_named(settings: SmartSSDConfig | None, system: System | None = None) -> Path:
+def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None = None) -> Path:
     """The absolute path that the settings or the environment name.
 
     Raises:
         ConfigError: Neither names one, or it cannot be a path.
     """
-    named = named_bitstream(settings, system or System())
+    named = named_xclbin(settings, system or System())
     if named is None:
-        problem = "update_device='smartssd' needs the kernels' bitstream (an xclbin), and none is named."
+        problem = "update_device='smartssd' needs the kernels' xclbin, and none is named."
         raise ConfigError(problem, BUILD_REMEDY)
     try:
         return Path(named).expanduser().absolute()
