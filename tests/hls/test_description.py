@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import uuid
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hls.card_build import compile_line, connectivity_config, link_line
 from hls.description import ADAGRAD, ADAMW, KERNELS, SGD, SMARTSSD, ComputeUnit, Design, MemoryBank, Platform
 from hls.generate import main
 from hls.xclbin import SectionKind, sections, xclbin
+from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL
 
 
 def test_arguments_come_in_the_order_of_the_contract() -> None:
@@ -23,6 +25,13 @@ def test_arguments_come_in_the_order_of_the_contract() -> None:
         *("gradient_scale", "weight_decay", "buffer_coefficient", "gradient_coefficient", "nesterov_momentum", "lr"),
     ]
     assert [len(kernel.arguments) for kernel in KERNELS] == [24, 17, 19]
+
+
+def test_largest_tasklet_is_the_packages() -> None:
+    """What the package refuses for its size is what the kernels would."""
+    header = (Path(__file__).parents[2] / "hls/include/beats.hpp").read_text()
+    (shift,) = re.findall(r"kLargestNumel = 1u << (\d+);", header)
+    assert 1 << int(shift) == LARGEST_NUMEL
 
 
 def test_arrays_share_their_bundle_between_reading_and_writing() -> None:
