@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import uuid
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def test_xclbins_that_are_none(tmp_path: Path, machine: Machine) -> None:
         ConfigError, match=r"none is named.*checkout or source distribution.*2021\.2.*2022\.2.*xilinx_u2_gen3x4"
     ):
         read_xclbin(None, machine.system())
-    for name, kind in (("gone", ConfigError), (".", ConfigError), ("torn", ConfigError), ("other", DeviceError)):
+    for name, kind in (("gone", ConfigError), (".", ConfigError), ("torn", DeviceError), ("other", DeviceError)):
         with pytest.raises(kind, match="make -C hls xclbin"):
             read_xclbin(SmartSSDConfig(xclbin=tmp_path / name), machine.system())
     with pytest.raises(DeviceError, match="short"):
@@ -108,6 +109,23 @@ def test_paths_that_are_none(machine: Machine, tmp_path: Path, path: str) -> Non
         read_xclbin(None, machine.system())
     with pytest.raises(ConfigError, match=r"SmartSSDConfig\(xclbin='~nosuch/x'\) names no file"):
         SmartInfinityStrategy(update_device="smartssd", smartssd=SmartSSDConfig(xclbin="~nosuch/x"))
+
+
+def test_torn_xclbins(tmp_path: Path, machine: Machine) -> None:
+    """Cut anywhere, or with a section that leads out of it, XRT would read past its end: it never gets it."""
+    whole, path = xclbin(SMARTSSD), tmp_path / "kernels.xclbin"
+    offset_of_first = 456 + 24  # behind struct axlf up to its sections, kind and name
+    torn = [whole[:length] for length in [*range(0, 700, 7), *range(700, len(whole), 997), len(whole) - 1]]
+    for field in (offset_of_first, offset_of_first + 8):  # its offset, its size
+        for value in (2**64 - 1, 2**63, len(whole)):
+            torn.append(whole[:field] + struct.pack("<Q", value) + whole[field + 8 :])
+    torn.append(whole[: 456 - 8] + struct.pack("<I", 2**32 - 1) + whole[456 - 4 :])
+    for content in torn:
+        path.write_bytes(content)
+        with pytest.raises(DeviceError, match="make -C hls xclbin"):
+            read_xclbin(SmartSSDConfig(xclbin=path), machine.system())
+    path.write_bytes(whole + b"signature")
+    read_xclbin(SmartSSDConfig(xclbin=path), machine.system())
 
 
 def test_strategy_wants_an_xclbin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

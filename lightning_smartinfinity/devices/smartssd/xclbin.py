@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -30,12 +32,18 @@ BUILD_REMEDY = (
 
 _MAGIC = b"xclbin2\0"
 # Of XRT's xclbin.h: struct axlf up to its sections, then axlf_section_header, mem_topology and mem_data.
-_HEADER = struct.Struct("<8s344x64s16s16xI4x")
+_HEADER = struct.Struct("<8s296xQ40x64s16s16xI4x")
 _SECTION = struct.Struct("<I20xQQ")
 _BANKS = struct.Struct("<i4x")
 _BANK = struct.Struct("<BB6xQ24x")
 _MEM_TOPOLOGY = 6
 _MOST_SECTIONS = 1024
+
+
+class _Section(NamedTuple):
+    kind: int
+    offset: int
+    nbytes: int
 
 
 class Xclbin(NamedTuple):
@@ -65,20 +73,36 @@ def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
 
     Raises:
         ConfigError: None is named, or it cannot be read.
-        DeviceError: It is no xclbin.
+        DeviceError: It is no xclbin, or a torn one.
     """
     path = require_xclbin_named(settings, system)
     try:
         with open(path, "rb") as file:
-            header = file.read(_HEADER.size)
-            memory = _largest_bank(file, header) if _is_xclbin(header) else None
-    except (OSError, ValueError, struct.error) as error:
+            return _read(file, path)
+    except (OSError, ValueError) as error:
         problem = f"The xclbin SmartSSDConfig(xclbin={str(path)!r}) cannot be read: {error}."
         raise ConfigError(problem, BUILD_REMEDY) from error
-    if not _is_xclbin(header):
+
+
+def _read(file: BinaryIO, path: Path) -> Xclbin:
+    header = file.read(_HEADER.size)
+    if not header.startswith(_MAGIC):
         raise DeviceError(f"The file SmartSSDConfig(xclbin={str(path)!r}) is no xclbin.", BUILD_REMEDY)
-    platform, build, _ = _HEADER.unpack(header)[1:]
+    nbytes = os.fstat(file.fileno()).st_size
+    try:
+        _, length, platform, build, num_sections = _HEADER.unpack(header)
+        sections = _sections(file, num_sections)
+        # XRT follows them wherever they lead.
+        if length > nbytes or any(section.offset + section.nbytes > nbytes for section in sections):
+            raise DeviceError(_torn(path, nbytes), BUILD_REMEDY)
+        memory = _largest_bank(file, sections)
+    except struct.error as error:
+        raise DeviceError(_torn(path, nbytes), BUILD_REMEDY) from error
     return Xclbin(path, str(uuid.UUID(bytes=build)), platform.split(b"\0", 1)[0].decode(errors="replace"), memory)
+
+
+def _torn(path: Path, nbytes: int) -> str:
+    return f"The xclbin SmartSSDConfig(xclbin={str(path)!r}) is torn: its header tells of more than its {nbytes} bytes."
 
 
 def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None = None) -> Path:
@@ -100,18 +124,20 @@ def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None 
         raise ConfigError(f"{setting} names no file: {error}", "Pass the path of an xclbin.") from error
 
 
-def _is_xclbin(header: bytes) -> bool:
-    return len(header) == _HEADER.size and header.startswith(_MAGIC)
+def _sections(file: BinaryIO, count: int) -> list[_Section]:
+    """The file is positioned behind the header."""
+    if count > _MOST_SECTIONS:
+        raise struct.error(f"{count} sections")
+    return [_Section(*_SECTION.unpack(file.read(_SECTION.size))) for _ in range(count)]
 
 
-def _largest_bank(file: BinaryIO, header: bytes) -> int | None:
-    """Bytes of the largest bank of the section of memories; the file is positioned behind the header."""
-    (num_sections,) = _HEADER.unpack(header)[-1:]
-    sections = [_SECTION.unpack(file.read(_SECTION.size)) for _ in range(min(num_sections, _MOST_SECTIONS))]
-    for kind, offset, _ in sections:
-        if kind == _MEM_TOPOLOGY:
-            file.seek(offset)
-            (count,) = _BANKS.unpack(file.read(_BANKS.size))
-            banks = [_BANK.unpack(file.read(_BANK.size)) for _ in range(min(count, _MOST_SECTIONS))]
+def _largest_bank(file: BinaryIO, sections: Sequence[_Section]) -> int | None:
+    """Bytes of the largest bank of the section of memories."""
+    for section in sections:
+        if section.kind == _MEM_TOPOLOGY:
+            file.seek(section.offset)
+            content = file.read(section.nbytes)
+            (count,) = _BANKS.unpack_from(content)
+            banks = [_BANK.unpack_from(content, _BANKS.size + index * _BANK.size) for index in range(count)]
             return max((1024 * kibibytes for _, used, kibibytes in banks if used), default=None)
     return None
