@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
-from lightning_smartinfinity.errors import ConfigError, CudaError, SmartInfinityError, StorageCorruptError
+from lightning_smartinfinity.errors import ConfigError, CudaError, SmartInfinityError, StorageCorruptError, StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.faults import failure_error, require_io_engine, storage_errors
 
@@ -54,6 +54,7 @@ class HostDevice(StorageDevice):
         require_io_engine(io_engine)
         self._io_engine = io_engine
         self._pipeline: native.Pipeline | None = None
+        self._num_given = 0  # tasklets of the batch
         self._path = ""
         self._buffered: list[str] = []
 
@@ -119,11 +120,13 @@ class HostDevice(StorageDevice):
             )
 
     def submit(self, batch: native.Batch) -> None:
+        self._num_given = len(batch.tasklets)
         # The first batch with parameters on a CUDA device makes the slots that they travel through.
         with storage_errors("Allocating buffers for", self._path):
             self.pipeline.submit(batch)
 
     def extend(self, more: native.Batch) -> None:
+        self._num_given += len(more.tasklets)
         self.pipeline.extend(more)
 
     def prefer(self, positions: Sequence[int]) -> None:
@@ -134,9 +137,13 @@ class HostDevice(StorageDevice):
 
     def drain(self) -> None:
         _raise_failure(self.pipeline.drain())
+        # The pipeline tells of a failure once; an interrupt may have come before anybody heard of it.
+        if len(self.pipeline.finished()) < self._num_given:
+            raise StorageError("Optimizer state was not moved, and an interrupt hid why.", "Do it again.")
 
     def abandon(self) -> None:
         self.pipeline.abandon()
+        self._num_given = 0
 
     def counters(self) -> Traffic:
         return Traffic.over_shared_channel(self.pipeline.counters())

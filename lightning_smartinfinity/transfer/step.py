@@ -65,6 +65,7 @@ class Step:
         self._tasklets = [] if grows else self._all_tasklets(plan)
         self._run = self._make_run(self._updating(FlatMemory(layout, plan.gradients)))
         self._failure: SmartInfinityError | None = None
+        self._is_handed_out = grows  # False as well where an interrupt came while the device was given something
 
     def _updates_of(self, plan: StepPlan) -> Updates:
         return choose_updates(
@@ -100,12 +101,14 @@ class Step:
         if not updates.agrees(self._updates, self._layout.parameters_in(opened)):
             return False
         self._choose(plan, updates)
+        self._is_handed_out = False
         self.grows = False
         tasklets = self._all_tasklets(plan)
         self._extend([tasklet for tasklet in tasklets if tasklet not in opened])
         if self._tasklets:
             # Those of the last layers came first; the first layers are needed first.
             self._direct_run.prefer(tasklets)
+        self._is_handed_out = True
         return True
 
     def _extend(self, tasklets: Sequence[int]) -> None:
@@ -148,17 +151,24 @@ class Step:
     def start(self) -> None:
         """Start; return at once."""
         self._guarded(self._run.start)
+        self._is_handed_out = True
 
     def wait(self, parameters: Iterable[slice]) -> None:
         """Return when these parameters are in the partition. Raises StorageError or CudaError, again and again,
         once it failed.
         """
         wanted = sorted({tasklet for run in parameters for tasklet in self._layout.tasklets_of(run)})
+        self._require_handed_out()
         self._guarded(lambda: self._run.wait(wanted))
 
     def drain(self) -> None:
         """Return when nothing is left to do. Raises as :meth:`wait`."""
+        self._require_handed_out()
         self._guarded(self._run.drain)
+
+    def _require_handed_out(self) -> None:
+        if not self._is_handed_out and self._failure is None:
+            self._failure = StorageError("An interrupt came while the step began.", "Undo it.")
 
     def commit(self) -> None:
         """Drain and make it the current generation. Raises as :meth:`wait`."""

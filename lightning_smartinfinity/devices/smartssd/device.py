@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from lightning_smartinfinity import native
@@ -69,9 +70,10 @@ class SmartSSDDevice(StorageDevice):
         self._workers: list[CardWorker] = []
         self._num_files = 0
         self._num_works = 0
-        # Positions of the batch that the host works, in the order in which it counts them; None: all, as they are.
-        self._on_host: list[int] | None = []
+        # Of the batch what the host works, in the order in which it counts it; None: all, as it is.
+        self._on_host: list[Work] | None = []
         self._host_active = False
+        self._host_has_all = True  # False while something is given to it, and from an interrupt then on
         self._error: DeviceError | None = None
 
     @property
@@ -164,7 +166,7 @@ class SmartSSDDevice(StorageDevice):
     # ---- batches
 
     def submit(self, batch: native.Batch) -> None:
-        self._on_host, self._num_works, self._error = [], 0, None
+        self._on_host, self._num_works, self._error, self._host_has_all = [], 0, None, True
         if batch.operation is native.Operation.UPDATE:
             self._distribute(batch)
         else:
@@ -174,6 +176,7 @@ class SmartSSDDevice(StorageDevice):
 
     def extend(self, more: native.Batch) -> None:
         assert self._on_host is not None, "only updates grow"
+        self._resume()
         self._distribute(more)
 
     def _distribute(self, batch: native.Batch) -> None:
@@ -189,16 +192,27 @@ class SmartSSDDevice(StorageDevice):
         self._give_host(left)
 
     def _give_host(self, works: Sequence[Work]) -> None:
-        if not works:
-            return
+        """Let the host work these, and all that an interrupt may have kept from it.
+
+        Those that it has already are passed over.
+        """
         assert self._on_host is not None
-        batch = native.Batch(native.Operation.UPDATE, [work.tasklet for work in works], works[0].steps)
-        self._on_host += [work.position for work in works]
-        if self._host_active:
-            self._host.extend(batch)
+        has_all, self._host_has_all = self._host_has_all, False
+        if has_all:
+            given = {work.position for work in self._on_host}
+            batches = _by_batch([work for work in works if work.position not in given])
+            self._on_host = [*self._on_host, *chain(*batches)]
         else:
+            # An interrupt may have come on either side of any call: begun anew, it has each once.
+            self._host.abandon()
+            self._host_active = False
+            batches = _by_batch(list({work.position: work for work in [*self._on_host, *works]}.values()))
+            self._on_host = list(chain(*batches))
+        for batch in batches:
+            submit = self._host.extend if self._host_active else self._host.submit
             self._host_active = True
-            self._host.submit(batch)
+            submit(native.Batch(native.Operation.UPDATE, [work.tasklet for work in batch], batch[0].steps))
+        self._host_has_all = True
 
     def prefer(self, positions: Sequence[int]) -> None:
         for worker in self._workers:
@@ -208,6 +222,7 @@ class SmartSSDDevice(StorageDevice):
             self._host.prefer(own)
 
     def wait(self, positions: Sequence[int] | None = None) -> None:
+        self._resume()
         if self._error is not None:
             raise self._error
         if positions is not None:
@@ -215,8 +230,8 @@ class SmartSSDDevice(StorageDevice):
             self.prefer(positions)
         wanted = None if positions is None else set(positions)
         for worker in self._workers:
-            if worker.active and (failure := worker.wait(wanted)) is not None:
-                self._take_over(worker, failure)
+            if worker.active and not worker.wait(wanted):
+                self._end(worker)
         own = self._host_positions(positions)
         if self._host_active and (positions is None or own):
             self._host.wait(own if positions is not None else None)
@@ -227,26 +242,18 @@ class SmartSSDDevice(StorageDevice):
             return []
         if self._on_host is None:
             return list(positions)
-        # The last of equal ones is the one that counts.
-        own = {position: index for index, position in enumerate(self._on_host)}
+        own = {work.position: index for index, work in enumerate(self._on_host)}
         return [own[position] for position in positions if position in own]
 
     def drain(self) -> None:
+        self._resume()
         for worker in self._workers:
             if worker.active:
-                self._drain_worker(worker)
+                with suppress(DeviceError):  # which is raised below
+                    self._end(worker)
         self._drain_host()
         if self._error is not None:
             raise self._error
-
-    def _drain_worker(self, worker: CardWorker) -> None:
-        failure = worker.drain()
-        if failure is None:
-            worker.count_success()
-        else:
-            with suppress(DeviceError):  # which drain() raises
-                self._take_over(worker, failure)
-        worker.forget()
 
     def _drain_host(self) -> None:
         if self._host_active:
@@ -258,35 +265,50 @@ class SmartSSDDevice(StorageDevice):
             # Not after an interrupt: the host is still at work.
             self._host_active = False
 
-    def _take_over(self, worker: CardWorker, failure: native.Failure) -> None:
-        """Let the host do what a failed card leaves undone, from the places that the card has not touched.
+    def _resume(self) -> None:
+        """Go on with what an interrupt of :meth:`wait` or :meth:`drain` broke off."""
+        for worker in self._workers:
+            if worker.ending:
+                with suppress(DeviceError):  # which wait() and drain() raise
+                    self._end(worker)
+        if not self._host_has_all:
+            self._give_host([])
+
+    def _end(self, worker: CardWorker) -> None:
+        """Wait for a card; let the host do what it leaves undone, from the places that it has not touched.
+
+        Until all that is done the worker knows of it, so that it can be done again after an interrupt.
 
         Raises:
             DeviceError: There is one place each, which the card may have overwritten; :meth:`drain` must follow.
         """
-        worker.drain()
-        worker.count_failure()
-        undone = worker.undone()
+        if worker.drain():
+            worker.count_success()
+        else:
+            self._take_over(worker, worker.undone())
+            worker.count_failure()
+        worker.forget()
+
+    def _take_over(self, worker: CardWorker, undone: Sequence[Work]) -> None:
         if any(_in_place(work.tasklet) for work in undone):
-            worker.forget()
             self._error = DeviceError(
-                f"The {worker.card.label} failed: {failure.message}. It may have overwritten the state.",
+                f"The {worker.card.label} failed: {worker.failure}. It may have overwritten the state.",
                 "Resume from a checkpoint, and use TransferConfig(durability='step') to survive such a failure.",
             )
+            worker.count_failure()
+            worker.forget()
             raise self._error
         _log.warning(
             "The %s failed: %s. The host updates the %d tasklets that it leaves undone.",
-            *(worker.card.label, failure.message, len(undone)),
+            *(worker.card.label, worker.failure, len(undone)),
         )
-        for works in _by_batch(undone):
-            self._give_host(works)
-        worker.forget()
+        self._give_host(undone)
 
     def abandon(self) -> None:
         for worker in self._workers:
             worker.abandon()
         self._host.abandon()
-        self._host_active = False
+        self._host_active, self._host_has_all = False, True
 
     def counters(self) -> Traffic:
         total = self._host.counters()

@@ -46,6 +46,8 @@ class CardWorker:
         self.file = file
         self.pipeline = pipeline
         self._work: list[Work] = []
+        self._failure: native.Failure | None = None
+        self._ending = False
         self._told_of_absence = False
         self._num_failures = 0  # of batches, one after another
         self._closed = False
@@ -54,6 +56,16 @@ class CardWorker:
     def active(self) -> bool:
         """Whether it has a batch that has not been drained."""
         return bool(self._work)
+
+    @property
+    def ending(self) -> bool:
+        """Whether :meth:`drain` was called, and not yet :meth:`forget`: an interrupt came between."""
+        return self._ending
+
+    @property
+    def failure(self) -> str:
+        """Of its batch, in words."""
+        return self._failure.message if self._failure is not None else "an interrupt came before it could be told why"
 
     def takes(self, tasklet: native.Tasklet) -> bool:
         """Whether a tasklet's extents lie on its SSD."""
@@ -103,14 +115,27 @@ class CardWorker:
         if mine:
             self.pipeline.prefer(mine)
 
-    def wait(self, wanted: set[int] | None) -> native.Failure | None:
-        """Until its tasklets among these positions have their parameters out, or it failed."""
-        own = self.positions(wanted)
-        return self.pipeline.wait_for(own) if own else None
+    def wait(self, wanted: set[int] | None) -> bool:
+        """Until its tasklets among these positions have their parameters out.
 
-    def drain(self) -> native.Failure | None:
-        """Until nothing is in flight; what it leaves undone :meth:`undone` tells until :meth:`forget`."""
-        return self.pipeline.drain() if self._work else None
+        Returns:
+            False: it failed.
+        """
+        own = self.positions(wanted)
+        if own:
+            self._failure = self.pipeline.wait_for(own) or self._failure
+        return self._failure is None
+
+    def drain(self) -> bool:
+        """Until nothing is in flight.
+
+        Returns:
+            Whether all its work is on storage; if not, :meth:`undone` tells what is not. Until :meth:`forget` it says
+            so again, though the pipeline tells of a failure once.
+        """
+        self._ending = True
+        self._failure = self.pipeline.drain() or self._failure
+        return not self.undone()
 
     def count_success(self) -> None:
         """The batch has not failed."""
@@ -127,13 +152,14 @@ class CardWorker:
             )
 
     def undone(self) -> list[Work]:
-        """After a failed :meth:`drain`: what is not wholly on storage."""
+        """After :meth:`drain`: what is not wholly on storage."""
         finished = set(self.pipeline.finished())
         return [one for index, one in enumerate(self._work) if index not in finished]
 
     def forget(self) -> None:
         """The batch is over."""
         self._work = []
+        self._failure, self._ending = None, False
 
     def abandon(self) -> None:
         """End the batch, when nothing of it is in flight."""

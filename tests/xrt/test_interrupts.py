@@ -1,0 +1,120 @@
+"""Ctrl-C on any line of the devices, in steps that a card does not end: none commits what is not on storage."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity import SmartInfinityError
+from lightning_smartinfinity.devices import host
+from lightning_smartinfinity.devices.smartssd import device, worker
+from lightning_smartinfinity.transfer import runs
+from lightning_smartinfinity.transfer.plan import StepPlan
+from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.runif import RunIf
+from tests.transfer.harness import Case, Run, running
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = RunIf(xrt=True)
+
+CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)))
+FILES = {module.__file__ for module in (device, worker, host, runs)}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before one of the lines that the devices execute."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in FILES or self.left < 0:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self.trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+@pytest.mark.parametrize(("growing", "goes_on"), [(False, True), (True, False)])
+def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, growing: bool, goes_on: bool) -> None:
+    """The step is gone on with, or taken back and made again; then all is as on the host, to the byte."""
+    with (
+        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
+        running(tmp_path / "host", CASE, device=settled_host) as host_run,
+    ):
+        number, came = 0, True
+        while came:
+            emulated_cards.inject("error", card=number % 2)
+            came = interrupted_step(run, number, growing=growing)
+            emulated_cards.reset()
+            if came:
+                finish(run, number, goes_on=goes_on)
+            number += 1
+        assert number > 100
+        for step in range(number):
+            make_step(host_run, step)
+        same_as_host(run, host_run)
+
+
+def plan_of(run: Run, step: int) -> StepPlan:
+    """With every parameter active: a step that grows has no other."""
+    plan = run.collect(step)
+    plan.active[:] = True
+    return plan
+
+
+def make_step(run: Run, step: int) -> None:
+    run.handler.begin_step(plan_of(run, step))
+    run.handler.commit()
+
+
+def interrupted_step(run: Run, line: int, *, growing: bool) -> bool:
+    """Whether there was such a line."""
+    plan = plan_of(run, line)
+    try:
+        with Interrupt(line).coming():
+            if growing:
+                run.handler.begin_growing(plan)
+                run.handler.extend([4, 3])
+                run.handler.wait([2])
+                run.handler.extend([0])
+                assert run.handler.complete(plan)
+            else:
+                run.handler.begin_step(plan)
+                run.handler.wait([0])
+            run.handler.drain()
+            run.handler.commit()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def finish(run: Run, step: int, *, goes_on: bool) -> None:
+    if run.handler.in_flight and goes_on and not run.handler.grows:
+        try:
+            run.handler.drain()
+            run.handler.commit()
+        except SmartInfinityError:
+            assert run.handler.in_flight
+    if run.handler.in_flight:
+        run.handler.rollback()
+    if run.handler.generation == step:  # that of the step before it
+        make_step(run, step)
