@@ -57,6 +57,7 @@ class Case:
     cache_bytes: int = 0
     keep: bool = False
     rank: int = 0
+    job_id: bytes = bytes(16)  # so that two runs write the same bytes
     shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
 
     def but(self, **changes: Any) -> Case:
@@ -103,7 +104,7 @@ class Run:
                     keep=case.keep,
                 ),
                 rank=case.rank,
-                job_id=bytes(16),
+                job_id=case.job_id,
                 extents=self.layout.extents,
                 description=StoreDescription(
                     optimizer=rule.name,

@@ -317,7 +317,8 @@ def test_flipped_bit_is_found(tmp_path: Path, offset_in_extent: int) -> None:
 
 def test_extents_of_another_job(tmp_path: Path) -> None:
     """State copied in from another store is refused as foreign."""
-    with running(tmp_path / "mine", Case()) as run, running(tmp_path / "theirs", Case()) as other:
+    foreign = Case(job_id=b"of sixteen bytes")
+    with running(tmp_path / "mine", Case()) as run, running(tmp_path / "theirs", foreign) as other:
         Path(run.store.files[0].path).write_bytes(Path(other.store.files[0].path).read_bytes())
         with pytest.raises(StorageCorruptError, match="another job"):
             run.state()
