@@ -1,8 +1,9 @@
-"""Leaves a run hanging, of a pipeline that is closed or not, and ends; arguments: xclbin, folder, closed or open."""
+"""Ends with a run that hangs, after others that hung and were released; arguments: xclbin, folder."""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,9 +14,13 @@ from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
 emulated_cards = EmulatedCards(build())
-run = Run(Path(sys.argv[2]), Case(dtype=torch.bfloat16), device=cards(Path(sys.argv[1]), timeout=0.03))
-emulated_cards.inject("hang")
-run.step(0)
-if sys.argv[3] == "closed":
+for number in range(3):
+    if number == 2:
+        emulated_cards.release()
+        time.sleep(0.2)
+    emulated_cards.inject("hang")
+    case = Case(dtype=torch.bfloat16)
+    run = Run(Path(sys.argv[2]) / str(number), case, device=cards(Path(sys.argv[1]), timeout=0.03))
+    run.step(0)
     run.close()
 print("left hanging")
