@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning_smartinfinity.config import SmartSSDConfig
-from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, kernel_of, self_test
+from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, kernel_of, require_memory, self_test
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
 from lightning_smartinfinity.devices.smartssd.xclbin import named_xclbin
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError, StorageError
@@ -57,12 +57,22 @@ def choose_update_device(offload: OffloadSettings, *, optimizer: str, group: Any
     error = error or _disagreement(reports)
     if offload.update_device == "smartssd":
         raise_together(error, group)
-    first = error or next((report.error for report in reports if report.error is not None), None)
+    first = error or _first_error(reports)
+    if first is None and plan is not None:
+        plan = replace(plan, sharers=_sharers(reports))
+        if offload.update_device == "auto":
+            # Later it would be too late for the host: tasklets are cut for the device that updates them.
+            error = _lack_of_memory(replace(offload, cards=plan), plan, kernel_of(optimizer))
+            first = _first_error(gather(_report(plan, error), group))
     if first is not None or plan is None:
         _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", first)
         return offload
     _warn_of_settings(offload)
-    return replace(offload, cards=replace(plan, sharers=_sharers(reports)))
+    return replace(offload, cards=plan)
+
+
+def _first_error(reports: Sequence[_Report]) -> SmartInfinityError | None:
+    return next((report.error for report in reports if report.error is not None), None)
 
 
 def _obstacle(offload: OffloadSettings) -> str | None:
@@ -114,6 +124,18 @@ def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
             f" {LARGEST_NUMEL} elements at once.",
             f"Leave it out (the default is 64 MiB), or pass {largest} at most.",
         )
+
+
+def _lack_of_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) -> SmartInfinityError | None:
+    """Why a card's memory does not hold the ring, for gradients and parameters of the widest type; None: it does."""
+    numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
+    parts = (offload.tasklet_bytes, 4 * numel, 4 * numel)
+    try:
+        for card in plan.cards:
+            require_memory(plan, card, num_buffers=offload.transfer.num_buffers, parts=parts)
+    except SmartInfinityError as error:
+        return error
+    return None
 
 
 def _report(plan: CardPlan | None, error: SmartInfinityError | None) -> _Report:

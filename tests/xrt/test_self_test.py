@@ -82,6 +82,22 @@ def test_a_card_whose_run_fails(tmp_path: Path, emulated_cards: EmulatedCards, k
     assert ".smart-infinity-" not in str(failed.value)
 
 
+def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Nobody waits for it in vain: who asks for it next is told, until the run that was given up returns."""
+    emulated_cards.reset(count=6)
+    emulated_cards.inject("hang", card=5)
+    plan = plan_of(1, emulated_cards.build.xclbin, first=5, timeout=0.03)
+    with pytest.raises(DeviceError, match="did not return within"):
+        self_test(plan, [tmp_path], KERNELS[:1])
+    begun = emulated_cards.counter("runs_begun", 5)
+    with pytest.raises(DeviceError, match="emulated card 5 has not returned from a run that this process gave up"):
+        self_test(plan, [tmp_path], KERNELS[:1])
+    assert emulated_cards.counter("runs_begun", 5) == begun
+    emulated_cards.release(5)
+    emulated_cards.wait_for("run-end", card=5)
+    self_test(replace(plan, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
+
+
 def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the native core could not read or write is told of the card and the storage folder."""
 
@@ -125,7 +141,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def offload(tmp_path: Path, cards: EmulatedCards, wanted: str = "auto", **settings: Any) -> OffloadSettings:
     return OffloadSettings(
         storage=(tmp_path / "a", tmp_path / "b"),
-        transfer=settings.pop("transfer", TransferConfig()),
+        transfer=settings.pop("transfer", TransferConfig(num_buffers=2)),
         update_device=wanted,
         smartssd=settings.pop("smartssd", SmartSSDConfig(xclbin=cards.build.xclbin)),
         **settings,
@@ -143,7 +159,7 @@ def test_cards_are_chosen(tmp_path: Path, emulated_cards: EmulatedCards, wanted:
     asked = offload(tmp_path, emulated_cards, wanted, transfer=TransferConfig(tasklet_bytes=1 << 20))
     with pytest.warns(UserWarning, match=r"tasklet_bytes=1048576\) is small for SmartSSDs"):
         assert choose_update_device(asked, optimizer="SGD").tasklet_bytes == 1 << 20
-    asked = offload(tmp_path, emulated_cards, wanted, transfer=TransferConfig(dram_cache_bytes="auto"))
+    asked = offload(tmp_path, emulated_cards, wanted, transfer=TransferConfig(num_buffers=2, dram_cache_bytes="auto"))
     with pytest.warns(UserWarning, match=r"dram_cache_bytes='auto'\) is ignored"):
         choose_update_device(asked, optimizer="SGD")
 
@@ -169,6 +185,31 @@ def test_host_is_chosen_and_the_reason_told(
     assert "the host updates, since SmartSSDs cannot: The emulated card 0" in no_p2p
     with pytest.raises(DeviceError, match="p2p enable"):
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
+
+
+@pytest.mark.usefixtures("alone")
+def test_cards_whose_memory_is_too_small(
+    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By "auto" the host updates, before tasklets are cut for cards; nothing of the trial is left on them."""
+    asked = offload(tmp_path, emulated_cards, transfer=TransferConfig(num_buffers=2, tasklet_bytes=32 << 20))
+    used = emulated_cards.counter("num_buffers", 1)
+    emulated_cards.set("dram_mib", 64, card=1)
+    assert choose_update_device(asked, optimizer="Adam").cards is None
+    assert "The emulated card 1" in caplog.text and "tasklet_bytes=" in caplog.text
+    assert emulated_cards.counter("num_buffers", 1) == used
+    emulated_cards.set("dram_mib", 128, card=1)
+    assert choose_update_device(asked, optimizer="Adam").cards is not None
+
+
+def test_cards_whose_memory_is_too_small_for_several_ranks(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What each rank may take of it counts."""
+    monkeypatch.setattr(update_device, "gather", lambda value, group: [value] * 40)
+    asked = offload(tmp_path, emulated_cards, transfer=TransferConfig(num_buffers=2))
+    assert choose_update_device(asked, optimizer="Adam").cards is None
+    assert "each of 40 processes may take" in caplog.text
 
 
 @pytest.mark.parametrize("named", ["~nosuch/x", "/not/there"])

@@ -3,7 +3,17 @@
 from lightning_smartinfinity.devices.smartssd.device import CardRing, SmartSSDDevice
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan, find_cards
 from lightning_smartinfinity.devices.smartssd.kernels import kernel_of
+from lightning_smartinfinity.devices.smartssd.opening import require_memory
 from lightning_smartinfinity.devices.smartssd.self_test import self_test
 from lightning_smartinfinity.devices.smartssd.system import System
 
-__all__ = ["CardPlan", "CardRing", "SmartSSDDevice", "System", "find_cards", "kernel_of", "self_test"]
+__all__ = [
+    "CardPlan",
+    "CardRing",
+    "SmartSSDDevice",
+    "System",
+    "find_cards",
+    "kernel_of",
+    "require_memory",
+    "self_test",
+]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card, cards_of
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
 from lightning_smartinfinity.devices.smartssd.system import System
+from lightning_smartinfinity.devices.smartssd.unreturned import require_returned
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 
-__all__ = ["card_errors", "most_buffers", "open_card", "remedy_for", "share_of_memory"]
+__all__ = ["ANY_PORT", "card_errors", "most_buffers", "open_card", "remedy_for", "require_memory", "share_of_memory"]
+
+ANY_PORT = ("adamw_update", 0)
+"""Kernel and argument whose bank is asked for: all ports lie in one."""
 
 # The shell and XRT keep some of a card's memory for themselves.
 _USABLE_EIGHTHS = 7
@@ -43,8 +47,9 @@ def open_card(plan: CardPlan, card: Card) -> native.Card:
     """Open a card and load the xclbin, unless it is loaded already.
 
     Raises:
-        DeviceError: XRT refuses.
+        DeviceError: XRT refuses, or a run that this process gave up is still out on the card.
     """
+    require_returned(card)
     with card_errors(card):
         if plan.binding == "pyxrt":
             from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding
@@ -74,6 +79,38 @@ def most_buffers(wanted: int, *, parts: Iterable[int], share: int | None) -> int
         return wanted
     nbytes = sum(-(-part // BLOCK_BYTES) * BLOCK_BYTES for part in parts)
     return min(wanted, max(2, share // nbytes))
+
+
+def require_memory(plan: CardPlan, card: Card, *, num_buffers: int, parts: Sequence[int]) -> None:
+    """Take the memory of a ring on a card, and give it back.
+
+    Args:
+        plan: How cards are opened, and how many processes share one.
+        card: Whose memory.
+        num_buffers: Of the ring, at most.
+        parts: Bytes of what each of them consists of; the first is reached by P2P.
+
+    Raises:
+        DeviceError: There is less.
+    """
+    share, blocks = share_of_memory(plan), [-(-part // BLOCK_BYTES) * BLOCK_BYTES for part in parts]
+    count = most_buffers(num_buffers, parts=parts, share=share)
+    if share is not None and count * sum(blocks) > share:
+        raise DeviceError(
+            f"The memory of the {card.label} is too small: {count} ring buffers take {count * sum(blocks)} bytes,"
+            f" and each of {plan.sharers} processes may take {share}.",
+            _SMALLER,
+        )
+    with card_errors(card):
+        opened = open_card(plan, card)
+        buffers: list[native.CardBuffer] = []
+        try:
+            group = opened.group(*ANY_PORT)
+            for _ in range(count):
+                buffers += [opened.allocate(nbytes, group=group, p2p=not part) for part, nbytes in enumerate(blocks)]
+        finally:
+            buffers.clear()
+            opened.close()
 
 
 @contextmanager

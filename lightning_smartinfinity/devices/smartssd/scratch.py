@@ -30,7 +30,7 @@ class Scratch:
     """
 
     def __init__(self, card: Card, storage: Path, path: Path) -> None:
-        self._card = card
+        self.card = card
         self._storage = storage
         self._path = path
 
@@ -57,7 +57,7 @@ class Scratch:
 
     def error_of(self, failure: native.Failure) -> DeviceError | StorageError:
         """What the native core could not do, as our own error."""
-        problem = f"Self-test of the {self._card.label} in {str(self._storage)!r}: {self.told(failure.message)}."
+        problem = f"Self-test of the {self.card.label} in {str(self._storage)!r}: {self.told(failure.message)}."
         if failure.kind in ("io", "short"):
             return storage_error(failure.errno, problem=problem)
         return DeviceError(problem, remedy_for(failure.message))
@@ -67,7 +67,7 @@ class Scratch:
         return message.replace(f"{self._path}/", "")
 
     def _errors(self, doing: str) -> AbstractContextManager[None]:
-        return storage_errors(f"Self-test of the {self._card.label}: {doing}", self._storage)
+        return storage_errors(f"Self-test of the {self.card.label}: {doing}", self._storage)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
-from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card
+from lightning_smartinfinity.devices.smartssd.opening import ANY_PORT, card_errors, open_card
 from lightning_smartinfinity.devices.smartssd.scratch import Scratch, scratch_folder
 from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
 from lightning_smartinfinity.errors import DeviceError
@@ -80,7 +80,7 @@ def check_p2p(plan: CardPlan, card: Card, scratch: Scratch, *, nbytes: int = _P2
     with card_errors(card):
         opened = open_card(plan, card)
         try:
-            buffer = opened.allocate(nbytes, group=opened.group(_ANY_KERNEL, _GRADIENT), p2p=True)
+            buffer = opened.allocate(nbytes, group=opened.group(*ANY_PORT), p2p=True)
             bandwidth = _through(card, buffer, scratch)
         finally:
             opened.close()
@@ -90,7 +90,6 @@ def check_p2p(plan: CardPlan, card: Card, scratch: Scratch, *, nbytes: int = _P2
 
 
 _SOURCE, _TARGET = "p2p-in", "p2p-out"
-_ANY_KERNEL, _GRADIENT = "adamw_update", 0  # all ports lie in one bank
 
 
 def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch) -> Bandwidth:
@@ -237,7 +236,7 @@ class _Tile:
             failure = pipeline.drain()
         finally:
             pipeline.abandon()
-            close_or_keep(pipeline)
+            close_or_keep(pipeline, scratch.card)
             file.close()
         if failure is not None:
             raise scratch.error_of(failure)

@@ -10,25 +10,47 @@ import atexit
 import os
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.devices.smartssd.cards import Card
+from lightning_smartinfinity.errors import DeviceError
 
-__all__ = ["close_or_keep", "close_returned"]
+__all__ = ["close_or_keep", "close_returned", "require_returned"]
 
-_kept: list[native.Pipeline] = []
+_kept: list[tuple[native.Pipeline, Card]] = []
 _owner = os.getpid()
 
 
-def close_or_keep(pipeline: native.Pipeline) -> None:
-    """Close a pipeline that works no batch now, or, while a run of it is out, keep it until that has returned."""
-    _kept.append(pipeline)
+def close_or_keep(pipeline: native.Pipeline, card: Card) -> None:
+    """Close a pipeline that works no batch now, or, while a run of it is out, keep it until that has returned.
+
+    Args:
+        pipeline: To close.
+        card: That it updates on.
+    """
+    _kept.append((pipeline, card))
     close_returned()
 
 
 def close_returned() -> None:
     """Close those whose runs have returned by now."""
-    for pipeline in tuple(_kept):
+    for kept in tuple(_kept):
+        pipeline, _ = kept
         if not pipeline.busy:
-            _kept.remove(pipeline)
+            _kept.remove(kept)
             pipeline.close()
+
+
+def require_returned(card: Card) -> None:
+    """Raise if a run of an earlier pipeline is still out on this card.
+
+    Raises:
+        DeviceError: It would be waited for in vain: until it returns the card does nothing else.
+    """
+    close_returned()
+    if any(kept.address == card.address for _, kept in _kept):
+        raise DeviceError(
+            f"The {card.label} has not returned from a run that this process gave up.",
+            "Use update_device='host', or end this process; if a new one cannot use the card either, reset it.",
+        )
 
 
 @atexit.register

@@ -172,7 +172,7 @@ class CardWorker:
         if not self._closed:
             self.abandon()
             self._closed = True
-            close_or_keep(self.pipeline)
+            close_or_keep(self.pipeline, self.card)
 
 
 def _in_one_file(tasklet: native.Tasklet) -> native.Tasklet:
