@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_smartinfinity.devices.smartssd import unreturned
 from tests.helpers.card_runs import cards
 from tests.transfer.harness import Case, Run
 from tests.xrt.builds import build
@@ -15,9 +16,11 @@ from tests.xrt.cards import EmulatedCards
 
 emulated_cards = EmulatedCards(build())
 for number in range(3):
-    if number == 2:
+    if number > 0:
+        emulated_cards.wait_for("run-hung", count=number)
         emulated_cards.release()
-        time.sleep(0.2)
+        while not unreturned.close_returned():
+            time.sleep(0.01)
     emulated_cards.inject("hang")
     case = Case(dtype=torch.bfloat16)
     run = Run(Path(sys.argv[2]) / str(number), case, device=cards(Path(sys.argv[1]), timeout=0.03))

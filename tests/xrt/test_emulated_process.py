@@ -39,8 +39,9 @@ def test_process_ends_with_a_run_that_hangs(emulated_cards: EmulatedCards) -> No
 def test_process_ends_with_a_run_that_was_given_up(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
     """XRT aborts a process over its own static objects, whose destructors are never reached; output is not lost."""
     arguments = [str(emulated_cards.build.xclbin), str(tmp_path)]
-    completed = _run([sys.executable, "-m", "tests.xrt.hung_exit", *arguments], emulated_cards.build, {})
-    assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
+    for _ in range(3):  # without the precaution about every other time fails
+        completed = _run([sys.executable, "-m", "tests.xrt.hung_exit", *arguments], emulated_cards.build, {})
+        assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
 
 
 def test_build_leaves_alone_what_other_processes_read(emulated_cards: EmulatedCards) -> None:

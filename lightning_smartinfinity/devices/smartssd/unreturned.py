@@ -30,13 +30,18 @@ def close_or_keep(pipeline: native.Pipeline, card: Card) -> None:
     close_returned()
 
 
-def close_returned() -> None:
-    """Close those whose runs have returned by now."""
+def close_returned() -> bool:
+    """Close those whose runs have returned by now.
+
+    Returns:
+        Whether none is left.
+    """
     for kept in tuple(_kept):
         pipeline, _ = kept
         if not pipeline.busy:
             _kept.remove(kept)
             pipeline.close()
+    return not _kept
 
 
 def require_returned(card: Card) -> None:
