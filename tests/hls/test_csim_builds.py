@@ -66,6 +66,15 @@ def test_the_standard() -> None:
 
 # ---- streams
 
+
+def test_chunks_that_lie_side_by_side(tmp_path: Path) -> None:
+    """A stream knows that it is not empty wherever its memory lies."""
+    program, source = tmp_path / "neighbours", Path(__file__).with_name("neighbours.cpp")
+    subprocess.run(["g++", "-std=c++14", f"-I{ROOT / 'hls/sim/include'}", source, "-o", program], check=True)
+    completed = subprocess.run([program], capture_output=True, text=True, check=True)
+    assert completed.stdout == "all read\n"
+
+
 DECLARED = re.compile(
     r'hls::stream<[\w:]+, (\d+)> (\w+)\("(\w+)"\);\n#pragma HLS STREAM variable = (\w+) depth = (\d+)\n'
 )

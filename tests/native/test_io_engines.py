@@ -310,4 +310,5 @@ def test_engine_ends_with_its_pipeline(tmp_path: Path) -> None:
         with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
             state.write(*initial())
             assert held() > before
-    assert held() == before
+    # Threads of what other tests left may end meanwhile.
+    assert all(now <= then for now, then in zip(held(), before, strict=True))

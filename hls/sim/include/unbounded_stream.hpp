@@ -23,7 +23,7 @@ class stream<T, 0> {
     stream(const stream&) = delete;
     stream& operator=(const stream&) = delete;
     ~stream() {
-        if (from_ != to_) sim::note_leftover(name_);
+        if (!empty()) sim::note_leftover(name_);
         for (T* chunk : chunks_) memory_.give(chunk);
     }
 
@@ -33,7 +33,7 @@ class stream<T, 0> {
     }
 
     T read() {
-        if (from_ == to_) throw std::logic_error(std::string("nothing to read in stream ") + name_);
+        if (empty()) throw std::logic_error(std::string("nothing to read in stream ") + name_);
         if (from_ == from_end_) drop_chunk();
         return *from_++;
     }
@@ -41,6 +41,9 @@ class stream<T, 0> {
  private:
     static_assert(std::is_trivially_copyable<T>::value, "chunks are handed on as they are");
     static constexpr std::size_t kPerChunk = sim::Chunks::kBytes / sizeof(T);
+
+    // A second chunk is never empty, and may end where the first begins.
+    bool empty() const { return chunks_.size() < 2 && from_ == to_; }
 
     void append_chunk() {
         to_ = static_cast<T*>(memory_.take());
