@@ -102,8 +102,7 @@ def _tried(
     except (ConfigError, DeviceError, StorageError) as error:
         return None, error
     except Exception as error:
-        # Whatever it is, the other ranks must not be left waiting.
-        return None, DeviceError(f"SmartSSDs could not be set up: {error!r}.", "Use update_device='host'.")
+        return None, _unforeseen(error)
     return plan, None
 
 
@@ -135,7 +134,14 @@ def _lack_of_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) ->
             require_memory(plan, card, num_buffers=offload.transfer.num_buffers, parts=parts)
     except SmartInfinityError as error:
         return error
+    except Exception as error:
+        return _unforeseen(error)
     return None
+
+
+def _unforeseen(error: Exception) -> DeviceError:
+    """Whatever it is, the other ranks must not be left waiting."""
+    return DeviceError(f"SmartSSDs could not be set up: {error!r}.", "Use update_device='host'.")
 
 
 def _report(plan: CardPlan | None, error: SmartInfinityError | None) -> _Report:

@@ -202,6 +202,20 @@ def test_cards_whose_memory_is_too_small(
     assert choose_update_device(asked, optimizer="Adam").cards is not None
 
 
+@pytest.mark.usefixtures("alone")
+def test_memory_that_cannot_be_tried(
+    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of any kind is this rank's report: the others wait for one."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(update_device, "require_memory", fail)
+    assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is None
+    assert "could not be set up: ValueError('no such thing')" in caplog.text
+
+
 def test_cards_whose_memory_is_too_small_for_several_ranks(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
