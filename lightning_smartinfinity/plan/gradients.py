@@ -1,0 +1,91 @@
+"""Forms in which gradients travel, by their size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_smartinfinity.errors import ConfigError
+
+__all__ = ["Dense", "GradientForm", "Pairs", "TopKPayload"]
+
+_BEAT_BYTES = 64
+_BLOCK_NUMEL = 65536
+_COUNT_BYTES = 4
+_INDEX_BYTES = 2
+
+
+class GradientForm(Protocol):
+    """How large gradients are on their way."""
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the accelerator has to expand them."""
+
+    def nbytes(self, numel: int) -> float:
+        """Of a tasklet of so many elements."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every element.
+
+    Args:
+        item_bytes: Of an element: 2 or 4.
+    """
+
+    item_bytes: int
+
+    @property
+    def compressed(self) -> bool:
+        return False
+
+    def nbytes(self, numel: int) -> float:
+        return numel * self.item_bytes
+
+
+@dataclass(frozen=True)
+class TopKPayload:
+    """The payload that the kernels of this project expand: a header, and in beats of 64 bytes the counts of blocks of
+    65,536 elements, the places of those kept and their values.
+
+    Args:
+        ratio: Of the elements that are kept, above 0 and at most 1.
+        value_bytes: Of each value: 2 or 4.
+    """
+
+    ratio: float
+    value_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ConfigError(
+                f"TopKPayload(ratio={self.ratio!r}) is out of range.", "Pass the part of the elements that are kept."
+            )
+
+    @property
+    def compressed(self) -> bool:
+        return True
+
+    def nbytes(self, numel: int) -> float:
+        kept = -int(-self.ratio * numel // 1)
+        parts = (_COUNT_BYTES * -(-numel // _BLOCK_NUMEL), _INDEX_BYTES * kept, self.value_bytes * kept)
+        return _BEAT_BYTES + sum(-(-part // _BEAT_BYTES) * _BEAT_BYTES for part in parts)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Indices and values in 4 bytes each, as published.
+
+    Args:
+        volume: Of a dense gradient in fp32: 0.02 keeps 1 % of the elements.
+    """
+
+    volume: float
+
+    @property
+    def compressed(self) -> bool:
+        return True
+
+    def nbytes(self, numel: int) -> float:
+        return 4 * self.volume * numel

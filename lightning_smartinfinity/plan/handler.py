@@ -1,0 +1,157 @@
+"""This package's transfer handler in virtual time, on accelerators and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+
+from lightning_smartinfinity.plan.schedule_run import ScheduleRun
+from lightning_smartinfinity.plan.virtual_time import Path, Pool, Process, Simulation
+from lightning_smartinfinity.plan.wiring import HostPaths, Lane
+from lightning_smartinfinity.plan.workload import Workload
+from lightning_smartinfinity.transfer.layout import PartitionLayout, TaskletSlice
+
+__all__ = [
+    "CARD_COMPUTE_THREADS",
+    "CARD_IO_THREADS",
+    "Route",
+    "tasklets_of_device",
+    "update_on_cards",
+    "update_on_host",
+]
+
+# As devices/smartssd/device.py has them.
+CARD_IO_THREADS = 4
+CARD_COMPUTE_THREADS = 2
+
+
+class Route(Enum):
+    """How gradients reach an accelerator."""
+
+    HOST = "host"
+    """From host memory, in the update."""
+    STORAGE = "storage"
+    """From host memory to its SSD and from there, in the update."""
+    BACKWARD = "backward"
+    """From its SSD, where they were written in backward, as published."""
+
+
+def update_on_cards(
+    simulation: Simulation,
+    lane: Lane,
+    host: HostPaths,
+    tasklets: Sequence[TaskletSlice],
+    *,
+    workload: Workload,
+    route: Route,
+) -> ScheduleRun:
+    """The update of one device by its accelerator.
+
+    Args:
+        simulation: Its time.
+        lane: The device's.
+        host: The host's.
+        tasklets: Those that lie on the device.
+        workload: Of the step.
+        route: Of the gradients.
+    """
+    io, compute = Pool(simulation, CARD_IO_THREADS), Pool(simulation, CARD_COMPUTE_THREADS)
+    # One run of the kernel at a time, and one transfer in each direction.
+    downward, accelerator, upward = (Pool(simulation, 1) for _ in range(3))
+    gradients = workload.gradients
+    kernel = lane.kernel_for(gradients.compressed)
+
+    def read(number: int) -> Process:
+        numel = tasklets[number].numel
+        parts = [workload.array_bytes * numel] + [gradients.nbytes(numel)] * (route is Route.BACKWARD)
+        yield from [io.push(_in_turn(simulation, (lane.read, part))) for part in parts]
+
+    def on_card(number: int) -> Process:
+        numel = tasklets[number].numel
+        if gradients.compressed and route is not Route.BACKWARD:
+            yield simulation.work(host.select, numel)
+        yield downward.push(_in_turn(simulation, *_gradient_way(lane, route, gradients.nbytes(numel))))
+        yield accelerator.push(_in_turn(simulation, (kernel, workload.kernel_bytes * numel)))
+        yield upward.push(_in_turn(simulation, (lane.up, workload.parameter_bytes * numel)))
+        yield simulation.work(host.receive, numel)
+
+    def compute_on_card(number: int) -> Process:
+        yield compute.push(on_card(number))
+
+    def write(number: int) -> Process:
+        yield io.push(_in_turn(simulation, (lane.write, workload.array_bytes * tasklets[number].numel)))
+
+    return ScheduleRun(
+        simulation,
+        num_tasklets=len(tasklets),
+        num_buffers=workload.num_buffers,
+        works={"read": read, "compute": compute_on_card, "write": write},
+    )
+
+
+def update_on_host(
+    simulation: Simulation,
+    lanes: Sequence[Lane],
+    host: HostPaths,
+    layout: PartitionLayout,
+    *,
+    workload: Workload,
+    depth: int,
+) -> ScheduleRun:
+    """The update of all devices by one thread of the host, in one ring.
+
+    Args:
+        simulation: Its time.
+        lanes: Of each device.
+        host: The host's.
+        layout: Of all tasklets.
+        workload: Of the step.
+        depth: Requests that a device works side by side.
+    """
+    queues = [Pool(simulation, depth) for _ in lanes]
+    compute = Pool(simulation, 1)
+    homes = layout.extents.first_homes
+    tasklets = layout.tasklets
+
+    def read(number: int) -> Process:
+        tasklet = tasklets[number]
+        nbytes = tasklet.extent_bytes - workload.skipped_bytes(tasklet.numel)
+        home = homes[number]
+        yield queues[home].push(_in_turn(simulation, (lanes[home].load, nbytes)))
+
+    def update(number: int) -> Process:
+        yield compute.push(_in_turn(simulation, (host.update, tasklets[number].numel)))
+
+    def write(number: int) -> Process:
+        home = homes[number]
+        yield queues[home].push(_in_turn(simulation, (lanes[home].store, tasklets[number].extent_bytes)))
+
+    return ScheduleRun(
+        simulation,
+        num_tasklets=len(tasklets),
+        num_buffers=workload.num_buffers,
+        works={"read": read, "compute": update, "write": write},
+    )
+
+
+def tasklets_of_device(layout: PartitionLayout, device: int) -> list[TaskletSlice]:
+    """Those that are dealt to a device."""
+    return [layout.tasklets[index] for index in np.flatnonzero(layout.extents.first_homes == device)]
+
+
+def _gradient_way(lane: Lane, route: Route, nbytes: float) -> list[tuple[Path, float]]:
+    """In the update."""
+    match route:
+        case Route.HOST:
+            return [(lane.down, nbytes)]
+        case Route.STORAGE:
+            return [(lane.store, nbytes), (lane.read, nbytes)]
+        case Route.BACKWARD:
+            return []
+
+
+def _in_turn(simulation: Simulation, *works: tuple[Path, float]) -> Process:
+    for path, units in works:
+        yield simulation.work(path, units)

@@ -1,0 +1,162 @@
+"""The tables of Smart-Infinity (HPCA 2024, arXiv 2403.06664) as data.
+
+Bars and lines were measured from the vector graphics of its figures, to about 1 %; ratios are printed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["FIGURES", "SCALING", "SECONDS", "SPEEDUPS", "Figure", "Row", "Scaling", "Speedup"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the hardware.
+
+    Args:
+        value: What is simulated with.
+        unit: Of the value.
+        source: Where it stands, and the range found there.
+    """
+
+    value: float
+    unit: str
+    source: str
+
+
+FIGURES: Mapping[str, Figure] = MappingProxyType(
+    {
+        "read": Figure(2.8e9, "B/s", "SSD to FPGA of a SmartSSD, figure, 2.8 to 3.2 GB/s"),
+        "write": Figure(1.62e9, "B/s", "FPGA to SSD of a SmartSSD, figure, 1.5 to 1.7 GB/s"),
+        "kernel": Figure(8.2e9, "B/s", "Adam kernel, figure, of 16 B per parameter"),
+        "sparse_kernel": Figure(
+            6.9e9, "B/s", "decompression and update, from the scaling runs; the figure of the kernel alone shows 2.9"
+        ),
+    }
+)
+"""Of one device: what a simulation of the paper's machine is given and does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Seconds per iteration at batch size 4.
+
+    Args:
+        model: Its family.
+        billions: Parameters in 10^9.
+        num_devices: SmartSSDs.
+        gpu: ``"A5000"`` or ``"A100"``.
+        baseline: ZeRO-Infinity on RAID0.
+        phases: Forward, backward and update of the baseline; None: not shown.
+        su: SmartUpdate; None: not shown.
+        optimized: SmartUpdate with the transfer handler (SU+O).
+        compressed: And with compression to 2 % of the volume (SU+O+C).
+    """
+
+    model: str
+    billions: float
+    num_devices: int
+    gpu: str = "A5000"
+    baseline: float
+    phases: tuple[float, float, float] | None = None
+    su: float | None
+    optimized: float
+    compressed: float
+
+
+def _row(
+    model: str, billions: float, num_devices: int, *seconds: float, phases: tuple[float, float, float] | None
+) -> Row:
+    baseline, su, optimized, compressed = seconds
+    return Row(
+        model=model,
+        billions=billions,
+        num_devices=num_devices,
+        baseline=baseline,
+        phases=phases,
+        su=su,
+        optimized=optimized,
+        compressed=compressed,
+    )
+
+
+SECONDS: tuple[Row, ...] = (
+    _row("GPT-2", 4.0, 6, 23.8, 19.1, 18.4, 15.6, phases=(0.67, 5.6, 17.6)),
+    _row("GPT-2", 4.0, 10, 23.7, 15.6, 14.8, 12.2, phases=(0.67, 5.2, 17.8)),
+    _row("GPT-2", 8.4, 6, 49.9, 40.4, 39.5, 35.2, phases=(1.1, 11.2, 37.6)),
+    _row("GPT-2", 8.4, 10, 48.8, 32.4, 31.6, 26.3, phases=(1.1, 10.9, 36.8)),
+    _row("BERT", 4.0, 10, 23.5, 14.9, 14.3, 12.0, phases=None),
+    _row("BERT", 8.3, 10, 48.2, 32.8, 30.2, 25.1, phases=None),
+    Row(
+        model="GPT-2", billions=4.0, num_devices=10, gpu="A100", baseline=22.5, su=None, optimized=12.5, compressed=10.6
+    ),
+)
+"""The figures of the time per iteration and of the A100."""
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Over ZeRO-Infinity, GPT-2 on an A5000.
+
+    Args:
+        billions: Parameters in 10^9.
+        optimized: Of SU+O.
+        compressed: Of SU+O+C.
+        num_devices: SmartSSDs.
+    """
+
+    billions: float
+    optimized: float
+    compressed: float
+    num_devices: int = 10
+
+
+SPEEDUPS: tuple[Speedup, ...] = (Speedup(16.6, 1.58, 1.86), Speedup(24.2, 1.59, 1.86), Speedup(33.0, 1.58, 1.88))
+"""The figure of larger models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Speed of GPT-2 4.0B by the number of devices, relative to ZeRO-Infinity on one.
+
+    Args:
+        num_devices: Of each column.
+        billions: Parameters in 10^9.
+        baseline: ZeRO-Infinity on RAID0.
+        optimized: SU+O.
+        compressed: SU+O+C.
+        seconds: Of the baseline on the last number of devices, which makes seconds of them all.
+    """
+
+    num_devices: tuple[int, ...] = (1, 2, 4, 6, 8, 10)
+    billions: float = 4.0
+    baseline: tuple[float, ...]
+    optimized: tuple[float, ...]
+    compressed: tuple[float, ...]
+    seconds: float
+
+    def in_seconds(self, speeds: tuple[float, ...]) -> tuple[float, ...]:
+        """Of one of the series above."""
+        return tuple(self.seconds * self.baseline[-1] / speed for speed in speeds)
+
+
+SCALING: Mapping[str, Scaling] = MappingProxyType(
+    {
+        "A5000": Scaling(
+            baseline=(1, 1.55, 2.22, 2.25, 2.26, 2.27),
+            optimized=(0.80, 1.48, 2.55, 2.92, 3.25, 3.63),
+            compressed=(0.89, 1.62, 2.80, 3.45, 3.75, 4.42),
+            seconds=23.7,
+        ),
+        "A100": Scaling(
+            baseline=(1, 1.53, 2.27, 2.44, 2.42, 2.48),
+            optimized=(0.80, 1.45, 2.58, 3.18, 3.81, 4.47),
+            compressed=(0.75, 1.38, 2.65, 3.34, 4.39, 5.24),
+            seconds=22.5,
+        ),
+    }
+)
+"""The figures of scaling, by GPU."""

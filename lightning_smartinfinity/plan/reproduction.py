@@ -1,0 +1,195 @@
+"""The paper's tables beside what is simulated, and this package's handler on the same machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from statistics import mean
+
+from lightning_smartinfinity.plan.fit import FITTED_DEVICES, PaperMachine, fit, published_workload, seconds_of
+from lightning_smartinfinity.plan.handler import Route
+from lightning_smartinfinity.plan.paper import SCALING, SECONDS, SPEEDUPS, Row
+from lightning_smartinfinity.plan.step import Overlap, StepTime, System, simulate_step
+
+__all__ = ["SYSTEMS", "Headroom", "Prediction", "headroom", "mean_error", "predictions"]
+
+SYSTEMS = {
+    "ZeRO-Infinity": (System.ZERO_INFINITY, False),
+    "SU": (System.SMART_UPDATE, False),
+    "SU+O": (System.PUBLISHED, False),
+    "SU+O+C": (System.PUBLISHED, True),
+}
+"""By the paper's names: who updates, and whether gradients are compressed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One number of the paper.
+
+    Args:
+        table: ``"seconds"``, ``"speedups"`` or ``"scaling"``.
+        model: Family and size.
+        gpu: The GPU.
+        num_devices: SmartSSDs.
+        system: A name in :data:`SYSTEMS`.
+        paper: Seconds per iteration, or the speedup.
+        simulated: The same.
+        fitted: A parameter was fitted to it.
+    """
+
+    table: str
+    model: str
+    gpu: str
+    num_devices: int
+    system: str
+    paper: float
+    simulated: float
+    fitted: bool
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.simulated / self.paper - 1
+
+
+def predictions(*, duplex: bool) -> list[Prediction]:
+    """Every number of the tables.
+
+    Args:
+        duplex: The SSDs read and write side by side.
+    """
+    machine = fit(duplex=duplex)
+    return [*_seconds(machine), *_speedups(machine), *_scaling(machine)]
+
+
+def mean_error(found: Iterable[Prediction], system: str, *, fitted: bool | None = None) -> float:
+    """Mean of the relative errors' sizes.
+
+    Args:
+        found: Of :func:`predictions`.
+        system: A name in :data:`SYSTEMS`.
+        fitted: Of numbers that were fitted, of those that were not (False), or of all.
+    """
+    return mean(abs(one.error) for one in found if one.system == system and fitted in (None, one.fitted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headroom:
+    """What this package's handler gains over the published one where only overlap differs: the same bytes, devices and
+    backward.
+
+    Args:
+        published: The published step, SU+O.
+        ours: The same with this package's handler.
+        hidden: And the update beside the next forward.
+        published_compressed: SU+O+C.
+        ours_compressed: The same with this package's handler.
+        hidden_compressed: And the update beside the next forward.
+    """
+
+    published: StepTime
+    ours: StepTime
+    hidden: StepTime
+    published_compressed: StepTime
+    ours_compressed: StepTime
+    hidden_compressed: StepTime
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """How many times faster, by what."""
+        return {
+            "update": self.published.update / self.ours.update,
+            "step": self.published.step / self.ours.step,
+            "step, next forward hidden": self.published.step / self.hidden.step,
+            "step, compressed": self.published_compressed.step / self.ours_compressed.step,
+            "step, compressed, next forward hidden": self.published_compressed.step / self.hidden_compressed.step,
+        }
+
+
+def headroom(machine: PaperMachine, *, billions: float = 8.4, num_devices: int = 10) -> Headroom:
+    """On the paper's machine.
+
+    Args:
+        machine: As fitted.
+        billions: Parameters in 10^9.
+        num_devices: SmartSSDs.
+    """
+
+    def step(system: System, overlap: Overlap = Overlap.NONE, *, compressed: bool = False) -> StepTime:
+        workload = published_workload(billions, compressed=compressed)
+        return simulate_step(machine.machine(num_devices), workload, system, overlap=overlap, route=Route.BACKWARD)
+
+    return Headroom(
+        published=step(System.PUBLISHED),
+        ours=step(System.CARDS),
+        hidden=step(System.CARDS, Overlap.FORWARD),
+        published_compressed=step(System.PUBLISHED, compressed=True),
+        ours_compressed=step(System.CARDS, compressed=True),
+        hidden_compressed=step(System.CARDS, Overlap.FORWARD, compressed=True),
+    )
+
+
+def _seconds(machine: PaperMachine) -> Iterator[Prediction]:
+    for row in SECONDS:
+        for name, paper in _columns(row).items():
+            system, compressed = SYSTEMS[name]
+            simulated = seconds_of(machine, system, row.billions, row.num_devices, gpu=row.gpu, compressed=compressed)
+            yield Prediction(
+                table="seconds",
+                model=f"{row.model} {row.billions}B",
+                gpu=row.gpu,
+                num_devices=row.num_devices,
+                system=name,
+                paper=paper,
+                simulated=simulated,
+                fitted=_is_fitted(row, name),
+            )
+
+
+def _columns(row: Row) -> dict[str, float]:
+    columns = {"ZeRO-Infinity": row.baseline, "SU": row.su, "SU+O": row.optimized, "SU+O+C": row.compressed}
+    return {name: seconds for name, seconds in columns.items() if seconds is not None}
+
+
+def _is_fitted(row: Row, system: str) -> bool:
+    if row.gpu == "A100":
+        return system in ("ZeRO-Infinity", "SU+O")
+    return row.phases is not None and system != "SU"
+
+
+def _speedups(machine: PaperMachine) -> Iterator[Prediction]:
+    for one in SPEEDUPS:
+        baseline = seconds_of(machine, System.ZERO_INFINITY, one.billions, one.num_devices)
+        for name, paper in (("SU+O", one.optimized), ("SU+O+C", one.compressed)):
+            system, compressed = SYSTEMS[name]
+            seconds = seconds_of(machine, system, one.billions, one.num_devices, compressed=compressed)
+            yield Prediction(
+                table="speedups",
+                model=f"GPT-2 {one.billions}B",
+                gpu="A5000",
+                num_devices=one.num_devices,
+                system=name,
+                paper=paper,
+                simulated=baseline / seconds,
+                fitted=False,
+            )
+
+
+def _scaling(machine: PaperMachine) -> Iterator[Prediction]:
+    for gpu, scaling in SCALING.items():
+        series = {"ZeRO-Infinity": scaling.baseline, "SU+O": scaling.optimized, "SU+O+C": scaling.compressed}
+        for name, speeds in series.items():
+            system, compressed = SYSTEMS[name]
+            for num_devices, paper in zip(scaling.num_devices, scaling.in_seconds(speeds), strict=True):
+                yield Prediction(
+                    table="scaling",
+                    model=f"GPT-2 {scaling.billions}B",
+                    gpu=gpu,
+                    num_devices=num_devices,
+                    system=name,
+                    paper=paper,
+                    simulated=seconds_of(
+                        machine, system, scaling.billions, num_devices, gpu=gpu, compressed=compressed
+                    ),
+                    fitted=num_devices in FITTED_DEVICES and (gpu == "A5000" or name != "SU+O+C"),
+                )

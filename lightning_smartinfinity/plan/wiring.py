@@ -1,0 +1,101 @@
+"""Paths over a machine's resources: what work of each kind needs at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_smartinfinity.plan.machine import Channel, Device, Machine
+from lightning_smartinfinity.plan.virtual_time import Path, Resource
+
+__all__ = ["HostPaths", "Lane", "connect"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """Of one device; units are bytes.
+
+    Args:
+        read: SSD to accelerator.
+        write: Accelerator to SSD.
+        down: Host to accelerator.
+        up: Accelerator to host.
+        load: SSD to host.
+        store: Host to SSD.
+        kernel: The accelerator, dense gradients.
+        sparse_kernel: The accelerator, compressed ones.
+    """
+
+    read: Path
+    write: Path
+    down: Path
+    up: Path
+    load: Path
+    store: Path
+    kernel: Path
+    sparse_kernel: Path
+
+    def kernel_for(self, compressed: bool) -> Path:
+        return self.sparse_kernel if compressed else self.kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPaths:
+    """Of the host and its GPU; units are parameters."""
+
+    update: Path
+    receive: Path
+    select: Path
+    forward: Path
+    backward: Path
+    top_k: Path
+
+
+def connect(machine: Machine, num_lanes: int) -> tuple[list[Lane], HostPaths]:
+    """A machine's paths.
+
+    Args:
+        machine: The machine.
+        num_lanes: 1: of a device that stands for all of them, which do the same at the same time; or their number.
+    """
+    assert num_lanes in (1, machine.num_devices)
+    copies = machine.num_devices // num_lanes
+    shared = _Shared(machine.channel, copies)
+    cpu, gpu = Resource("host", copies), Resource("gpu")
+    host = HostPaths(
+        update=Path(((cpu, machine.host.update),)),
+        receive=Path(((cpu, machine.host.receive),)),
+        select=Path(((cpu, machine.host.select),)),
+        forward=Path(((gpu, machine.gpu.forward),)),
+        backward=Path(((gpu, machine.gpu.backward),)),
+        top_k=Path(((gpu, machine.gpu.top_k),)),
+    )
+    return [_lane(machine.device, shared) for _ in range(num_lanes)], host
+
+
+class _Shared:
+    """The channel."""
+
+    def __init__(self, channel: Channel, copies: int) -> None:
+        together = 0.0 if channel.together is None else 1 / channel.together
+        both = (Resource("channel", copies), together)
+        self.down = ((Resource("channel down", copies), 1 / channel.down), both)
+        self.up = ((Resource("channel up", copies), 1 / channel.up), both)
+
+
+def _lane(device: Device, shared: _Shared) -> Lane:
+    reading = Resource("SSD")
+    writing = Resource("SSD writes") if device.duplex else reading
+    accelerator = Resource("accelerator")
+    read, write = (reading, 1 / device.read), (writing, 1 / device.write)
+    kernel = 0.0 if device.kernel is None else 1 / device.kernel
+    sparse = kernel if device.sparse_kernel is None else 1 / device.sparse_kernel
+    return Lane(
+        read=Path((read,)),
+        write=Path((write,)),
+        down=Path(shared.down),
+        up=Path(shared.up),
+        load=Path((read, *shared.up)),
+        store=Path((write, *shared.down)),
+        kernel=Path(((accelerator, kernel),)),
+        sparse_kernel=Path(((accelerator, sparse),)),
+    )

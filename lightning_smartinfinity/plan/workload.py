@@ -1,0 +1,93 @@
+"""What one training step has to update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.plan.gradients import GradientForm
+from lightning_smartinfinity.store.extents import BLOCK_BYTES, STATE_FORMATS
+from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
+
+__all__ = ["NUM_ARRAYS", "Workload"]
+
+NUM_ARRAYS: Mapping[str, int] = MappingProxyType({"adamw": 3, "adagrad": 2, "sgd": 2})
+"""fp32 arrays per element on storage: the master, and the moments, the sum or the momentum buffer."""
+
+_FP32_BYTES = 4
+_ENOUGH_TASKLETS = 4096  # filling and emptying the ring is then below 1 % of a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The step of one process.
+
+    Args:
+        numel: Parameters.
+        gradients: How they travel.
+        num_arrays: Of state, see :data:`NUM_ARRAYS`.
+        parameter_bytes: Per element of what the update gives out: 2 or 4.
+        state_format: A name in ``STATE_FORMATS``; accelerators update ``"fp32"`` only.
+        tasklet_bytes: Largest extent; None: what ``TransferConfig`` takes for the device.
+        num_buffers: Of each ring.
+    """
+
+    numel: int
+    gradients: GradientForm
+    num_arrays: int = 3
+    parameter_bytes: int = 2
+    state_format: str = "fp32"
+    tasklet_bytes: int | None = None
+    num_buffers: int = 16
+
+    def __post_init__(self) -> None:
+        if self.numel < 1:
+            raise ConfigError(f"Workload(numel={self.numel}) has no parameters.", "Pass a number from 1 on.")
+        if self.state_format not in STATE_FORMATS:
+            raise ConfigError(
+                f"Workload(state_format={self.state_format!r}) is unknown.", f"Use one of: {', '.join(STATE_FORMATS)}."
+            )
+        if self.state_format != "fp32" and self.num_arrays != 3:
+            raise ConfigError(
+                f"Workload(state_format={self.state_format!r}, num_arrays={self.num_arrays}) is no state of this"
+                " package.",
+                "Only Adam's state has other formats than fp32.",
+            )
+
+    @property
+    def array_bytes(self) -> int:
+        """Per element of all arrays in fp32."""
+        return _FP32_BYTES * self.num_arrays
+
+    @property
+    def kernel_bytes(self) -> int:
+        """Per element of what an update reads, in fp32: the arrays and the gradient."""
+        return self.array_bytes + _FP32_BYTES
+
+    def card_layout(self, num_devices: int) -> PartitionLayout:
+        """Tasklets as they are cut for accelerators."""
+        return self._layout(num_devices, CARD_TASKLET_BYTES)
+
+    def host_layout(self, num_devices: int) -> PartitionLayout:
+        """Tasklets as they are cut for the host; in large models larger ones, of which there are enough."""
+        enough = -(-self.array_bytes * self.numel // _ENOUGH_TASKLETS)
+        return self._layout(num_devices, max(HOST_TASKLET_BYTES, enough))
+
+    def skipped_bytes(self, numel: int) -> int:
+        """Of an extent of so many elements that the host does not read: the parameters in its memory hold them."""
+        first, *_ = STATE_FORMATS[self.state_format].item_bytes or (_FP32_BYTES,)
+        return -(-first * numel // BLOCK_BYTES) * BLOCK_BYTES if first == self.parameter_bytes else 0
+
+    def _layout(self, num_devices: int, usual_bytes: int) -> PartitionLayout:
+        whole = ParameterSlice(name="all", numel=self.numel, real_numel=self.numel, group=0, sub_group=0)
+        return build_layout(
+            [whole],
+            tasklet_bytes=self.tasklet_bytes or usual_bytes,
+            num_arrays=self.num_arrays,
+            num_devices=num_devices,
+            num_slots=2,
+            state_format=self.state_format,
+        )

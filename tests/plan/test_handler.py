@@ -1,0 +1,242 @@
+"""The handler in virtual time does what the native state machine says, and moves the bytes that the documents list."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from lightning_smartinfinity.devices.smartssd import device
+from lightning_smartinfinity.native import TransferSchedule
+from lightning_smartinfinity.plan import handler
+from lightning_smartinfinity.plan.gradients import Dense, GradientForm, Pairs, TopKPayload
+from lightning_smartinfinity.plan.handler import Route, tasklets_of_device, update_on_cards, update_on_host
+from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.schedule_run import ScheduleRun
+from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
+from lightning_smartinfinity.plan.virtual_time import Process, Simulation
+from lightning_smartinfinity.plan.wiring import connect
+from lightning_smartinfinity.plan.workload import NUM_ARRAYS, Workload
+from lightning_smartinfinity.store.extents import STATE_FORMATS
+
+MIB = 1 << 20
+NUMEL = 6 * MIB  # whole tasklets of half a MiB of elements, as many on two devices
+
+
+def machine(*, num_devices: int = 2, duplex: bool = False, channel: float = 4e9) -> Machine:
+    return Machine(
+        device=Device(read=2.8e9, write=1.62e9, kernel=8.2e9, sparse_kernel=6.9e9, duplex=duplex),
+        num_devices=num_devices,
+        channel=Channel(down=channel, up=channel, together=channel),
+        gpu=Gpu(forward=2e-10, backward=7e-10, top_k=1e-10),
+        host=Host(update=2e-10, receive=1e-10),
+    )
+
+
+def workload(gradients: GradientForm = Dense(2), **settings: int | str | None) -> Workload:  # noqa: B008
+    # Tasklets of half a MiB of elements, with Adam's state in fp32.
+    return Workload(**{"numel": NUMEL, "gradients": gradients, "tasklet_bytes": 6 * MIB + 4096} | settings)  # type: ignore[arg-type]
+
+
+def on_cards(simulation: Simulation, of: Workload, route: Route, **figures: float) -> ScheduleRun:
+    (lane,), host = connect(machine(**figures), 1)  # type: ignore[arg-type]
+    tasklets = tasklets_of_device(of.card_layout(2), 0)
+    return update_on_cards(simulation, lane, host, tasklets, workload=of, route=route)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 5, 16])
+@pytest.mark.parametrize("route", Route)
+def test_actions_start_in_the_order_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, num_buffers: int, route: Route
+) -> None:
+    """A second machine that is told what ended, in that order, wants the same actions started."""
+    events: list[tuple[str, str, int]] = []
+
+    class Watched:
+        def __init__(self, *arguments: int, **stages: bool) -> None:
+            self.schedule = TransferSchedule(*arguments, **stages)
+
+        def next(self) -> list[tuple[str, int, int]]:
+            actions = self.schedule.next()
+            events.extend(("start", action, tasklet) for action, tasklet, _ in actions)
+            return actions
+
+        def done(self, action: str, tasklet: int) -> None:
+            events.append(("end", action, tasklet))
+            self.schedule.done(action, tasklet)
+
+        @property
+        def finished(self) -> bool:
+            return self.schedule.finished
+
+    monkeypatch.setattr("lightning_smartinfinity.plan.schedule_run.TransferSchedule", Watched)
+    simulation = Simulation()
+    run = on_cards(simulation, workload(num_buffers=num_buffers), route)
+    simulation.run()
+    assert run.finished.happened
+    replayed: list[tuple[str, str, int]] = []
+    other = TransferSchedule(len(run.parameters_out), num_buffers, reads=True, writes=True)
+    for kind, action, tasklet in [("begin", "", 0), *(event for event in events if event[0] == "end")]:
+        if kind == "end":
+            replayed.append((kind, action, tasklet))
+            other.done(action, tasklet)
+        replayed.extend(("start", started, of) for started, of, _ in other.next())
+    assert events == replayed
+    assert [(action, tasklet) for kind, action, tasklet in events if kind == "start"] == run.started
+
+
+def test_buffers_bound_what_is_under_way() -> None:
+    """With one buffer nothing overlaps: the update is the sum of its parts."""
+    simulation = Simulation()
+    on_cards(simulation, workload(num_buffers=1), Route.HOST)
+    numel = NUMEL // 2
+    # Two devices share the channel, and the host.
+    parts = 12 / 2.8e9 + 12 / 1.62e9 + 16 / 8.2e9 + 2 * (2 + 2) / 4e9 + 2 * 1e-10
+    assert simulation.run() == pytest.approx(numel * parts)
+
+
+def test_a_ring_is_bound_by_the_ssd() -> None:
+    """With buffers enough the SSD is always busy; duplex, its writes are, once the first tasklets have come through."""
+    numel = NUMEL // 2
+    for duplex, bound in ((False, numel * (12 / 2.8e9 + 12 / 1.62e9)), (True, numel * 12 / 1.62e9)):
+        simulation = Simulation()
+        on_cards(simulation, workload(), Route.HOST, duplex=duplex)
+        begin = numel / 6 * (4 * 12 / 2.8e9 + 16 / 8.2e9 + 2 * 4 / 4e9 + 2e-10) if duplex else 0
+        assert bound * 0.999 < simulation.run() < 1.001 * bound + begin
+
+
+@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("duplex", [False, True])
+def test_one_device_stands_for_all(route: Route, duplex: bool) -> None:
+    """Each of three devices that are simulated side by side ends when the one does that stands for three."""
+    of, figures = workload(Dense(4), parameter_bytes=4, numel=9 * MIB), machine(num_devices=3, duplex=duplex)
+    ends = []
+    for lanes in (1, 3):
+        simulation = Simulation()
+        connected, host = connect(figures, lanes)
+        layout = of.card_layout(3)
+        for number, lane in enumerate(connected):
+            tasklets = tasklets_of_device(layout, number)
+            update_on_cards(simulation, lane, host, tasklets, workload=of, route=route)
+        ends.append(simulation.run())
+    assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+
+
+@pytest.mark.parametrize(("optimizer", "num_arrays"), NUM_ARRAYS.items())
+@pytest.mark.parametrize("item_bytes", [2, 4])
+@pytest.mark.parametrize("route", Route)
+def test_traffic_is_that_of_the_documents(optimizer: str, num_arrays: int, item_bytes: int, route: Route) -> None:
+    """Bytes per parameter as in the table of docs/smartssd.md, by optimizer, dtype and route."""
+    of = workload(Dense(item_bytes), num_arrays=num_arrays, parameter_bytes=item_bytes)
+    traffic = simulate_step(machine(), of, System.CARDS, route=route).traffic
+    arrays = {"adamw": 12, "adagrad": 8, "sgd": 8}[optimizer]
+    assert (traffic.shared_down, traffic.shared_up) == (NUMEL * item_bytes, NUMEL * item_bytes)
+    assert traffic.internal_read == NUMEL * (arrays + (0 if route is Route.HOST else item_bytes))
+    assert traffic.internal_write == NUMEL * arrays
+
+
+def test_compressed_gradients_travel_compressed() -> None:
+    """TopK(0.01) sends at most 0.045 B per parameter in 16 bit and 0.065 in fp32; all else is as it was."""
+    for value_bytes, most in ((2, 0.045), (4, 0.065)):
+        of = workload(TopKPayload(0.01, value_bytes), tasklet_bytes=12 * MIB + 4096)  # tasklets of 1M elements
+        for route, down in ((Route.HOST, 0), (Route.STORAGE, 1), (Route.BACKWARD, 1)):
+            traffic = simulate_step(machine(), of, System.CARDS, route=route).traffic
+            sent = traffic.shared_down
+            assert 0.01 * (2 + value_bytes) * NUMEL < sent <= most * NUMEL
+            assert traffic.internal_read == pytest.approx(12 * NUMEL + down * sent, rel=1e-4)
+
+
+PUBLISHED = {  # shared read, shared write, SSD to accelerator, accelerator to SSD
+    (System.ZERO_INFINITY, False): (16, 16, 0, 0),
+    (System.SMART_UPDATE, False): (4, 4, 16, 12),
+    (System.PUBLISHED, False): (4, 4, 16, 12),
+    (System.PUBLISHED, True): (4, 0.08, 12.08, 12),
+}
+
+
+@pytest.mark.parametrize(("system", "compressed"), PUBLISHED)
+def test_published_traffic(system: System, compressed: bool) -> None:
+    """Bytes per parameter as the paper counts them, for Adam in fp32."""
+    of = workload(Pairs(0.02) if compressed else Dense(4), parameter_bytes=4)
+    traffic = simulate_step(machine(), of, system).traffic
+    moved = (traffic.shared_up, traffic.shared_down, traffic.internal_read, traffic.internal_write)
+    assert moved == pytest.approx([NUMEL * each for each in PUBLISHED[system, compressed]])
+
+
+@pytest.mark.parametrize("state_format", STATE_FORMATS)
+def test_the_host_moves_extents(state_format: str) -> None:
+    """Every tasklet's extent is read and written once; what the parameters hold is not read."""
+    of = workload(state_format=state_format, tasklet_bytes=None)
+    traffic = simulate_step(machine(), of, System.HOST).traffic
+    extents = of.host_layout(2).extents.extents
+    written = sum(extent.nbytes for extent in extents)
+    held = 2 * NUMEL if state_format == "int8_remainder" else 0
+    assert (traffic.shared_down, traffic.shared_up) == (written, written - held)
+
+
+def test_the_host_reads_no_masters_that_are_parameters() -> None:
+    """With fp32 parameters 8 bytes of Adam's state are read and 12 written."""
+    of = workload(parameter_bytes=4)
+    traffic = simulate_step(machine(), of, System.HOST).traffic
+    num_tasklets = len(of.host_layout(2).tasklets)
+    assert traffic.shared_up == 8 * NUMEL + 4096 * num_tasklets
+    assert traffic.shared_down == 12 * NUMEL + 4096 * num_tasklets
+
+
+def test_the_host_uses_all_devices() -> None:
+    """Two devices take half the seconds of one, where the channel and the CPU have room."""
+    seconds = []
+    for num_devices in (1, 2):
+        simulation = Simulation()
+        wide = machine(num_devices=num_devices, channel=1e12)
+        lanes, host = connect(wide, num_devices)
+        of = workload(tasklet_bytes=None)
+        update_on_host(simulation, lanes, host, of.host_layout(num_devices), workload=of, depth=4)
+        seconds.append(simulation.run())
+    assert seconds[0] / seconds[1] == pytest.approx(2, rel=0.05)
+
+
+@pytest.mark.parametrize(("system", "duplex"), [*product((System.CARDS, System.HOST), (False, True))])
+def test_forward_hides_the_update(system: System, duplex: bool) -> None:
+    """With overlap "forward" the longer of both counts, and the bytes are the same; no layer comes before its tasklets.
+
+    An update far longer than forward leaves at most one layer of it to wait for at its end.
+    """
+    of = workload()
+    none = simulate_step(machine(duplex=duplex), of, system)
+    both = simulate_step(machine(duplex=duplex), of, system, overlap=Overlap.FORWARD)
+    assert none.step == pytest.approx(none.forward + none.backward + none.update)
+    assert both.traffic == none.traffic
+    assert none.update + none.backward - none.update / 6 < both.step < none.step
+
+
+def test_gradients_are_stored_in_backward_where_published() -> None:
+    """They take their way through the channel and into the SSDs after they were computed."""
+    published = simulate_step(machine(), workload(Dense(4)), System.PUBLISHED)
+    ours = simulate_step(machine(), workload(Dense(4)), System.CARDS)
+    assert ours.backward == pytest.approx(NUMEL * 7e-10)
+    assert published.backward - ours.backward == pytest.approx(NUMEL / 2 * 4 / 1.62e9)
+
+
+def test_threads_are_those_of_the_device() -> None:
+    """A card's pipeline and its simulation have the same."""
+    assert handler.CARD_IO_THREADS == device._IO_THREADS
+    assert handler.CARD_COMPUTE_THREADS == device._COMPUTE_THREADS
+
+
+def test_a_simulation_is_the_same_every_time() -> None:
+    """To the last bit."""
+    first, second = (simulate_step(machine(), workload(), System.CARDS) for _ in range(2))
+    assert first == second
+
+
+def test_an_empty_batch_ends_at_once() -> None:
+    """As the native one does."""
+    simulation = Simulation()
+
+    def nothing(tasklet: int) -> Process:
+        yield simulation.event()
+
+    run = ScheduleRun(simulation, num_tasklets=0, num_buffers=2, works={"read": nothing, "compute": nothing})
+    assert simulation.run() == 0
+    assert run.finished.happened

@@ -1,0 +1,91 @@
+"""The paper's numbers and the bars of this project's own handler beside the published one."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+
+from lightning_smartinfinity.plan.fit import FITTED_DEVICES, fit
+from lightning_smartinfinity.plan.paper import FIGURES, SCALING, SECONDS
+from lightning_smartinfinity.plan.reproduction import headroom, mean_error, predictions
+
+# As printed in the paper: how much faster SU+O+C is than the baseline.
+PRINTED = {
+    ("GPT-2", 4.0, 6, "A5000"): 1.53,
+    ("GPT-2", 4.0, 10, "A5000"): 1.94,
+    ("GPT-2", 8.4, 6, "A5000"): 1.42,
+    ("GPT-2", 8.4, 10, "A5000"): 1.85,
+    ("BERT", 4.0, 10, "A5000"): 1.95,
+    ("BERT", 8.3, 10, "A5000"): 1.92,
+    ("GPT-2", 4.0, 10, "A100"): 2.11,
+}
+
+
+def test_seconds_give_the_printed_ratios() -> None:
+    """What was measured from bars and what is printed beside them agree to about 1 %, and phases with their sum."""
+    for row in SECONDS:
+        printed = PRINTED[row.model, row.billions, row.num_devices, row.gpu]
+        assert row.baseline / row.compressed == pytest.approx(printed, rel=0.011)
+        if row.phases is not None:
+            assert sum(row.phases) == pytest.approx(row.baseline, rel=0.01)
+
+
+def test_scaling_gives_the_seconds() -> None:
+    """The figures of scaling and of seconds show the same runs at 6 and 10 devices."""
+    for row in SECONDS:
+        if (row.model, row.billions) == ("GPT-2", 4.0):
+            scaling = SCALING[row.gpu]
+            column = scaling.num_devices.index(row.num_devices)
+            assert scaling.in_seconds(scaling.optimized)[column] == pytest.approx(row.optimized, rel=0.01)
+            assert scaling.in_seconds(scaling.compressed)[column] == pytest.approx(row.compressed, rel=0.01)
+
+
+@pytest.mark.parametrize("duplex", [False, True])
+def test_mean_errors(duplex: bool) -> None:
+    """At most 7 % for the baseline and SU+O, of the numbers that nothing was fitted to."""
+    found = predictions(duplex=duplex)
+    for system in ("ZeRO-Infinity", "SU+O"):
+        assert mean_error(found, system, fitted=False) <= 0.07
+    assert {one.num_devices for one in found if one.fitted} == set(FITTED_DEVICES)
+    predicted = {(one.table, one.gpu, one.num_devices) for one in found if not one.fitted and one.system == "SU+O"}
+    assert {("scaling", gpu, number) for gpu in SCALING for number in (1, 2, 4, 8)} < predicted
+
+
+@pytest.mark.parametrize("duplex", [False, True])
+def test_every_parameter_has_a_source(duplex: bool) -> None:
+    """Those of the devices are the paper's, unchanged; the others say what they were fitted to."""
+    machine = fit(duplex=duplex)
+    device = machine.machine(10).device
+    for name, figure in FIGURES.items():
+        assert getattr(device, name) == figure.value
+    assert all(figure.source for figure in machine.parameters.values())
+    fitted = set(machine.parameters) - set(FIGURES)
+    assert fitted == {"channel", "forward", "backward", "receive", "top_k", "a100"}
+    assert all("fitted at 6 and 10 devices" in machine.parameters[name].source for name in fitted)
+
+
+BARS = {  # SSD time shared, duplex
+    "update": (1.5, 2.4),
+    "step": (1.25, 1.5),
+    "step, next forward hidden": (1.3, 1.6),
+    "step, compressed": (1.3, 1.55),
+}
+
+
+@pytest.mark.parametrize("duplex", [False, True])
+def test_headroom_over_the_published_handler(duplex: bool) -> None:
+    """Ten devices, 8.4B parameters, the same bytes: what overlap alone gains."""
+    found = headroom(fit(duplex=duplex))
+    for name, bars in BARS.items():
+        assert found.ratios[name] >= bars[duplex], name
+    for ours, published in (
+        (found.ours, found.published),
+        (found.hidden, found.published),
+        (found.ours_compressed, found.published_compressed),
+        (found.hidden_compressed, found.published_compressed),
+    ):
+        # Our tasklets are whole ones on every device: up to half of one more than its share.
+        assert astuple(ours.traffic) == pytest.approx(astuple(published.traffic), rel=0.006)
+        assert ours.backward == pytest.approx(published.backward)
+        assert ours.forward == published.forward
