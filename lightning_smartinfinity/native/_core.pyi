@@ -369,6 +369,56 @@ class Blocks:
     def count(self, numel: int) -> int:
         """Blocks of a tasklet of this many elements."""
 
+class GradientCodec:
+    """A way to compress the gradient of a tasklet into a payload."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_read_by_cards(self) -> bool: ...
+    def payload_bytes(self, numel: int, gradient_dtype: DType = DType.FLOAT32) -> int:
+        """The most that the payload of a tasklet takes."""
+
+    def value_dtype(self, gradient_dtype: DType = DType.FLOAT32) -> DType:
+        """Type of the values that are read from a payload."""
+
+class TopK(GradientCodec):
+    """
+    Sends the ceil(ratio * n) elements of largest magnitude of a tasklet's n, less where others are zero.
+
+    In order of the magnitude's fp32 bits (NaN is largest), and of the index where they are equal. Values are
+    rounded to nearest, ties to even; a finite one stays finite. A ratio of 1 sends zeros, too, in the
+    gradient's own type.
+
+    Args:
+        ratio: Of elements, in (0, 1].
+        value_dtype: Of what is sent; None is the gradient's.
+        exact: False chooses by a magnitude that is estimated from a sample, wherever this reads an eighth of the
+            elements at most (from 12,800 elements to send on): the number of elements sent is then, at four
+            standard deviations, within a tenth of that wanted, and never above it by more.
+
+    Raises:
+        ValueError: The ratio is another.
+    """
+
+    def __init__(self, *, ratio: float, value_dtype: DType | None = None, exact: bool = True) -> None: ...
+    @property
+    def ratio(self) -> float: ...
+    @property
+    def exact(self) -> bool: ...
+    def count(self, numel: int) -> int:
+        """Elements to send of so many."""
+
+class BlockScaled(GradientCodec):
+    """
+    Sends every element in 8 bits: as the nearest multiple, of 127 at most, of a power of two for each 256.
+
+    The error is at most a 127th of the block's largest magnitude (or 2**-127). Values are read as fp32 and
+    are exact in bf16, too. Magnitudes above 127 * 2**121, and NaN, become that. Cards do not read it.
+    """
+
+    def __init__(self) -> None: ...
+
 class Tasklet:
     """
     One extent, read at one place and written at another, of the same file or not.
@@ -378,6 +428,9 @@ class Tasklet:
     `offset` is that of the first element in the partition, a multiple of 256: stochastic rounding
     depends on it. `blocks` tells where parameters meet, for formats that have blocks. `payload` is the
     address of a compressed gradient, for segments that have the type of its values and no gradient.
+    In a batch with a codec it is that of `payload_bytes` for the segments' gradients to be compressed to;
+    `residual` is then the address of the tasklet's fp32 residual, if it has one, and elements in `padding`,
+    ranges of (offset, numel) in ascending order, are never sent.
     """
 
     def __init__(
@@ -399,6 +452,8 @@ class Tasklet:
         blocks: Blocks | None = None,
         payload: int = 0,
         payload_bytes: int = 0,
+        residual: int = 0,
+        padding: Sequence[tuple[int, int]] = [],
     ) -> None: ...
     @property
     def index(self) -> int: ...
@@ -430,6 +485,10 @@ class Tasklet:
     def payload(self) -> int: ...
     @property
     def payload_bytes(self) -> int: ...
+    @property
+    def residual(self) -> int: ...
+    @property
+    def padding(self) -> list[tuple[int, int]]: ...
 
 class Batch:
     """
@@ -437,6 +496,11 @@ class Batch:
 
     With a stream, parameters lie in its device's memory; they travel through it and
     through one slot of host memory for each ring buffer.
+
+    With a codec (UPDATE only), every tasklet's gradient is compressed into its payload just
+    before it is updated by what the payload has. A tasklet may have an unscaled residual, what
+    earlier steps did not send: residual_scale times it is added to the gradient, which is scaled
+    by that, before. The batch leaves residuals as they are: feed_back() is for them.
     """
 
     def __init__(
@@ -445,6 +509,8 @@ class Batch:
         tasklets: Sequence[Tasklet],
         steps: Sequence[AdamStep | AdagradStep | SgdStep] = [],
         stream: CudaStream | None = None,
+        codec: GradientCodec | None = None,
+        residual_scale: float = 1.0,
     ) -> None: ...
     @property
     def operation(self) -> Operation: ...
@@ -452,6 +518,55 @@ class Batch:
     def tasklets(self) -> list[Tasklet]: ...
     @property
     def steps(self) -> list[AdamStep | AdagradStep | SgdStep]: ...
+    @property
+    def residual_scale(self) -> float: ...
+
+def encode_gradient(codec: GradientCodec, tasklet: Tasklet, *, residual_scale: float = 1.0) -> int:
+    """
+    Compress a tasklet's gradient into its payload now, as UPDATE does for a batch with this codec.
+
+    Returns:
+        Bytes of the payload.
+
+    Raises:
+        ValueError: It cannot be compressed.
+    """
+
+def decode_gradient(
+    payload: int, nbytes: int, numel: int, out: int, *, first: int = 0, last: int | None = None
+) -> DType:
+    """
+    Write elements [first, last) of a payload's gradient to `out`, dense, in the type that is returned.
+
+    Args:
+        payload: Address, a multiple of 4.
+        nbytes: Of the payload.
+        numel: Elements of the tasklet.
+        out: Address of memory for (last - first) elements of up to 4 bytes.
+        first: Element.
+        last: Element; None is numel.
+
+    Raises:
+        ValueError: It is not a payload for so many elements.
+    """
+
+def feed_back(tasklets: Sequence[Tasklet], *, residual_scale: float = 1.0, threads: int = 1) -> None:
+    """
+    After a step whose gradients were compressed: what was not sent becomes the residual.
+
+    With y = gradient + residual * residual_scale, and v what the payload sent of it (zero where nothing was),
+    each element that was updated gets residual = (y - v) / residual_scale. Padding and elements without a
+    step keep theirs.
+
+    Args:
+        tasklets: Of the step, with the payloads that it wrote and its gradients; those that have no residual
+            are passed by.
+        residual_scale: Of the gradients.
+        threads: That work at a time.
+
+    Raises:
+        ValueError: A payload or a tasklet is not in order; no residual has changed.
+    """
 
 class TransferSchedule:
     """The order of a batch as a pure state machine: no I/O, no clock, no threads."""

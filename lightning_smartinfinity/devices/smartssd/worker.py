@@ -192,4 +192,6 @@ def _in_one_file(tasklet: native.Tasklet) -> native.Tasklet:
         offset=tasklet.offset,
         payload=tasklet.payload,
         payload_bytes=tasklet.payload_bytes,
+        residual=tasklet.residual,
+        padding=tasklet.padding,
     )

@@ -3,8 +3,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "compression.hpp"
 #include "extent.hpp"
-#include "sparse_gradient.hpp"
+#include "gradient_payload.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -20,7 +21,7 @@ class Checker {
     void check(std::size_t num_files, std::size_t buffer_bytes) const {
         check_sizes(num_files, buffer_bytes);
         check_operation();
-        if (tasklet_.payload != 0) check_payload();
+        check_compression();
         std::uint64_t end = 0;
         for (const Segment& segment : tasklet_.segments) {
             check_range(segment, end);
@@ -29,6 +30,16 @@ class Checker {
             end = segment.offset + segment.numel;
         }
         if (batch_.stream) check_parameter_dtypes();
+    }
+
+    void check_gradients() const {
+        std::uint64_t end = 0;
+        for (const Segment& segment : tasklet_.segments) {
+            check_range(segment, end);
+            check_addresses(segment);
+            end = segment.offset + segment.numel;
+        }
+        if (const auto problem = problem_of_compression(batch_, tasklet_)) refuse(*problem);
     }
 
  private:
@@ -83,6 +94,15 @@ class Checker {
         if (covered != tasklet_.numel) refuse("master_in_parameter needs segments that cover the whole tasklet");
     }
 
+    void check_compression() const {
+        if (batch_.codec) {
+            if (const auto problem = problem_of_compression(batch_, tasklet_)) refuse(*problem);
+            return;
+        }
+        if (tasklet_.residual != 0 || !tasklet_.padding.empty()) refuse("residual and padding are for a codec");
+        if (tasklet_.payload != 0) check_payload();
+    }
+
     void check_payload() const {
         if (batch_.operation != Operation::kUpdate) refuse("a payload is for UPDATE only");
         if (tasklet_.payload % sizeof(float) != 0) refuse("the payload's address is misaligned");
@@ -98,7 +118,7 @@ class Checker {
     DType payload_dtype() const {
         try {
             const auto* const payload = reinterpret_cast<const std::byte*>(tasklet_.payload);
-            return SparseGradient(payload, tasklet_.payload_bytes, tasklet_.numel).dtype();
+            return open_payload(payload, tasklet_.payload_bytes, tasklet_.numel)->dtype();
         } catch (const std::invalid_argument& error) {
             refuse(error.what());
         }
@@ -181,6 +201,10 @@ class Checker {
 
 void validate(const Batch& batch, StateFormat format, std::size_t num_files, std::size_t buffer_bytes) {
     for (const Tasklet& tasklet : batch.tasklets) Checker(batch, format, tasklet).check(num_files, buffer_bytes);
+}
+
+void validate_gradients(const Batch& batch) {
+    for (const Tasklet& tasklet : batch.tasklets) Checker(batch, StateFormat::kFp32, tasklet).check_gradients();
 }
 
 }  // namespace smart_infinity

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "blocks.hpp"
@@ -14,6 +15,7 @@
 namespace smart_infinity {
 
 class CudaStream;
+class GradientCodec;
 
 constexpr std::size_t kMaxArrays = 8;
 
@@ -36,6 +38,8 @@ struct Segment {
     std::size_t num_arrays = 0;                // of `arrays`, as given
 };
 
+using ElementRange = std::pair<std::uint64_t, std::uint64_t>;  // offset, elements
+
 // A slice of the partition: one extent on storage, which a write may move to another file. Segments are in ascending
 // order and do not overlap.
 struct Tasklet {
@@ -53,8 +57,12 @@ struct Tasklet {
     bool master_in_parameter = false;
     std::uint64_t offset = 0;              // of the first element in the partition, for stochastic rounding
     std::shared_ptr<const Blocks> blocks;  // of a format that has some; none: the grid
-    Address payload = 0;                   // of a compressed gradient, that of all segments; 0: they have theirs
-    std::uint64_t payload_bytes = 0;
+    // Of a compressed gradient, that of all segments; 0: they have theirs. With the batch's codec, where theirs are
+    // compressed to.
+    Address payload = 0;
+    std::uint64_t payload_bytes = 0;    // with a codec, those there are
+    Address residual = 0;               // fp32, of every element: what earlier payloads did not send; 0: none
+    std::vector<ElementRange> padding;  // elements that a codec leaves out, in ascending order
 };
 
 struct Batch {
@@ -63,6 +71,9 @@ struct Batch {
     std::vector<UpdateStep> steps;
     // Parameters are in the memory of its device and travel through it; none: they are in host memory.
     std::shared_ptr<const CudaStream> stream;
+    // Every tasklet's gradient is compressed just before it is updated by what was sent; none: as it is.
+    std::shared_ptr<const GradientCodec> codec;
+    float residual_scale = 1;  // of the gradients; residuals are not scaled
 };
 
 constexpr bool reads(Operation operation) { return operation != Operation::kWrite; }
@@ -71,5 +82,7 @@ constexpr bool writes(Operation operation) { return operation != Operation::kRea
 // Throws std::invalid_argument, naming the tasklet, unless a pipeline of this format and these sizes can work the
 // batch.
 void validate(const Batch& batch, StateFormat format, std::size_t num_files, std::size_t buffer_bytes);
+// The same, unless residuals can be fed by the gradients and payloads of the batch.
+void validate_gradients(const Batch& batch);
 
 }  // namespace smart_infinity

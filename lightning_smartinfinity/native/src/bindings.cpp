@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -19,10 +20,12 @@
 #include <vector>
 
 #include "bindings_card.hpp"
+#include "bindings_gradients.hpp"
 #include "crc32c.hpp"
 #include "cuda_device.hpp"
 #include "fault_injection.hpp"
 #include "file_queue.hpp"
+#include "gradient_codec.hpp"
 #include "instruction_set.hpp"
 #include "io_engines.hpp"
 #include "pipeline.hpp"
@@ -450,15 +453,18 @@ void bind_tasklet(nb::module_& m) {
         "is not read, or only its remainder: it is the parameter, and segments cover the whole tasklet.\n"
         "`offset` is that of the first element in the partition, a multiple of 256: stochastic rounding\n"
         "depends on it. `blocks` tells where parameters meet, for formats that have blocks. `payload` is the\n"
-        "address of a compressed gradient, for segments that have the type of its values and no gradient.")
+        "address of a compressed gradient, for segments that have the type of its values and no gradient.\n"
+        "In a batch with a codec it is that of `payload_bytes` for the segments' gradients to be compressed to;\n"
+        "`residual` is then the address of the tasklet's fp32 residual, if it has one, and elements in `padding`,\n"
+        "ranges of (offset, numel) in ascending order, are never sent.")
         .def(
             "__init__",
             [](Tasklet* self, std::uint64_t index, std::uint64_t numel, std::uint64_t num_arrays,
                std::uint64_t extent_bytes, std::uint64_t read_file, std::uint64_t read_offset,
                std::uint64_t read_generation, std::uint64_t write_file, std::uint64_t write_offset,
                std::uint64_t write_generation, std::vector<Segment> segments, bool master_in_parameter,
-               std::uint64_t offset, std::shared_ptr<const Blocks> blocks, Address payload,
-               std::uint64_t payload_bytes) {
+               std::uint64_t offset, std::shared_ptr<const Blocks> blocks, Address payload, std::uint64_t payload_bytes,
+               Address residual, std::vector<ElementRange> padding) {
                 new (self) Tasklet{index,
                                    numel,
                                    num_arrays,
@@ -474,12 +480,14 @@ void bind_tasklet(nb::module_& m) {
                                    offset,
                                    std::move(blocks),
                                    payload,
-                                   payload_bytes};
+                                   payload_bytes,
+                                   residual,
+                                   std::move(padding)};
             },
             nb::kw_only(), "index"_a, "numel"_a, "num_arrays"_a, "extent_bytes"_a, "read_file"_a, "read_offset"_a,
             "read_generation"_a, "write_file"_a, "write_offset"_a, "write_generation"_a, "segments"_a,
             "master_in_parameter"_a = false, "offset"_a = 0, "blocks"_a = nb::none(), "payload"_a = 0,
-            "payload_bytes"_a = 0)
+            "payload_bytes"_a = 0, "residual"_a = 0, "padding"_a = std::vector<ElementRange>())
         .def_ro("index", &Tasklet::index)
         .def_ro("numel", &Tasklet::numel)
         .def_ro("num_arrays", &Tasklet::num_arrays)
@@ -494,24 +502,34 @@ void bind_tasklet(nb::module_& m) {
         .def_ro("master_in_parameter", &Tasklet::master_in_parameter)
         .def_ro("offset", &Tasklet::offset)
         .def_ro("payload", &Tasklet::payload)
-        .def_ro("payload_bytes", &Tasklet::payload_bytes);
+        .def_ro("payload_bytes", &Tasklet::payload_bytes)
+        .def_ro("residual", &Tasklet::residual)
+        .def_ro("padding", &Tasklet::padding);
 }
 
 void bind_batch(nb::module_& m) {
     nb::class_<Batch>(m, "Batch",
                       "Tasklets to work in order. Validated by Pipeline.submit().\n\n"
                       "With a stream, parameters lie in its device's memory; they travel through it and\n"
-                      "through one slot of host memory for each ring buffer.")
+                      "through one slot of host memory for each ring buffer.\n\n"
+                      "With a codec (UPDATE only), every tasklet's gradient is compressed into its payload just\n"
+                      "before it is updated by what the payload has. A tasklet may have an unscaled residual, what\n"
+                      "earlier steps did not send: residual_scale times it is added to the gradient, which is scaled\n"
+                      "by that, before. The batch leaves residuals as they are: feed_back() is for them.")
         .def(
             "__init__",
             [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<UpdateStep> steps,
-               std::shared_ptr<const CudaStream> stream) {
-                new (self) Batch{operation, std::move(tasklets), std::move(steps), std::move(stream)};
+               std::shared_ptr<const CudaStream> stream, std::shared_ptr<const GradientCodec> codec,
+               float residual_scale) {
+                new (self) Batch{operation,         std::move(tasklets), std::move(steps),
+                                 std::move(stream), std::move(codec),    residual_scale};
             },
-            "operation"_a, "tasklets"_a, "steps"_a = std::vector<UpdateStep>(), "stream"_a = nb::none())
+            "operation"_a, "tasklets"_a, "steps"_a = std::vector<UpdateStep>(), "stream"_a = nb::none(),
+            "codec"_a = nb::none(), "residual_scale"_a = 1.0f)
         .def_ro("operation", &Batch::operation)
         .def_ro("tasklets", &Batch::tasklets)
-        .def_ro("steps", &Batch::steps);
+        .def_ro("steps", &Batch::steps)
+        .def_ro("residual_scale", &Batch::residual_scale);
 }
 
 std::optional<IoEngineKind> io_engine_of(const std::string& name) {
@@ -843,8 +861,10 @@ NB_MODULE(_core, m) {
     bind_segment(m);
     bind_operation(m);
     bind_blocks(m);
+    bind_gradient_codecs(m);
     bind_tasklet(m);
     bind_batch(m);
+    bind_gradients(m);
     bind_schedule(m);
     bind_results(m);
     bind_io_engines(m);

@@ -14,6 +14,9 @@
 #include <vector>
 
 #include "card_job.hpp"
+#include "compression.hpp"
+#include "gradient_codec.hpp"
+#include "payload_header.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -102,7 +105,13 @@ class CardUpdater final : public Updater {
         for (const UpdateStep& step : batch.steps) {
             require(type.has(step), std::string("Batch: kernel ") + type.name + " has no " + rule_of(step).step);
         }
-        for (const Tasklet& tasklet : batch.tasklets) require_workable(tasklet, type);
+        if (batch.codec && !batch.codec->is_read_by_cards()) {
+            require(false, "Batch: a card reads no gradients that are compressed by " + batch.codec->name());
+        }
+        for (const Tasklet& tasklet : batch.tasklets) {
+            require_workable(tasklet, type);
+            require_readable(batch, tasklet);
+        }
     }
 
     ExtentMemory memory(std::size_t buffer, const Tasklet&) const override {
@@ -148,21 +157,33 @@ class CardUpdater final : public Updater {
         traffic_ += traffic;
     }
 
+    static void require_of(const Tasklet& tasklet, bool condition, const std::string& problem) {
+        require(condition, "Batch: tasklet " + std::to_string(tasklet.index) + ": " + problem);
+    }
+
+    void require_readable(const Batch& batch, const Tasklet& tasklet) const {
+        if (tasklet.payload == 0) return;
+        const std::size_t most =
+            batch.codec ? batch.codec->payload_bytes(tasklet.numel, gradient_dtype_of(tasklet)) : tasklet.payload_bytes;
+        require_of(tasklet, most <= options_.gradient_bytes, "its payload does not fit gradient_bytes");
+        if (batch.codec || tasklet.payload_bytes < sizeof(PayloadHeader)) return;
+        const auto* const payload = reinterpret_cast<const std::byte*>(tasklet.payload);
+        require_of(tasklet, magic_of(payload, tasklet.payload_bytes) != kBlockScaledMagic,
+                   "a card reads no block-scaled gradient");
+    }
+
     void require_workable(const Tasklet& tasklet, const CardKernelType& type) const {
-        const auto require_of = [&tasklet](bool condition, const std::string& problem) {
-            require(condition, "Batch: tasklet " + std::to_string(tasklet.index) + ": " + problem);
-        };
-        require_of(!tasklet.master_in_parameter, "a card reads the master from storage");
-        require_of(tasklet.num_arrays == type.num_arrays,
+        require_of(tasklet, !tasklet.master_in_parameter, "a card reads the master from storage");
+        require_of(tasklet, tasklet.num_arrays == type.num_arrays,
                    std::string("kernel ") + type.name + " has " + std::to_string(type.num_arrays) + " arrays");
-        require_of(tasklet.numel <= kLargestCardNumel,
+        require_of(tasklet, tasklet.numel <= kLargestCardNumel,
                    "a kernel works at most " + std::to_string(kLargestCardNumel) + " elements");
-        require_of(tasklet.payload_bytes <= options_.gradient_bytes, "its payload does not fit gradient_bytes");
         for (const CardPass& pass : card_passes(tasklet)) {
             require_of(
+                tasklet,
                 tasklet.payload != 0 || tasklet.numel * item_bytes(pass.gradient_dtype) <= options_.gradient_bytes,
                 "its gradient does not fit gradient_bytes");
-            require_of(tasklet.numel * item_bytes(pass.parameter_dtype) <= options_.parameter_bytes,
+            require_of(tasklet, tasklet.numel * item_bytes(pass.parameter_dtype) <= options_.parameter_bytes,
                        "its parameters do not fit parameter_bytes");
         }
     }

@@ -2,13 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <vector>
 
 #include "codec.hpp"
 #include "crc32c.hpp"
 #include "flush_subnormals.hpp"
+#include "gradient_payload.hpp"
 #include "instruction_set.hpp"
-#include "sparse_gradient.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -68,9 +69,10 @@ class TaskletWork {
 
  private:
     std::optional<std::string> open_payload() {
-        sparse_.emplace(reinterpret_cast<const std::byte*>(tasklet_.payload), tasklet_.payload_bytes, tasklet_.numel);
-        dense_.resize(kChunkNumel * item_bytes(sparse_->dtype()));
-        return sparse_->check();
+        payload_ = smart_infinity::open_payload(reinterpret_cast<const std::byte*>(tasklet_.payload),
+                                                tasklet_.payload_bytes, tasklet_.numel);
+        dense_.resize(kChunkNumel * item_bytes(payload_->dtype()));
+        return payload_->check();
     }
 
     void work_chunks() {
@@ -78,7 +80,7 @@ class TaskletWork {
         for (std::size_t begin = 0; begin < tasklet_.numel; begin += kChunkNumel) {
             const std::size_t end = std::min<std::size_t>(begin + kChunkNumel, tasklet_.numel);
             if (takes_arrays()) open_chunk(begin, end);
-            if (sparse_) sparse_->decode(begin, end, dense_.data());
+            if (payload_) payload_->decode(begin, end, dense_.data());
             for (; segment != tasklet_.segments.end(); ++segment) {
                 work_part(*segment, begin, end);
                 if (segment->offset + segment->numel > end) break;  // goes on in the next chunk
@@ -109,7 +111,7 @@ class TaskletWork {
         if (part.segment.step == kNoStep) return;
         const UpdateStep& step = batch_.steps[static_cast<std::size_t>(part.segment.step)];
         const std::byte* const gradient =
-            sparse_ ? dense_.data() + (part.offset - begin) * item_bytes(sparse_->dtype()) : part.gradient();
+            payload_ ? dense_.data() + (part.offset - begin) * item_bytes(payload_->dtype()) : part.gradient();
         codec_.update(step, part.offset, part.numel, part.segment, gradient, part.parameter());
     }
 
@@ -185,9 +187,9 @@ class TaskletWork {
     Guards guards_;
     const Kernels& kernels_;
     Codec codec_;
-    std::optional<SparseGradient> sparse_;     // of a tasklet whose gradient is compressed
-    std::vector<std::byte> dense_;             // its elements of the chunk being worked
-    std::array<float*, kMaxArrays> values_{};  // of the chunk being written
+    std::unique_ptr<GradientPayload> payload_;  // of a tasklet whose gradient is compressed
+    std::vector<std::byte> dense_;              // its elements of the chunk being worked
+    std::array<float*, kMaxArrays> values_{};   // of the chunk being written
     std::array<std::vector<float>, kMaxArrays> memory_;
     Checksums checksums_{};
 };

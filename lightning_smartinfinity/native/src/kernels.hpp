@@ -63,6 +63,10 @@ struct CellPart {
     std::size_t numel;
 };
 
+// Of a block-scaled gradient: the largest that a block's exponent may be, so that 127 times the scale is finite. The
+// scale is 2**(exponent - 127).
+constexpr std::uint32_t kLargestScale = 248;
+
 // A block of 8-bit codes, and the exponent that they share.
 struct Codes {
     std::uint8_t* codes;
@@ -92,6 +96,14 @@ struct Kernels {
     using Split = void (*)(const float* values, std::uint16_t* parameter, std::uint16_t* remainder, std::size_t numel);
     using Join = void (*)(const std::uint16_t* parameter, const std::uint16_t* remainder, float* out,
                           std::size_t numel);
+    using AddResidual = void (*)(const void* gradient, const float* residual, float scale, float* out,
+                                 std::size_t numel);
+    using FeedResidual = void (*)(const void* gradient, const float* sent, float scale, float* residual,
+                                  std::size_t numel);
+    using Collect = std::size_t (*)(const float* values, std::size_t numel, std::uint32_t least, std::uint32_t first,
+                                    std::uint32_t* elements, float* out);
+    using EncodeGradient = void (*)(const float* values, std::size_t numel, std::int8_t* codes, std::uint8_t* exponent);
+    using DecodeGradient = void (*)(const std::int8_t* codes, std::uint8_t exponent, float* out, std::size_t numel);
 
     Updates<AdamStep> adam;
     Updates<AdagradStep> adagrad;
@@ -111,6 +123,15 @@ struct Kernels {
     Decode decode_exp_avg_sq;
     Split split;  // fp32 into its bf16 and a remainder
     Join join;
+
+    // Compressed gradients.
+    AddResidual add_residual[kNumDTypes];    // out = gradient + residual * scale
+    FeedResidual feed_residual[kNumDTypes];  // residual = (gradient + residual * scale - sent) / scale
+    // Values whose magnitude's bits are at least `least`, and their elements, of which the first is `first`. Returns
+    // how many, and has then written up to `numel`.
+    Collect collect;
+    EncodeGradient encode_gradient;  // a block of at most kCellNumel elements
+    DecodeGradient decode_gradient;
 };
 
 extern const Kernels kScalarKernels;

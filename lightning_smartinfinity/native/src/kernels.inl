@@ -465,6 +465,10 @@ void join(const std::uint16_t* parameter, const std::uint16_t* remainder, float*
     }
 }
 
+// ---- compressed gradients
+
+#include "kernels_gradients.inl"
+
 }  // namespace
 
 #define SMART_INFINITY_UPDATE_ROW(rule, Gradient) \
@@ -499,6 +503,11 @@ const Kernels SMART_INFINITY_KERNELS = {
     decode<ExpAvgSqCode>,
     split,
     join,
+    {add_residual<Float32>, add_residual<Float16>, add_residual<BFloat16>},
+    {feed_residual<Float32>, feed_residual<Float16>, feed_residual<BFloat16>},
+    collect,
+    encode_gradient,
+    decode_gradient,
 };
 
 #undef SMART_INFINITY_UPDATE_ROW

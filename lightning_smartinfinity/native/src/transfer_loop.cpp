@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "card_updater.hpp"
+#include "compression.hpp"
 #include "host_updater.hpp"
 #include "stopwatch.hpp"
 #include "transfer_failures.hpp"
@@ -373,8 +374,11 @@ std::optional<Failure> TransferLoop::compute(const TransferItem& item, std::size
     }
     const Guards guards{.verifies = item.residence != Residence::kHeld,
                         .seals = item.residence == Residence::kNone || resident_.writes_through()};
-    const auto refusal =
-        updater_->work({*item.batch, tasklet, buffer, memory(buffer), slot(*item.batch, buffer), guards});
+    // Here and not before: on all threads, beside what is read and written.
+    std::optional<Tasklet> compressed;
+    if (item.batch->codec) compressed = compress(*item.batch, tasklet);
+    const auto refusal = updater_->work(
+        {*item.batch, compressed ? *compressed : tasklet, buffer, memory(buffer), slot(*item.batch, buffer), guards});
     return refusal ? std::optional(refused(*refusal, tasklet, path_of(tasklet, Direction::kRead))) : std::nullopt;
 }
 

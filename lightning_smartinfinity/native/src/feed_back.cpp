@@ -1,0 +1,90 @@
+#include "feed_back.hpp"
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "gradient_payload.hpp"
+#include "gradient_source.hpp"
+#include "instruction_set.hpp"
+#include "worker_pool.hpp"
+
+namespace smart_infinity {
+namespace {
+
+// Calls work(index) for each index below `count`, on several threads. What is thrown by one of them is thrown in the
+// end.
+template <class Work>
+void for_each_index(std::size_t count, std::size_t threads, const Work& work) {
+    std::atomic<std::size_t> next{0};
+    std::mutex mutex;
+    std::exception_ptr error;
+    const auto run = [&] {
+        try {
+            for (std::size_t index = next++; index < count; index = next++) work(index);
+        } catch (...) {
+            const std::lock_guard lock(mutex);
+            if (!error) error = std::current_exception();
+        }
+    };
+    {
+        const BlockedSignals blocked;
+        std::vector<std::jthread> others;
+        while (others.size() + 1 < std::min(threads, count)) others.emplace_back(run);
+        run();
+    }
+    if (error) std::rethrow_exception(error);
+}
+
+std::unique_ptr<GradientPayload> checked_payload(const Tasklet& tasklet) {
+    const auto refuse = [&](const std::string& problem) {
+        throw std::invalid_argument("feed_back: the compressed gradient of tasklet " + std::to_string(tasklet.index) +
+                                    " is refused: " + problem);
+    };
+    std::unique_ptr<GradientPayload> payload;
+    try {
+        const auto* const memory = reinterpret_cast<const std::byte*>(tasklet.payload);
+        payload = open_payload(memory, payload_bytes(memory, tasklet.payload_bytes), tasklet.numel);
+    } catch (const std::invalid_argument& error) {
+        refuse(error.what());
+    }
+    if (const auto problem = payload->check()) refuse(*problem);
+    return payload;
+}
+
+void feed(const Tasklet& tasklet, const GradientPayload& payload, float scale) {
+    const GradientSource source(tasklet, scale);
+    const Kernels& table = kernels();
+    const auto feed_residual = table.feed_residual[static_cast<std::size_t>(source.dtype())];
+    const auto widen = table.widen[static_cast<std::size_t>(payload.dtype())];
+    alignas(64) float values[GradientSource::kChunkNumel];
+    alignas(64) float sent[GradientSource::kChunkNumel];
+    const bool widens = payload.dtype() != DType::kFloat32;
+    source.for_each_stored([&](std::uint64_t first, std::size_t numel, const std::byte* gradient, float* residual) {
+        payload.decode(first, first + numel, widens ? values : sent);
+        if (widens) widen(values, sent, numel);
+        feed_residual(gradient, sent, scale, residual, numel);
+    });
+}
+
+}  // namespace
+
+void feed_back(const std::vector<Tasklet>& tasklets, float residual_scale, std::size_t threads) {
+    if (threads < 1) throw std::invalid_argument("feed_back: threads must be at least 1");
+    const Batch batch{Operation::kUpdate, tasklets, {}, nullptr, nullptr, residual_scale};
+    std::vector<const Tasklet*> fed;
+    for (const Tasklet& tasklet : batch.tasklets) {
+        if (tasklet.residual != 0) fed.push_back(&tasklet);
+    }
+    validate_gradients(batch);
+    std::vector<std::unique_ptr<GradientPayload>> payloads(fed.size());
+    for_each_index(fed.size(), threads, [&](std::size_t index) { payloads[index] = checked_payload(*fed[index]); });
+    for_each_index(fed.size(), threads,
+                   [&](std::size_t index) { feed(*fed[index], *payloads[index], residual_scale); });
+}
+
+}  // namespace smart_infinity
