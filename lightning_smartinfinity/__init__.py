@@ -13,6 +13,7 @@ from lightning_smartinfinity import _autoload
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.callbacks import StorageTrafficMonitor
+    from lightning_smartinfinity.compression import BlockScaled, TopK
     from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
     from lightning_smartinfinity.errors import (
         CheckpointError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockScaled",
     "CheckpointError",
     "ConfigError",
     "CudaError",
@@ -49,12 +51,14 @@ __all__ = [
     "StorageFullError",
     "StorageLockedError",
     "StorageTrafficMonitor",
+    "TopK",
     "TransferConfig",
     "UnsupportedError",
     "__version__",
 ]
 
 _HOMES = {
+    "BlockScaled": "compression",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "CudaError": "errors",
@@ -70,6 +74,7 @@ _HOMES = {
     "StorageFullError": "errors",
     "StorageLockedError": "errors",
     "StorageTrafficMonitor": "callbacks",
+    "TopK": "compression",
     "TransferConfig": "config",
     "UnsupportedError": "errors",
 }

@@ -19,6 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
@@ -53,7 +54,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
             SGD have ``"fp32"`` only (8).
         overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), ``"backward"`` (and the
             forward after it), or ``"auto"``.
-        compression: Not available in this version.
+        compression: How gradients travel to the update: :class:`TopK` sends the largest of them, :class:`BlockScaled`
+            all in 8 bits; None: as they are. It pays where they cross a channel, as with SmartSSDs.
         activations: Not available in this version.
         transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and the name and life of the
             files.
@@ -78,7 +80,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         smartssd: SmartSSDConfig | None = None,
         state_format: str = "fp32",
         overlap: str = "auto",
-        compression: object | None = None,
+        compression: GradientCodec | None = None,
         activations: object | None = None,
         transfer: TransferConfig | None = None,
         zero: Mapping[str, Any] | None = None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from lightning_smartinfinity.compression import GradientCodec, checked_compression
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.xclbin import require_xclbin_named
@@ -56,7 +57,7 @@ class NearStorage:
         smartssd: SmartSSDConfig | None,
         state_format: str,
         overlap: str,
-        compression: object | None,
+        compression: GradientCodec | None,
         activations: object | None,
         transfer: TransferConfig | None,
         zero: Mapping[str, Any] | None,
@@ -69,7 +70,7 @@ class NearStorage:
         """
         check_options(type(self).__name__, options, known)
         check_choices(update_device=update_device, state_format=state_format, overlap=overlap)
-        check_absent(compression=compression, activations=activations)
+        check_absent(activations=activations)
         check_lightning_options(options)
         self._storage = storage_folders(storage)
         self._transfer = checked_transfer(transfer)
@@ -79,6 +80,7 @@ class NearStorage:
         if update_device == "smartssd":
             require_xclbin_named(smartssd)
         self._overlap = overlap
+        self._compression = checked_compression(compression)
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
         self._training_engine: Any = None
@@ -211,6 +213,7 @@ class NearStorage:
             transfer=self._transfer,
             state_format=self._state_format,
             overlap=self._overlap,
+            compression=self._compression,
             update_device=self._update_device,
             smartssd=self._smartssd,
         )

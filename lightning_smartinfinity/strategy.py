@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks
+from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
@@ -68,7 +69,8 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             SGD have ``"fp32"`` only (8).
         overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), ``"backward"`` (and the
             forward after it), or ``"auto"``.
-        compression: Not available in this version.
+        compression: How gradients travel to the update: :class:`TopK` sends the largest of them, :class:`BlockScaled`
+            all in 8 bits; None: as they are. It pays where they cross a channel, as with SmartSSDs.
         activations: Not available in this version.
         transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and the name and life of the
             files.
@@ -95,7 +97,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         smartssd: SmartSSDConfig | None = None,
         state_format: str = "fp32",
         overlap: str = "auto",
-        compression: object | None = None,
+        compression: GradientCodec | None = None,
         activations: object | None = None,
         transfer: TransferConfig | None = None,
         zero: Mapping[str, Any] | None = None,

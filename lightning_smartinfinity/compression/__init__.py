@@ -1,6 +1,11 @@
-"""Room for gradient compression on the way to the storage devices: top-k selection with error feedback.
+"""Gradient compression on the way to the update: codecs, one file each.
 
-Nothing is built yet. A codec here will turn one tasklet's gradient into fewer bytes before it crosses the shared
-channel and be decoded next to the update. It may import ``store``, ``native``, ``config`` and ``errors``; ``transfer``
-is its only caller.
+A codec turns one tasklet's gradient into fewer bytes before it crosses the shared channel; it is decoded next to the
+update. ``transfer`` is the only caller.
 """
+
+from lightning_smartinfinity.compression.base import GradientCodec, checked_compression
+from lightning_smartinfinity.compression.block_scaled import BlockScaled
+from lightning_smartinfinity.compression.top_k import TopK
+
+__all__ = ["BlockScaled", "GradientCodec", "TopK", "checked_compression"]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.store.spread import Placement
+from lightning_smartinfinity.transfer.compressed_gradients import Compression
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import Flat
 
@@ -111,7 +112,13 @@ class Places(NamedTuple):
     blocks: Sequence[native.Blocks | None]
 
     def tasklet(
-        self, layout: PartitionLayout, index: int, segments: list[native.Segment], *, master_in_parameter: bool = False
+        self,
+        layout: PartitionLayout,
+        index: int,
+        segments: list[native.Segment],
+        *,
+        master_in_parameter: bool = False,
+        compression: Compression = Compression(),  # noqa: B008  it is immutable
     ) -> native.Tasklet:
         """One tasklet of a batch, read at its current place and written at its next."""
         extents, where = layout.extents, layout.tasklets[index]
@@ -130,6 +137,7 @@ class Places(NamedTuple):
             master_in_parameter=master_in_parameter,
             offset=where.offset,
             blocks=self.blocks[index],
+            **compression._asdict(),
         )
 
 

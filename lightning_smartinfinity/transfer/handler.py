@@ -230,6 +230,7 @@ class TransferHandler:
         step = self._require_step()
         with committing(self._store, step.generation, together):
             step.commit()
+        step.feed_back()
         self._step = None
         self._measured()
         self._num_steps += 1

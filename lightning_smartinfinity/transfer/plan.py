@@ -14,6 +14,8 @@ from lightning_smartinfinity import native
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
+
 __all__ = ["CudaPartition", "Flat", "StagedPartition", "StepPlan"]
 
 
@@ -96,6 +98,8 @@ class StepPlan:
             ``"int8_remainder"``: what lies there when the step begins is what is updated.
         groups: The optimizer's ``param_groups``, read once when the step begins.
         gradient_scale: Factor on every gradient before the update: one over the combined loss and clipping scale.
+        compressed: Where gradients are compressed to; None: they reach the update as they are.
+        loss_scale: Of the gradients, which a residual does not have.
         first_uses: int64[num_parameters]: tasklets are worked in the order of the least of these numbers among their
             parameters; None: in partition order. It changes no result.
     """
@@ -105,4 +109,6 @@ class StepPlan:
     outputs: Sequence[Flat] | CudaPartition | StagedPartition
     groups: Sequence[Mapping[str, Any]]
     gradient_scale: float = 1.0
+    compressed: CompressedGradients | None = None
+    loss_scale: float = 1.0
     first_uses: NDArray[np.int64] | None = None

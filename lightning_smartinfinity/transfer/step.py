@@ -58,6 +58,9 @@ class Step:
         self.grows = grows
         self.generation = store.generation + 1
         self._outputs = plan.outputs
+        self._compressed = plan.compressed
+        self._loss_scale = plan.loss_scale
+        self._sent: list[native.Tasklet] = []
         self._staging = staging
         # Once: a step that grows must not change its mind.
         self._places = places_of(store)
@@ -179,6 +182,11 @@ class Step:
             steps = self._updates.counts_after(self._store.steps)
             self._guarded(lambda: commit_next(self._store, self._places, self._tasklets, steps))
 
+    def feed_back(self) -> None:
+        """After :meth:`commit`, on all ranks: keep what compression left out of the gradients."""
+        if self._compressed is not None:
+            self._compressed.feed_back(self._sent, scale=self._loss_scale)
+
     def stop(self) -> None:
         """Abandon what has not begun; return when nothing is in flight. The step cannot be committed any more."""
         self._failure = self._failure or StorageError("The step was abandoned.", "Undo it.")
@@ -210,7 +218,7 @@ class Step:
 
     def _updating(self, gradients: Memory) -> BatchMaker:
         def make_batch(tasklets: Sequence[int], outputs: Memory) -> native.Batch:
-            return update_batch(
+            batch = update_batch(
                 self._layout,
                 self._pieces,
                 tasklets,
@@ -222,7 +230,12 @@ class Step:
                 master_in_parameter=self._device.updates_from_parameters
                 and isinstance(outputs, FlatMemory)
                 and outputs.dtype == self._master_dtype,
+                compressed=self._compressed,
+                loss_scale=self._loss_scale,
             )
+            if self._compressed is not None:
+                self._sent += batch.tasklets
+            return batch
 
         return make_batch
 

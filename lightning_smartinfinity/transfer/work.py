@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native.steps import UpdateStep
 from lightning_smartinfinity.transfer.batches import Memory, Piece, Places, segments_of
+from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients, Compression
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.rules import UpdateRule
 
@@ -106,6 +107,8 @@ def update_batch(
     gradients: Memory,
     outputs: Memory,
     master_in_parameter: bool,
+    compressed: CompressedGradients | None = None,
+    loss_scale: float = 1.0,
 ) -> native.Batch:
     """An optimizer step; pieces have an index into ``updates.steps`` as their key and cover the tasklets."""
 
@@ -124,9 +127,23 @@ def update_batch(
 
     listed = segments_of(layout, pieces, tasklets, segment=segment)
     worked = [
-        places.tasklet(layout, index, segments, master_in_parameter=master_in_parameter) for index, segments in listed
+        places.tasklet(
+            layout,
+            index,
+            segments,
+            master_in_parameter=master_in_parameter,
+            compression=Compression() if compressed is None else compressed.of(index),
+        )
+        for index, segments in listed
     ]
-    return native.Batch(native.Operation.UPDATE, worked, updates.steps, outputs.stream)
+    return native.Batch(
+        native.Operation.UPDATE,
+        worked,
+        updates.steps,
+        outputs.stream,
+        codec=None if compressed is None else compressed.codec,
+        residual_scale=loss_scale,
+    )
 
 
 def restore_batch(

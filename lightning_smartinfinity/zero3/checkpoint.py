@@ -29,6 +29,7 @@ from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoint_folder import reading_checkpoint
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
+from lightning_smartinfinity.zero3.saved_residual import SavedResidual, describe_residual, write_residual
 from lightning_smartinfinity.zero3.stock_checkpoint import WITHOUT_ARRAYS, describe_stock
 from lightning_smartinfinity.zero3.tensor_file import TensorFile, TensorStream, room_for
 
@@ -70,6 +71,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
             WITHOUT_ARRAYS: not with_arrays,
             "parameters": [(piece.name, piece.numel) for piece in layout.parameters],
             "steps": steps.tolist(),
+            **describe_residual(optimizer),
         },
     }
 
@@ -88,6 +90,7 @@ def write_arrays(optimizer: Any, file: TensorFile) -> None:
             stream.write(values)
 
     optimizer.settled_handler().scan(write)
+    write_residual(optimizer, file, file.state[OPTIMIZER_STATE_DICT][EXTRA_KEY])
 
 
 def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
@@ -115,14 +118,22 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optim
             extra = _checked(optimizer, state_dict, ds_config=file.state.get("ds_config", {}))
             with_arrays = load_optimizer_states and not extra.get(WITHOUT_ARRAYS)
             streams = _streams(optimizer, file, with_arrays=with_arrays)
+            residual = SavedResidual(optimizer, file, _words_of(file), wanted=load_optimizer_states)
         steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
         optimizer.settled_handler().replace(_Filler(optimizer, streams), steps=steps, together=together)
+        with together():
+            residual.restore()
     if load_optimizer_states:
         _restore_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"], ours=EXTRA_KEY in state_dict)
     optimizer.save_id = extra["save_id"]
     optimizer.loss_scaler = state_dict[LOSS_SCALER]
     optimizer.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
     optimizer.overflow = state_dict["overflow"]
+
+
+def _words_of(file: TensorFile) -> Mapping[str, Any]:
+    words: Mapping[str, Any] = file.state[OPTIMIZER_STATE_DICT].get(EXTRA_KEY, {})
+    return words
 
 
 class _Filler:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
@@ -116,18 +117,35 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         zero_padding(self, layout)
         link = link_to(torch.device(get_accelerator().current_device_name()))
         self.rank_state.hold_arena(layout, GradientArena(layout, dtype=self.gradient_accumulation_dtype, link=link))
+        self.rank_state.compressed = self._compressed(layout)
         handler = open_storage(
             self._offload,
             layout,
             rule,
             dtype=self.dtype,
-            gradient_dtype=self.gradient_accumulation_dtype,
+            gradient_bytes=self._gradient_bytes(layout),
             groups=self.optimizer.param_groups,
             masters=self._outputs(),
             first_values=self.first_values,
             group=self.dp_process_group,
         )
         self.rank_state.hold_handler(handler)
+
+    def _compressed(self, layout: PartitionLayout) -> CompressedGradients | None:
+        codec = self._offload.compression
+        if codec is None:
+            return None
+        num_threads = max(1, self._offload.transfer.compute_threads)
+        return CompressedGradients(
+            layout, codec, dtype=self.gradient_accumulation_dtype, num_threads=num_threads
+        )
+
+    def _gradient_bytes(self, layout: PartitionLayout) -> int:
+        """The most that a tasklet's gradient takes on its way to the update."""
+        compressed = self.rank_state.compressed
+        if compressed is not None:
+            return compressed.largest_payload_bytes
+        return layout.extents.tasklet_numel * self.gradient_accumulation_dtype.itemsize
 
     def _outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:
         return outputs_of(self, by_cuda=self._offload.cards is None)
@@ -196,7 +214,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             self.checkpoint_event_epilogue()
             return
         self._global_grad_norm = norm / loss_scale
-        self._update(gradient_scale=1.0 / (loss_scale * self._clip_factor(self._global_grad_norm)))
+        self._update(loss_scale=loss_scale, clip_factor=self._clip_factor(self._global_grad_norm))
         # torch's schedulers warn unless the optimizer they wrap has stepped; its step() never runs here.
         self.optimizer._opt_called = True
         self._post_step(set())
@@ -225,18 +243,20 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
     def _clip_factor(self, norm: float) -> float:
         return max(1.0, (norm + 1e-6) / self.clip_grad) if self.clip_grad > 0 else 1.0
 
-    def _plan(self, *, active: NDArray[np.bool_], gradient_scale: float) -> StepPlan:
+    def _plan(self, *, active: NDArray[np.bool_], loss_scale: float, clip_factor: float = 1.0) -> StepPlan:
         return StepPlan(
             active=active,
             gradients=self.arena.flats(),
             outputs=self._outputs(),
             groups=self.optimizer.param_groups,
-            gradient_scale=gradient_scale,
+            gradient_scale=1.0 / (loss_scale * clip_factor),
+            compressed=self.rank_state.compressed,
+            loss_scale=loss_scale,
             first_uses=self.update.first_uses(),
         )
 
-    def _update(self, *, gradient_scale: float) -> None:
-        plan = self._plan(active=self.arena.active.copy(), gradient_scale=gradient_scale)
+    def _update(self, *, loss_scale: float, clip_factor: float) -> None:
+        plan = self._plan(active=self.arena.active.copy(), loss_scale=loss_scale, clip_factor=clip_factor)
         try:
             self.update.begin(plan)
             if self.overlap.mode == "none":
@@ -256,19 +276,28 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
         """As the base class, once the step in flight has used what lies in their place."""
+        if not self._in_backward:
+            self._settle_residual()
         self.update.require(params_to_release)
         super().partition_grads(params_to_release, grad_partitions)
         self.speculation.arrived(params_to_release)
 
     def backward_begins(self, *, retain_graph: bool) -> None:
         """The engine's backward begins: the update may, too, if nothing but the step is to follow it."""
+        self._settle_residual()
         follows, self.step_follows = self.step_follows, False
         if follows and not retain_graph and self.overlap.mode == "backward":
             everything = np.ones(len(self.layout.parameters), np.bool_)
-            plan = self._plan(active=everything, gradient_scale=1.0 / float(self.loss_scale))
+            plan = self._plan(active=everything, loss_scale=float(self.loss_scale))
             self.speculation.backward_begins(plan)
         else:
             self.speculation.backward_begins(None)
+
+    def _settle_residual(self) -> None:
+        # What was not sent is known from the gradients of the step in flight, which the next ones are about to replace.
+        compressed = self.rank_state.compressed
+        if compressed is not None and compressed.residual is not None:
+            self.update.settle()
 
     def backward_epilogue(self) -> None:
         """As the base class, which releases what no hook has; then no module computes with anything."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 
@@ -23,6 +24,7 @@ class RankState:
         keep: Leave the state on storage when it is closed.
 
     Attributes:
+        compressed: Where its gradients are compressed to; None: they are not.
         in_fit: Whether a Trainer's fit is going on with it.
     """
 
@@ -32,6 +34,7 @@ class RankState:
         self._arena: GradientArena | None = None
         self._handler: TransferHandler | None = None
         self._lost: str | None = None
+        self.compressed: CompressedGradients | None = None
         self.in_fit = False
 
     def hold_arena(self, layout: PartitionLayout, arena: GradientArena) -> None:
@@ -128,6 +131,10 @@ class RankState:
             return {}
         buffer = self._arena.buffer
         held = {"ring": self._handler.ring_bytes, "gradient_arena": buffer.numel() * buffer.element_size()}
+        if self.compressed is not None:
+            held["payloads"] = self.compressed.payload_bytes
+            if self.compressed.residual_bytes:
+                held["residual"] = self.compressed.residual_bytes
         cached = self._handler.cache_bytes
         return {**held, "dram_cache": cached} if cached else held
 
@@ -150,6 +157,7 @@ class RankState:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+        self.compressed = None
 
     def closer(self) -> Callable[[], None]:
         """What an exit handler calls: closes the store and holds no reference to arena or optimizer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import (
     CARD_TASKLET_BYTES,
     HOST_TASKLET_BYTES,
@@ -25,6 +26,7 @@ class OffloadSettings:
         transfer: Ring, engine and durability.
         state_format: How it lies there.
         overlap: What the update may run beside: ``"none"``, ``"forward"``, ``"backward"`` or ``"auto"``.
+        compression: How gradients travel to the update; None: as they are.
         update_device: Where the user wants it to run: ``"auto"``, ``"host"`` or ``"smartssd"``.
         smartssd: The user's settings of cards.
         cards: That it runs on; None: the host.
@@ -34,6 +36,7 @@ class OffloadSettings:
     transfer: TransferConfig
     state_format: str = "fp32"
     overlap: str = "none"
+    compression: GradientCodec | None = None
     update_device: str = "host"
     smartssd: SmartSSDConfig | None = None
     cards: CardPlan | None = None

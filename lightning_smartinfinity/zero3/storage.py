@@ -42,7 +42,7 @@ def open_storage(
     rule: UpdateRule,
     *,
     dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
+    gradient_bytes: int,
     groups: Sequence[Mapping[str, Any]],
     masters: Sequence[Flat] | CudaPartition | StagedPartition,
     first_values: Sequence[float],
@@ -57,7 +57,7 @@ def open_storage(
         layout: This rank's partition.
         rule: The optimizer's update rule.
         dtype: Of the parameters.
-        gradient_dtype: Of the gradient arena.
+        gradient_bytes: The most that a tasklet's gradient takes on its way to the update.
         groups: The optimizer's parameter groups, for the manifest.
         masters: This rank's partition: the masters are widened from it.
         first_values: Of the other arrays.
@@ -74,7 +74,7 @@ def open_storage(
         description = _describe(layout, rule, dtype, groups)
         store = _create_store(settings, layout, description, group, job_id)
         opened.callback(store.close, remove=True)
-        handler = TransferHandler(layout, store, _device(settings, layout, rule, dtype, gradient_dtype), rule=rule)
+        handler = TransferHandler(layout, store, _device(settings, layout, rule, dtype, gradient_bytes), rule=rule)
         opened.callback(handler.close, remove=True)
         handler.open()
         handler.initialize(masters, first_values=first_values)
@@ -108,7 +108,7 @@ def _device(
     layout: PartitionLayout,
     rule: UpdateRule,
     dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
+    gradient_bytes: int,
 ) -> StorageDevice:
     transfer, cards = settings.transfer, settings.cards
     if cards is None:
@@ -118,7 +118,7 @@ def _device(
     numel = layout.extents.tasklet_numel
     ring = CardRing(
         num_buffers=transfer.num_buffers,
-        gradient_bytes=numel * gradient_dtype.itemsize,
+        gradient_bytes=gradient_bytes,
         parameter_bytes=numel * dtype.itemsize,
     )
     return SmartSSDDevice(

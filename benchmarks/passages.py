@@ -1,0 +1,86 @@
+"""A text task from what is installed: which package does this passage of documentation come from?
+
+Passages are paragraphs of docstrings. The package's own name is masked, and passages of one file are all used for
+training or all held out.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import random
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = (
+    "aiohttp", "deepspeed", "hypothesis", "jinja2", "lightning", "matplotlib", "networkx", "numpy", "pydantic",
+    "rich", "sympy", "torch", "transformers", "werkzeug", "asyncio",
+)  # fmt: skip
+SHORTEST, LONGEST = 60, 400  # characters
+HELD_OUT_SHARE = 4  # every so many-th file
+
+
+@dataclass(frozen=True)
+class Task:
+    """Passages and the number of their package.
+
+    Args:
+        packages: By number.
+        training: Shuffled.
+        held_out: Of other files.
+    """
+
+    packages: tuple[str, ...]
+    training: list[tuple[str, int]]
+    held_out: list[tuple[str, int]]
+
+
+def task(*, per_package: int, held_out_per_package: int) -> Task:
+    """The task with at most so many passages of each package; the same for the same versions of the packages."""
+    packages = tuple(name for name in PACKAGES if importlib.util.find_spec(name) is not None)
+    training: list[tuple[str, int]] = []
+    held_out: list[tuple[str, int]] = []
+    for number, name in enumerate(packages):
+        kept, aside = _passages_of(name)
+        training += [(passage, number) for passage in _some(kept, per_package)]
+        held_out += [(passage, number) for passage in _some(aside, held_out_per_package)]
+    random.Random(0).shuffle(training)
+    return Task(packages, training, held_out)
+
+
+def _some(passages: list[str], number: int) -> list[str]:
+    return random.Random(0).sample(sorted(passages), min(number, len(passages)))
+
+
+def _passages_of(package: str) -> tuple[list[str], list[str]]:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0])
+    kept: set[str] = set()
+    aside: set[str] = set()
+    for path in sorted(root.rglob("*.py")):
+        is_held_out = _number_of(str(path.relative_to(root))) % HELD_OUT_SHARE == 0
+        (aside if is_held_out else kept).update(_paragraphs(path, package))
+    return sorted(kept - aside), sorted(aside)
+
+
+def _number_of(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
+
+
+def _paragraphs(path: Path, package: str) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return
+    name = re.compile(re.escape(package), re.IGNORECASE)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            for paragraph in textwrap.dedent(ast.get_docstring(node) or "").split("\n\n"):
+                text = " ".join(paragraph.split())
+                if SHORTEST <= len(text) and ">>>" not in text:
+                    yield name.sub("[MASK]", text[:LONGEST])

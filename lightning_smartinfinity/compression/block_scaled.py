@@ -1,0 +1,31 @@
+"""Gradients in 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.compression.base import GradientCodec
+from lightning_smartinfinity.compression.checks import require_bool
+
+__all__ = ["BlockScaled"]
+
+
+@dataclass(frozen=True)
+class BlockScaled(GradientCodec):
+    """Sends every gradient in 8 bits, with one scale for each block of 256 elements.
+
+    Args:
+        error_feedback: Add what rounding took away to the gradient of the next step.
+
+    Raises:
+        ConfigError: ``error_feedback`` is no bool.
+    """
+
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        require_bool("BlockScaled", "error_feedback", self.error_feedback)
+
+    def native(self) -> native.GradientCodec:
+        return native.BlockScaled()

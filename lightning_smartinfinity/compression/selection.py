@@ -1,0 +1,67 @@
+"""What :class:`TopK` does, in torch's operations: on a GPU, whose memory reads much faster than the host's.
+
+Every bit is that of the native core.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = ["top_k_payload"]
+
+_MAGIC, _VERSION = 0x4749534C, 1
+_DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_BLOCK = 65_536
+_BEAT_BYTES = 64
+_MAGNITUDE = 0x7FFFFFFF
+_SMALLEST_NORMAL = 0x00800000
+_LEFT_OUT = -1
+
+
+def top_k_payload(
+    values: torch.Tensor, *, ratio: float, value_dtype: torch.dtype, taken: torch.Tensor | None = None
+) -> torch.Tensor:
+    """One tasklet's payload: the header, counts, indices and values of the elements of largest magnitude.
+
+    Args:
+        values: float32[numel], on any device.
+        ratio: Share of the elements, in (0, 1].
+        value_dtype: Of the values sent: float32, bfloat16 or float16.
+        taken: bool[numel]: which elements may be sent; None: all.
+
+    Returns:
+        uint8, on the same device, whole beats of 64 bytes.
+    """
+    chosen = torch.nonzero(_chosen(values, ratio, taken)).squeeze(1)
+    numel = values.numel()
+    counts = torch.bincount(chosen // _BLOCK, minlength=-(-numel // _BLOCK)).to(torch.int32)
+    # torch has no arithmetic on uint16: the same bits as int16.
+    indices = (chosen % _BLOCK).to(torch.int32).to(torch.int16)
+    limit = torch.finfo(value_dtype).max
+    parts = [_padded(part) for part in (counts, indices, values[chosen].clamp(-limit, limit).to(value_dtype))]
+    beats = [part.numel() // _BEAT_BYTES for part in parts]
+    words = [_MAGIC, _VERSION, numel, counts.numel(), chosen.numel(), _DTYPE_NUMBERS[value_dtype], *beats]
+    header = torch.tensor(words, dtype=torch.int32, device=values.device)
+    return torch.cat([_padded(header), *parts])
+
+
+def _chosen(values: torch.Tensor, ratio: float, taken: torch.Tensor | None) -> torch.Tensor:
+    """bool[numel]: the ceil(ratio * numel) largest, of equals the first; no zero, unless all are sent."""
+    # Patterns of bits are ordered as magnitudes are, NaN above infinity; subnormals count as zero, as in every update.
+    keys = values.view(torch.int32) & _MAGNITUDE
+    keys = torch.where(keys < _SMALLEST_NORMAL, 0, keys)
+    if taken is not None:
+        keys = torch.where(taken, keys, _LEFT_OUT)
+    if ratio == 1 or not values.numel():
+        return keys != _LEFT_OUT
+    count = math.ceil(ratio * values.numel())
+    threshold = torch.topk(keys, count, sorted=True).values[-1].clamp(min=1)
+    above, equal = keys > threshold, keys == threshold
+    return above | (equal & (equal.cumsum(0) <= count - above.sum()))
+
+
+def _padded(part: torch.Tensor) -> torch.Tensor:
+    data = part.view(torch.uint8)
+    return torch.nn.functional.pad(data, (0, -data.numel() % _BEAT_BYTES))

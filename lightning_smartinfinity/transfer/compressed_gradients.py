@@ -1,0 +1,120 @@
+"""Where gradients are compressed to on their way to the update, and what that leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.compression import GradientCodec
+from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.transfer.tensors import HostTensor, native_dtype
+
+__all__ = ["CompressedGradients", "Compression"]
+
+_BEAT_BYTES = 64
+_FP32_BYTES = 4
+
+
+class Compression(NamedTuple):
+    """What a :class:`native.Tasklet` is told of its gradient's compression.
+
+    Args:
+        payload: Address that it is compressed to.
+        payload_bytes: There are.
+        residual: Address of its elements' residual; 0: none.
+        padding: Offsets and lengths of what is no element of a parameter.
+    """
+
+    payload: int = 0
+    payload_bytes: int = 0
+    residual: int = 0
+    padding: tuple[tuple[int, int], ...] = ()
+
+
+class CompressedGradients:
+    """One rank's payloads, a place for each tasklet, and its residual.
+
+    Gradients are compressed by the device, each tasklet's just before it is updated. Payloads last until the step that
+    wrote them is committed: only then :meth:`feed_back` moves the residual, so that a step that is skipped, undone or
+    taken again finds the one it began with.
+
+    Args:
+        layout: The partition.
+        codec: The user's.
+        dtype: Of the gradients: the accumulation dtype.
+        num_threads: That work in :meth:`feed_back`.
+
+    Attributes:
+        codec: The native core's.
+    """
+
+    def __init__(
+        self, layout: PartitionLayout, codec: GradientCodec, *, dtype: torch.dtype, num_threads: int
+    ) -> None:
+        self.codec = codec.native()
+        self._num_threads = num_threads
+        tasklets = layout.tasklets
+        self._sizes = [self.codec.payload_bytes(tasklet.numel, native_dtype(dtype)) for tasklet in tasklets]
+        self._offsets = [0, *accumulate(-(-size // _BEAT_BYTES) * _BEAT_BYTES for size in self._sizes)]
+        self._payloads = native.HostBuffer(max(1, self._offsets[-1]))
+        self._residual = HostTensor(layout.numel, torch.float32) if codec.error_feedback else None
+        self._elements = [tasklet.offset for tasklet in tasklets]
+        self._padding = _padding_of(layout)
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """float32[numel] of the partition, unscaled and not clipped; None without error feedback."""
+        return None if self._residual is None else self._residual.tensor
+
+    @property
+    def largest_payload_bytes(self) -> int:
+        """Of any tasklet."""
+        return max(self._sizes, default=0)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Host memory of the payloads, as far as they have been written."""
+        return self._offsets[-1]
+
+    @property
+    def residual_bytes(self) -> int:
+        """Host memory of the residual."""
+        return 0 if self._residual is None else self._residual.tensor.nbytes
+
+    def of(self, tasklet: int) -> Compression:
+        """Of one tasklet of the layout."""
+        residual = self.residual
+        return Compression(
+            payload=self._payloads.address + self._offsets[tasklet],
+            payload_bytes=self._sizes[tasklet],
+            residual=0 if residual is None else residual.data_ptr() + self._elements[tasklet] * _FP32_BYTES,
+            padding=self._padding[tasklet],
+        )
+
+    def feed_back(self, tasklets: Sequence[native.Tasklet], *, scale: float) -> None:
+        """Once a step is committed: what it did not send of its gradients becomes the residual.
+
+        Args:
+            tasklets: Of the step; gradients and payloads are as it left them.
+            scale: Of the gradients: the loss scale.
+        """
+        if self._residual is not None:
+            native.feed_back(list(tasklets), residual_scale=scale, threads=self._num_threads)
+
+
+def _padding_of(layout: PartitionLayout) -> list[tuple[tuple[int, int], ...]]:
+    """Of each tasklet, in its own elements."""
+    found: list[list[tuple[int, int]]] = [[] for _ in layout.tasklets]
+    for piece in layout.parameters:
+        begin, end = piece.offset + piece.real_numel, piece.offset + piece.numel
+        numel = layout.extents.tasklet_numel
+        while begin < end:
+            tasklet = layout.tasklets[begin // numel]
+            stop = min(end, tasklet.offset + tasklet.numel)
+            found[tasklet.index].append((begin - tasklet.offset, stop - begin))
+            begin = stop
+    return [tuple(of_tasklet) for of_tasklet in found]

@@ -1,0 +1,85 @@
+"""The residual of compressed gradients in a checkpoint: beside the rest of what DeepSpeed has no word for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.zero3.tensor_file import TensorFile, room_for
+
+__all__ = ["SavedResidual", "describe_residual", "write_residual"]
+
+_log = logging.getLogger(__name__)
+
+_KEY = "residual"
+_CHUNK_NUMEL = 1 << 20
+
+
+def describe_residual(optimizer: Any) -> dict[str, Any]:
+    """What :func:`write_residual` fills in: one tensor without memory, if there is a residual to save."""
+    residual = _residual_of(optimizer)
+    return {} if residual is None or optimizer.saves_weights_only else {_KEY: room_for(residual.numel())}
+
+
+def write_residual(optimizer: Any, file: TensorFile, extra: Mapping[str, Any]) -> None:
+    """Write it into a file that was saved with :func:`describe_residual`; no step is in flight."""
+    residual = _residual_of(optimizer)
+    if residual is not None and _KEY in extra:
+        file.stream([extra[_KEY]]).write(residual.numpy())
+
+
+class SavedResidual:
+    """A checkpoint's residual, if this training goes on with one.
+
+    Args:
+        optimizer: Ours.
+        file: Of this rank.
+        extra: What ours says of itself in it; of stock's there is none.
+        wanted: Whether the residual is to be taken up; it begins anew otherwise.
+
+    Raises:
+        CheckpointError: It has been damaged.
+    """
+
+    def __init__(self, optimizer: Any, file: TensorFile, extra: Mapping[str, Any], *, wanted: bool) -> None:
+        self._residual = _residual_of(optimizer)
+        self._file = file
+        self._saved: torch.Tensor | None = extra.get(_KEY) if wanted else None
+        if self._residual is None:
+            if self._saved is not None:
+                _log.warning("The checkpoint's residual of compressed gradients is left out: there is no compression.")
+            self._saved = None
+        elif self._saved is None:
+            _log.info("No residual of compressed gradients was saved: it begins at zero.")
+        else:
+            chunk = np.empty(min(_CHUNK_NUMEL, self._saved.numel()), np.float32)
+            self._read(chunk[: end - begin] for begin, end in _chunks(self._saved.numel()))
+
+    def restore(self) -> None:
+        """Take it up, or begin anew."""
+        if self._residual is None:
+            return
+        if self._saved is None:
+            self._residual.zero_()
+        else:
+            self._read([self._residual.numpy()])
+
+    def _read(self, parts: Iterator[NDArray[np.float32]] | list[NDArray[np.float32]]) -> None:
+        assert self._saved is not None
+        stream = self._file.stream([self._saved])
+        for part in parts:
+            stream.read(part)
+
+
+def _chunks(numel: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + _CHUNK_NUMEL, numel)) for begin in range(0, numel, _CHUNK_NUMEL)]
+
+
+def _residual_of(optimizer: Any) -> torch.Tensor | None:
+    compressed = optimizer.rank_state.compressed
+    return None if compressed is None else compressed.residual
