@@ -82,5 +82,5 @@ def _paragraphs(path: Path, package: str) -> Iterator[str]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             for paragraph in textwrap.dedent(ast.get_docstring(node) or "").split("\n\n"):
                 text = " ".join(paragraph.split())
-                if SHORTEST <= len(text) and ">>>" not in text:
+                if len(text) >= SHORTEST and ">>>" not in text:
                     yield name.sub("[MASK]", text[:LONGEST])

@@ -16,7 +16,6 @@ _DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _BLOCK = 65_536
 _BEAT_BYTES = 64
 _MAGNITUDE = 0x7FFFFFFF
-_SMALLEST_NORMAL = 0x00800000
 _LEFT_OUT = -1
 
 
@@ -49,9 +48,8 @@ def top_k_payload(
 
 def _chosen(values: torch.Tensor, ratio: float, taken: torch.Tensor | None) -> torch.Tensor:
     """bool[numel]: the ceil(ratio * numel) largest, of equals the first; no zero, unless all are sent."""
-    # Patterns of bits are ordered as magnitudes are, NaN above infinity; subnormals count as zero, as in every update.
+    # Patterns of bits are ordered as magnitudes are, NaN above infinity.
     keys = values.view(torch.int32) & _MAGNITUDE
-    keys = torch.where(keys < _SMALLEST_NORMAL, 0, keys)
     if taken is not None:
         keys = torch.where(taken, keys, _LEFT_OUT)
     if ratio == 1 or not values.numel():

@@ -52,9 +52,7 @@ class CompressedGradients:
         codec: The native core's.
     """
 
-    def __init__(
-        self, layout: PartitionLayout, codec: GradientCodec, *, dtype: torch.dtype, num_threads: int
-    ) -> None:
+    def __init__(self, layout: PartitionLayout, codec: GradientCodec, *, dtype: torch.dtype, num_threads: int) -> None:
         self.codec = codec.native()
         self._num_threads = num_threads
         tasklets = layout.tasklets

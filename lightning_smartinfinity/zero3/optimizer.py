@@ -136,16 +136,15 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         if codec is None:
             return None
         num_threads = max(1, self._offload.transfer.compute_threads)
-        return CompressedGradients(
-            layout, codec, dtype=self.gradient_accumulation_dtype, num_threads=num_threads
-        )
+        return CompressedGradients(layout, codec, dtype=self.gradient_accumulation_dtype, num_threads=num_threads)
 
     def _gradient_bytes(self, layout: PartitionLayout) -> int:
         """The most that a tasklet's gradient takes on its way to the update."""
         compressed = self.rank_state.compressed
         if compressed is not None:
             return compressed.largest_payload_bytes
-        return layout.extents.tasklet_numel * self.gradient_accumulation_dtype.itemsize
+        itemsize: int = self.gradient_accumulation_dtype.itemsize
+        return layout.extents.tasklet_numel * itemsize
 
     def _outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:
         return outputs_of(self, by_cuda=self._offload.cards is None)

@@ -1,0 +1,73 @@
+"""The selection in torch's operations sends what the native core sends, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.compression.selection import top_k_payload
+
+DTYPES = {
+    torch.float32: native.DType.FLOAT32,
+    torch.bfloat16: native.DType.BFLOAT16,
+    torch.float16: native.DType.FLOAT16,
+}
+
+
+def values_of(numel: int, seed: int) -> torch.Tensor:
+    """With ties, zeros of both signs, subnormals, and what no 16-bit type holds."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator)
+    special = torch.tensor([0.5, -0.5, 0.0, -0.0, 1e-40, 7e4, -3.4e38])
+    chosen = torch.rand(numel, generator=generator) < 0.3
+    picked = torch.randint(len(special), (numel,), generator=generator)
+    return torch.where(chosen, special[picked], values)
+
+
+def native_payload(values: torch.Tensor, ratio: float, dtype: torch.dtype, padding: list[tuple[int, int]]) -> bytes:
+    """Of one tasklet with one segment."""
+    codec = native.TopK(ratio=ratio, value_dtype=DTYPES[dtype])
+    buffer = np.zeros(codec.payload_bytes(values.numel()) // 4, np.uint32)
+    segment = native.Segment(offset=0, numel=values.numel(), step=0, gradient=values.data_ptr())
+    tasklet = native.Tasklet(
+        index=0,
+        numel=values.numel(),
+        num_arrays=3,
+        extent_bytes=1 << 20,
+        read_file=0,
+        read_offset=0,
+        read_generation=0,
+        write_file=0,
+        write_offset=0,
+        write_generation=1,
+        segments=[segment],
+        payload=buffer.ctypes.data,
+        payload_bytes=buffer.nbytes,
+        padding=padding,
+    )
+    nbytes = native.encode_gradient(codec, tasklet)
+    return buffer.tobytes()[:nbytes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [1, 333, 65_536, 65_537, 140_001])
+@pytest.mark.parametrize("ratio", [1e-5, 0.01, 0.5, 0.9])
+def test_is_the_native_payload(numel: int, ratio: float, dtype: torch.dtype) -> None:
+    """Ties go to the lower index, zeros and padding are never sent, values too large for their type are its largest."""
+    values = values_of(numel, seed=numel)
+    padding = [(numel // 2, numel // 4)] if numel > 3 else []
+    taken = torch.ones(numel, dtype=torch.bool)
+    for offset, length in padding:
+        taken[offset : offset + length] = False
+    payload = top_k_payload(values, ratio=ratio, value_dtype=dtype, taken=taken)
+    assert payload.numpy().tobytes() == native_payload(values, ratio, dtype, padding)
+
+
+def test_everything_is_zeros_too() -> None:
+    """Of ratio 1, but no padding."""
+    values = values_of(1000, seed=0)
+    taken = torch.arange(1000) < 900
+    payload = top_k_payload(values, ratio=1, value_dtype=torch.float32, taken=taken)
+    assert payload.numpy().tobytes() == native_payload(values, 1, torch.float32, [(900, 100)])

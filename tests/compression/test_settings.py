@@ -1,0 +1,44 @@
+"""What a codec may be told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity import BlockScaled, ConfigError, SmartInfinityStrategy, TopK
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.1, math.nan, math.inf, True, "0.01", None])
+def test_ratio_is_a_share(ratio: Any) -> None:
+    """Above 0 and at most 1."""
+    with pytest.raises(ConfigError, match=r"TopK\(ratio=.*Pass a number above 0"):
+        TopK(ratio)
+
+
+@pytest.mark.parametrize("setting", [{"error_feedback": 1}, {"exact": "no"}, {"value_dtype": "fp8"}, {"value_dtype": 16}])
+def test_other_settings_are_checked(setting: dict[str, Any]) -> None:
+    """Flags are bools, and there are three types of values."""
+    with pytest.raises(ConfigError, match=rf"TopK\({next(iter(setting))}="):
+        TopK(0.01, **setting)
+
+
+def test_flag_of_block_scaled_is_checked() -> None:
+    """As everywhere."""
+    with pytest.raises(ConfigError, match=r"BlockScaled\(error_feedback='yes'\)"):
+        BlockScaled(error_feedback="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compression", [0.01, "TopK", TopK, {"ratio": 0.01}])
+def test_strategy_takes_codecs_only(compression: Any) -> None:
+    """And says what to pass."""
+    with pytest.raises(ConfigError, match="is not a gradient codec.*TopK"):
+        SmartInfinityStrategy(compression=compression)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("auto", None), ("bf16", "BFLOAT16"), ("fp16", "FLOAT16")])
+def test_values_have_the_type_asked_for(dtype: str, name: str | None) -> None:
+    """That of the gradients by default."""
+    sent = TopK(0.01, value_dtype=dtype).native().value_dtype()
+    assert sent.name == (name or "FLOAT32")
