@@ -618,13 +618,13 @@ class CardError(RuntimeError):
 
 class Card:
     """
-    A card whose kernels are loaded, through the methods of `door` (see devices/smartssd), which are called
+    A card whose kernels are loaded, through the methods of `binding` (see devices/smartssd), which are called
     with the interpreter's lock; or, with open(), through XRT's public C API, without it.
 
     Every call of it, and of what it gives out, raises CardError if the card fails.
     """
 
-    def __init__(self, door: object) -> None: ...
+    def __init__(self, binding: object) -> None: ...
     @staticmethod
     def open(device: int | str, *, xclbin: str, library: str = "libxrt_coreutil.so.2") -> Card:
         """Open a device by its index or PCIe address and load the kernels of a file."""

@@ -16,9 +16,9 @@ from lightning_smartinfinity.native.testing import inject
 from tests.helpers.golden import STEPS, random_arrays
 from tests.helpers.runif import RunIf
 from tests.native.stored import Array, Run
-from tests.xrt.card_state import DOORS, CardCase, CardState, card_state
+from tests.xrt.card_state import BINDINGS, CardCase, CardState, card_state
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.python_door import ApiDoor
+from tests.xrt.python_binding import ApiBinding
 
 pytestmark = RunIf(xrt=True)
 
@@ -274,7 +274,7 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
         succeed(state)
 
 
-class FailingDoor(ApiDoor):
+class FailingBinding(ApiBinding):
     """Raises in one method."""
 
     method = ""
@@ -286,12 +286,12 @@ class FailingDoor(ApiDoor):
 
 
 @pytest.mark.parametrize("method", ["set_scalar", "set_buffer", "start", "wait", "state", "sync", "part"])
-def test_a_door_that_raises(
+def test_a_binding_that_raises(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """What Python raises in a thread of the pipeline is a failed call."""
-    door = FailingDoor(0, emulated_cards.build.xclbin)
-    monkeypatch.setitem(DOORS, "failing", lambda cards, index: Card(door))
+    binding = FailingBinding(0, emulated_cards.build.xclbin)
+    monkeypatch.setitem(BINDINGS, "failing", lambda cards, index: Card(binding))
     # Only a run that hangs is waited for so long; others may be slow on a machine under load.
     timeout_ms = 300 if method == "state" else 60_000
     with card_state(
@@ -299,15 +299,15 @@ def test_a_door_that_raises(
         emulated_cards,
         STEP,
         NUMEL,
-        CardCase(tasklet_numel=TASKLET, door="failing", timeout_ms=timeout_ms),
+        CardCase(tasklet_numel=TASKLET, binding="failing", timeout_ms=timeout_ms),
     ) as state:
         state.write(*ARRAYS)
         if method == "state":
             emulated_cards.inject("hang")
-        door.method = method
+        binding.method = method
         failure, parameter = fail(state)
         assert failure.kind == "device" and f"{method} failed: division by zero" in failure.message
-        door.method = ""
+        binding.method = ""
         emulated_cards.release()
         wait_until_returned(state)
         make_good(state, parameter)
