@@ -1,7 +1,5 @@
 // The card's part of the Python module: bindings only.
 
-#include "bindings_card.hpp"
-
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -16,6 +14,7 @@
 #include <utility>
 
 #include "card_options.hpp"
+#include "module.hpp"
 #include "python_binding.hpp"
 #include "xrt_binding.hpp"
 
@@ -24,8 +23,6 @@ using namespace nb::literals;
 
 namespace smart_infinity {
 namespace {
-
-using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
 
 // A binding until it is closed; what was made through it keeps its own.
 class Card {
