@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, kernel_of, require_memory, self_test
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
-from lightning_smartinfinity.devices.smartssd.xclbin import named_xclbin
+from lightning_smartinfinity.devices.smartssd.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError, StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.zero3.collectives import gather, raise_together
@@ -79,7 +79,7 @@ def _obstacle(offload: OffloadSettings) -> str | None:
     """Why ``"auto"`` does not even look for cards."""
     if offload.update_device != "auto":
         return None
-    if named_xclbin(offload.smartssd, System()) is None:
+    if not is_xclbin_named(offload.smartssd, System()):
         return "no xclbin for SmartSSDs is named"
     if offload.state_format != "fp32":
         return f"SmartSSDs hold state in fp32 alone, not {offload.state_format!r}"
