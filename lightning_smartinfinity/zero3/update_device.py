@@ -11,7 +11,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning_smartinfinity.config import SmartSSDConfig
-from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, kernel_of, require_memory, self_test
+from lightning_smartinfinity.devices.smartssd import (
+    CardPlan,
+    CardRing,
+    System,
+    find_cards,
+    kernel_of,
+    require_memory,
+    self_test,
+)
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
 from lightning_smartinfinity.devices.smartssd.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError, StorageError
@@ -128,10 +136,10 @@ def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
 def _lack_of_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) -> SmartInfinityError | None:
     """Why a card's memory does not hold the ring, for gradients and parameters of the widest type; None: it does."""
     numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
-    parts = (offload.tasklet_bytes, 4 * numel, 4 * numel)
+    ring = CardRing(num_buffers=offload.transfer.num_buffers, gradient_bytes=4 * numel, parameter_bytes=4 * numel)
     try:
         for card in plan.cards:
-            require_memory(plan, card, num_buffers=offload.transfer.num_buffers, parts=parts)
+            require_memory(plan, card, ring, extent_bytes=offload.tasklet_bytes)
     except SmartInfinityError as error:
         return error
     except Exception as error:
