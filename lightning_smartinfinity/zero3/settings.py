@@ -28,6 +28,8 @@ class OffloadSettings:
         update_device: Where the user wants it to run: ``"auto"``, ``"host"`` or ``"smartssd"``.
         smartssd: The user's settings of cards.
         cards: That it runs on; None: the host.
+        gradient_itemsize: Bytes of a gradient's element, before there is an arena to ask; unless known, the most.
+        parameter_itemsize: The same of a parameter's.
     """
 
     storage: tuple[Path, ...]
@@ -37,6 +39,8 @@ class OffloadSettings:
     update_device: str = "host"
     smartssd: SmartSSDConfig | None = None
     cards: CardPlan | None = None
+    gradient_itemsize: int = 4
+    parameter_itemsize: int = 4
 
     @property
     def tasklet_bytes(self) -> int:

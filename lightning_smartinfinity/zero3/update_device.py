@@ -134,9 +134,13 @@ def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
 
 
 def _lack_of_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) -> SmartInfinityError | None:
-    """Why a card's memory does not hold the ring, for gradients and parameters of the widest type; None: it does."""
+    """Why a card's memory does not hold the ring; None: it does."""
     numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
-    ring = CardRing(num_buffers=offload.transfer.num_buffers, gradient_bytes=4 * numel, parameter_bytes=4 * numel)
+    ring = CardRing(
+        num_buffers=offload.transfer.num_buffers,
+        gradient_bytes=offload.gradient_itemsize * numel,
+        parameter_bytes=offload.parameter_itemsize * numel,
+    )
     try:
         for card in plan.cards:
             require_memory(plan, card, ring, extent_bytes=offload.tasklet_bytes)

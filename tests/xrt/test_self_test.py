@@ -202,6 +202,25 @@ def test_cards_whose_memory_is_too_small(
     assert choose_update_device(asked, optimizer="Adam").cards is not None
 
 
+@pytest.mark.parametrize(("gradient", "parameter", "mib"), [(4, 4, 107), (4, 2, 97), (2, 4, 97), (2, 2, 86)])
+@pytest.mark.usefixtures("alone")
+def test_memory_for_the_types_of_gradients_and_parameters(
+    tmp_path: Path, emulated_cards: EmulatedCards, gradient: int, parameter: int, mib: int
+) -> None:
+    """Two tasklets of 32 MiB, 12 bytes of state for each element, are tried with as many more as it will have."""
+    asked = offload(
+        tmp_path,
+        emulated_cards,
+        transfer=TransferConfig(num_buffers=2, tasklet_bytes=32 << 20),
+        gradient_itemsize=gradient,
+        parameter_itemsize=parameter,
+    )
+    emulated_cards.set("dram_mib", mib)
+    assert choose_update_device(asked, optimizer="Adam").cards is not None
+    emulated_cards.set("dram_mib", mib - 1)
+    assert choose_update_device(asked, optimizer="Adam").cards is None
+
+
 @pytest.mark.usefixtures("alone")
 def test_memory_that_cannot_be_tried(
     tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
