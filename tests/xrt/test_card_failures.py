@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -180,17 +181,40 @@ def test_closing_frees_everything(tmp_path: Path, emulated_cards: EmulatedCards)
 
 
 def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET, timeout_ms=50)) as state:
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("hang", skipped=1)
         parameter = np.zeros(NUMEL, np.float32)
         state.submit(runs_of(parameter), [STEP])
         emulated_cards.wait_for("run-hung")
+        completed: list[int] = []
+
+        def abandon() -> None:
+            state.pipeline.abandon()
+            completed.append(emulated_cards.counter("runs_completed"))
+
+        abandoning = threading.Thread(target=abandon)
+        abandoning.start()
+        before = emulated_cards.counter("runs_completed")
+        assert not completed
+        emulated_cards.release()
+        abandoning.join()
+        assert completed[0] > before and not state.pipeline.busy
+        succeed(state)
+
+
+def test_abandoning_what_was_given_up(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """It is not waited for. One run at a time: no other is given up too, however busy this machine is."""
+    case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=200)
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
+        state.write(*ARRAYS)
+        emulated_cards.inject("hang")
+        state.submit(runs_of(np.zeros(NUMEL, np.float32)), [STEP])
+        emulated_cards.wait_for("run-hung")
         state.pipeline.abandon()
         assert state.pipeline.busy
         emulated_cards.release()
         wait_until_returned(state)
-        succeed(state)
 
 
 @pytest.mark.parametrize("array", range(3))
