@@ -23,6 +23,7 @@ from lightning_smartinfinity.settings import (
     check_lightning_options,
     checked_smartssd,
     checked_transfer,
+    gradients_are_16_bit,
     is_16_bit,
     nvme_path_of,
     storage_folders,
@@ -216,6 +217,8 @@ class NearStorage:
             compression=self._compression,
             update_device=self._update_device,
             smartssd=self._smartssd,
+            gradient_itemsize=2 if gradients_are_16_bit(self.config) else 4,
+            parameter_itemsize=2 if is_16_bit(self.config) else 4,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
         with self._parameters_on_storage(), engine_with(offload):

@@ -20,6 +20,7 @@ __all__ = [
     "check_save_path",
     "checked_smartssd",
     "checked_transfer",
+    "gradients_are_16_bit",
     "is_16_bit",
     "nvme_path_of",
     "storage_folders",
@@ -164,3 +165,8 @@ def _resolved(folder: str | Path, *, setting: str) -> Path:
 def is_16_bit(config: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed's configuration says that parameters are bf16 or fp16."""
     return any(config.get(name, {}).get("enabled", False) for name in ("bf16", "fp16"))
+
+
+def gradients_are_16_bit(config: Mapping[str, Any]) -> bool:
+    """Whether gradients are kept in the type of 16-bit parameters, and not in fp32, where several are added."""
+    return is_16_bit(config) and config.get("data_types", {}).get("grad_accum_dtype") != "fp32"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
+from lightning_smartinfinity.cli.progress import Progress
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.store.extents import STATE_FORMATS
 
@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.transfer.convert import convert_store  # torch, which takes its time
 
-    progress = _Progress(shown=not options.quiet)
+    progress = Progress(shown=not options.quiet)
     ranks = convert_store(
         options.folders,
         options.into,
@@ -47,22 +47,8 @@ def _run(options: argparse.Namespace) -> int:
         job=options.job,
         rank=options.rank,
         tasklet_bytes=options.tasklet_bytes,
-        progress=progress,
+        progress=lambda rank, done, numel: progress(f"rank {rank}", done, numel),
     )
     whose = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     print(f"Converted the state of {whose} to {options.state_format}: {', '.join(map(str, options.into))}")
     return 0
-
-
-class _Progress:
-    """A line on the terminal, or of a log, for each tenth of a rank's state."""
-
-    def __init__(self, *, shown: bool) -> None:
-        self._shown = shown
-        self._last = (-1, -1)
-
-    def __call__(self, rank: int, done: int, numel: int) -> None:
-        tenth = 10 * done // numel
-        if self._shown and (rank, tenth) != self._last:
-            self._last = (rank, tenth)
-            print(f"rank {rank}: {10 * tenth} %", file=sys.stderr, flush=True)

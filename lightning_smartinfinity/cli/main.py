@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_smartinfinity.cli import convert, selftest
+from lightning_smartinfinity.cli import convert, selftest, universal
 from lightning_smartinfinity.errors import SmartInfinityError
 
 __all__ = ["main"]
@@ -25,10 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with 2 by itself.
     """
     parser = argparse.ArgumentParser(
-        prog="smart-infinity", description="Optimizer state of lightning-smartinfinity on storage."
+        prog="smart-infinity", description="Optimizer state and checkpoints of lightning-smartinfinity."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     convert.add_to(commands)
+    universal.add_to(commands)
     selftest.add_to(commands)
     options = parser.parse_args(arguments)
     try:

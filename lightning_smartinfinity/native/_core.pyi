@@ -369,56 +369,6 @@ class Blocks:
     def count(self, numel: int) -> int:
         """Blocks of a tasklet of this many elements."""
 
-class GradientCodec:
-    """A way to compress the gradient of a tasklet into a payload."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def is_read_by_cards(self) -> bool: ...
-    def payload_bytes(self, numel: int, gradient_dtype: DType = DType.FLOAT32) -> int:
-        """The most that the payload of a tasklet takes."""
-
-    def value_dtype(self, gradient_dtype: DType = DType.FLOAT32) -> DType:
-        """Type of the values that are read from a payload."""
-
-class TopK(GradientCodec):
-    """
-    Sends the ceil(ratio * n) elements of largest magnitude of a tasklet's n, less where others are zero.
-
-    In order of the magnitude's fp32 bits (NaN is largest), and of the index where they are equal. Values are
-    rounded to nearest, ties to even; a finite one stays finite. A ratio of 1 sends zeros, too, in the
-    gradient's own type.
-
-    Args:
-        ratio: Of elements, in (0, 1].
-        value_dtype: Of what is sent; None is the gradient's.
-        exact: False chooses by a magnitude that is estimated from a sample, wherever this reads an eighth of the
-            elements at most (from 12,800 elements to send on): the number of elements sent is then, at four
-            standard deviations, within a tenth of that wanted, and never above it by more.
-
-    Raises:
-        ValueError: The ratio is another.
-    """
-
-    def __init__(self, *, ratio: float, value_dtype: DType | None = None, exact: bool = True) -> None: ...
-    @property
-    def ratio(self) -> float: ...
-    @property
-    def exact(self) -> bool: ...
-    def count(self, numel: int) -> int:
-        """Elements to send of so many."""
-
-class BlockScaled(GradientCodec):
-    """
-    Sends every element in 8 bits: as the nearest multiple, of 127 at most, of a power of two for each 256.
-
-    The error is at most a 127th of the block's largest magnitude (or 2**-127). Values are read as fp32 and
-    are exact in bf16, too. Magnitudes above 127 * 2**121, and NaN, become that. Cards do not read it.
-    """
-
-    def __init__(self) -> None: ...
-
 class Tasklet:
     """
     One extent, read at one place and written at another, of the same file or not.
@@ -519,7 +469,59 @@ class Batch:
     @property
     def steps(self) -> list[AdamStep | AdagradStep | SgdStep]: ...
     @property
+    def codec(self) -> GradientCodec: ...
+    @property
     def residual_scale(self) -> float: ...
+
+class GradientCodec:
+    """A way to compress the gradient of a tasklet into a payload."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_read_by_cards(self) -> bool: ...
+    def payload_bytes(self, numel: int, gradient_dtype: DType = DType.FLOAT32) -> int:
+        """The most that the payload of a tasklet takes."""
+
+    def value_dtype(self, gradient_dtype: DType = DType.FLOAT32) -> DType:
+        """Type of the values that are read from a payload."""
+
+class TopK(GradientCodec):
+    """
+    Sends the ceil(ratio * n) elements of largest magnitude of a tasklet's n, less where others are zero.
+
+    In order of the magnitude's fp32 bits (NaN is largest), and of the index where they are equal. Values are
+    rounded to nearest, ties to even; a finite one stays finite. A ratio of 1 sends zeros, too, in the
+    gradient's own type.
+
+    Args:
+        ratio: Of elements, in (0, 1].
+        value_dtype: Of what is sent; None is the gradient's.
+        exact: False chooses by a magnitude that is estimated from a sample, wherever this reads an eighth of the
+            elements at most (from 12,800 elements to send on): the number of elements sent is then, at four
+            standard deviations, within a tenth of that wanted, and never above it by more.
+
+    Raises:
+        ValueError: The ratio is another.
+    """
+
+    def __init__(self, *, ratio: float, value_dtype: DType | None = None, exact: bool = True) -> None: ...
+    @property
+    def ratio(self) -> float: ...
+    @property
+    def exact(self) -> bool: ...
+    def count(self, numel: int) -> int:
+        """Elements to send of so many."""
+
+class BlockScaled(GradientCodec):
+    """
+    Sends every element in 8 bits: as the nearest multiple, of 127 at most, of a power of two for each 256.
+
+    The error is at most a 127th of the block's largest magnitude (or 2**-127). Values are read as fp32 and
+    are exact in bf16, too. Magnitudes above 127 * 2**121, and NaN, become that. Cards do not read it.
+    """
+
+    def __init__(self) -> None: ...
 
 def encode_gradient(codec: GradientCodec, tasklet: Tasklet, *, residual_scale: float = 1.0) -> int:
     """
@@ -733,13 +735,13 @@ class CardError(RuntimeError):
 
 class Card:
     """
-    A card whose kernels are loaded, through the methods of `door` (see devices/smartssd), which are called
+    A card whose kernels are loaded, through the methods of `binding` (see devices/smartssd), which are called
     with the interpreter's lock; or, with open(), through XRT's public C API, without it.
 
     Every call of it, and of what it gives out, raises CardError if the card fails.
     """
 
-    def __init__(self, door: object) -> None: ...
+    def __init__(self, binding: object) -> None: ...
     @staticmethod
     def open(device: int | str, *, xclbin: str, library: str = "libxrt_coreutil.so.2") -> Card:
         """Open a device by its index or PCIe address and load the kernels of a file."""

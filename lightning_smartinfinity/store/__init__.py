@@ -13,6 +13,7 @@ from lightning_smartinfinity.store.parameter_files import ParameterFiles, Place
 from lightning_smartinfinity.store.space import (
     Shortfall,
     SpaceRequest,
+    measure_gradient_space,
     measure_parameter_space,
     measure_space,
     require_space,
@@ -29,6 +30,7 @@ __all__ = [
     "SpaceRequest",
     "StateStore",
     "StoreDescription",
+    "measure_gradient_space",
     "measure_parameter_space",
     "measure_space",
     "require_space",

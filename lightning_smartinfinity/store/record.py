@@ -31,7 +31,7 @@ from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.spread import Placement
 
-__all__ = ["CommitRecord", "erase_record", "record_bytes", "read_records", "write_record"]
+__all__ = ["CommitRecord", "erase_record", "no_record", "record_bytes", "read_records", "write_record"]
 
 _MAGIC = b"LSICMT01"
 _VERSION = 2
@@ -56,6 +56,16 @@ class CommitRecord:
     placement: Placement
     tasklet_generations: NDArray[np.int64]
     steps: NDArray[np.int64]
+
+
+def no_record(num_tasklets: int, num_parameters: int) -> CommitRecord:
+    """What a store has before its first commit: generation -1, of nothing."""
+    return CommitRecord(
+        generation=-1,
+        placement=Placement(np.zeros(num_tasklets, np.uint16), np.zeros(num_tasklets, np.uint32)),
+        tasklet_generations=np.full(num_tasklets, -1, np.int64),
+        steps=np.zeros(num_parameters, np.int64),
+    )
 
 
 def record_bytes(num_tasklets: int, num_parameters: int) -> int:

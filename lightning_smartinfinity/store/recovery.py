@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_smartinfinity.errors import StorageCorruptError
+from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, read_records
 from lightning_smartinfinity.store.trailer import first_mismatch
 
-__all__ = ["common_manifest", "newest_complete"]
+__all__ = ["common_manifest", "newest_complete", "require_recoverable"]
 
 
 def common_manifest(folders: Sequence[Path], *, rank: int) -> Manifest:
@@ -36,6 +36,32 @@ def common_manifest(folders: Sequence[Path], *, rank: int) -> Manifest:
             f"Name all of them: {list(first.folders)!r}.",
         )
     return first
+
+
+def require_recoverable(folder: Path, manifest: Manifest, *, state_format: str | None) -> None:
+    """Raise if a store is not of the wanted format, or not all of it was ever on storage.
+
+    Args:
+        folder: The rank's, to be named.
+        manifest: Of the store.
+        state_format: The format it must be in; None: any.
+
+    Raises:
+        ConfigError: It is in another state format.
+        StorageError: Some of the state was in the process's memory only.
+    """
+    if state_format is not None and manifest.state_format != state_format:
+        raise ConfigError(
+            f"The optimizer state in {str(folder)!r} is in the format {manifest.state_format!r},"
+            f" state_format={state_format!r} was asked for.",
+            f"Use state_format={manifest.state_format!r}, or convert it with `smart-infinity convert`.",
+        )
+    if manifest.extents.num_in_memory:
+        raise StorageError(
+            f"Of the optimizer state in {str(folder)!r} {manifest.extents.num_in_memory} tasklets were in the memory of"
+            " the process that made it.",
+            "Resume from a checkpoint; with TransferConfig(durability='step') or keep=True all of it is on storage.",
+        )
 
 
 def newest_complete(folders: Sequence[Path], manifest: Manifest, newest: int | None) -> CommitRecord:

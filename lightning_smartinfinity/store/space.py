@@ -19,6 +19,7 @@ __all__ = [
     "Shortfall",
     "SpaceRequest",
     "has_room",
+    "measure_gradient_space",
     "measure_parameter_space",
     "measure_space",
     "require_space",
@@ -28,6 +29,13 @@ __all__ = [
 # Lock, manifest and folders.
 _SMALL_FILES_BYTES = 64 * 1024
 _MANIFEST_BYTES_PER_PARAMETER = 512
+
+_GRADIENTS = "gradients on their way to SmartSSDs"
+_REMEDY = (
+    "Free space there, spread the state over more storage folders, choose a smaller state_format, or halve the"
+    " need with TransferConfig(durability='none')."
+)
+_REMEDY_OF_GRADIENTS = " SmartSSDConfig(gradient_route='host') needs no space for gradients."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +133,8 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
         f" on {item.host!r}, where {_readable(item.free_bytes)} are free."
         for item in missing
     )
-    raise StorageFullError(
-        problem,
-        "Free space there, spread the state over more storage folders, choose a smaller state_format, or halve the"
-        " need with TransferConfig(durability='none').",
-    )
+    further = _REMEDY_OF_GRADIENTS if any(_GRADIENTS in item.what for item in missing) else ""
+    raise StorageFullError(problem, _REMEDY + further)
 
 
 def has_room(folder: Path, num_bytes: int, *, ranks: int) -> bool:
@@ -164,6 +169,19 @@ def measure_parameter_space(
         )
         for folder, needed in zip(folders, deal(sizes, len(folders)), strict=True)
     ]
+
+
+def measure_gradient_space(folders: Sequence[Path], *, nbytes: int) -> list[SpaceRequest]:
+    """This rank's requests for files that gradients go through, one in each storage folder. Creates nothing.
+
+    Args:
+        folders: Storage folders.
+        nbytes: Of each file.
+
+    Raises:
+        StorageError: A folder's file system cannot be asked.
+    """
+    return [_request(Path(folder), needed_bytes=nbytes, reclaimable=0, what=_GRADIENTS) for folder in folders]
 
 
 def _subject(what: Sequence[str]) -> str:

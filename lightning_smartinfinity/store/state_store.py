@@ -15,20 +15,21 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.errors import ConfigError, StorageError
+from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.capacities import Capacities
+from lightning_smartinfinity.store.claiming import claim_folders, fill_folders
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.faults import storage_errors
-from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder, rank_folder_path
+from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder
 from lightning_smartinfinity.store.manifest import (
     MANIFEST_NAME,
     Manifest,
     StoreDescription,
     write_manifest,
 )
-from lightning_smartinfinity.store.record import CommitRecord, erase_record, record_bytes, write_record
-from lightning_smartinfinity.store.recovery import common_manifest, newest_complete
+from lightning_smartinfinity.store.record import CommitRecord, erase_record, no_record, write_record
+from lightning_smartinfinity.store.recovery import common_manifest, newest_complete, require_recoverable
 from lightning_smartinfinity.store.space import measure_space, require_space
 from lightning_smartinfinity.store.spread import Placement, next_placement, places_needed
 
@@ -107,7 +108,7 @@ class StateStore:
             folders=tuple(os.path.abspath(folder) for folder in folders),
         )
         with ExitStack() as undo:
-            claimed = _claim(folders, job=config.job, rank=rank, create=True, undo=undo)
+            claimed = claim_folders(folders, job=config.job, rank=rank, create=True, undo=undo)
             for folder in claimed:
                 folder.refuse_kept()
             for folder in claimed:
@@ -117,8 +118,9 @@ class StateStore:
                     folders, job=config.job, rank=rank, extents=extents, num_parameters=len(description.parameters)
                 )
             )
-            _fill(claimed, manifest)
-            store = cls(claimed, manifest, _no_record(manifest), direct_io=config.file_access)
+            fill_folders(claimed, manifest)
+            record = no_record(extents.num_tasklets, len(description.parameters))
+            store = cls(claimed, manifest, record, direct_io=config.file_access)
             undo.pop_all()
             return store
 
@@ -150,10 +152,9 @@ class StateStore:
             StorageError: A folder or file cannot be read, or some of the state was in the process's memory only.
         """
         with ExitStack() as undo:
-            claimed = _claim(folders, job=job, rank=rank, create=False, undo=undo)
+            claimed = claim_folders(folders, job=job, rank=rank, create=False, undo=undo)
             manifest = common_manifest([folder.path for folder in claimed], rank=rank)
-            _require_format(claimed[0].path, manifest, state_format)
-            _require_on_storage(claimed[0].path, manifest)
+            require_recoverable(claimed[0].path, manifest, state_format=state_format)
             record = newest_complete([folder.path for folder in claimed], manifest, newest)
             store = cls(claimed, manifest, record, direct_io=direct_io)
             store._restore_places()
@@ -343,63 +344,3 @@ class StateStore:
             erase_record(self._commit_path, record, flush=flush)
         except StorageError as error:
             self._unusable = error
-
-
-def _no_record(manifest: Manifest) -> CommitRecord:
-    """What a store has before its first commit."""
-    num_tasklets = manifest.extents.num_tasklets
-    return CommitRecord(
-        generation=-1,
-        placement=Placement(np.zeros(num_tasklets, np.uint16), np.zeros(num_tasklets, np.uint32)),
-        tasklet_generations=np.full(num_tasklets, -1, np.int64),
-        steps=np.zeros(len(manifest.description.parameters), np.int64),
-    )
-
-
-def _require_format(folder: Path, manifest: Manifest, state_format: str | None) -> None:
-    if state_format is not None and manifest.state_format != state_format:
-        raise ConfigError(
-            f"The optimizer state in {str(folder)!r} is in the format {manifest.state_format!r},"
-            f" state_format={state_format!r} was asked for.",
-            f"Use state_format={manifest.state_format!r}, or convert it with `smart-infinity convert`.",
-        )
-
-
-def _require_on_storage(folder: Path, manifest: Manifest) -> None:
-    if manifest.extents.num_in_memory:
-        raise StorageError(
-            f"Of the optimizer state in {str(folder)!r} {manifest.extents.num_in_memory} tasklets were in the memory of"
-            " the process that made it.",
-            "Resume from a checkpoint; with TransferConfig(durability='step') or keep=True all of it is on storage.",
-        )
-
-
-def _claim(folders: Sequence[Path], *, job: str, rank: int, create: bool, undo: ExitStack) -> list[RankFolder]:
-    """Lock the rank's folder in every storage folder; ``undo`` unlocks them and removes what was made."""
-    resolved = [os.path.realpath(folder) for folder in folders]
-    if len(set(resolved)) != len(resolved):
-        raise ConfigError(
-            f"The storage folders {[str(folder) for folder in folders]!r} name one folder twice.", "Name each once."
-        )
-    claimed = []
-    for folder in folders:
-        # Absolute: the commit record is opened by name at every step, wherever the process has moved to.
-        path = rank_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
-        if not create and not path.is_dir():
-            raise StorageError(
-                f"There is no optimizer state in {str(path)!r}.", "Check the storage folder and the job."
-            )
-        claimed.append(RankFolder(path, create=create))
-        undo.callback(claimed[-1].discard)
-    return claimed
-
-
-def _fill(folders: Sequence[RankFolder], manifest: Manifest) -> None:
-    """Preallocate the files; the manifest comes last, so that a store that has one is whole."""
-    for device, folder in enumerate(folders):
-        folder.allocate(STATE_NAME, manifest.extents.file_bytes(device))
-    num_parameters = len(manifest.description.parameters)
-    folders[0].allocate(COMMIT_NAME, 2 * record_bytes(manifest.extents.num_tasklets, num_parameters))
-    for device, folder in enumerate(folders):
-        write_manifest(folder.expect(MANIFEST_NAME), manifest.for_device(device))
-        folder.flush()

@@ -69,11 +69,6 @@ class CompressedGradients:
         return None if self._residual is None else self._residual.tensor
 
     @property
-    def largest_payload_bytes(self) -> int:
-        """Of any tasklet."""
-        return max(self._sizes, default=0)
-
-    @property
     def payload_bytes(self) -> int:
         """Host memory of the payloads, as far as they have been written."""
         return self._offsets[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -14,14 +15,12 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
-from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.folder_swap import restore_interrupted
 from lightning_smartinfinity.zero3.tensor_file import check_records
 
 __all__ = [
     "SAVE_ID",
-    "UNIVERSAL_ARRAYS",
     "check_checkpoint",
     "check_frozen",
     "check_needed",
@@ -29,13 +28,11 @@ __all__ = [
     "check_weights",
     "optimizer_files",
     "reading_checkpoint",
+    "tagged_folder",
 ]
 
 SAVE_ID = "smart_infinity_save"
 """Key of the save's name in what Lightning saves beside the optimizer's state."""
-
-UNIVERSAL_ARRAYS = ("exp_avg", "exp_avg_sq")
-"""Beside masters, what DeepSpeed's universal checkpoints hold."""
 
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
@@ -64,7 +61,7 @@ def check_checkpoint(path: str | Path, *, engine: Any, strict: bool = True, need
             raise CheckpointError(
                 f"{path} has no file 'latest': the checkpoint is not whole.", "Copy checkpoints as whole folders."
             )
-        _check_world_size(folder, engine)
+        _check_world_size(folder)
         _check_own_share(folder)
         states = _own_model_states(folder, engine)
         check_needed(states, needed, path)
@@ -155,7 +152,12 @@ def reading_checkpoint(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _tagged_folder(path: Path) -> Path:
+def tagged_folder(path: Path) -> Path:
+    """The folder with the processes' files in what Lightning or DeepSpeed saved, or that folder itself.
+
+    Raises:
+        CheckpointError: There is none.
+    """
     if not path.exists():
         raise CheckpointError(f"The checkpoint {path} does not exist.", "Check the path.")
     if not path.is_dir():
@@ -177,7 +179,7 @@ def _tagged_folder(path: Path) -> Path:
 
 
 def _checked_folder(path: str | Path, engine: Any) -> Path:
-    folder = _tagged_folder(Path(path))
+    folder = tagged_folder(Path(path))
     files = optimizer_files(folder)
     if not files:
         raise CheckpointError(f"{folder} holds no ZeRO-3 optimizer states.", "Pass a ZeRO-3 checkpoint.")
@@ -195,28 +197,19 @@ def _check_precision(files: list[Path], engine: Any) -> None:
         )
 
 
-def _check_world_size(folder: Path, engine: Any) -> None:
+def _check_world_size(folder: Path) -> None:
     num_saved, world_size = len(optimizer_files(folder)), dist.get_world_size()
     if num_saved != world_size:
         raise CheckpointError(
             f"{folder} was saved by {num_saved} processes, this run has {world_size}.",
-            f"Run on {num_saved} processes, or {_way_to_others(folder, engine.optimizer.rule)}.",
+            f"Run on {num_saved} processes, or convert it by `{_conversion_command(folder)}` and pass the folder that "
+            "this writes.",
         )
-
-
-def _way_to_others(folder: Path, rule: UpdateRule) -> str:
-    """How training can go on with another number of processes."""
-    if rule.arrays[1:] != UNIVERSAL_ARRAYS:
-        return (
-            f"start anew from its weights: DeepSpeed's universal checkpoints cannot hold what {rule.name} keeps "
-            f"({', '.join(rule.arrays[1:])})"
-        )
-    return f"convert it by `{_conversion_command(folder)}` and pass the folder that this writes"
 
 
 def _conversion_command(folder: Path) -> str:
     converted = folder.parent.with_name(folder.parent.name + ".universal")
-    return f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder {converted}"
+    return shlex.join(["smart-infinity", "universal", str(folder), "--into", str(converted)])
 
 
 def _check_own_share(folder: Path) -> None:

@@ -29,7 +29,7 @@ def load_engine(
     """Load into an engine; what the user had saved beside it is returned.
 
     Args:
-        path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or by ``ds_to_universal``.
+        path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or converted to a universal one.
         engine: One of ours.
         with_optimizer: Whether to go on from there, or to load weights alone.
         strict: Whether names of parameters and buffers have to be the same.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.collectives import raising_together
 
-__all__ = ["exchange", "replacing", "restore_interrupted"]
+__all__ = ["beside", "exchange", "replacing", "restore_interrupted"]
 
 _INSIDE = ".saving"
 _PREVIOUS = "previous"
@@ -49,7 +49,7 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
     target, inside = Path(os.path.realpath(path)), False
     with raising_together(), _io_errors(path):
         inside = target.exists()
-    staging = target / _INSIDE if inside else _beside(target)
+    staging = target / _INSIDE if inside else beside(target)
     leads = dist.get_rank() == 0
     with raising_together(), _io_errors(path):
         if local_rank == 0:
@@ -99,7 +99,8 @@ def exchange(first: Path, second: Path) -> bool:
     raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
-def _beside(target: Path) -> Path:
+def beside(target: Path) -> Path:
+    """Where what becomes ``target`` when it is whole is written."""
     # Without the target's name: Lightning takes every entry of a folder that has "last" in its name for a checkpoint.
     return target.with_name(f"{_INSIDE}-{hashlib.sha256(target.name.encode()).hexdigest()[:16]}")
 
@@ -111,7 +112,7 @@ def _prepare(target: Path, tag: str) -> None:
             f"{target} is a file; checkpoints of this strategy are folders.", "Remove it or save to another path."
         )
     restore_interrupted(target, tag)
-    for leftover in (target / _INSIDE, _beside(target)):
+    for leftover in (target / _INSIDE, beside(target)):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

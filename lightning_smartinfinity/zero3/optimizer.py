@@ -123,7 +123,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             layout,
             rule,
             dtype=self.dtype,
-            gradient_bytes=self._gradient_bytes(layout),
+            gradient_dtype=self.gradient_accumulation_dtype,
             groups=self.optimizer.param_groups,
             masters=self._outputs(),
             first_values=self.first_values,
@@ -137,14 +137,6 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             return None
         num_threads = max(1, self._offload.transfer.compute_threads)
         return CompressedGradients(layout, codec, dtype=self.gradient_accumulation_dtype, num_threads=num_threads)
-
-    def _gradient_bytes(self, layout: PartitionLayout) -> int:
-        """The most that a tasklet's gradient takes on its way to the update."""
-        compressed = self.rank_state.compressed
-        if compressed is not None:
-            return compressed.largest_payload_bytes
-        itemsize: int = self.gradient_accumulation_dtype.itemsize
-        return layout.extents.tasklet_numel * itemsize
 
     def _outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:
         return outputs_of(self, by_cuda=self._offload.cards is None)

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.tensor_file import TensorFile
 
-__all__ = ["WINDOW_NUMEL", "Piece", "Put", "SavedWeights", "Wanted", "pieces_of", "read_pieces", "reaches"]
+__all__ = ["WINDOW_NUMEL", "Piece", "Put", "SavedWeights", "Wanted", "pieces_of", "read_pieces", "reaches", "windows"]
 
 WINDOW_NUMEL = 1 << 22
 """Most elements that are in memory at once."""
@@ -77,7 +77,7 @@ def read_pieces(
     largest = max((piece.end - piece.begin + piece.padding for piece in pieces), default=0)
     buffer = np.empty(min(WINDOW_NUMEL, largest), np.float32)
     for piece in pieces:
-        for begin, end in _windows(piece.begin, piece.end + piece.padding):
+        for begin, end in windows(piece.begin, piece.end + piece.padding):
             values = buffer[: end - begin]
             stream.read(values)
             overlap = _overlap(piece.name, begin, min(end, piece.end), wanted)
@@ -107,7 +107,7 @@ class SavedWeights(ABC):
     @cached_property
     def model_states(self) -> Mapping[str, Any]:
         """What the rank saved beside the optimizer's state: buffers, shapes, Lightning's state."""
-        states: Mapping[str, Any] = self._load(self._model_file(self._rank))
+        states = self.model_states_of(self._rank)
         if states["dp_world_size"] != self.num_saved:
             raise CheckpointError(
                 f"{self.path} holds the model states of {self.num_saved} processes; {states['dp_world_size']} saved "
@@ -118,12 +118,17 @@ class SavedWeights(ABC):
 
     @cached_property
     def _first_model_states(self) -> Mapping[str, Any]:
-        return self.model_states if self._rank == 0 else self._load(self._model_file(0))
+        return self.model_states if self._rank == 0 else self.model_states_of(0)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of every trained parameter, in the order in which the files of the optimizer hold them."""
         return {name: shape for of_group in self.model_states[PARAM_SHAPES] for name, shape in of_group.items()}
+
+    def model_states_of(self, rank: int) -> Mapping[str, Any]:
+        """What a process saved beside the optimizer's state."""
+        states: Mapping[str, Any] = self._load(self.model_file(rank))
+        return states
 
     def frozen_shapes(self) -> dict[str, torch.Size] | None:
         """Shape of every parameter that was not trained; None if they were not saved."""
@@ -165,14 +170,15 @@ class SavedWeights(ABC):
         """Hand over values of parameters that were not trained, in the dtype that they were saved in."""
         for name in self.frozen_shapes() or {}:
             elements = wanted.get(name, range(0))
-            for begin, end in _windows(elements.start, elements.stop):
+            for begin, end in windows(elements.start, elements.stop):
                 put(name, begin, self.frozen(name, begin, end))
 
     @cached_property
     def _frozen_fragments(self) -> list[Mapping[str, torch.Tensor]]:
-        return [self._load(self._model_file(rank))[FROZEN_PARAM_FRAGMENTS] for rank in range(self.num_saved)]
+        return [self.model_states_of(rank)[FROZEN_PARAM_FRAGMENTS] for rank in range(self.num_saved)]
 
-    def _model_file(self, rank: int) -> Path:
+    def model_file(self, rank: int) -> Path:
+        """Where a process saved what is beside the optimizer's state."""
         return self.path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
     def _load(self, file: Path) -> Any:
@@ -185,7 +191,8 @@ class SavedWeights(ABC):
             raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.", self.remedy) from error
 
 
-def _windows(begin: int, end: int) -> Iterator[tuple[int, int]]:
+def windows(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most :data:`WINDOW_NUMEL` elements, in order."""
     for first in range(begin, end, WINDOW_NUMEL):
         yield first, min(first + WINDOW_NUMEL, end)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import (
     CARD_TASKLET_BYTES,
@@ -15,6 +16,8 @@ from lightning_smartinfinity.config import (
 from lightning_smartinfinity.devices.smartssd import CardPlan
 
 __all__ = ["OffloadSettings", "ParameterSettings"]
+
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,8 @@ class OffloadSettings:
         update_device: Where the user wants it to run: ``"auto"``, ``"host"`` or ``"smartssd"``.
         smartssd: The user's settings of cards.
         cards: That it runs on; None: the host.
+        gradient_itemsize: Bytes of a gradient's element, before there is an arena to ask; unless known, the most.
+        parameter_itemsize: The same of a parameter's.
     """
 
     storage: tuple[Path, ...]
@@ -40,6 +45,15 @@ class OffloadSettings:
     update_device: str = "host"
     smartssd: SmartSSDConfig | None = None
     cards: CardPlan | None = None
+    gradient_itemsize: int = 4
+    parameter_itemsize: int = 4
+
+    def gradient_bytes(self, numel: int) -> int:
+        """The most that the gradient of so many elements takes on its way to the update."""
+        if self.compression is None:
+            return numel * self.gradient_itemsize
+        dtype = native.DType.FLOAT32 if self.gradient_itemsize == _FP32_BYTES else native.DType.BFLOAT16
+        return self.compression.native().payload_bytes(numel, dtype)
 
     @property
     def tasklet_bytes(self) -> int:

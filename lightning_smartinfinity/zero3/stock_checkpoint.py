@@ -13,12 +13,13 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 
-__all__ = ["WITHOUT_ARRAYS", "describe_stock"]
+__all__ = ["STEP", "WITHOUT_ARRAYS", "check_groups", "describe_stock"]
 
 WITHOUT_ARRAYS = "without_arrays"
 """Key of whether masters are all there is."""
 
-_STEP = "step"
+STEP = "step"
+"""Key of a number of updates among the arrays of an optimizer."""
 
 
 def describe_stock(optimizer: Any, state_dict: Mapping[str, Any], *, ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -45,12 +46,12 @@ def describe_stock(optimizer: Any, state_dict: Mapping[str, Any], *, ds_config: 
         )
     _check_precision(optimizer, ds_config)
     states = [state_dict[OPTIMIZER_STATE_DICT]["state"].get(index, {}) for index in range(len(masters))]
-    _check_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
+    check_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
     if not any(states):  # saved before the first update
         return {"save_id": None, "steps": [0] * len(layout.parameters), WITHOUT_ARRAYS: True}
     _check_states(optimizer, states, numels)
     # Without a count all that matters is that the arrays have begun.
-    steps = [int(state.get(_STEP, 1)) for state in states]
+    steps = [int(state.get(STEP, 1)) for state in states]
     return {"save_id": None, "steps": _steps_of_parameters(layout, numels, steps)}
 
 
@@ -66,17 +67,22 @@ def _check_precision(optimizer: Any, ds_config: Mapping[str, Any]) -> None:
 
 
 def _check_states(optimizer: Any, states: Sequence[Mapping[str, Any]], numels: Sequence[int]) -> None:
-    names = {*optimizer.rule.arrays[1:], *([_STEP] if optimizer.rule.counts_updates else [])}
+    names = {*optimizer.rule.arrays[1:], *([STEP] if optimizer.rule.counts_updates else [])}
     for state, numel in zip(states, numels, strict=True):
         found = set(state)
-        if found != names or any(state[name].numel() != numel for name in names - {_STEP}):
+        if found != names or any(state[name].numel() != numel for name in names - {STEP}):
             raise CheckpointError(
                 f"The checkpoint's optimizer keeps {sorted(found)}, {optimizer.rule.name} keeps {sorted(names)}.",
                 "Return the optimizer that it was saved with from configure_optimizers.",
             )
 
 
-def _check_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+def check_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the settings of parameter groups are those of this optimizer.
+
+    Raises:
+        CheckpointError: Another optimizer had them, or this one with settings that are not offered.
+    """
     key = "decoupled_weight_decay"
     for saved, group in zip(groups, optimizer.optimizer.param_groups, strict=False):
         if optimizer.rule.telling_setting not in saved:

@@ -6,6 +6,7 @@ import platform
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,20 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.devices.host import HostDevice
-from lightning_smartinfinity.devices.smartssd import CardRing, SmartSSDDevice, kernel_of
+from lightning_smartinfinity.devices.smartssd import (
+    CardRing,
+    SmartSSDDevice,
+    gradient_file_bytes,
+    kernel_of,
+    ring_within,
+)
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.store import (
+    ExtentMap,
     SpaceRequest,
     StateStore,
     StoreDescription,
+    measure_gradient_space,
     measure_parameter_space,
     measure_space,
     require_space,
@@ -42,7 +51,7 @@ def open_storage(
     rule: UpdateRule,
     *,
     dtype: torch.dtype,
-    gradient_bytes: int,
+    gradient_dtype: torch.dtype,
     groups: Sequence[Mapping[str, Any]],
     masters: Sequence[Flat] | CudaPartition | StagedPartition,
     first_values: Sequence[float],
@@ -57,7 +66,7 @@ def open_storage(
         layout: This rank's partition.
         rule: The optimizer's update rule.
         dtype: Of the parameters.
-        gradient_bytes: The most that a tasklet's gradient takes on its way to the update.
+        gradient_dtype: Of the gradient arena.
         groups: The optimizer's parameter groups, for the manifest.
         masters: This rank's partition: the masters are widened from it.
         first_values: Of the other arrays.
@@ -66,6 +75,7 @@ def open_storage(
     Raises:
         StorageError: A folder cannot be used, is locked or too small; on every rank.
     """
+    settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
     require_space(_space_of_all_ranks(settings, layout, group))
     job_id = gather(uuid.uuid4().bytes, group)[0]
     opened = ExitStack()
@@ -74,7 +84,7 @@ def open_storage(
         description = _describe(layout, rule, dtype, groups)
         store = _create_store(settings, layout, description, group, job_id)
         opened.callback(store.close, remove=True)
-        handler = TransferHandler(layout, store, _device(settings, layout, rule, dtype, gradient_bytes), rule=rule)
+        handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
         opened.callback(handler.close, remove=True)
         handler.open()
         handler.initialize(masters, first_values=first_values)
@@ -103,31 +113,36 @@ def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: Any) -
     return with_residents(layout, nbytes=nbytes, written_through=transfer.writes_through)
 
 
-def _device(
-    settings: OffloadSettings,
-    layout: PartitionLayout,
-    rule: UpdateRule,
-    dtype: torch.dtype,
-    gradient_bytes: int,
-) -> StorageDevice:
+def _device(settings: OffloadSettings, layout: PartitionLayout, rule: UpdateRule) -> StorageDevice:
     transfer, cards = settings.transfer, settings.cards
     if cards is None:
         return HostDevice(
             num_buffers=transfer.num_buffers, compute_threads=transfer.compute_threads, io_engine=transfer.io_engine
         )
-    numel = layout.extents.tasklet_numel
-    ring = CardRing(
-        num_buffers=transfer.num_buffers,
-        gradient_bytes=gradient_bytes,
-        parameter_bytes=numel * dtype.itemsize,
-    )
     return SmartSSDDevice(
         cards,
         kernel=kernel_of(rule.name),
-        ring=ring,
+        ring=_ring(settings, layout.extents),
         compute_threads=transfer.compute_threads,
         io_engine=transfer.io_engine,
     )
+
+
+def _ring(settings: OffloadSettings, extents: ExtentMap) -> CardRing:
+    return CardRing(
+        num_buffers=settings.transfer.num_buffers,
+        gradient_bytes=settings.gradient_bytes(extents.tasklet_numel),
+        parameter_bytes=extents.tasklet_numel * settings.parameter_itemsize,
+    )
+
+
+def _gradient_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
+    """For the file on each card's SSD that gradients go through, if they do."""
+    cards, largest = settings.cards, max((extent.nbytes for extent in extents.extents), default=0)
+    if cards is None:
+        return []
+    nbytes = gradient_file_bytes(cards, ring_within(cards, _ring(settings, extents), extent_bytes=largest))
+    return measure_gradient_space(settings.storage, nbytes=nbytes) if nbytes else []
 
 
 def require_parameter_space(
@@ -169,9 +184,11 @@ def require_parameter_space(
     extents = with_cache(layout, offload, None).extents
     requests: list[SpaceRequest] = []
     with raising_together():
-        requests = measure_space(
-            offload.storage, job=transfer.job, rank=rank, extents=extents, num_parameters=len(numels)
-        ) + measure_parameter_space(parameters.folders, job=parameters.job, rank=rank, sizes=sizes)
+        requests = [
+            *measure_space(offload.storage, job=transfer.job, rank=rank, extents=extents, num_parameters=len(numels)),
+            *_gradient_space(offload, extents),
+            *measure_parameter_space(parameters.folders, job=parameters.job, rank=rank, sizes=sizes),
+        ]
     require_space(request for of_rank in gather(requests, None) for request in of_rank)
 
 
@@ -192,13 +209,16 @@ def _create_store(
 def _space_of_all_ranks(settings: OffloadSettings, layout: PartitionLayout, group: Any) -> list[SpaceRequest]:
     requests: list[SpaceRequest] = []
     with raising_together(group):
-        requests = measure_space(
-            settings.storage,
-            job=settings.transfer.job,
-            rank=dist.get_rank(group),
-            extents=layout.extents,
-            num_parameters=len(layout.parameters),
-        )
+        requests = [
+            *measure_space(
+                settings.storage,
+                job=settings.transfer.job,
+                rank=dist.get_rank(group),
+                extents=layout.extents,
+                num_parameters=len(layout.parameters),
+            ),
+            *_gradient_space(settings, layout.extents),
+        ]
     return [request for of_rank in gather(requests, group) for request in of_rank]
 
 

@@ -17,7 +17,6 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoint_folder import (
     SAVE_ID,
-    UNIVERSAL_ARRAYS,
     check_frozen,
     check_needed,
     reading_checkpoint,
@@ -25,6 +24,7 @@ from lightning_smartinfinity.zero3.checkpoint_folder import (
 from lightning_smartinfinity.zero3.client_state import of_user
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
+from lightning_smartinfinity.zero3.stock_checkpoint import check_groups
 from lightning_smartinfinity.zero3.universal_folder import MASTER_FILE, UniversalFolder
 from lightning_smartinfinity.zero3.weight_loading import check_names
 
@@ -38,7 +38,7 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
 
     Args:
         engine: One of ours.
-        path: The folder that ``ds_to_universal`` wrote.
+        path: The folder that ``smart-infinity universal`` or DeepSpeed's ``ds_to_universal`` wrote.
         strict: Whether buffers have to match exactly.
         needed: Keys of what has to lie beside the model.
 
@@ -67,7 +67,7 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
         saved_steps = folder.steps
         steps = np.array([saved_steps[piece.name] for piece in optimizer.layout.parameters], dtype=np.int64)
         _check_files(optimizer, folder)
-        folder.check_arrays((MASTER_FILE, *optimizer.rule.arrays[1:]))
+        folder.check_arrays(_files_of(optimizer, folder))
         frozen = _frozen_slices(engine, folder)
     optimizer.checkpoint_event_prologue()
     optimizer.settled_handler().replace(_filler(optimizer, folder), steps=steps, together=together)
@@ -83,11 +83,16 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
 # ---- filling this rank's partition
 
 
+def _files_of(optimizer: Any, folder: UniversalFolder) -> tuple[str, ...]:
+    """Names of the files of each parameter, in the order of the rule's arrays; those that are missing begin anew."""
+    return (MASTER_FILE, *(optimizer.rule.arrays[1:] if folder.arrays else ()))
+
+
 def _filler(optimizer: Any, folder: UniversalFolder) -> Callable[[Window], None]:
     layout: PartitionLayout = optimizer.layout
     rank = dist.get_rank(optimizer.dp_process_group)
     shapes = folder.shapes
-    files = (MASTER_FILE, *optimizer.rule.arrays[1:])
+    files, first_values = _files_of(optimizer, folder), optimizer.first_values
     opened: dict[tuple[str, str], torch.Tensor] = {}
 
     def array_of(piece: ParameterSlice, file: str) -> torch.Tensor:
@@ -105,8 +110,10 @@ def _filler(optimizer: Any, folder: UniversalFolder) -> Callable[[Window], None]
         for piece, begin, end in _pieces_in(layout, window):
             target = slice(begin - window.begin, end - window.begin)
             first = rank * piece.numel + begin - piece.offset
-            for file, array in zip(files, window.arrays, strict=True):
+            for file, array in zip(files, window.arrays, strict=False):
                 array[target] = array_of(piece, file)[first : first + end - begin].numpy()
+            for number in range(len(files), len(window.arrays)):
+                window.arrays[number][target] = first_values[number - 1]
         write_range(optimizer, layout, window.begin, torch.from_numpy(window.arrays[0]))
 
     return fill
@@ -182,9 +189,12 @@ def _check_optimizer(optimizer: Any, folder: UniversalFolder) -> None:
             f"{folder.path} was saved with {extra['optimizer']}, the model is configured with {optimizer.rule.name}.",
             "Return the same optimizer from configure_optimizers.",
         )
-    if optimizer.rule.arrays[1:] != UNIVERSAL_ARRAYS:
+    if extra is None:
+        check_groups(optimizer, folder.param_groups)
+    if set(folder.arrays) not in (set(), set(optimizer.rule.arrays[1:])):
         raise CheckpointError(
-            f"{folder.path} holds Adam's moments, the model is configured with {optimizer.rule.name}.",
+            f"{folder.path} holds {', '.join(folder.arrays)}, {optimizer.rule.name} keeps "
+            f"{', '.join(optimizer.rule.arrays[1:])}.",
             "Return the optimizer that it was saved with from configure_optimizers.",
         )
     if dtype != str(optimizer.dtype):
@@ -222,5 +232,5 @@ def _params_of_groups(optimizer: Any) -> list[list[Any]]:
 def _check_files(optimizer: Any, folder: UniversalFolder) -> None:
     shapes = folder.shapes
     for piece in optimizer.layout.parameters:
-        for file in (MASTER_FILE, *optimizer.rule.arrays[1:]):
+        for file in _files_of(optimizer, folder):
             folder.tensor(piece.name, file, numel=shapes[piece.name].numel())

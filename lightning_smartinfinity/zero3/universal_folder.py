@@ -1,10 +1,12 @@
-"""What DeepSpeed's ``ds_to_universal`` makes of a ZeRO-3 checkpoint: whole parameters, each in files of its own.
+"""A universal checkpoint: what a ZeRO-3 checkpoint holds of each parameter, as a whole, in files of its own.
 
 ::
 
-    <folder>/zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    flat, without padding
+    <folder>/zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    flat, without padding; the optimizer's own arrays
     <folder>/zero/optimizer_state.pt                                the first rank's optimizer file
     <folder>/zero_pp_rank_<rank>_mp_rank_00_model_states.pt         as every rank saved it
+
+DeepSpeed's ``ds_to_universal`` writes it of Adam's checkpoints, :mod:`universal_conversion` of every rule's.
 
 Mapping a file verifies nothing; the ``check_`` methods read the files through, each file on one rank, and compare with
 the CRC-32s that ``torch.save`` keeps.
@@ -27,6 +29,7 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoint import EXTRA_KEY
 from lightning_smartinfinity.zero3.collectives import gather
 from lightning_smartinfinity.zero3.saved_weights import Put, SavedWeights, Wanted, pieces_of, reaches, read_pieces
+from lightning_smartinfinity.zero3.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.tensor_file import TensorFile, check_records
 
 __all__ = ["MASTER_FILE", "UniversalFolder", "is_universal"]
@@ -55,12 +58,12 @@ class UniversalFolder(SavedWeights):
         Args:
             with_optimizer: Whether :attr:`optimizer_states` will be asked for.
         """
-        self._check([self._model_file(rank) for rank in range(self.num_saved)], tensors=True)
+        self._check([self.model_file(rank) for rank in range(self.num_saved)], tensors=True)
         if with_optimizer:
             self._check([self.path / "zero" / "optimizer_state.pt"], tensors=False)
 
     def check_arrays(self, names: Iterable[str]) -> None:
-        """Verify this rank's share of the arrays of trainable parameters: ``fp32``, ``exp_avg`` or ``exp_avg_sq``."""
+        """Verify this rank's share of the arrays of trainable parameters: ``fp32``, ``exp_avg`` and the like."""
         self._check(sorted(file for name in names for file in self.path.glob(f"zero/*/{name}.pt")), tensors=True)
 
     def _check(self, files: list[Path], *, tensors: bool) -> None:
@@ -89,14 +92,26 @@ class UniversalFolder(SavedWeights):
         ]
 
     @property
+    def arrays(self) -> tuple[str, ...]:
+        """What is there of each parameter beside the master; nothing if the optimizer had not begun to keep any."""
+        names = {name for state in self._states_of_sub_groups.values() for name in state}
+        return tuple(sorted(names - {STEP}))
+
+    @property
+    def _states_of_sub_groups(self) -> Mapping[int, Mapping[str, Any]]:
+        states: Mapping[int, Mapping[str, Any]] = self.optimizer_states[OPTIMIZER_STATE_DICT]["state"]
+        return states
+
+    @property
     def steps(self) -> dict[str, int]:
-        """Number of updates of every trainable parameter. Stock DeepSpeed counts them per sub-group."""
+        """Number of updates of every trainable parameter. Stock DeepSpeed counts them per sub-group, if at all."""
         if self.extra is not None:
             names = [name for name, *_ in self.extra["parameters"]]
             return dict(zip(names, self.extra["steps"], strict=True))
-        states = self.optimizer_states[OPTIMIZER_STATE_DICT]["state"]
+        states = self._states_of_sub_groups
         return {
-            name: int(states[sub_group]["step"])
+            # Without a count all that matters is whether the arrays have begun.
+            name: int(states[sub_group].get(STEP, 1)) if states.get(sub_group) else 0
             for sub_group, of_sub_group in enumerate(self.model_states[PARAM_SHAPES])
             for name in of_sub_group
         }
@@ -106,7 +121,7 @@ class UniversalFolder(SavedWeights):
 
         Args:
             name: Of the parameter.
-            array: ``fp32``, ``exp_avg`` or ``exp_avg_sq``.
+            array: ``fp32``, ``exp_avg`` and the like.
             numel: Elements that it has to have.
         """
         file = self._file(name, array)

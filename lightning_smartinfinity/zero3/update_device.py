@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_smartinfinity.config import SmartSSDConfig
-from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, kernel_of, require_memory, self_test
+from lightning_smartinfinity.devices.smartssd import (
+    CardPlan,
+    CardRing,
+    System,
+    find_cards,
+    kernel_of,
+    require_memory,
+    self_test,
+)
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
-from lightning_smartinfinity.devices.smartssd.xclbin import named_xclbin
-from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError, StorageError
+from lightning_smartinfinity.devices.smartssd.xclbin import is_xclbin_named
+from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.zero3.collectives import gather, raise_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
 __all__ = ["choose_update_device"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +42,7 @@ class _Report(NamedTuple):
     """What one rank found: its cards, or why it has none."""
 
     node: str
+    process: int
     cards: tuple[str, ...]
     build: str
     error: SmartInfinityError | None
@@ -51,18 +64,20 @@ def choose_update_device(offload: OffloadSettings, *, optimizer: str, group: Any
     if offload.update_device == "host" or obstacle is not None:
         _tell(obstacle)
         return offload
-    system, settings = System(), offload.smartssd or SmartSSDConfig()
-    plan, error = _tried(offload, settings, system, optimizer)
+    plan, error = _attempted(lambda: _find(offload, optimizer))
     reports = gather(_report(plan, error), group)
     error = error or _disagreement(reports)
+    first = error or _first_error(reports)
+    if first is None and plan is not None:
+        error = _attempted(partial(_test, offload, plan, kernel_of(optimizer), reports))[1]
+        first = _first_error(gather(_report(plan, error), group))
     if offload.update_device == "smartssd":
         raise_together(error, group)
-    first = error or _first_error(reports)
     if first is None and plan is not None:
         plan = replace(plan, sharers=_sharers(reports))
         if offload.update_device == "auto":
             # Later it would be too late for the host: tasklets are cut for the device that updates them.
-            error = _lack_of_memory(replace(offload, cards=plan), plan, kernel_of(optimizer))
+            error = _attempted(partial(_require_memory, replace(offload, cards=plan), plan, kernel_of(optimizer)))[1]
             first = _first_error(gather(_report(plan, error), group))
     if first is not None or plan is None:
         _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", first)
@@ -79,7 +94,7 @@ def _obstacle(offload: OffloadSettings) -> str | None:
     """Why ``"auto"`` does not even look for cards."""
     if offload.update_device != "auto":
         return None
-    if named_xclbin(offload.smartssd, System()) is None:
+    if not is_xclbin_named(offload.smartssd, System()):
         return "no xclbin for SmartSSDs is named"
     if offload.state_format != "fp32":
         return f"SmartSSDs hold state in fp32 alone, not {offload.state_format!r}"
@@ -91,19 +106,35 @@ def _tell(obstacle: str | None) -> None:
         _log.info("update_device='auto': the host updates: %s.", obstacle)
 
 
-def _tried(
-    offload: OffloadSettings, settings: SmartSSDConfig, system: System, optimizer: str
-) -> tuple[CardPlan | None, SmartInfinityError | None]:
+def _attempted(work: Callable[[], T]) -> tuple[T | None, SmartInfinityError | None]:
+    """What it returns, or what it raises: whatever that is, the other ranks must not be left waiting."""
     try:
-        _require_direct_io(offload)
-        _require_tasklets(offload, kernel_of(optimizer))
-        plan = find_cards(offload.storage, settings, system)
-        self_test(plan, offload.storage, [kernel_of(optimizer)])
-    except (ConfigError, DeviceError, StorageError) as error:
+        return work(), None
+    except SmartInfinityError as error:
         return None, error
     except Exception as error:
-        return None, _unforeseen(error)
-    return plan, None
+        return None, DeviceError(f"SmartSSDs could not be set up: {error!r}.", "Use update_device='host'.")
+
+
+def _find(offload: OffloadSettings, optimizer: str) -> CardPlan:
+    _require_direct_io(offload)
+    _require_tasklets(offload, kernel_of(optimizer))
+    return find_cards(offload.storage, offload.smartssd or SmartSSDConfig(), System())
+
+
+def _test(offload: OffloadSettings, plan: CardPlan, kernel: Kernel, reports: Sequence[_Report]) -> None:
+    """Test those cards of this rank that no lower rank has: it would be the same test."""
+    testers: dict[tuple[str, str], int] = {}
+    for report in reports:
+        for card in report.cards:
+            testers.setdefault((report.node, card), report.process)
+    own = _report(plan, None)
+    mine = [
+        (card, folder)
+        for card, folder in zip(plan.cards, offload.storage, strict=True)
+        if testers[own.node, card.address] == own.process
+    ]
+    self_test(replace(plan, cards=tuple(card for card, _ in mine)), [folder for _, folder in mine], [kernel])
 
 
 def _require_direct_io(offload: OffloadSettings) -> None:
@@ -125,28 +156,20 @@ def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
         )
 
 
-def _lack_of_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) -> SmartInfinityError | None:
-    """Why a card's memory does not hold the ring, for gradients and parameters of the widest type; None: it does."""
+def _require_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) -> None:
     numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
-    parts = (offload.tasklet_bytes, 4 * numel, 4 * numel)
-    try:
-        for card in plan.cards:
-            require_memory(plan, card, num_buffers=offload.transfer.num_buffers, parts=parts)
-    except SmartInfinityError as error:
-        return error
-    except Exception as error:
-        return _unforeseen(error)
-    return None
-
-
-def _unforeseen(error: Exception) -> DeviceError:
-    """Whatever it is, the other ranks must not be left waiting."""
-    return DeviceError(f"SmartSSDs could not be set up: {error!r}.", "Use update_device='host'.")
+    ring = CardRing(
+        num_buffers=offload.transfer.num_buffers,
+        gradient_bytes=offload.gradient_bytes(numel),
+        parameter_bytes=offload.parameter_itemsize * numel,
+    )
+    for card in plan.cards:
+        require_memory(plan, card, ring, extent_bytes=offload.tasklet_bytes)
 
 
 def _report(plan: CardPlan | None, error: SmartInfinityError | None) -> _Report:
     cards = () if plan is None else tuple(card.address for card in plan.cards)
-    return _Report(platform.node(), cards, "" if plan is None else plan.xclbin.uuid, error)
+    return _Report(platform.node(), os.getpid(), cards, "" if plan is None else plan.xclbin.uuid, error)
 
 
 def _disagreement(reports: Sequence[_Report]) -> SmartInfinityError | None:

@@ -37,7 +37,7 @@ def load_saved_weights(engine: Any, path: str | Path, *, strict: bool) -> dict[s
 
     Args:
         engine: A DeepSpeed engine of ZeRO-3, with or without optimizer; moments and step counts stay as they are.
-        path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or by ``ds_to_universal``.
+        path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or converted to a universal one.
         strict: Whether names of parameters and buffers have to be the same.
 
     Returns:

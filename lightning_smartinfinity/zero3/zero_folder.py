@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,28 @@ class ZeroFolder(SavedWeights):
         for rank in range(self.num_saved):
             pieces = pieces_of(shapes, rank=rank, world_size=self.num_saved)
             if reaches(pieces, wanted):
-                with closing(TensorFile(self._optimizer_file(rank))) as file:
-                    numel = sum(piece.end - piece.begin + piece.padding for piece in pieces)
-                    read_pieces(file, self._masters(file, rank, numel), pieces, wanted, put)
+                with closing(TensorFile(self.optimizer_file(rank))) as file:
+                    read_pieces(file, self.masters(file, rank), pieces, wanted, put)
 
-    def _optimizer_file(self, rank: int) -> Path:
+    def optimizer_file(self, rank: int) -> Path:
+        """The optimizer's state of a process."""
         prefix = optimizer_files(self.path)[0].name.partition("zero_pp_rank_")[0]
         return self.path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
-    def _masters(self, file: TensorFile, rank: int, numel: int) -> list[torch.Tensor]:
+    @cached_property
+    def optimizer_states(self) -> Mapping[str, Any]:
+        """What the first process saved of the optimizer."""
+        states: Mapping[str, Any] = self._load(self.optimizer_file(0))[OPTIMIZER_STATE_DICT]
+        return states
+
+    def masters(self, file: TensorFile, rank: int) -> list[torch.Tensor]:
+        """The masters in a process's :meth:`optimizer_file`, one behind the other.
+
+        Raises:
+            CheckpointError: They are not all of the process's slices, or of another save.
+        """
+        pieces = pieces_of(self.shapes, rank=rank, world_size=self.num_saved)
+        numel = sum(piece.end - piece.begin + piece.padding for piece in pieces)
         state = file.state[OPTIMIZER_STATE_DICT]
         masters: list[torch.Tensor] = state[FP32_FLAT_GROUPS]
         found = sum(master.numel() for master in masters)
@@ -72,7 +86,7 @@ class ZeroFolder(SavedWeights):
             master.dtype != torch.float32 for master in masters
         ):
             raise CheckpointError(
-                f"{self._optimizer_file(rank)} holds {found} elements of {state[PARTITION_COUNT]} processes where "
+                f"{self.optimizer_file(rank)} holds {found} elements of {state[PARTITION_COUNT]} processes where "
                 f"{numel} elements of float32 of {self.num_saved} belong.",
                 self.remedy,
             )

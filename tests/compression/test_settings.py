@@ -17,7 +17,9 @@ def test_ratio_is_a_share(ratio: Any) -> None:
         TopK(ratio)
 
 
-@pytest.mark.parametrize("setting", [{"error_feedback": 1}, {"exact": "no"}, {"value_dtype": "fp8"}, {"value_dtype": 16}])
+@pytest.mark.parametrize(
+    "setting", [{"error_feedback": 1}, {"exact": "no"}, {"value_dtype": "fp8"}, {"value_dtype": 16}]
+)
 def test_other_settings_are_checked(setting: dict[str, Any]) -> None:
     """Flags are bools, and there are three types of values."""
     with pytest.raises(ConfigError, match=rf"TopK\({next(iter(setting))}="):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import uuid
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_header_of_an_xclbin(tmp_path: Path, machine: Machine) -> None:
 
 
 def test_xclbins_that_are_none(tmp_path: Path, machine: Machine) -> None:
-    """None named, none there, a folder, another file, a torn one: each with how to build one."""
+    """None named, none there, a folder, another file, a torn one: each with what names it and how to build one."""
     whole = xclbin(SMARTSSD)
     (tmp_path / "other").write_bytes(b"\x7fELF" * 200)
     (tmp_path / "torn").write_bytes(whole[:470])
@@ -93,8 +94,14 @@ def test_xclbins_that_are_none(tmp_path: Path, machine: Machine) -> None:
     ):
         read_xclbin(None, machine.system())
     for name, kind in (("gone", ConfigError), (".", ConfigError), ("torn", DeviceError), ("other", DeviceError)):
-        with pytest.raises(kind, match="make -C hls xclbin"):
-            read_xclbin(SmartSSDConfig(xclbin=tmp_path / name), machine.system())
+        path = tmp_path / name
+        machine.environment[XCLBIN_VARIABLE] = str(path)
+        for settings, setting in (
+            (SmartSSDConfig(xclbin=path), f"SmartSSDConfig(xclbin={str(path)!r})"),
+            (None, f"{XCLBIN_VARIABLE}={str(path)!r}"),
+        ):
+            with pytest.raises(kind, match=f"{re.escape(setting)} (is|cannot).*make -C hls xclbin"):
+                read_xclbin(settings, machine.system())
     with pytest.raises(DeviceError, match="short"):
         read_xclbin(SmartSSDConfig(xclbin=tmp_path / "short"), machine.system())
 

@@ -43,13 +43,13 @@ def _nothing(step: int, live: Live) -> None:
 def train(
     recipe: Recipe,
     *,
-    world_size: int = 1,
+    world_size: int | Callable[[int], int] = 1,
     loss_scale: float = 2.0**10,
     skipped: Collection[int] = (),
     before_step: Callable[[int, Live], object] = _nothing,
     before_update: Callable[[int, Live], object] = _nothing,
 ) -> Result:
-    """Train on one process what ``world_size`` ranks would train together.
+    """Train on one process what ``world_size`` ranks would train together; called with a step, it may change.
 
     fp16 uses a static loss scale: pass the one that the run under test settles on, and no step may overflow. The
     ``skipped`` steps compute losses but update nothing, as when a loss scaler skips them. ``before_step`` is called
@@ -69,15 +69,16 @@ def train(
     for step in range(recipe.max_steps):
         with torch.no_grad():
             before_step(step, live)
+        num_ranks = world_size(step) if callable(world_size) else world_size
         for micro in range(recipe.window(step)):
             gradients = []
-            for rank in range(world_size):
-                batch = recipe.batch(step * recipe.accumulate + micro, rank, world_size)
+            for rank in range(num_ranks):
+                batch = recipe.batch(step * recipe.accumulate + micro, rank, num_ranks)
                 loss = model(batch, use_side=step not in recipe.skip_side_at)
                 if rank == 0:
                     losses.append(float(loss.detach()))
                 (loss / recipe.accumulate * scale).backward()
-                gradients.append([None if p.grad is None else p.grad / world_size for p in params])
+                gradients.append([None if p.grad is None else p.grad / num_ranks for p in params])
                 model.zero_grad(set_to_none=True)
             _accumulate(masters, [_total(parts) for parts in zip(*gradients, strict=True)], scale)
         with torch.no_grad():

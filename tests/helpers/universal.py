@@ -1,16 +1,19 @@
-"""DeepSpeed's converter, and what it writes."""
+"""Universal checkpoints: DeepSpeed's converter, ours, and what both write."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
+from lightning_smartinfinity.cli import main
+
 
 def convert(checkpoint: str | Path) -> Path:
-    """Run the converter in this process, without processes of its own."""
+    """Run DeepSpeed's converter in this process, without processes of its own."""
     folder = Path(checkpoint).with_suffix(".universal")
     ds_to_universal.main(
         argparse.Namespace(
@@ -26,6 +29,13 @@ def convert(checkpoint: str | Path) -> Path:
     return folder
 
 
+def convert_by_command(checkpoint: str | Path, into: Path | None = None) -> Path:
+    """Run ours in this process."""
+    folder = into or Path(checkpoint).with_suffix(".universal")
+    assert main(["universal", str(checkpoint), "--into", str(folder), "--quiet"]) == 0
+    return folder
+
+
 def tensors(universal: Path) -> dict[str, torch.Tensor]:
     """Every whole tensor of a universal checkpoint, by parameter and array."""
     files = sorted((universal / "zero").glob("*/*.pt"))
@@ -38,3 +48,45 @@ def assert_same_tensors(a: Path, b: Path) -> None:
     assert first.keys() == second.keys()
     for name, values in first.items():
         assert torch.equal(values, second[name]), name
+
+
+def save_of_two(
+    checkpoint: Path,
+    shapes: Sequence[Mapping[str, torch.Size]],
+    whole: Mapping[str, torch.Tensor],
+    arrays: Mapping[str, float],
+) -> Path:
+    """What two processes save of a ZeRO-3 training.
+
+    Args:
+        checkpoint: Folder to save to.
+        shapes: Of the parameters of each sub-group, by name.
+        whole: Masters of all of them, flat.
+        arrays: What the optimizer keeps beside the masters, each the master and an offset.
+    """
+    (folder := checkpoint / "checkpoint").mkdir(parents=True)
+    (checkpoint / "latest").write_text("checkpoint")
+    for rank in range(2):
+        masters = [torch.cat([_slice(whole[name], rank) for name in names]) for names in shapes]
+        state = {
+            index: {"step": torch.tensor(7.0), **{name: master + offset for name, offset in arrays.items()}}
+            for index, master in enumerate(masters)
+        }
+        optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": [0, 1]}]}
+        of_zero = {
+            "zero_stage": 3,
+            "partition_count": 2,
+            "fp32_flat_groups": masters,
+            "optimizer_state_dict": optimizer,
+            "ours": rank,
+        }
+        torch.save({"optimizer_state_dict": of_zero}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        model_states = {"param_shapes": shapes, "dp_world_size": 2, "module": {}, "of_user": rank}
+        torch.save(model_states, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    return checkpoint
+
+
+def _slice(values: torch.Tensor, rank: int) -> torch.Tensor:
+    numel = -(-len(values) // 2)
+    part = values[rank * numel : (rank + 1) * numel]
+    return torch.nn.functional.pad(part, (0, numel - len(part)), value=-1)

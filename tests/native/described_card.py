@@ -1,4 +1,4 @@
-"""A door to a card of which no more is known than ``hls/description.py`` tells: what the native core says to it."""
+"""A binding to a card of which no more is known than ``hls/description.py`` tells: what the native core says to it."""
 
 from __future__ import annotations
 

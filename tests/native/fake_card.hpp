@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "buffer.hpp"
-#include "card_door.hpp"
+#include "card_binding.hpp"
 #include "flush_subnormals.hpp"
 #include "worker_pool.hpp"
 
@@ -233,9 +233,9 @@ class Kernel final : public CardKernel {
     std::string name_;
 };
 
-class Door final : public CardDoor {
+class Binding final : public CardBinding {
  public:
-    explicit Door(std::shared_ptr<Core> core) : core_(std::move(core)) {}
+    explicit Binding(std::shared_ptr<Core> core) : core_(std::move(core)) {}
     std::shared_ptr<CardKernel> kernel(const std::string& name) override {
         return std::make_shared<Kernel>(core_, unit_, name);
     }

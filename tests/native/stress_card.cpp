@@ -122,8 +122,9 @@ class Scenario {
         PipelineOptions options{{card_->file}, Identity{{1}, 0, 0}, random_.between(1, 4), extent()};
         options.io_threads = random_.between(1, 3);
         options.compute_threads = random_.between(1, 3);
-        CardOptions card{std::make_shared<fake::Door>(core_), rule_.kernel, align_up(8 * tasklet_numel_ + 1024, 4096),
-                         4 * tasklet_numel_, std::chrono::milliseconds(10000)};
+        CardOptions card{std::make_shared<fake::Binding>(core_), rule_.kernel,
+                         align_up(8 * tasklet_numel_ + 1024, 4096), 4 * tasklet_numel_,
+                         std::chrono::milliseconds(10000)};
         if (through_file_) {
             card.gradient_file = make_file(card_->path + "-gradients", options.num_buffers * card.gradient_bytes);
         }

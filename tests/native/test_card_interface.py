@@ -52,9 +52,9 @@ def stored_state(folder: Path, kernel: Kernel, arrays: tuple[Array, ...]) -> Ite
         yield stored
 
 
-def update(stored: StoredState, kernel: Kernel, door: DescribedCard, run: Run) -> Failure | None:
+def update(stored: StoredState, kernel: Kernel, binding: DescribedCard, run: Run) -> Failure | None:
     options = CardOptions(
-        card=Card(door), kernel=kernel.name, gradient_bytes=1 << 16, parameter_bytes=1 << 16, timeout_ms=1000
+        card=Card(binding), kernel=kernel.name, gradient_bytes=1 << 16, parameter_bytes=1 << 16, timeout_ms=1000
     )
     pipeline = Pipeline(
         files=stored.files,
@@ -84,7 +84,7 @@ def test_arguments(tmp_path: Path, kernel: Kernel, compressed: bool) -> None:
     step = step_of(kernel)
     gradient, *arrays = random_arrays(step, NUMEL, 1, special=False)
     payload = compress(gradient, 0.1, DType.FLOAT16) if compressed else None
-    door = DescribedCard(payload)
+    binding = DescribedCard(payload)
     parameter = np.zeros(NUMEL, np.int16)
     run = Run(
         FIRST,
@@ -98,18 +98,18 @@ def test_arguments(tmp_path: Path, kernel: Kernel, compressed: bool) -> None:
     with stored_state(tmp_path, kernel, tuple(arrays)) as stored:
         if payload is not None:
             stored.payloads = {0: np.frombuffer(payload.tobytes(), np.uint8).copy()}
-        assert update(stored, kernel, door, run) is None
+        assert update(stored, kernel, binding, run) is None
         failure, found = read(stored, len(arrays))
         assert failure is None
     np.testing.assert_array_equal(np.stack(found), np.stack(arrays))
     np.testing.assert_array_equal(parameter[FIRST:LAST], encode(arrays[0], DType.BFLOAT16)[FIRST:LAST])
     assert not parameter[:FIRST].any() and not parameter[LAST:].any()
-    assert [(call.elements, call.words["active"]) for call in door.calls] == [
+    assert [(call.elements, call.words["active"]) for call in binding.calls] == [
         (slice(0, FIRST), 0),
         (slice(FIRST, LAST), 1),
         (slice(LAST, NUMEL), 0),
     ]
-    call = door.calls[1]
+    call = binding.calls[1]
     words = {word: int(np.float32(getattr(step, word)).view(np.uint32)) for word in kernel.words}
     forms = {"gradient_form": 1 + 256 * compressed, "parameter_form": 2}
     assert call.words == {"numel": NUMEL, "first": FIRST, "last": LAST, "active": 1, **forms, **words}
@@ -145,12 +145,12 @@ def answered(folder: Path, word: str, bits: int) -> tuple[Failure | None, Failur
     """What becomes of an update whose status has other bits in a word: its failure, and that of who reads the state."""
     gradient, *arrays = random_arrays(step_of(SGD), NUMEL, 2, special=False)
     payload = compress(gradient, 0.1, DType.FLOAT32)
-    door = DescribedCard(payload)
-    door.tamper = lambda status: status.__setitem__(word, status[word] ^ bits)
+    binding = DescribedCard(payload)
+    binding.tamper = lambda status: status.__setitem__(word, status[word] ^ bits)
     with stored_state(folder, SGD, tuple(arrays)) as stored:
         stored.payloads = {0: np.frombuffer(payload.tobytes(), np.uint8).copy()}
         run = Run(FIRST, LAST - FIRST, 0, parameter=np.zeros(NUMEL, np.float32))
-        failure = update(stored, SGD, door, run)
+        failure = update(stored, SGD, binding, run)
         return failure, read(stored, len(arrays))[0] if failure is None else None
 
 

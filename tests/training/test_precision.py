@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_smartinfinity import ConfigError, SmartInfinityPrecision
+from lightning_smartinfinity import ConfigError, SmartInfinityPrecision, SmartInfinityStrategy
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import fit
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,28 @@ def test_other_precisions_are_refused(precision: Any) -> None:
         SmartInfinityPrecision(precision)
     assert repr(precision) in caught.value.problem
     assert "'bf16-mixed'" in caught.value.remedy
+
+
+class Sizes(LitTiny):
+    """Keeps the bytes of elements as they were told before there was an engine, and as they are."""
+
+    def on_train_end(self) -> None:
+        optimizer = self.trainer.strategy._near_storage_optimizer
+        offload, arena = optimizer._offload, optimizer.rank_state.arena
+        self.told = (offload.gradient_itemsize, offload.parameter_itemsize)
+        self.found = (arena.buffer.element_size(), optimizer.dtype.itemsize)
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulated", "sizes"),
+    [("32-true", 1, (4, 4)), ("bf16-mixed", 1, (2, 2)), ("16-mixed", 1, (2, 2)), ("bf16-mixed", 2, (4, 2))],
+)
+def test_sizes_are_known_before_the_engine(
+    tmp_path: Path, precision: str, accumulated: int, sizes: tuple[int, int]
+) -> None:
+    """Of gradients, which are added in fp32 if there are several, and of parameters."""
+    module = Sizes(Recipe(depth=1, precision=precision))
+    strategy = SmartInfinityStrategy(tmp_path)
+    fit(module, tmp_path, strategy, max_steps=1, accumulate_grad_batches=accumulated, precision=precision)
+    strategy.close()
+    assert module.told == module.found == sizes

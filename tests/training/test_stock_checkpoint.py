@@ -22,6 +22,7 @@ from tests.fabric.worker import quiet_fabric
 from tests.helpers import trainers
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
+from tests.helpers.universal import convert_by_command
 from tests.stock.checkpoint_worker import KINDS, NUM_STEPS, SAVE_AT
 from tests.training.test_parity import LOSS_TOLERANCE
 
@@ -77,14 +78,21 @@ def resume(root: Path, recipe: Recipe, checkpoint: Path, *callbacks: pl.Callback
     return module
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stock_checkpoint_is_resumed(kind: str, saved: Path, tmp_path: Path) -> None:
+THROUGH_UNIVERSAL = ["fp32", "adagrad", "sgd", "sgd without momentum"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "universal"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in THROUGH_UNIVERSAL)]
+)
+def test_a_stock_checkpoint_is_resumed(kind: str, universal: bool, saved: Path, tmp_path: Path) -> None:
     """Arrays, steps, loss scale and learning rates are stock's to the bit; then its losses go on.
 
     SGD has no number of updates in torch: one stands for any, none for no buffer, which is what without momentum is.
     """
-    recipe, look = KINDS[kind][0], Look()
-    module = resume(tmp_path, recipe, saved / f"{kind}.ckpt", look)
+    recipe, look, checkpoint = KINDS[kind][0], Look(), saved / f"{kind}.ckpt"
+    if universal:
+        checkpoint = convert_by_command(checkpoint, tmp_path / "universal")
+    module = resume(tmp_path, recipe, checkpoint, look)
     state = optimizer_state(saved / f"{kind}.ckpt")
     groups = state["optimizer_state_dict"]
     expected = saved_arrays(state)

@@ -1,4 +1,7 @@
-"""Universal checkpoints, made by DeepSpeed's own ``ds_to_universal``, resume on any number of processes."""
+"""Universal checkpoints, by DeepSpeed's own ``ds_to_universal`` or our command, resume on any number of processes.
+
+Those of Adagrad and SGD: ``test_universal_optimizers.py``.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,15 @@ OPTIONS = {"initial_scale_power": 22, "hysteresis": 1}
 
 
 def convert_as_told(checkpoint: Path, out: Path) -> Path:
-    """Resume on one process, and run the command that the error names."""
+    """Resume on one process, and run the command that the error names. It writes what DeepSpeed's writes."""
     with pytest.raises(CheckpointError, match="processes, this run has 1") as caught:
         train(Run(out=str(out), recipe=RECIPE, options=OPTIONS, resume=str(checkpoint)))
-    told = re.search(r"`python (.*)`", caught.value.remedy)
+    told = re.search(r"`smart-infinity (.*)`", caught.value.remedy)
     assert told is not None
-    command = shlex.split(told.group(1))
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=fresh_environment())
+    command = [sys.executable, "-m", "lightning_smartinfinity.cli", *shlex.split(told.group(1))]
+    done = subprocess.run(command, capture_output=True, text=True, env=fresh_environment())
     assert done.returncode == 0, done.stderr
+    assert_same_tensors(Path(command[-1]), convert(checkpoint))
     return Path(command[-1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.devices import HostDevice
+from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.native.testing import Throttle, inject
 from lightning_smartinfinity.store import capacities
 from tests.transfer.harness import SHAPES, Case, Run, assert_equal, running
@@ -32,21 +34,46 @@ def steps(run: Run, numbers: range) -> list[float]:
     return [one / sum(moved) for one in moved]
 
 
+class Metered(HostDevice):
+    """Each folder is busy for as long as its bytes take at a rate of its own: no clock is asked.
+
+    Args:
+        rates: Of each folder, in bytes per second; what is moved from now on counts with what they are then.
+    """
+
+    def __init__(self, rates: list[float]) -> None:
+        super().__init__(num_buffers=8)
+        self.rates = rates
+        self._moved = [0] * len(rates)
+        self._seconds = [0.0] * len(rates)
+
+    def counters(self) -> Traffic:
+        traffic = super().counters()
+        for index, folder in enumerate(traffic.folders):
+            moved = folder.read_bytes + folder.write_bytes
+            self._seconds[index] += (moved - self._moved[index]) / self.rates[index]
+            self._moved[index] = moved
+        folders = zip(traffic.folders, self._seconds, strict=True)
+        return replace(traffic, folders=tuple(replace(folder, busy_seconds=busy) for folder, busy in folders))
+
+
 @pytest.mark.parametrize("durability", ["step", "none"])
 def test_a_slow_folder_has_less_to_do(tmp_path: Path, durability: str) -> None:
     """Its share of tasklets and of bytes falls, and rises again when it is as fast as the others."""
-    with running(tmp_path, Case(num_devices=2, num_buffers=8, shapes=LARGE, durability=durability)) as run:
-        slow, fast = (Throttle(run.device.pipeline, file) for file in run.store.files)
-        slow.bytes_per_second, fast.bytes_per_second = SLOW, FAST
+    device = Metered([FAST, FAST])
+    case = Case(num_devices=2, num_buffers=8, shapes=LARGE, durability=durability)
+    with running(tmp_path, case, device=lambda run: device) as run:
+        num_tasklets = len(run.layout.tasklets)
+        device.rates[0] = SLOW
         run.steps(range(4))
-        part, count = steps(run, range(4, 6))[0], run.store.counts[0]
-        assert part < 0.25 and count < 0.25 * len(run.layout.tasklets)
+        assert run.store.counts[0] <= 1 + num_tasklets * SLOW / (SLOW + FAST)
+        assert steps(run, range(4, 6))[0] < 0.1
         written = run.store.tasklet_generations == run.handler.generation
         assert np.array_equal(run.store.placement.devices[written], run.store.homes[written])
-        slow.bytes_per_second = FAST
+        device.rates[0] = FAST
         run.steps(range(6, 12))
-        assert steps(run, range(12, 14))[0] > 2 * part
-        assert run.store.counts[0] > 2 * count
+        assert steps(run, range(12, 14))[0] > 0.4
+        assert run.store.counts[0] > 0.4 * num_tasklets
 
 
 class Fixed(HostDevice):

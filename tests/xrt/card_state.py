@@ -15,15 +15,15 @@ from lightning_smartinfinity.native import Batch, Card, CardOptions, Failure, Op
 from tests.helpers.update_rules import ARRAYS
 from tests.native.stored import Array, Run, StoredState, align, takes_direct
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.python_door import ApiDoor
+from tests.xrt.python_binding import ApiBinding
 
-__all__ = ["DOORS", "CardCase", "CardState", "card_state", "kernel_of"]
+__all__ = ["BINDINGS", "CardCase", "CardState", "card_state", "kernel_of"]
 
 _KERNELS = {native.AdamStep: "adamw_update", native.AdagradStep: "adagrad_update", native.SgdStep: "sgd_update"}
 
-DOORS: dict[str, Callable[[EmulatedCards, int], Card]] = {
+BINDINGS: dict[str, Callable[[EmulatedCards, int], Card]] = {
     "xrt": lambda cards, index: Card.open(index, xclbin=str(cards.build.xclbin)),
-    "python": lambda cards, index: Card(ApiDoor(index, cards.build.xclbin)),
+    "python": lambda cards, index: Card(ApiBinding(index, cards.build.xclbin)),
 }
 """Ways to open a card."""
 
@@ -94,7 +94,7 @@ class CardCase:
 
     Args:
         tasklet_numel: Of all tasklets but the last; 0: there is one.
-        door: One of :data:`DOORS`.
+        binding: One of :data:`BINDINGS`.
         card: Which card.
         gradient_bytes: As in CardOptions; 0: enough for fp32.
         parameter_bytes: Likewise.
@@ -107,7 +107,7 @@ class CardCase:
     """
 
     tasklet_numel: int = 0
-    door: str = "xrt"
+    binding: str = "xrt"
     card: int = 0
     gradient_bytes: int = 0
     parameter_bytes: int = 0
@@ -149,7 +149,7 @@ def card_state(
         (folder / name).mkdir(parents=True)
         sides.append(StoredState(folder / name, numel, tasklet_numel=case.tasklet_numel, num_arrays=num_arrays))
     stored, host = sides
-    opened = DOORS[case.door](cards, case.card)
+    opened = BINDINGS[case.binding](cards, case.card)
     pipeline = _pipeline(stored, _options(folder, opened, kernel_of(step), stored, case), case)
     opened.close()
     with stored, host:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,9 @@ from lightning_smartinfinity.native.testing import inject
 from tests.helpers.golden import STEPS, random_arrays
 from tests.helpers.runif import RunIf
 from tests.native.stored import Array, Run
-from tests.xrt.card_state import DOORS, CardCase, CardState, card_state
+from tests.xrt.card_state import BINDINGS, CardCase, CardState, card_state
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.python_door import ApiDoor
+from tests.xrt.python_binding import ApiBinding
 
 pytestmark = RunIf(xrt=True)
 
@@ -180,17 +181,40 @@ def test_closing_frees_everything(tmp_path: Path, emulated_cards: EmulatedCards)
 
 
 def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET, timeout_ms=50)) as state:
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("hang", skipped=1)
         parameter = np.zeros(NUMEL, np.float32)
         state.submit(runs_of(parameter), [STEP])
         emulated_cards.wait_for("run-hung")
+        completed: list[int] = []
+
+        def abandon() -> None:
+            state.pipeline.abandon()
+            completed.append(emulated_cards.counter("runs_completed"))
+
+        abandoning = threading.Thread(target=abandon)
+        abandoning.start()
+        before = emulated_cards.counter("runs_completed")
+        assert not completed
+        emulated_cards.release()
+        abandoning.join()
+        assert completed[0] > before and not state.pipeline.busy
+        succeed(state)
+
+
+def test_abandoning_what_was_given_up(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """It is not waited for. One run at a time: no other is given up too, however busy this machine is."""
+    case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=200)
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
+        state.write(*ARRAYS)
+        emulated_cards.inject("hang")
+        state.submit(runs_of(np.zeros(NUMEL, np.float32)), [STEP])
+        emulated_cards.wait_for("run-hung")
         state.pipeline.abandon()
         assert state.pipeline.busy
         emulated_cards.release()
         wait_until_returned(state)
-        succeed(state)
 
 
 @pytest.mark.parametrize("array", range(3))
@@ -274,7 +298,7 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
         succeed(state)
 
 
-class FailingDoor(ApiDoor):
+class FailingBinding(ApiBinding):
     """Raises in one method."""
 
     method = ""
@@ -286,12 +310,12 @@ class FailingDoor(ApiDoor):
 
 
 @pytest.mark.parametrize("method", ["set_scalar", "set_buffer", "start", "wait", "state", "sync", "part"])
-def test_a_door_that_raises(
+def test_a_binding_that_raises(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """What Python raises in a thread of the pipeline is a failed call."""
-    door = FailingDoor(0, emulated_cards.build.xclbin)
-    monkeypatch.setitem(DOORS, "failing", lambda cards, index: Card(door))
+    binding = FailingBinding(0, emulated_cards.build.xclbin)
+    monkeypatch.setitem(BINDINGS, "failing", lambda cards, index: Card(binding))
     # Only a run that hangs is waited for so long; others may be slow on a machine under load.
     timeout_ms = 300 if method == "state" else 60_000
     with card_state(
@@ -299,15 +323,15 @@ def test_a_door_that_raises(
         emulated_cards,
         STEP,
         NUMEL,
-        CardCase(tasklet_numel=TASKLET, door="failing", timeout_ms=timeout_ms),
+        CardCase(tasklet_numel=TASKLET, binding="failing", timeout_ms=timeout_ms),
     ) as state:
         state.write(*ARRAYS)
         if method == "state":
             emulated_cards.inject("hang")
-        door.method = method
+        binding.method = method
         failure, parameter = fail(state)
         assert failure.kind == "device" and f"{method} failed: division by zero" in failure.message
-        door.method = ""
+        binding.method = ""
         emulated_cards.release()
         wait_until_returned(state)
         make_good(state, parameter)

@@ -29,9 +29,9 @@ from tests.helpers.runif import RunIf
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Array, Run, align
 from tests.xrt.api import Buffer
-from tests.xrt.card_state import DOORS, CardCase, CardState, card_state
+from tests.xrt.card_state import BINDINGS, CardCase, CardState, card_state
 from tests.xrt.cards import EmulatedCards
-from tests.xrt.python_door import ApiDoor
+from tests.xrt.python_binding import ApiBinding
 
 pytestmark = RunIf(xrt=True)
 
@@ -52,10 +52,10 @@ def update_both(state: CardState, runs_of: Any, steps: list[Any], numel: int, dt
     state.assert_same()
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("binding", BINDINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
 @pytest.mark.parametrize("name", ["adamw", "adagrad_without_eps", "sgd_nesterov"])
-def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str, dtype: DType, door: str) -> None:
+def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str, dtype: DType, binding: str) -> None:
     """Several tasklets, none of whole beats, over three steps; subnormals among the values."""
     numel, step = 5 * 3_001 - 7, STEPS[name]
     gradient, *arrays = random_arrays(step, numel, 3, special=False)
@@ -65,7 +65,7 @@ def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str
     def runs_of(parameter: Array) -> list[Run]:
         return [Run(0, numel, 0, stored_gradient, dtype, parameter, dtype)]
 
-    with card_state(tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=3_001, door=door)) as state:
+    with card_state(tmp_path, emulated_cards, step, numel, CardCase(tasklet_numel=3_001, binding=binding)) as state:
         state.write(*arrays)
         for _ in range(3):
             update_both(state, runs_of, [step], numel, dtype)
@@ -288,7 +288,7 @@ def test_parameters_on_a_cuda_device(tmp_path: Path, emulated_cards: EmulatedCar
     assert fake_cuda.calls().count("cuMemcpyHtoDAsync_v2") == 4
 
 
-class WatchedDoor(ApiDoor):
+class WatchedBinding(ApiBinding):
     """Keeps where the memory is that storage reaches."""
 
     def __init__(self, index: int, xclbin: Path) -> None:
@@ -310,15 +310,15 @@ def test_the_cards_memory_is_registered_with_nobody(
     """Not with CUDA, which does get what parameters travel through; nor with io_uring, which is not used at all."""
     numel, step, stream = 5_000, STEPS["adamw"], CudaStream(CudaDevice(0))
     gradient, *arrays = random_arrays(step, numel, 12, special=False)
-    door = WatchedDoor(0, emulated_cards.build.xclbin)
-    monkeypatch.setitem(DOORS, "watched", lambda cards, index: Card(door))
+    binding = WatchedBinding(0, emulated_cards.build.xclbin)
+    monkeypatch.setitem(BINDINGS, "watched", lambda cards, index: Card(binding))
     fake_cuda.clear()
     with card_state(
         tmp_path,
         emulated_cards,
         step,
         numel,
-        CardCase(tasklet_numel=1_500, door="watched", through_file=route == "storage"),
+        CardCase(tasklet_numel=1_500, binding="watched", through_file=route == "storage"),
     ) as state:
         state.write(*arrays)
         runs = [Run(0, numel, 0, gradient, parameter=np.zeros(numel, np.float32))]
@@ -326,9 +326,9 @@ def test_the_cards_memory_is_registered_with_nobody(
         assert state.drain() is None
         assert state.pipeline.io_engine == "threads"
     registered = [line.split()[1:] for line in fake_cuda.log() if line.startswith("cuMemHostRegister")]
-    assert registered and len(door.peers) == 3 * (2 if route == "storage" else 1)
+    assert registered and len(binding.peers) == 3 * (2 if route == "storage" else 1)
     for begin, nbytes in ((int(address), int(size)) for address, size in registered):
-        assert all(begin + nbytes <= peer.start or peer.stop <= begin for peer in door.peers)
+        assert all(begin + nbytes <= peer.start or peer.stop <= begin for peer in binding.peers)
 
 
 def test_a_compressed_gradient_with_a_bad_index(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -423,7 +423,7 @@ def test_options_that_make_no_sense(
     tmp_path: Path, emulated_cards: EmulatedCards, change: dict[str, Any], message: str
 ) -> None:
     options = {"kernel": "adamw_update", "gradient_bytes": 4096, "parameter_bytes": 4096, "timeout_ms": 1000}
-    card = DOORS["xrt"](emulated_cards, 0)
+    card = BINDINGS["xrt"](emulated_cards, 0)
     with card_state(tmp_path, emulated_cards, STEPS["adamw"], 100) as state, pytest.raises(ValueError, match=message):
         Pipeline(
             files=state.stored.files,
@@ -446,7 +446,7 @@ def test_options_that_make_no_sense(
 def test_pipelines_that_a_card_cannot_work(
     tmp_path: Path, emulated_cards: EmulatedCards, change: dict[str, Any], message: str
 ) -> None:
-    card = DOORS["xrt"](emulated_cards, 0)
+    card = BINDINGS["xrt"](emulated_cards, 0)
     options = CardOptions(card=card, kernel="sgd_update", gradient_bytes=4096, parameter_bytes=4096, timeout_ms=1000)
     with card_state(tmp_path, emulated_cards, STEPS["sgd"], 100) as state:
         given = {"identity": state.stored.identity, **change, "files": change.get("files", 1) * state.stored.files}
@@ -510,7 +510,7 @@ def test_no_such_card(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
         Card.open(0, xclbin=str(emulated_cards.build.xclbin), library="libc.so.6")
 
 
-class ScatteredDoor(ApiDoor):
+class ScatteredBinding(ApiBinding):
     """Of a card whose xclbin has the arrays in two memory banks."""
 
     def group(self, kernel: Any, argument: int) -> int:
@@ -520,18 +520,18 @@ class ScatteredDoor(ApiDoor):
 def test_arrays_in_different_banks(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(DOORS, "scattered", lambda cards, index: Card(ScatteredDoor(index, cards.build.xclbin)))
+    monkeypatch.setitem(BINDINGS, "scattered", lambda cards, index: Card(ScatteredBinding(index, cards.build.xclbin)))
     with (
         pytest.raises(CardError, match="the arrays of kernel adamw_update are in different memory banks"),
-        card_state(tmp_path, emulated_cards, STEPS["adamw"], 100, CardCase(door="scattered")),
+        card_state(tmp_path, emulated_cards, STEPS["adamw"], 100, CardCase(binding="scattered")),
     ):
         pass
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_memory_on_the_card(emulated_cards: EmulatedCards, door: str) -> None:
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_memory_on_the_card(emulated_cards: EmulatedCards, binding: str) -> None:
     """A buffer keeps the card open, and is freed with its last user."""
-    card = DOORS[door](emulated_cards, 0)
+    card = BINDINGS[binding](emulated_cards, 0)
     group = card.group("adamw_update", 1)
     before = emulated_cards.counter("num_buffers")
     normal, direct = card.allocate(8192, group=group), card.allocate(4096, group=group, p2p=True)

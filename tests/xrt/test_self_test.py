@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,25 @@ def test_cards_whose_memory_is_too_small(
     assert choose_update_device(asked, optimizer="Adam").cards is not None
 
 
+@pytest.mark.parametrize(("gradient", "parameter", "mib"), [(4, 4, 107), (4, 2, 97), (2, 4, 97), (2, 2, 86)])
+@pytest.mark.usefixtures("alone")
+def test_memory_for_the_types_of_gradients_and_parameters(
+    tmp_path: Path, emulated_cards: EmulatedCards, gradient: int, parameter: int, mib: int
+) -> None:
+    """Two tasklets of 32 MiB, 12 bytes of state for each element, are tried with as many more as it will have."""
+    asked = offload(
+        tmp_path,
+        emulated_cards,
+        transfer=TransferConfig(num_buffers=2, tasklet_bytes=32 << 20),
+        gradient_itemsize=gradient,
+        parameter_itemsize=parameter,
+    )
+    emulated_cards.set("dram_mib", mib)
+    assert choose_update_device(asked, optimizer="Adam").cards is not None
+    emulated_cards.set("dram_mib", mib - 1)
+    assert choose_update_device(asked, optimizer="Adam").cards is None
+
+
 @pytest.mark.usefixtures("alone")
 def test_memory_that_cannot_be_tried(
     tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +287,7 @@ CARD, OTHER_CARD = "0000:42:00.1", "0000:43:00.1"
 
 
 def reports(*builds: str, node: str = "one", card: str = CARD) -> list[update_device._Report]:
-    return [update_device._Report(node, (card,), build, None) for build in builds]
+    return [update_device._Report(node, 1, (card,), build, None) for build in builds]
 
 
 def test_ranks_on_one_card() -> None:
@@ -300,6 +320,47 @@ def test_another_rank_on_the_same_cards(
         assert chosen is not None
         shares.append(chosen.sharers)
     assert shares == [2, 1, 1, 2]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "smartssd"])
+def test_one_rank_tests_a_card_that_several_share(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    """The lowest that has it; the other ranks hear of the outcome."""
+    runs = []
+    for changes in ({}, {"process": 0}, {"process": 0, "cards": ("1",)}, {"process": 0, "node": "another"}):
+        monkeypatch.setattr(update_device, "gather", lambda value, group, of=changes: [value._replace(**of), value])
+        monkeypatch.setattr(collectives, "gather", lambda value, group: [value, value])
+        emulated_cards.reset()
+        assert choose_update_device(offload(tmp_path, emulated_cards, wanted), optimizer="Adam").cards is not None
+        runs.append([emulated_cards.counter("runs_completed", card) > 0 for card in range(2)])
+    assert runs == [[True, True], [False, False], [True, False], [True, True]]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "smartssd"])
+def test_a_card_that_fails_the_test_of_another_rank(
+    tmp_path: Path,
+    emulated_cards: EmulatedCards,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wanted: str,
+) -> None:
+    """This rank has not tried it itself, and does not use it."""
+    failure, rounds = DeviceError("The card there computes nonsense.", "Replace it."), count()
+
+    def gathered(value: Any, group: Any) -> list[Any]:
+        return [value._replace(process=0, error=failure if next(rounds) else None), value]
+
+    monkeypatch.setattr(update_device, "gather", gathered)
+    monkeypatch.setattr(collectives, "gather", lambda value, group: [failure, value])
+    asked = offload(tmp_path, emulated_cards, wanted)
+    if wanted == "smartssd":
+        with pytest.raises(DeviceError, match="nonsense"):
+            choose_update_device(asked, optimizer="Adam")
+    else:
+        assert choose_update_device(asked, optimizer="Adam").cards is None
+        assert "nonsense" in caplog.text
+    assert emulated_cards.counter("runs_begun") == 0
 
 
 def test_another_rank_with_another_xclbin(

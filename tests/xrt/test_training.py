@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,13 @@ from lightning_smartinfinity import (
     SmartInfinityFabricStrategy,
     SmartInfinityStrategy,
     SmartSSDConfig,
+    StorageFullError,
     TransferConfig,
 )
+from lightning_smartinfinity.devices.smartssd import device
+from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
+from lightning_smartinfinity.store import SpaceRequest, require_space
+from lightning_smartinfinity.zero3 import storage
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit, quiet_trainer
@@ -180,6 +187,41 @@ def test_auto_takes_the_cards_and_says_so(
     assert "since SmartSSDs cannot" in caplog.text
     with pytest.raises(DeviceError, match="p2p enable"):
         fit(LitTiny(Recipe(depth=1)), tmp_path, on_cards(emulated_cards, tmp_path / "asked"), max_steps=1)
+
+
+def test_gradient_files_are_counted_before_anything_is_made(
+    emulated_cards: EmulatedCards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a byte less than state and gradients take, training does not begin, and the error tells the other route."""
+    made: list[int] = []
+    asked: list[SpaceRequest] = []
+
+    def make(folder: Path, nbytes: int, resources: Any) -> Any:
+        made.append(nbytes)
+        return open_gradient_file(folder, nbytes, resources)
+
+    monkeypatch.setattr(device, "open_gradient_file", make)
+    monkeypatch.setattr(storage, "require_space", lambda requests: asked.extend(requests))
+    recipe = Recipe(depth=1, precision="bf16-mixed")
+
+    def train(root: Path, route: str) -> None:
+        strategy = on_cards(emulated_cards, root, config={"gradient_route": route})
+        fit(LitTiny(recipe), root, strategy, max_steps=1, precision=recipe.precision)
+        strategy.close()
+
+    train(tmp_path / "enough", "storage")
+    gradients = [request.needed_bytes for request in asked if "gradients" in request.what]
+    assert gradients == made == 2 * [3 * 12 * 1024]  # on each card three buffers of 5120 elements, in whole blocks
+    monkeypatch.setattr(storage, "require_space", require_space)
+    needed = sum(request.needed_bytes for request in asked)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=needed - 1, f_frsize=1))
+    with pytest.raises(
+        StorageFullError,
+        match=r"The gradients on their way to SmartSSDs and the optimizer state need .*gradient_route='host'",
+    ):
+        train(tmp_path / "too-little", "storage")
+    assert not list((tmp_path / "too-little").rglob("*.bin"))
+    train(tmp_path / "less", "host")
 
 
 def test_fabric(emulated_cards: EmulatedCards, tmp_path: Path) -> None:

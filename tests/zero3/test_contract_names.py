@@ -40,6 +40,7 @@ def test_keys_of_checkpoints_are_those_of_files_that_exist() -> None:
     assert (constants.LOSS_SCALER, constants.PARAM_SHAPES) == ("loss_scaler", "param_shapes")
     assert constants.FROZEN_PARAM_FRAGMENTS == "frozen_param_fragments"
     assert constants.FROZEN_PARAM_SHAPES == "frozen_param_shapes"
+    assert constants.PARAM_GROUPS == "param_groups"
     assert ZeroStageEnum.weights == 3
 
 

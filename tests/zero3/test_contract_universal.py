@@ -16,41 +16,37 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from tests.helpers.universal import convert, tensors
+from tests.helpers.universal import assert_same_tensors, convert, convert_by_command, save_of_two, tensors
 
 SHAPES = [OrderedDict(a=torch.Size([3]), b=torch.Size([2, 2])), OrderedDict(c=torch.Size([1]))]
 WHOLE = {"a": torch.arange(3.0), "b": 10 + torch.arange(4.0), "c": torch.tensor([20.0])}
 
 
 @pytest.fixture(scope="module")
-def universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Converted from what two processes save: sub-groups by their number, slices padded to one length."""
-    checkpoint = tmp_path_factory.mktemp("two") / "two.ckpt"
-    (folder := checkpoint / "checkpoint").mkdir(parents=True)
-    for rank in range(2):
-        masters = [torch.cat([_slice(WHOLE[name], rank) for name in names]) for names in SHAPES]
-        state = {
-            index: {"exp_avg": 100 + master, "exp_avg_sq": 200 + master, "step": torch.tensor(7.0)}
-            for index, master in enumerate(masters)
-        }
-        optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": [0, 1]}]}
-        of_zero = {
-            "zero_stage": 3,
-            "partition_count": 2,
-            "fp32_flat_groups": masters,
-            "optimizer_state_dict": optimizer,
-            "ours": rank,
-        }
-        torch.save({"optimizer_state_dict": of_zero}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        model_states = {"param_shapes": SHAPES, "dp_world_size": 2, "module": {}, "of_user": rank}
-        torch.save(model_states, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes save: sub-groups by their number, slices padded to one length."""
+    return save_of_two(tmp_path_factory.mktemp("two") / "two.ckpt", SHAPES, WHOLE, {"exp_avg": 100, "exp_avg_sq": 200})
+
+
+@pytest.fixture(scope="module")
+def universal(checkpoint: Path) -> Path:
+    """Converted from it."""
     return convert(checkpoint)
 
 
-def _slice(values: torch.Tensor, rank: int) -> torch.Tensor:
-    numel = -(-len(values) // 2)
-    part = values[rank * numel : (rank + 1) * numel]
-    return torch.nn.functional.pad(part, (0, numel - len(part)), value=-1)
+def test_ours_makes_the_same(checkpoint: Path, universal: Path, tmp_path: Path) -> None:
+    """``smart-infinity universal`` writes the files and keys that DeepSpeed's converter writes."""
+    ours = convert_by_command(checkpoint, tmp_path / "ours")
+    assert_same_tensors(ours, universal)
+    files = [{str(file.relative_to(folder)) for file in folder.rglob("*.pt")} for folder in (ours, universal)]
+    assert files[0] == files[1]
+    states = [torch.load(folder / "zero/optimizer_state.pt", weights_only=False) for folder in (ours, universal)]
+    assert states[0].keys() == states[1].keys()
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    of_optimizer = [state["optimizer_state_dict"]["state"] for state in states]
+    assert [of_group.keys() for of_group in of_optimizer[0].values()] == [
+        of_group.keys() for of_group in of_optimizer[1].values()
+    ]
 
 
 def test_converter_makes_flat_tensors_of_what_our_checkpoints_hold(universal: Path) -> None:

@@ -1,9 +1,10 @@
 """Samsung SmartSSDs: optimizer state goes from the SSD to the accelerator beside it and back, past the host."""
 
-from lightning_smartinfinity.devices.smartssd.device import CardRing, SmartSSDDevice
+from lightning_smartinfinity.devices.smartssd.device import SmartSSDDevice
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan, find_cards
 from lightning_smartinfinity.devices.smartssd.kernels import kernel_of
 from lightning_smartinfinity.devices.smartssd.opening import require_memory
+from lightning_smartinfinity.devices.smartssd.ring import CardRing, gradient_file_bytes, ring_within
 from lightning_smartinfinity.devices.smartssd.self_test import self_test
 from lightning_smartinfinity.devices.smartssd.system import System
 
@@ -13,7 +14,9 @@ __all__ = [
     "SmartSSDDevice",
     "System",
     "find_cards",
+    "gradient_file_bytes",
     "kernel_of",
     "require_memory",
+    "ring_within",
     "self_test",
 ]

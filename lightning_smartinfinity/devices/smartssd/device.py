@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -15,35 +14,20 @@ from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
-from lightning_smartinfinity.devices.smartssd.opening import card_errors, most_buffers, open_card, share_of_memory
+from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card
+from lightning_smartinfinity.devices.smartssd.ring import CardRing, gradient_file_bytes, ring_within, share_of_memory
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
-from lightning_smartinfinity.devices.smartssd.worker import CardWorker, Work
+from lightning_smartinfinity.devices.smartssd.worker import CardWorker, Terms, Work
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
-from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.faults import storage_errors
 
-__all__ = ["CardRing", "SmartSSDDevice"]
+__all__ = ["SmartSSDDevice"]
 
 _log = logging.getLogger(__name__)
 
 _HOST_BUFFERS = 2  # for what is read and written outside of steps, and instead of a card
 _IO_THREADS = 4
 _COMPUTE_THREADS = 2  # that wait for a card: one run while the other's parameters are fetched
-
-
-@dataclass(frozen=True, kw_only=True)
-class CardRing:
-    """What lies in a card's memory.
-
-    Args:
-        num_buffers: Tasklets at once (``TransferConfig.num_buffers``); fewer where the card is shared.
-        gradient_bytes: Of the largest tasklet's gradient.
-        parameter_bytes: Of its parameters.
-    """
-
-    num_buffers: int
-    gradient_bytes: int
-    parameter_bytes: int
 
 
 class SmartSSDDevice(StorageDevice):
@@ -127,27 +111,22 @@ class SmartSSDDevice(StorageDevice):
     def _open_worker(
         self, index: int, file: native.StateFile, identity: native.Identity, buffer_bytes: int
     ) -> CardWorker:
-        card, ring = self._plan.cards[index], self._ring
+        card = self._plan.cards[index]
         if not file.direct:
             raise DeviceError(
                 f"{file.path!r} is open through the page cache, which the {card.label} cannot reach.",
                 "Use TransferConfig(direct_io='on') on a file system that has direct I/O.",
             )
-        share = share_of_memory(self._plan)
-        # An extent's trailer page is not there, but a page of status is.
-        parts = (buffer_bytes, ring.gradient_bytes, ring.parameter_bytes)
-        num_buffers = most_buffers(ring.num_buffers, parts=parts, share=share)
-        gradients = None
-        if self._route == "storage":
-            needed = num_buffers * -(-ring.gradient_bytes // BLOCK_BYTES) * BLOCK_BYTES
-            gradients = open_gradient_file(Path(file.path).parent, needed, self._resources)
+        ring = ring_within(self._plan, self._ring, extent_bytes=buffer_bytes)
+        needed = gradient_file_bytes(self._plan, ring)
+        gradients = open_gradient_file(Path(file.path).parent, needed, self._resources) if needed else None
         opened = open_card(self._plan, card)
         self._resources.callback(opened.close)
         with card_errors(card), storage_errors("Allocating buffers for", file.path):
             pipeline = native.Pipeline(
                 files=[file],
                 identity=identity,
-                num_buffers=num_buffers,
+                num_buffers=ring.num_buffers,
                 buffer_bytes=buffer_bytes,
                 io_threads=_IO_THREADS,
                 compute_threads=_COMPUTE_THREADS,
@@ -157,7 +136,7 @@ class SmartSSDDevice(StorageDevice):
                     gradient_bytes=ring.gradient_bytes,
                     parameter_bytes=ring.parameter_bytes,
                     timeout_ms=max(1, int(1000 * self._plan.settings.timeout)),
-                    dram_bytes=share,
+                    dram_bytes=share_of_memory(self._plan),
                     gradient_file=gradients,
                 ),
             )
@@ -180,8 +159,8 @@ class SmartSSDDevice(StorageDevice):
         self._distribute(more)
 
     def _distribute(self, batch: native.Batch) -> None:
-        steps = batch.steps
-        works = [Work(self._num_works + number, tasklet, steps) for number, tasklet in enumerate(batch.tasklets)]
+        terms = Terms(batch.steps, batch.codec, batch.residual_scale)
+        works = [Work(self._num_works + number, tasklet, terms) for number, tasklet in enumerate(batch.tasklets)]
         self._num_works += len(works)
         left = works
         for worker in self._workers:
@@ -211,7 +190,7 @@ class SmartSSDDevice(StorageDevice):
         for batch in batches:
             submit = self._host.extend if self._host_active else self._host.submit
             self._host_active = True
-            submit(native.Batch(native.Operation.UPDATE, [work.tasklet for work in batch], batch[0].steps))
+            submit(batch[0].terms.batch([work.tasklet for work in batch]))
         self._host_has_all = True
 
     def prefer(self, positions: Sequence[int]) -> None:
@@ -328,10 +307,10 @@ def _in_place(tasklet: native.Tasklet) -> bool:
 
 
 def _by_batch(works: Sequence[Work]) -> list[list[Work]]:
-    """Those whose segments count in the same scalars, together."""
+    """Those of one batch together."""
     batches: dict[int, list[Work]] = {}
     for work in works:
-        batches.setdefault(id(work.steps), []).append(work)
+        batches.setdefault(id(work.terms), []).append(work)
     return list(batches.values())
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card, cards_of
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
+from lightning_smartinfinity.devices.smartssd.ring import CardRing, ring_within, share_of_memory
 from lightning_smartinfinity.devices.smartssd.system import System
 from lightning_smartinfinity.devices.smartssd.unreturned import require_returned
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
-from lightning_smartinfinity.store.extents import BLOCK_BYTES
 
-__all__ = ["ANY_PORT", "card_errors", "most_buffers", "open_card", "remedy_for", "require_memory", "share_of_memory"]
+__all__ = ["ANY_PORT", "card_errors", "open_card", "remedy_for", "require_memory"]
 
 ANY_PORT = ("adamw_update", 0)
 """Kernel and argument whose bank is asked for: all ports lie in one."""
 
-# The shell and XRT keep some of a card's memory for themselves.
-_USABLE_EIGHTHS = 7
 _SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(tasklet_bytes=..., num_buffers=...)."
 _UNFOUND = "Check XILINX_XRT, the driver and the card: `xbutil examine`, `smart-infinity selftest`."
 _ANOTHER = "Close what holds the card with another xclbin, and check that this one was built for the card's shell."
@@ -60,45 +58,23 @@ def open_card(plan: CardPlan, card: Card) -> native.Card:
         return native.Card.open(device, xclbin=str(plan.xclbin.path), library=plan.library)
 
 
-def share_of_memory(plan: CardPlan) -> int | None:
-    """Bytes of a card's memory that this process may take; None: all that there is."""
-    if plan.sharers == 1 or plan.xclbin.memory_bytes is None:
-        return None
-    return plan.xclbin.memory_bytes * _USABLE_EIGHTHS // 8 // plan.sharers
-
-
-def most_buffers(wanted: int, *, parts: Iterable[int], share: int | None) -> int:
-    """How many ring buffers fit into a share of a card's memory: two at least, which XRT may then refuse.
-
-    Args:
-        wanted: At most.
-        parts: Bytes of what each of them consists of; every part fills whole blocks.
-        share: Bytes; None: all that there is.
-    """
-    if share is None:
-        return wanted
-    nbytes = sum(-(-part // BLOCK_BYTES) * BLOCK_BYTES for part in parts)
-    return min(wanted, max(2, share // nbytes))
-
-
-def require_memory(plan: CardPlan, card: Card, *, num_buffers: int, parts: Sequence[int]) -> None:
+def require_memory(plan: CardPlan, card: Card, wanted: CardRing, *, extent_bytes: int) -> None:
     """Take the memory of a ring on a card, and give it back.
 
     Args:
         plan: How cards are opened, and how many processes share one.
         card: Whose memory.
-        num_buffers: Of the ring, at most.
-        parts: Bytes of what each of them consists of; the first is reached by P2P.
+        wanted: At most.
+        extent_bytes: As for ``CardRing.parts``.
 
     Raises:
         DeviceError: There is less.
     """
-    share, blocks = share_of_memory(plan), [-(-part // BLOCK_BYTES) * BLOCK_BYTES for part in parts]
-    count = most_buffers(num_buffers, parts=parts, share=share)
-    if share is not None and count * sum(blocks) > share:
+    ring, share = ring_within(plan, wanted, extent_bytes=extent_bytes), share_of_memory(plan)
+    if share is not None and ring.nbytes(extent_bytes) > share:
         raise DeviceError(
-            f"The memory of the {card.label} is too small: {count} ring buffers take {count * sum(blocks)} bytes,"
-            f" and each of {plan.sharers} processes may take {share}.",
+            f"The memory of the {card.label} is too small: {ring.num_buffers} ring buffers take"
+            f" {ring.nbytes(extent_bytes)} bytes, and each of {plan.sharers} processes may take {share}.",
             _SMALLER,
         )
     with card_errors(card):
@@ -106,8 +82,10 @@ def require_memory(plan: CardPlan, card: Card, *, num_buffers: int, parts: Seque
         buffers: list[native.CardBuffer] = []
         try:
             group = opened.group(*ANY_PORT)
-            for _ in range(count):
-                buffers += [opened.allocate(nbytes, group=group, p2p=not part) for part, nbytes in enumerate(blocks)]
+            for _ in range(ring.num_buffers):
+                state, *others = ring.parts(extent_bytes)
+                buffers.append(opened.allocate(state, group=group, p2p=True))
+                buffers += [opened.allocate(nbytes, group=group) for nbytes in others]
         finally:
             buffers.clear()
             opened.close()

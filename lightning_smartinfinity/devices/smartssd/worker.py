@@ -11,11 +11,31 @@ from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
 from lightning_smartinfinity.native.steps import UpdateStep
 
-__all__ = ["CardWorker", "Work"]
+__all__ = ["CardWorker", "Terms", "Work"]
 
 _log = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3
+
+
+class Terms(NamedTuple):
+    """What the tasklets of a batch have in common.
+
+    Args:
+        steps: Which their segments count in.
+        codec: That compresses their gradients; None: nothing does.
+        residual_scale: Of the gradients.
+    """
+
+    steps: Sequence[UpdateStep]
+    codec: native.GradientCodec | None
+    residual_scale: float
+
+    def batch(self, tasklets: Sequence[native.Tasklet]) -> native.Batch:
+        """Of these tasklets."""
+        return native.Batch(
+            native.Operation.UPDATE, tasklets, self.steps, codec=self.codec, residual_scale=self.residual_scale
+        )
 
 
 class Work(NamedTuple):
@@ -24,12 +44,12 @@ class Work(NamedTuple):
     Args:
         position: In the batch.
         tasklet: As the batch has it.
-        steps: The batch's, which its segments count in.
+        terms: Of the batch.
     """
 
     position: int
     tasklet: native.Tasklet
-    steps: Sequence[UpdateStep]
+    terms: Terms
 
 
 class CardWorker:
@@ -92,7 +112,7 @@ class CardWorker:
         Args:
             work: All of one batch.
         """
-        batch = native.Batch(native.Operation.UPDATE, [_in_one_file(one.tasklet) for one in work], work[0].steps)
+        batch = work[0].terms.batch([_in_one_file(one.tasklet) for one in work])
         first = not self._work
         self._work += work
         if first:

@@ -16,8 +16,9 @@ from lightning_smartinfinity.errors import ConfigError, DeviceError
 __all__ = [
     "BUILD_REMEDY",
     "XCLBIN_VARIABLE",
+    "NamedXclbin",
     "Xclbin",
-    "named_xclbin",
+    "is_xclbin_named",
     "read_xclbin",
     "require_xclbin_named",
 ]
@@ -62,10 +63,33 @@ class Xclbin(NamedTuple):
     memory_bytes: int | None
 
 
-def named_xclbin(settings: SmartSSDConfig | None, system: System) -> str | Path | None:
-    """What the settings name, or the environment; None: neither does."""
-    named = settings.xclbin if settings is not None else None
-    return named or system.environment.get(XCLBIN_VARIABLE) or None
+class NamedXclbin(NamedTuple):
+    """A file that ought to be an xclbin.
+
+    Args:
+        path: Absolute.
+        setting: What names it, as a user writes that.
+    """
+
+    path: Path
+    setting: str
+
+
+def is_xclbin_named(settings: SmartSSDConfig | None, system: System) -> bool:
+    """Whether the settings or the environment name a file."""
+    return bool(_name(settings, system))
+
+
+def _name(settings: SmartSSDConfig | None, system: System) -> str | Path | None:
+    if settings is not None and settings.xclbin:
+        return settings.xclbin
+    return system.environment.get(XCLBIN_VARIABLE)
+
+
+def _setting(settings: SmartSSDConfig | None, path: str | Path) -> str:
+    if settings is not None and settings.xclbin:
+        return f"SmartSSDConfig(xclbin={str(path)!r})"
+    return f"{XCLBIN_VARIABLE}={str(path)!r}"
 
 
 def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
@@ -75,53 +99,51 @@ def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
         ConfigError: None is named, or it cannot be read.
         DeviceError: It is no xclbin, or a torn one.
     """
-    path = require_xclbin_named(settings, system)
+    named = require_xclbin_named(settings, system)
     try:
-        with open(path, "rb") as file:
-            return _read(file, path)
+        with open(named.path, "rb") as file:
+            return _read(file, named)
     except (OSError, ValueError) as error:
-        problem = f"The xclbin SmartSSDConfig(xclbin={str(path)!r}) cannot be read: {error}."
-        raise ConfigError(problem, BUILD_REMEDY) from error
+        raise ConfigError(f"The xclbin {named.setting} cannot be read: {error}.", BUILD_REMEDY) from error
 
 
-def _read(file: BinaryIO, path: Path) -> Xclbin:
+def _read(file: BinaryIO, named: NamedXclbin) -> Xclbin:
     header = file.read(_HEADER.size)
     if not header.startswith(_MAGIC):
-        raise DeviceError(f"The file SmartSSDConfig(xclbin={str(path)!r}) is no xclbin.", BUILD_REMEDY)
+        raise DeviceError(f"The file {named.setting} is no xclbin.", BUILD_REMEDY)
     nbytes = os.fstat(file.fileno()).st_size
     try:
         _, length, platform, build, num_sections = _HEADER.unpack(header)
         sections = _sections(file, num_sections)
         # XRT follows them wherever they lead.
         if length > nbytes or any(section.offset + section.nbytes > nbytes for section in sections):
-            raise DeviceError(_torn(path, nbytes), BUILD_REMEDY)
+            raise DeviceError(_torn(named, nbytes), BUILD_REMEDY)
         memory = _largest_bank(file, sections)
     except struct.error as error:
-        raise DeviceError(_torn(path, nbytes), BUILD_REMEDY) from error
-    return Xclbin(path, str(uuid.UUID(bytes=build)), platform.split(b"\0", 1)[0].decode(errors="replace"), memory)
+        raise DeviceError(_torn(named, nbytes), BUILD_REMEDY) from error
+    return Xclbin(named.path, str(uuid.UUID(bytes=build)), platform.split(b"\0", 1)[0].decode(errors="replace"), memory)
 
 
-def _torn(path: Path, nbytes: int) -> str:
-    return f"The xclbin SmartSSDConfig(xclbin={str(path)!r}) is torn: its header tells of more than its {nbytes} bytes."
+def _torn(named: NamedXclbin, nbytes: int) -> str:
+    return f"The xclbin {named.setting} is torn: its header tells of more than its {nbytes} bytes."
 
 
-def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None = None) -> Path:
-    """The absolute path that the settings or the environment name.
+def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None = None) -> NamedXclbin:
+    """What the settings or the environment name.
 
     Raises:
         ConfigError: Neither names one, or it cannot be a path.
     """
-    named = named_xclbin(settings, system or System())
-    if named is None:
+    name = _name(settings, system or System())
+    if not name:
         problem = "update_device='smartssd' needs the kernels' xclbin, and none is named."
         raise ConfigError(problem, BUILD_REMEDY)
     try:
-        return Path(named).expanduser().absolute()
+        path = Path(name).expanduser().absolute()
     except (OSError, RuntimeError, ValueError) as error:  # no such user, no current folder
-        setting = f"{XCLBIN_VARIABLE}={str(named)!r}"
-        if settings is not None and settings.xclbin:
-            setting = f"SmartSSDConfig(xclbin={str(named)!r})"
-        raise ConfigError(f"{setting} names no file: {error}", "Pass the path of an xclbin.") from error
+        problem = f"{_setting(settings, name)} names no file: {error}"
+        raise ConfigError(problem, "Pass the path of an xclbin.") from error
+    return NamedXclbin(path, _setting(settings, path))
 
 
 def _sections(file: BinaryIO, count: int) -> list[_Section]:

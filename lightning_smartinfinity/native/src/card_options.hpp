@@ -6,14 +6,14 @@
 #include <optional>
 #include <string>
 
-#include "card_door.hpp"
+#include "card_binding.hpp"
 #include "state_file.hpp"
 
 namespace smart_infinity {
 
 // A card that updates the tasklets of a pipeline.
 struct CardOptions {
-    std::shared_ptr<CardDoor> door;
+    std::shared_ptr<CardBinding> binding;
     std::string kernel;
     std::size_t gradient_bytes;  // on the card, for each buffer of the ring
     std::size_t parameter_bytes;

@@ -31,12 +31,12 @@ CardBufferSet::CardBufferSet(const CardOptions& options, std::shared_ptr<CardKer
 CardBufferSet::CardBufferSet(const CardOptions& options, const CardKernelType& type, std::shared_ptr<CardKernel> kernel,
                              std::size_t regions_bytes)
     : kernel_(std::move(kernel)),
-      regions_(options.door->allocate(regions_bytes, Memory::kPeerToPeer, group_of_arrays(type, *kernel_))),
-      gradient_(options.door->allocate(options.gradient_bytes,
-                                       options.gradient_file ? Memory::kPeerToPeer : Memory::kNormal,
-                                       kernel_->group(type.gradient()))),
-      parameter_(options.door->allocate(options.parameter_bytes, Memory::kNormal, kernel_->group(type.parameter()))),
-      status_(options.door->allocate(kStatusBytes, Memory::kNormal, kernel_->group(type.status()))) {}
+      regions_(options.binding->allocate(regions_bytes, Memory::kPeerToPeer, group_of_arrays(type, *kernel_))),
+      gradient_(options.binding->allocate(options.gradient_bytes,
+                                          options.gradient_file ? Memory::kPeerToPeer : Memory::kNormal,
+                                          kernel_->group(type.gradient()))),
+      parameter_(options.binding->allocate(options.parameter_bytes, Memory::kNormal, kernel_->group(type.parameter()))),
+      status_(options.binding->allocate(kStatusBytes, Memory::kNormal, kernel_->group(type.status()))) {}
 
 // Tasklets are of one size, but for the last.
 const std::vector<std::shared_ptr<CardBuffer>>& CardBufferSet::arrays(const Regions& regions) {
@@ -64,7 +64,7 @@ CardRing::CardRing(const CardOptions& options, std::size_t num_buffers, std::siz
                         " are allowed");
     }
     if (options.gradient_file) staging_ = std::make_unique<HostBuffer>(num_buffers * gradient_bytes_);
-    const std::shared_ptr<CardKernel> kernel = options.door->kernel(options.kernel);
+    const std::shared_ptr<CardKernel> kernel = options.binding->kernel(options.kernel);
     try {
         while (sets_.size() < num_buffers) sets_.emplace_back(options, kernel, regions_bytes);
     } catch (const CardError& error) {

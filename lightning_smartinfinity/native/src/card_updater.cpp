@@ -26,7 +26,7 @@ void require(bool condition, const std::string& problem) {
 }
 
 CardOptions checked(CardOptions options) {
-    require(options.door != nullptr, "CardOptions: a card is needed");
+    require(options.binding != nullptr, "CardOptions: a card is needed");
     (void)card_kernel_type(options.kernel);
     require(options.gradient_bytes >= 1 && options.parameter_bytes >= 1,
             "CardOptions: gradient_bytes and parameter_bytes must be at least 1");

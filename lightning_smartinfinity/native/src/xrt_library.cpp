@@ -2,7 +2,7 @@
 
 #include <dlfcn.h>
 
-#include "card_door.hpp"
+#include "card_binding.hpp"
 
 namespace smart_infinity {
 namespace {

@@ -19,8 +19,8 @@ class CardError : public std::runtime_error {
     int error_;
 };
 
-// What a door is asked for. All of it throws CardError, may be called from any thread, and is used by one at a time;
-// what a door gives out keeps open what it needs, so that the order of destruction does not matter.
+// What a binding is asked for. All of it throws CardError, may be called from any thread, and is used by one at a time;
+// what a binding gives out keeps open what it needs, so that the order of destruction does not matter.
 
 enum class Sync { kToCard, kFromCard };
 
@@ -80,12 +80,12 @@ class CardKernel {
 };
 
 // The way to a card whose kernels are loaded.
-class CardDoor {
+class CardBinding {
  public:
-    CardDoor() = default;
-    CardDoor(const CardDoor&) = delete;
-    CardDoor& operator=(const CardDoor&) = delete;
-    virtual ~CardDoor() = default;
+    CardBinding() = default;
+    CardBinding(const CardBinding&) = delete;
+    CardBinding& operator=(const CardBinding&) = delete;
+    virtual ~CardBinding() = default;
 
     virtual std::shared_ptr<CardKernel> kernel(const std::string& name) = 0;
     virtual std::shared_ptr<CardBuffer> allocate(std::size_t bytes, Memory memory, int group) = 0;

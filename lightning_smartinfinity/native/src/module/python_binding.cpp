@@ -1,4 +1,4 @@
-#include "python_door.hpp"
+#include "python_binding.hpp"
 
 #include <cstdint>
 #include <string>
@@ -41,111 +41,113 @@ auto attempt(const char* name, const Call& call) {
     }
 }
 
-// Calls a method of the door.
+// Calls a method of the binding.
 template <class... Arguments>
-SharedHeld make(const SharedHeld& door, const char* name, const Arguments&... arguments) {
-    return attempt(name, [&] { return std::make_shared<const Held>(door->get().attr(name)(arguments...)); });
+SharedHeld make(const SharedHeld& binding, const char* name, const Arguments&... arguments) {
+    return attempt(name, [&] { return std::make_shared<const Held>(binding->get().attr(name)(arguments...)); });
 }
 
 template <class Result, class... Arguments>
-Result get(const SharedHeld& door, const char* name, const Arguments&... arguments) {
-    return attempt(name, [&] { return nb::cast<Result>(door->get().attr(name)(arguments...)); });
+Result get(const SharedHeld& binding, const char* name, const Arguments&... arguments) {
+    return attempt(name, [&] { return nb::cast<Result>(binding->get().attr(name)(arguments...)); });
 }
 
 class PythonBuffer final : public CardBuffer {
  public:
-    PythonBuffer(SharedHeld door, SharedHeld buffer) : door_(std::move(door)), buffer_(std::move(buffer)) {}
+    PythonBuffer(SharedHeld binding, SharedHeld buffer) : binding_(std::move(binding)), buffer_(std::move(buffer)) {}
 
     std::byte* map() override {
         const nb::gil_scoped_acquire acquire;
-        return reinterpret_cast<std::byte*>(get<std::uintptr_t>(door_, "address", buffer_->get()));
+        return reinterpret_cast<std::byte*>(get<std::uintptr_t>(binding_, "address", buffer_->get()));
     }
     void sync(Sync direction, std::size_t bytes, std::size_t offset) override {
         const nb::gil_scoped_acquire acquire;
-        (void)make(door_, "sync", buffer_->get(), direction == Sync::kToCard, bytes, offset);
+        (void)make(binding_, "sync", buffer_->get(), direction == Sync::kToCard, bytes, offset);
     }
     std::shared_ptr<CardBuffer> part(std::size_t bytes, std::size_t offset) override {
         const nb::gil_scoped_acquire acquire;
-        return std::make_shared<PythonBuffer>(door_, make(door_, "part", buffer_->get(), bytes, offset));
+        return std::make_shared<PythonBuffer>(binding_, make(binding_, "part", buffer_->get(), bytes, offset));
     }
 
     const nb::object& object() const { return buffer_->get(); }
 
  private:
-    SharedHeld door_;
+    SharedHeld binding_;
     SharedHeld buffer_;
 };
 
 class PythonRun final : public CardRun {
  public:
-    PythonRun(SharedHeld door, SharedHeld run) : door_(std::move(door)), run_(std::move(run)) {}
+    PythonRun(SharedHeld binding, SharedHeld run) : binding_(std::move(binding)), run_(std::move(run)) {}
 
-    // As a C int, which is all that a door may be able to pass on.
+    // As a C int, which is all that a binding may be able to pass on.
     void set(int argument, std::uint32_t word) override {
         const nb::gil_scoped_acquire acquire;
-        (void)make(door_, "set_scalar", run_->get(), argument, static_cast<std::int32_t>(word));
+        (void)make(binding_, "set_scalar", run_->get(), argument, static_cast<std::int32_t>(word));
     }
     void set(int argument, const std::shared_ptr<CardBuffer>& buffer) override {
         const nb::gil_scoped_acquire acquire;
         const auto& of_python = static_cast<const PythonBuffer&>(*buffer);
-        (void)make(door_, "set_buffer", run_->get(), argument, of_python.object());
+        (void)make(binding_, "set_buffer", run_->get(), argument, of_python.object());
     }
     void start() override {
         const nb::gil_scoped_acquire acquire;
-        (void)make(door_, "start", run_->get());
+        (void)make(binding_, "start", run_->get());
     }
     int wait(std::chrono::milliseconds timeout) override {
         const nb::gil_scoped_acquire acquire;
-        return get<int>(door_, "wait", run_->get(), timeout.count());
+        return get<int>(binding_, "wait", run_->get(), timeout.count());
     }
     int state() override {
         const nb::gil_scoped_acquire acquire;
-        return get<int>(door_, "state", run_->get());
+        return get<int>(binding_, "state", run_->get());
     }
 
  private:
-    SharedHeld door_;
+    SharedHeld binding_;
     SharedHeld run_;
 };
 
 class PythonKernel final : public CardKernel {
  public:
-    PythonKernel(SharedHeld door, SharedHeld kernel) : door_(std::move(door)), kernel_(std::move(kernel)) {}
+    PythonKernel(SharedHeld binding, SharedHeld kernel) : binding_(std::move(binding)), kernel_(std::move(kernel)) {}
 
     std::shared_ptr<CardRun> run() override {
         const nb::gil_scoped_acquire acquire;
-        return std::make_shared<PythonRun>(door_, make(door_, "run", kernel_->get()));
+        return std::make_shared<PythonRun>(binding_, make(binding_, "run", kernel_->get()));
     }
     int group(int argument) override {
         const nb::gil_scoped_acquire acquire;
-        return get<int>(door_, "group", kernel_->get(), argument);
+        return get<int>(binding_, "group", kernel_->get(), argument);
     }
 
  private:
-    SharedHeld door_;
+    SharedHeld binding_;
     SharedHeld kernel_;
 };
 
-class PythonDoor final : public CardDoor {
+class PythonBinding final : public CardBinding {
  public:
-    explicit PythonDoor(nb::object door) : door_(std::make_shared<const Held>(std::move(door))) {}
+    explicit PythonBinding(nb::object binding) : binding_(std::make_shared<const Held>(std::move(binding))) {}
 
     std::shared_ptr<CardKernel> kernel(const std::string& name) override {
         const nb::gil_scoped_acquire acquire;
-        return std::make_shared<PythonKernel>(door_, make(door_, "kernel", name.c_str()));
+        return std::make_shared<PythonKernel>(binding_, make(binding_, "kernel", name.c_str()));
     }
     std::shared_ptr<CardBuffer> allocate(std::size_t bytes, Memory memory, int group) override {
         const nb::gil_scoped_acquire acquire;
         const bool p2p = memory == Memory::kPeerToPeer;
-        return std::make_shared<PythonBuffer>(door_, make(door_, "allocate", bytes, p2p, group));
+        return std::make_shared<PythonBuffer>(binding_, make(binding_, "allocate", bytes, p2p, group));
     }
 
  private:
-    SharedHeld door_;
+    SharedHeld binding_;
 };
 
 }  // namespace
 
-std::shared_ptr<CardDoor> make_python_door(nb::object door) { return std::make_shared<PythonDoor>(std::move(door)); }
+std::shared_ptr<CardBinding> make_python_binding(nb::object binding) {
+    return std::make_shared<PythonBinding>(std::move(binding));
+}
 
 }  // namespace smart_infinity

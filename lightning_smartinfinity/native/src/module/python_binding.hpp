@@ -4,11 +4,11 @@
 
 #include <memory>
 
-#include "card_door.hpp"
+#include "card_binding.hpp"
 
 namespace smart_infinity {
 
 // A card behind callables of Python, which are called with the interpreter's lock, from any thread.
-std::shared_ptr<CardDoor> make_python_door(nanobind::object door);
+std::shared_ptr<CardBinding> make_python_binding(nanobind::object binding);
 
 }  // namespace smart_infinity

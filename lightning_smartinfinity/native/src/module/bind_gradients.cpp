@@ -1,6 +1,4 @@
-// The part of the Python module that compresses gradients: bindings only.
-
-#include "bindings_gradients.hpp"
+// Gradient codecs, and what they are used for.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -16,6 +14,7 @@
 #include "compression.hpp"
 #include "feed_back.hpp"
 #include "gradient_payload.hpp"
+#include "module.hpp"
 #include "top_k.hpp"
 
 namespace nb = nanobind;
@@ -23,8 +22,6 @@ using namespace nb::literals;
 
 namespace smart_infinity {
 namespace {
-
-using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
 
 std::size_t encode(const std::shared_ptr<const GradientCodec>& codec, const Tasklet& tasklet, float residual_scale) {
     const Batch batch{Operation::kUpdate, {tasklet}, {}, nullptr, codec, residual_scale};
@@ -68,8 +65,6 @@ void bind_top_k(nb::module_& m) {
         .def("count", &TopK::count, "numel"_a, "Elements to send of so many.");
 }
 
-}  // namespace
-
 void bind_gradient_codecs(nb::module_& m) {
     nb::class_<GradientCodec>(m, "GradientCodec", "A way to compress the gradient of a tasklet into a payload.")
         .def_prop_ro("name", &GradientCodec::name)
@@ -87,7 +82,10 @@ void bind_gradient_codecs(nb::module_& m) {
         .def(nb::init<>());
 }
 
+}  // namespace
+
 void bind_gradients(nb::module_& m) {
+    bind_gradient_codecs(m);
     m.def("encode_gradient", &encode, "codec"_a, "tasklet"_a, nb::kw_only(), "residual_scale"_a = 1.0f, WithoutGil(),
           "Compress a tasklet's gradient into its payload now, as UPDATE does for a batch with this codec.\n\n"
           "Returns:\n    Bytes of the payload.\n\n"

@@ -1,4 +1,4 @@
-#include "xrt_door.hpp"
+#include "xrt_binding.hpp"
 
 #include <algorithm>
 #include <cerrno>
@@ -135,9 +135,9 @@ class Kernel final : public CardKernel, public std::enable_shared_from_this<Kern
     XrtKernel handle_;
 };
 
-class Door final : public CardDoor {
+class Binding final : public CardBinding {
  public:
-    Door(const std::string& library, const CardAddress& card, const std::string& xclbin) {
+    Binding(const std::string& library, const CardAddress& card, const std::string& xclbin) {
         auto device = std::make_shared<Device>(library, card);
         done(device->library.device_load, parenthesised(xclbin), device->handle, xclbin.c_str());
         done(device->library.device_uuid, "", device->handle, device->uuid);
@@ -161,9 +161,9 @@ class Door final : public CardDoor {
 
 }  // namespace
 
-std::shared_ptr<CardDoor> open_xrt_door(const std::string& library, const CardAddress& card,
-                                        const std::string& xclbin) {
-    return std::make_shared<Door>(library, card, xclbin);
+std::shared_ptr<CardBinding> open_xrt_binding(const std::string& library, const CardAddress& card,
+                                              const std::string& xclbin) {
+    return std::make_shared<Binding>(library, card, xclbin);
 }
 
 }  // namespace smart_infinity

@@ -1,4 +1,4 @@
-"""A door of Python callables: XRT's C API as the tests of the emulated card call it."""
+"""A binding of Python callables: XRT's C API as the tests of the emulated card call it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.xrt.api import Buffer, Device, Flags, Run
 
-__all__ = ["ApiDoor"]
+__all__ = ["ApiBinding"]
 
 
 class _Kernel:
@@ -21,7 +21,7 @@ def _freed(buffer: Buffer) -> Buffer:
     return buffer
 
 
-class ApiDoor:
+class ApiBinding:
     """What ``native.Card`` calls. Whatever it gives out is closed when nobody has it any more."""
 
     def __init__(self, index: int, xclbin: Path) -> None:

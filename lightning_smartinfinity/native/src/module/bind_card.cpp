@@ -1,7 +1,5 @@
 // The card's part of the Python module: bindings only.
 
-#include "bindings_card.hpp"
-
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -16,8 +14,9 @@
 #include <utility>
 
 #include "card_options.hpp"
-#include "python_door.hpp"
-#include "xrt_door.hpp"
+#include "module.hpp"
+#include "python_binding.hpp"
+#include "xrt_binding.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -25,28 +24,26 @@ using namespace nb::literals;
 namespace smart_infinity {
 namespace {
 
-using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
-
-// A door until it is closed; what was made through it keeps its own.
+// A binding until it is closed; what was made through it keeps its own.
 class Card {
  public:
-    explicit Card(std::shared_ptr<CardDoor> door) : door_(std::move(door)) {}
+    explicit Card(std::shared_ptr<CardBinding> binding) : binding_(std::move(binding)) {}
 
-    std::shared_ptr<CardDoor> door() const {
+    std::shared_ptr<CardBinding> binding() const {
         const std::lock_guard lock(mutex_);
-        if (!door_) throw std::invalid_argument("Card: it is closed");
-        return door_;
+        if (!binding_) throw std::invalid_argument("Card: it is closed");
+        return binding_;
     }
 
     void close() {
-        std::shared_ptr<CardDoor> closing;
+        std::shared_ptr<CardBinding> closing;
         const std::lock_guard lock(mutex_);
-        closing.swap(door_);
+        closing.swap(binding_);
     }
 
  private:
     mutable std::mutex mutex_;
-    std::shared_ptr<CardDoor> door_;
+    std::shared_ptr<CardBinding> binding_;
 };
 
 struct PythonCardBuffer {
@@ -66,29 +63,30 @@ struct PythonCardBuffer {
 void bind_opened_card(nb::module_& m) {
     nb::class_<Card>(
         m, "Card",
-        "A card whose kernels are loaded, through the methods of `door` (see devices/smartssd), which are called\n"
+        "A card whose kernels are loaded, through the methods of `binding` (see devices/smartssd), which are called\n"
         "with the interpreter's lock; or, with open(), through XRT's public C API, without it.\n\n"
         "Every call of it, and of what it gives out, raises CardError if the card fails.")
         .def(
-            "__init__", [](Card* self, nb::object door) { new (self) Card(make_python_door(std::move(door))); },
-            "door"_a)
+            "__init__",
+            [](Card* self, nb::object binding) { new (self) Card(make_python_binding(std::move(binding))); },
+            "binding"_a)
         .def_static(
             "open",
             [](const CardAddress& device, const std::string& xclbin, const std::string& library) {
-                return std::make_unique<Card>(open_xrt_door(library, device, xclbin));
+                return std::make_unique<Card>(open_xrt_binding(library, device, xclbin));
             },
             "device"_a, nb::kw_only(), "xclbin"_a, "library"_a = "libxrt_coreutil.so.2", WithoutGil(),
             "Open a device by its index or PCIe address and load the kernels of a file.")
         .def(
             "group",
             [](const Card& self, const std::string& kernel, int argument) {
-                return self.door()->kernel(kernel)->group(argument);
+                return self.binding()->kernel(kernel)->group(argument);
             },
             "kernel"_a, "argument"_a, WithoutGil(), "The memory that a kernel's argument must lie in.")
         .def(
             "allocate",
             [](const Card& self, std::size_t nbytes, int group, bool p2p) {
-                auto buffer = self.door()->allocate(nbytes, p2p ? Memory::kPeerToPeer : Memory::kNormal, group);
+                auto buffer = self.binding()->allocate(nbytes, p2p ? Memory::kPeerToPeer : Memory::kNormal, group);
                 std::byte* const data = buffer->map();
                 return PythonCardBuffer{std::move(buffer), nbytes, data};
             },
@@ -138,7 +136,7 @@ void bind_card_options(nb::module_& m) {
             [](CardOptions* self, const Card& card, std::string kernel, std::size_t gradient_bytes,
                std::size_t parameter_bytes, std::int64_t timeout_ms, std::optional<std::size_t> dram_bytes,
                std::optional<StateFile> gradient_file) {
-                new (self) CardOptions{card.door(),
+                new (self) CardOptions{card.binding(),
                                        std::move(kernel),
                                        gradient_bytes,
                                        parameter_bytes,

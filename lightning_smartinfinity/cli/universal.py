@@ -1,0 +1,43 @@
+"""``smart-infinity universal``: a checkpoint into one that any number of processes resumes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from lightning_smartinfinity.cli.progress import Progress
+
+__all__ = ["add_to"]
+
+_DESCRIPTION = """\
+Write a universal checkpoint: every parameter as a whole, with what the optimizer keeps of it. fit(ckpt_path=INTO) and
+Fabric.load go on from it on any number of processes. Takes checkpoints of this strategy, and of stock DeepSpeed with
+ZeRO-3, of Adam, AdamW, Adagrad and SGD. The old checkpoint stays. Ended early, the command leaves nothing; killed, what
+the next one removes.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to what ``ArgumentParser.add_subparsers`` returns."""
+    parser = commands.add_parser(
+        "universal", help="a checkpoint for another number of processes", description=_DESCRIPTION
+    )
+    parser.add_argument("checkpoint", type=Path, help="the folder that was saved")
+    parser.add_argument("--into", type=Path, required=True, help="folder for the new one, which does not exist yet")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from lightning_smartinfinity.zero3 import prepare_environment  # DeepSpeed, which takes its time
+
+    prepare_environment("cpu", local_world_size=1)
+    from lightning_smartinfinity.zero3.universal_conversion import convert_checkpoint
+
+    progress = Progress(shown=not options.quiet)
+    convert_checkpoint(
+        options.checkpoint, options.into, progress=lambda done, numel: progress("parameters", done, numel)
+    )
+    print(f"Converted {options.checkpoint} to a universal checkpoint: {options.into}")
+    return 0

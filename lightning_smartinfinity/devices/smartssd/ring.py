@@ -1,0 +1,78 @@
+"""What lies in a card's memory, and on its SSD beside the state: arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
+
+__all__ = ["CardRing", "gradient_file_bytes", "ring_within", "share_of_memory"]
+
+# The shell and XRT keep some of a card's memory for themselves.
+_USABLE_EIGHTHS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRing:
+    """Tasklets that are on a card at once.
+
+    Args:
+        num_buffers: How many (``TransferConfig.num_buffers``); fewer where the card is shared.
+        gradient_bytes: Of the largest tasklet's gradient.
+        parameter_bytes: Of its parameters.
+    """
+
+    num_buffers: int
+    gradient_bytes: int
+    parameter_bytes: int
+
+    def parts(self, extent_bytes: int) -> tuple[int, int, int]:
+        """Bytes of what one buffer consists of, in whole blocks: state, gradient and parameters.
+
+        Args:
+            extent_bytes: Of the largest tasklet's extent. Its trailer's page is not there, but a page of status is.
+        """
+        return _padded(extent_bytes), _padded(self.gradient_bytes), _padded(self.parameter_bytes)
+
+    def nbytes(self, extent_bytes: int) -> int:
+        """Of all buffers; ``extent_bytes`` as for :meth:`parts`."""
+        return self.num_buffers * sum(self.parts(extent_bytes))
+
+
+def share_of_memory(plan: CardPlan) -> int | None:
+    """Bytes of a card's memory that this process may take; None: all that there is."""
+    if plan.sharers == 1 or plan.xclbin.memory_bytes is None:
+        return None
+    return plan.xclbin.memory_bytes * _USABLE_EIGHTHS // 8 // plan.sharers
+
+
+def ring_within(plan: CardPlan, wanted: CardRing, *, extent_bytes: int) -> CardRing:
+    """As many of the wanted buffers as fit into this process's share: two at least, which may then be refused.
+
+    Args:
+        plan: How many processes share a card.
+        wanted: At most.
+        extent_bytes: As for ``CardRing.parts``.
+    """
+    share = share_of_memory(plan)
+    if share is None:
+        return wanted
+    most = share // sum(wanted.parts(extent_bytes))
+    return replace(wanted, num_buffers=min(wanted.num_buffers, max(2, most)))
+
+
+def gradient_file_bytes(plan: CardPlan, ring: CardRing) -> int:
+    """Of the file on each card's SSD that gradients go through: a place for each buffer; without such a route 0.
+
+    Args:
+        plan: The route.
+        ring: Of :func:`ring_within`.
+    """
+    if plan.settings.gradient_route != "storage":
+        return 0
+    return ring.num_buffers * _padded(ring.gradient_bytes)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES

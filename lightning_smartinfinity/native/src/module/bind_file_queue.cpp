@@ -1,0 +1,79 @@
+// What reads and writes plain files.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "buffer.hpp"
+#include "module.hpp"
+#include "workers.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace smart_infinity {
+namespace {
+
+FileQueue::Ticket submit(FileQueue& queue, Direction direction, const StateFile& file, std::uint64_t offset,
+                         Address address, std::size_t nbytes) {
+    const StateFile held = file;  // another thread may close it meanwhile
+    const nb::gil_scoped_release release;
+    return queue.submit(direction, held, offset, reinterpret_cast<std::byte*>(address), nbytes);
+}
+
+// The kernel registers at most a GiB in one piece.
+MemoryRange registered_range(const HostBuffer& memory) {
+    return {memory.data(), memory.bytes(), std::min(memory.bytes(), std::size_t{1} << 30)};
+}
+
+}  // namespace
+
+void bind_file_queue(nb::module_& m) {
+    nb::class_<PythonFileQueue>(
+        m, "FileQueue",
+        "Reads and writes files in the background; large requests run in parts, side by side.\n\n"
+        "`memory` is what most requests will name: an engine that gains by it registers it once.\n"
+        "A direct file wants offset, address and nbytes to be multiples of 4096. Not usable in a forked child.\n\n"
+        "Raises:\n    ValueError: A number is out of range.\n"
+        "    OSError: Threads or the I/O engine are not to be had.")
+        .def(
+            "__init__",
+            [](PythonFileQueue* self, std::size_t io_threads, const std::string& io_engine, const HostBuffer* memory) {
+                const MemoryRange range = memory ? registered_range(*memory) : MemoryRange{};
+                new (self) PythonFileQueue(io_threads, io_engine_of(io_engine), range);
+            },
+            nb::kw_only(), "io_threads"_a = 4, "io_engine"_a = "auto", "memory"_a = nb::none(), nb::keep_alive<1, 4>())
+        .def(
+            "read",
+            [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,
+               std::size_t nbytes) { return submit(self, Direction::kRead, file, offset, address, nbytes); },
+            "file"_a, nb::kw_only(), "offset"_a, "address"_a, "nbytes"_a,
+            "Start reading; returns a ticket. The memory must stay until wait().\n\n"
+            "Raises:\n    ValueError: It cannot be transferred.")
+        .def(
+            "write",
+            [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,
+               std::size_t nbytes) { return submit(self, Direction::kWrite, file, offset, address, nbytes); },
+            "file"_a, nb::kw_only(), "offset"_a, "address"_a, "nbytes"_a,
+            "Start writing; returns a ticket. The memory must stay, unchanged, until wait().\n\n"
+            "Raises:\n    ValueError: It cannot be transferred.")
+        .def(
+            "wait", [](PythonFileQueue& self, FileQueue::Ticket ticket) { return self.wait(ticket, check_signals); },
+            "ticket"_a, WithoutGil(),
+            "Until the request has ended, all of it or with a failure, which only the first wait returns.\n\n"
+            "A signal handler that raises, as that of Ctrl-C, ends the wait; the request goes on, its ticket stays\n"
+            "open and its memory in use.\n\n"
+            "Raises:\n    ValueError: There is no such ticket.")
+        .def_prop_ro(
+            "io_engine", [](const PythonFileQueue& self) { return name_of(self.io_engine()); },
+            "The engine in use: one of io_engines().")
+        .def("counters", &PythonFileQueue::counters)
+        .def("close", &PythonFileQueue::close, WithoutGil(), "Wait for what is in flight. Idempotent.");
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,94 @@
+// Kernels, types and checksums.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "crc32c.hpp"
+#include "instruction_set.hpp"
+#include "kernels.hpp"
+#include "module.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace smart_infinity {
+namespace {
+
+std::vector<double> accumulate(const std::vector<Address>& gradients, const std::vector<Address>& sums,
+                               const std::vector<std::size_t>& numels, const std::vector<bool>& adds,
+                               DType gradient_dtype, DType dtype) {
+    const std::size_t count = gradients.size();
+    if (sums.size() != count || numels.size() != count || adds.size() != count) {
+        throw std::invalid_argument("accumulate() needs as many of one as of the other");
+    }
+    const auto add = kernels().accumulate[static_cast<std::size_t>(gradient_dtype)][static_cast<std::size_t>(dtype)];
+    std::vector<double> squares(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        squares[i] = add(pointer_to(gradients[i]), reinterpret_cast<void*>(sums[i]), numels[i], adds[i]);
+    }
+    return squares;
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+    nb::enum_<DType>(m, "DType", "Type of gradients and parameters in memory.")
+        .value("FLOAT32", DType::kFloat32)
+        .value("FLOAT16", DType::kFloat16)
+        .value("BFLOAT16", DType::kBFloat16);
+    nb::enum_<InstructionSet>(m, "InstructionSet", "What the kernels were compiled for; all give the same bits.")
+        .value("SCALAR", InstructionSet::kScalar)
+        .value("AVX2", InstructionSet::kAvx2)
+        .value("AVX512", InstructionSet::kAvx512);
+    m.def("supported_instruction_sets", &supported_instruction_sets, "Of this CPU, slowest first.");
+    m.def(
+        "select_instruction_set",
+        [](std::optional<InstructionSet> choice) {
+            select_instruction_set(choice.value_or(supported_instruction_sets().back()));
+            return selected_instruction_set();
+        },
+        "choice"_a.none(),
+        "Use one from now on, in every thread; None is the best. Returns it.\n\n"
+        "Raises:\n    ValueError: This CPU does not support it.");
+    m.def(
+        "crc32c",
+        [](Address address, std::size_t nbytes, std::uint32_t value, std::optional<int> width) {
+            const void* const data = pointer_to(address);
+            return width ? crc32c_by(*width, data, nbytes, value) : crc32c(data, nbytes, value);
+        },
+        "address"_a, "nbytes"_a, "value"_a = 0, "width"_a = nb::none(), WithoutGil(),
+        "CRC-32C of memory, continuing `value`: in the way of the instruction set in use, or of a width in "
+        "crc32c_widths().\n\n"
+        "Raises:\n    ValueError: This CPU has no such way.");
+    m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
+          "CRC-32C of two pieces of memory, one behind the other, from the checksum of each; nbytes are the second's.");
+    m.def("crc32c_widths", &crc32c_widths,
+          "Ways to compute CRC-32C on this CPU, slowest first: the bits of their registers, 0 for the table.");
+    m.def(
+        "sum_of_squares",
+        [](Address address, std::size_t numel, DType dtype) {
+            return kernels().sum_of_squares[static_cast<std::size_t>(dtype)](pointer_to(address), numel);
+        },
+        "address"_a, "numel"_a, "dtype"_a, WithoutGil(),
+        "In double precision and a fixed order: the same bits on every instruction set. Finite iff every element is.");
+    m.def("accumulate", &accumulate, "gradients"_a, "sums"_a, "numels"_a, "adds"_a, "gradient_dtype"_a, "dtype"_a,
+          WithoutGil(),
+          "Gradients become sums, or are added to them, as torch rounds; all in one pass over memory.\n\n"
+          "Args:\n"
+          "    gradients: Addresses.\n"
+          "    sums: Addresses; none overlaps its gradient.\n"
+          "    numels: Elements of each.\n"
+          "    adds: Whether each is added.\n"
+          "    gradient_dtype: Of the gradients.\n"
+          "    dtype: Of the sums.\n\n"
+          "Returns:\n    What sum_of_squares() gives for each sum.\n\n"
+          "Raises:\n    ValueError: The lists differ in length.");
+}
+
+}  // namespace smart_infinity

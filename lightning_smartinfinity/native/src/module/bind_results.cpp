@@ -1,0 +1,90 @@
+// What came of transfers, and what can make them.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "counters.hpp"
+#include "failure.hpp"
+#include "io_engines.hpp"
+#include "module.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace smart_infinity {
+namespace {
+
+void bind_counters(nb::module_& m) {
+    nb::class_<FileCounters>(m, "FileCounters", "Of one file, since creation.")
+        .def_ro("read_bytes", &FileCounters::read_bytes)
+        .def_ro("written_bytes", &FileCounters::written_bytes)
+        .def_ro("busy_seconds", &FileCounters::busy_seconds, "With at least one request in the system.");
+    nb::class_<Counters>(m, "Counters", "Since creation. Seconds are summed over threads.")
+        .def_ro("read_bytes", &Counters::read_bytes)
+        .def_ro("written_bytes", &Counters::written_bytes)
+        .def_ro("read_calls", &Counters::read_calls)
+        .def_ro("write_calls", &Counters::write_calls)
+        .def_ro("cached_read_bytes", &Counters::cached_read_bytes, "Of resident tasklets: not read.")
+        .def_ro("cached_write_bytes", &Counters::cached_write_bytes, "Of resident tasklets: not written.")
+        .def_ro("shared_read_bytes", &Counters::shared_read_bytes, "Of a card: from it to the host.")
+        .def_ro("shared_write_bytes", &Counters::shared_write_bytes, "Of a card: from the host to it.")
+        .def_ro("internal_read_bytes", &Counters::internal_read_bytes, "Of a card: from storage to it.")
+        .def_ro("internal_write_bytes", &Counters::internal_write_bytes, "Of a card: from it to storage.")
+        .def_ro("padding_bytes", &Counters::padding_bytes, "Of a card: what these four do not count, of blocks.")
+        .def_ro("control_bytes", &Counters::control_bytes, "Of a card: trailers and status beats.")
+        .def_ro("gradient_file_bytes", &Counters::gradient_file_bytes,
+                "Of a card: blocks that were written to the file of gradients, and read from it.")
+        .def_ro("read_seconds", &Counters::read_seconds)
+        .def_ro("write_seconds", &Counters::write_seconds)
+        .def_ro("compute_seconds", &Counters::compute_seconds)
+        .def_ro("wait_seconds", &Counters::wait_seconds)
+        .def_ro("system_calls", &Counters::system_calls, "Of the I/O engine.")
+        .def_ro("io_cpu_seconds", &Counters::io_cpu_seconds, "Of its threads.")
+        .def_ro("registered_bytes", &Counters::registered_bytes, "Of memory that is pinned for it now.")
+        .def_ro("registration_errno", &Counters::registration_errno, "Why none is, where it asked for it, or 0.")
+        .def_ro("files", &Counters::files, "Of a pipeline, by index.");
+}
+
+void bind_failure(nb::module_& m) {
+    nb::class_<Failure>(
+        m, "Failure",
+        "Why a batch stopped: kind is io, short, checksum, foreign, generation, format, cuda, device (a card) or\n"
+        "gradient (a compressed one); errno may be 0.")
+        .def_prop_ro("kind", [](const Failure& self) { return std::string(smart_infinity::name_of(self.kind)); })
+        .def_ro("path", &Failure::path)
+        .def_ro("offset", &Failure::offset)
+        .def_ro("errno", &Failure::error)
+        .def_ro("tasklet", &Failure::tasklet)
+        .def_ro("message", &Failure::message)
+        .def("__repr__", [](const Failure& self) {
+            return std::string("Failure(") + smart_infinity::name_of(self.kind) + ": " + self.message + ")";
+        });
+}
+
+void bind_io_engines(nb::module_& m) {
+    m.def(
+        "io_engines",
+        [] {
+            std::vector<std::tuple<std::string, std::optional<std::string>>> engines;
+            for (const IoEngineKind kind : kIoEngineKinds) engines.emplace_back(name_of(kind), unavailable(kind));
+            return engines;
+        },
+        "The I/O engines by name, fastest first, each with the reason why it is not to be had here, or None.");
+}
+
+}  // namespace
+
+void bind_results(nb::module_& m) {
+    bind_counters(m);
+    bind_failure(m);
+    bind_io_engines(m);
+}
+
+}  // namespace smart_infinity

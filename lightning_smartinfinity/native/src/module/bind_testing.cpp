@@ -1,0 +1,69 @@
+// What tests do to workers and devices.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "cuda_driver.hpp"
+#include "fault_injection.hpp"
+#include "module.hpp"
+#include "throttle.hpp"
+#include "workers.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace smart_infinity {
+namespace {
+
+template <class Worker>
+void bind_inject(nb::module_& m, const char* name) {
+    m.def(
+        "inject",
+        [](Worker& worker, std::uint64_t seed, std::int64_t max_delay_us, std::int64_t fail_read_at,
+           std::int64_t fail_write_at, std::int64_t short_transfer_every, int error) {
+            const Faults faults{seed, max_delay_us, fail_read_at, fail_write_at, short_transfer_every, error};
+            worker.decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+                return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
+            });
+        },
+        nb::arg(name), nb::kw_only(), "seed"_a = 0, "max_delay_us"_a = 0, "fail_read_at"_a = -1, "fail_write_at"_a = -1,
+        "short_transfer_every"_a = 0, "errno"_a = EIO, WithoutGil(),
+        "Faults for tests, from now on: requests are counted from 0, reads and writes apart.");
+}
+
+void bind_throttle(nb::module_& m) {
+    nb::class_<Throttle>(m, "Throttle", "Makes one file of a pipeline slow, for tests: its requests take turns.")
+        .def(nb::new_([](PythonPipeline& pipeline, const StateFile& file) {
+                 const auto throttle = std::make_shared<Throttle>(file.descriptor());
+                 pipeline.decorate_engine([&throttle](std::unique_ptr<IoEngine> engine) {
+                     return std::make_unique<ThrottledEngine>(std::move(engine), throttle);
+                 });
+                 return throttle;
+             }),
+             "pipeline"_a, "file"_a)
+        .def_prop_rw(
+            "bytes_per_second", [](const Throttle& self) { return self.bytes_per_second.load(); },
+            [](Throttle& self, double rate) { self.bytes_per_second = rate; }, "0: as fast as it is.");
+}
+
+void bind_use_cuda_library(nb::module_& m) {
+    m.def("use_cuda_library", &use_cuda_library, "path"_a.none(),
+          "Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. What exists keeps its own.");
+}
+
+}  // namespace
+
+void bind_testing(nb::module_& m) {
+    bind_inject<PythonPipeline>(m, "pipeline");
+    bind_inject<PythonFileQueue>(m, "queue");
+    bind_throttle(m);
+    bind_use_cuda_library(m);
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,62 @@
+// The Python module: bindings only, of which the other files have the parts.
+
+#include "module.hpp"
+
+#include <exception>
+#include <system_error>
+
+#include "cuda_device.hpp"
+#include "system_error.hpp"
+
+namespace nb = nanobind;
+
+namespace smart_infinity {
+namespace {
+
+void raise_os_error(const std::exception_ptr& pointer, void*) {
+    try {
+        std::rethrow_exception(pointer);
+    } catch (const SystemError& error) {
+        const nb::object path = error.path().empty() ? nb::none() : nb::object(nb::str(error.path().c_str()));
+        const nb::tuple arguments = nb::make_tuple(error.code().value(), error.what(), path);
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    } catch (const std::system_error& error) {  // a thread that could not be started
+        PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+    }
+}
+
+// Becomes the package's error, which says what to do about it.
+void raise_cuda_error(const std::exception_ptr& pointer, void*) {
+    try {
+        std::rethrow_exception(pointer);
+    } catch (const CudaError& error) {
+        const nb::object type = nb::module_::import_("lightning_smartinfinity.errors").attr("CudaError");
+        const nb::object remedy = type.attr("REMEDY");
+        PyErr_SetObject(type.ptr(), nb::make_tuple(error.what(), remedy).ptr());
+    }
+}
+
+}  // namespace
+
+}  // namespace smart_infinity
+
+NB_MODULE(_core, m) {
+    using namespace smart_infinity;
+    m.doc() = "The native core: I/O, update kernels, checksums and the transfer schedule.";
+    // At interpreter exit a traceback or a module may still hold objects: no news for a user.
+    nb::set_leak_warnings(false);
+    nb::register_exception_translator(raise_os_error);
+    nb::register_exception_translator(raise_cuda_error);
+    bind_kernels(m);
+    bind_cuda(m);
+    bind_storage(m);
+    bind_steps(m);
+    bind_batch(m);
+    bind_gradients(m);
+    bind_schedule(m);
+    bind_results(m);
+    bind_card(m);
+    bind_pipeline(m);
+    bind_file_queue(m);
+    bind_testing(m);
+}

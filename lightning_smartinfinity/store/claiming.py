@@ -1,0 +1,64 @@
+"""A rank's folders in all storage folders: locked together, and filled with the files of a new store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from lightning_smartinfinity.errors import ConfigError, StorageError
+from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder, rank_folder_path
+from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, write_manifest
+from lightning_smartinfinity.store.record import record_bytes
+
+__all__ = ["claim_folders", "fill_folders"]
+
+
+def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool, undo: ExitStack) -> list[RankFolder]:
+    """Lock the rank's folder in every storage folder.
+
+    Args:
+        folders: Storage folders.
+        job: ``TransferConfig.job``.
+        rank: Of this process.
+        create: Make what is missing.
+        undo: Unlocks them, and removes what was made.
+
+    Raises:
+        ConfigError: A folder is named twice.
+        StorageLockedError: Another process owns one of them.
+        StorageError: One cannot be used, or is not there.
+    """
+    resolved = [os.path.realpath(folder) for folder in folders]
+    if len(set(resolved)) != len(resolved):
+        raise ConfigError(
+            f"The storage folders {[str(folder) for folder in folders]!r} name one folder twice.", "Name each once."
+        )
+    claimed = []
+    for folder in folders:
+        # Absolute: the commit record is opened by name at every step, wherever the process has moved to.
+        path = rank_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
+        if not create and not path.is_dir():
+            raise StorageError(
+                f"There is no optimizer state in {str(path)!r}.", "Check the storage folder and the job."
+            )
+        claimed.append(RankFolder(path, create=create))
+        undo.callback(claimed[-1].discard)
+    return claimed
+
+
+def fill_folders(folders: Sequence[RankFolder], manifest: Manifest) -> None:
+    """Preallocate the files; the manifest comes last, so that a store that has one is whole.
+
+    Raises:
+        StorageFullError: Too little space.
+        StorageError: A file cannot be made.
+    """
+    for device, folder in enumerate(folders):
+        folder.allocate(STATE_NAME, manifest.extents.file_bytes(device))
+    num_parameters = len(manifest.description.parameters)
+    folders[0].allocate(COMMIT_NAME, 2 * record_bytes(manifest.extents.num_tasklets, num_parameters))
+    for device, folder in enumerate(folders):
+        write_manifest(folder.expect(MANIFEST_NAME), manifest.for_device(device))
+        folder.flush()

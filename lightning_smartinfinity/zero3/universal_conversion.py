@@ -1,0 +1,190 @@
+"""Making a universal checkpoint: what the processes saved of each parameter, put together in files of its own.
+
+DeepSpeed's ``ds_to_universal`` knows Adam's moments alone. This writes the same layout, see
+:mod:`lightning_smartinfinity.zero3.universal_folder`, of whatever arrays an optimizer keeps; in bounded memory, and the
+checksums of all that is read are compared.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARAM_GROUPS
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.checkpoint import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID, reading_checkpoint, tagged_folder
+from lightning_smartinfinity.zero3.folder_swap import beside
+from lightning_smartinfinity.zero3.saved_weights import WINDOW_NUMEL, Piece, pieces_of, windows
+from lightning_smartinfinity.zero3.stock_checkpoint import STEP
+from lightning_smartinfinity.zero3.tensor_file import (
+    TensorFile,
+    TensorStream,
+    check_records,
+    room_for,
+    saved_with_room,
+)
+from lightning_smartinfinity.zero3.universal_folder import MASTER_FILE
+from lightning_smartinfinity.zero3.zero_folder import ZeroFolder
+
+__all__ = ["Progress", "convert_checkpoint"]
+
+Progress = Callable[[int, int], object]
+"""Called with the elements of the model that are converted, and how many it has."""
+
+
+def convert_checkpoint(
+    checkpoint: str | Path, into: str | Path, *, progress: Progress = lambda done, numel: None
+) -> None:
+    """Make a universal checkpoint of an ordinary one, ours or stock's, which stays.
+
+    All of it is made, or nothing is left. What a killed process leaves beside ``into`` the next conversion removes.
+
+    Args:
+        checkpoint: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
+        into: A folder that does not exist yet.
+        progress: Is told how far it is.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, holds weights only, or ``into`` cannot be written.
+    """
+    with reading_checkpoint(checkpoint):
+        source = ZeroFolder(tagged_folder(Path(checkpoint)), rank=0, world_size=1)
+        _check(source)
+    with _made_whole(Path(os.path.realpath(into))) as folder, ExitStack() as opened:
+        with reading_checkpoint(source.path):
+            streams = _streams(source, opened)
+        _write_arrays(source, streams, folder / "zero", progress)
+        _write_optimizer_state(source, folder / "zero" / "optimizer_state.pt")
+        for rank in range(source.num_saved):
+            shutil.copy2(source.model_file(rank), folder)
+
+
+@contextmanager
+def _made_whole(target: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes ``target`` when the body ends; if it raises, nothing is left."""
+    staging = beside(target)
+    try:
+        if target.exists():
+            raise CheckpointError(f"{target} exists already.", "Remove it, or name another folder.")
+        shutil.rmtree(staging, ignore_errors=True)
+        (staging / "zero").mkdir(parents=True)
+        yield staging
+        os.rename(staging, target)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"The universal checkpoint {target} could not be written: {error}.",
+            "Free space there, or name a folder elsewhere.",
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+# ---- whether it can be converted
+
+
+def _check(source: ZeroFolder) -> None:
+    source.require_whole()
+    extra = source.optimizer_states.get(EXTRA_KEY)
+    if extra is not None and extra["weights_only"]:
+        raise CheckpointError(
+            f"{source.path} holds weights only (save_weights_only=True): no training can be resumed from it.",
+            "Evaluate with it, which any number of processes can.",
+        )
+    saves = set()
+    for rank in range(source.num_saved):
+        check_records(source.optimizer_file(rank), tensors=False)  # its tensors when they are read
+        check_records(source.model_file(rank), tensors=True)
+        saves.add(source.model_states_of(rank).get(SAVE_ID))
+    if len(saves) > 1:
+        raise CheckpointError(
+            f"The files of {source.path} come from different saves.",
+            "Copy checkpoints as whole folders, or use another one.",
+        )
+
+
+# ---- masters and other arrays
+
+
+def _streams(source: ZeroFolder, opened: ExitStack) -> dict[str, list[TensorStream]]:
+    """Of every array the slices of all processes, by the name of its files."""
+    streams: dict[str, list[TensorStream]] = {}
+    for rank in range(source.num_saved):
+        file = TensorFile(source.optimizer_file(rank))
+        opened.callback(file.close)
+        for name, tensors in _arrays_in(file, source.masters(file, rank)).items():
+            streams.setdefault(name, []).append(file.stream(tensors))
+    if {len(of_ranks) for of_ranks in streams.values()} != {source.num_saved}:
+        raise CheckpointError(
+            f"The processes that saved {source.path} kept different states of the optimizer.", "Use another checkpoint."
+        )
+    return streams
+
+
+def _arrays_in(file: TensorFile, masters: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Of every array its tensors, one for each sub-group."""
+    states = file.state[OPTIMIZER_STATE_DICT][OPTIMIZER_STATE_DICT]["state"]
+    names = sorted({name for state in states.values() for name in state} - {STEP})
+    arrays = {name: [states[index].get(name) for index in range(len(masters))] for name in names}
+    for name, tensors in arrays.items():
+        for tensor, master in zip(tensors, masters, strict=True):
+            if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.numel()) != (master.dtype, master.numel()):
+                raise CheckpointError(
+                    f"The optimizer's {name!r} is no array in float32 of every element of every parameter.",
+                    "Convert checkpoints of Adam, AdamW, Adagrad or SGD; of SGD such as have momentum in all of their "
+                    "parameter groups, or in none.",
+                )
+    return {MASTER_FILE: masters, **arrays}
+
+
+def _write_arrays(
+    source: ZeroFolder, streams: Mapping[str, Sequence[TensorStream]], folder: Path, progress: Progress
+) -> None:
+    shapes = source.shapes
+    numel, done = sum(shape.numel() for shape in shapes.values()), 0
+    buffer = np.empty(min(WINDOW_NUMEL, max((shape.numel() for shape in shapes.values()), default=0)), np.float32)
+    of_ranks = [pieces_of(shapes, rank=rank, world_size=source.num_saved) for rank in range(source.num_saved)]
+    for pieces in zip(*of_ranks, strict=True):
+        (folder / pieces[0].name).mkdir(parents=True, exist_ok=True)
+        for name, slices in streams.items():
+            _write_array(folder / pieces[0].name / f"{name}.pt", slices, pieces, buffer, source.path)
+        done += pieces[-1].end
+        progress(done, numel)
+
+
+def _write_array(
+    file: Path, slices: Sequence[TensorStream], pieces: Sequence[Piece], buffer: NDArray[np.float32], source: Path
+) -> None:
+    """One array of one parameter, of which every process saved a piece."""
+    with closing(saved_with_room(room_for(pieces[-1].end), file)) as written:
+        whole = written.stream([written.state])
+        for stream, piece in zip(slices, pieces, strict=True):
+            for begin, end in windows(piece.begin, piece.end + piece.padding):
+                values = buffer[: end - begin]
+                with reading_checkpoint(source):
+                    stream.read(values)
+                whole.write(values[: max(0, piece.end - begin)])
+
+
+# ---- the rest
+
+
+def _write_optimizer_state(source: ZeroFolder, file: Path) -> None:
+    """What the first process saved of the optimizer; in the place of every array is one without elements."""
+    saved = source.optimizer_states
+    flat = saved[OPTIMIZER_STATE_DICT]
+    states = {
+        index: {name: value if name == STEP else torch.empty(0) for name, value in state.items()}
+        for index, state in flat["state"].items()
+    }
+    converted = {**saved, FP32_FLAT_GROUPS: [], OPTIMIZER_STATE_DICT: {**flat, "state": states}}
+    torch.save({**converted, PARAM_GROUPS: flat["param_groups"]}, file)

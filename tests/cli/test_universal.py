@@ -1,0 +1,31 @@
+"""The command ``smart-infinity universal``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity.cli import main
+from tests.helpers.universal import save_of_two
+
+SHAPES = [{"a": torch.Size([5])}]
+WHOLE = {"a": torch.arange(5.0)}
+
+
+def test_converts_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Progress goes to stderr, the result to stdout."""
+    checkpoint = save_of_two(tmp_path / "two.ckpt", SHAPES, WHOLE, {"sum": 1})
+    assert main(["universal", str(checkpoint), "--into", str(tmp_path / "new")]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"Converted {checkpoint} to a universal checkpoint: {tmp_path / 'new'}\n"
+    assert said.err == "parameters: 100 %\n"
+    assert torch.equal(torch.load(tmp_path / "new/zero/a/sum.pt"), WHOLE["a"] + 1)
+
+
+def test_an_error_ends_in_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No traceback: what failed, and what to do about it."""
+    assert main(["universal", str(tmp_path / "nowhere"), "--into", str(tmp_path / "new"), "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("smart-infinity: The checkpoint") and said.endswith("does not exist. Check the path.\n")

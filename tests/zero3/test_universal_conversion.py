@@ -1,0 +1,185 @@
+"""Making universal checkpoints of what any optimizer keeps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+
+from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3 import saved_weights, tensor_file, universal_conversion
+from lightning_smartinfinity.zero3.universal_conversion import convert_checkpoint
+from tests.helpers.damage import flip_bit_behind
+from tests.helpers.universal import save_of_two, tensors
+
+SHAPES = [OrderedDict(a=torch.Size([7, 3]), none=torch.Size([0])), OrderedDict(b=torch.Size([1]))]
+WHOLE = {"a": torch.arange(21.0), "none": torch.empty(0), "b": torch.tensor([50.0])}
+ARRAYS = {"momentum_buffer": 100.0}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Of two processes; the second has nothing of ``b``."""
+    return save_of_two(tmp_path / "two.ckpt", SHAPES, WHOLE, ARRAYS)
+
+
+def file_of(checkpoint: Path, rank: int, kind: str = "optim") -> Path:
+    return checkpoint / "checkpoint" / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+
+
+def test_arrays_are_put_together_in_windows(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without padding, by the names that the optimizer has for them; and it is told how far it is."""
+    for module in (saved_weights, universal_conversion):
+        monkeypatch.setattr(module, "WINDOW_NUMEL", 4)
+    told: list[tuple[int, int]] = []
+    convert_checkpoint(checkpoint, tmp_path / "new", progress=lambda done, numel: told.append((done, numel)))
+    expected = {
+        f"{name}/{array}": values + offset
+        for name, values in WHOLE.items()
+        for array, offset in {"fp32": 0.0, **ARRAYS}.items()
+    }
+    converted = tensors(tmp_path / "new")
+    assert converted.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(converted[name], values), name
+    assert told == [(21, 22), (21, 22), (22, 22)]
+    for file in (tmp_path / "new").rglob("*.pt"):
+        tensor_file.check_records(file, tensors=True)
+
+
+def test_the_optimizer_state_has_names_and_counts_but_no_arrays(checkpoint: Path, tmp_path: Path) -> None:
+    """Readers tell by it what lies beside the masters."""
+    convert_checkpoint(checkpoint / "checkpoint", tmp_path / "new")
+    state = torch.load(tmp_path / "new/zero/optimizer_state.pt", weights_only=False)
+    assert state["fp32_flat_groups"] == [] and state["ours"] == 0
+    for of_group in state["optimizer_state_dict"]["state"].values():
+        assert of_group["step"] == 7 and of_group["momentum_buffer"].numel() == 0
+
+
+def change(checkpoint: Path, rank: int, edit: Callable[[dict[str, Any]], object], kind: str = "optim") -> None:
+    """Save a file anew with other content."""
+    content = torch.load(file_of(checkpoint, rank, kind), weights_only=False)
+    edit(content)
+    torch.save(content, file_of(checkpoint, rank, kind))
+
+
+def states_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return content["optimizer_state_dict"]["optimizer_state_dict"]["state"]  # type: ignore[no-any-return]
+
+
+def flip(checkpoint: Path, rank: int) -> None:
+    """A bit of the momentum of ``a``."""
+    state = states_in(torch.load(file_of(checkpoint, rank), weights_only=False))
+    content = state[0]["momentum_buffer"].numpy().tobytes()
+    flip_bit_behind(content[:8], file_of(checkpoint, rank))
+
+
+def keep_momentum_of_one(content: dict[str, Any]) -> None:
+    states_in(content)[1].pop("momentum_buffer")
+
+
+def forget(content: dict[str, Any]) -> None:
+    states_in(content).clear()
+
+
+def shorten(content: dict[str, Any]) -> None:
+    states_in(content)[0]["momentum_buffer"] = torch.zeros(3)
+
+
+def weights_only(content: dict[str, Any]) -> None:
+    content["optimizer_state_dict"]["smart_infinity"] = {"weights_only": True, "save_id": None}
+
+
+def other_save(content: dict[str, Any]) -> None:
+    content["smart_infinity_save"] = "another"
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a bit of an array": (lambda c: flip(c, 1), r"rank_1_.*optim_states\.pt is damaged: the checksum"),
+    "a file is missing": (lambda c: file_of(c, 1).unlink(), "optimizer states of 1 processes; 2 saved"),
+    "model states are missing": (lambda c: file_of(c, 1, "model").unlink(), "model states of 1 processes; 2 saved"),
+    "model states are damaged": (
+        lambda c: flip_bit_behind(b"of_user", file_of(c, 1, "model")),
+        r"rank_1_.*model_states\.pt is damaged",
+    ),
+    "groups with momentum and without": (
+        lambda c: change(c, 0, keep_momentum_of_one),
+        "'momentum_buffer' is no array in float32 of every element",
+    ),
+    "an array is too short": (lambda c: change(c, 0, shorten), "'momentum_buffer' is no array"),
+    "a process without arrays": (lambda c: change(c, 1, forget), "kept different states"),
+    "weights only": (lambda c: change(c, 0, weights_only), "weights only"),
+    "of two saves": (lambda c: change(c, 1, other_save, "model"), "different saves"),
+    "no checkpoint": (lambda c: shutil.rmtree(c / "checkpoint"), "has no folder 'checkpoint'"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_cannot_be_converted_is_refused(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """The message names it, and nothing is left."""
+    damage, named = DAMAGES[name]
+    damage(checkpoint)
+    with pytest.raises(CheckpointError, match=named) as caught:
+        convert_checkpoint(checkpoint, tmp_path / "new")
+    assert caught.value.remedy
+    assert list(tmp_path.iterdir()) == [checkpoint]
+
+
+def test_a_folder_that_exists_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+    """Although it is empty."""
+    (tmp_path / "new").mkdir()
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert_checkpoint(checkpoint, tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_disk_that_is_full(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the new folder, not the old one; what was begun is removed."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensor_file.TensorFile, "write_at", full)
+    with pytest.raises(CheckpointError, match=r"new could not be written: .*No space") as caught:
+        convert_checkpoint(checkpoint, tmp_path / "new")
+    assert "Free space" in caught.value.remedy
+    assert list(tmp_path.iterdir()) == [checkpoint]
+
+
+def test_a_disk_that_cannot_be_read(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the old folder."""
+
+    def broken(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(tensor_file.TensorFile, "read_at", broken)
+    with pytest.raises(CheckpointError, match=r"two\.ckpt/checkpoint could not be loaded: .*Input/output error"):
+        convert_checkpoint(checkpoint, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == [checkpoint]
+
+
+def test_what_a_killed_conversion_left_is_removed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next one to the same place."""
+
+    def killed(*_: object, **__: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_smartinfinity.zero3.universal_conversion.shutil.rmtree", lambda *_, **__: None)
+        patched.setattr("lightning_smartinfinity.zero3.universal_conversion._write_optimizer_state", killed)
+        with pytest.raises(CheckpointError, match="killed"):
+            convert_checkpoint(checkpoint, tmp_path / "new")
+    assert len(list(tmp_path.iterdir())) == 2
+    convert_checkpoint(checkpoint, tmp_path / "new")
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "new", checkpoint]
