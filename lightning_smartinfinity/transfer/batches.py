@@ -137,7 +137,10 @@ class Places(NamedTuple):
             master_in_parameter=master_in_parameter,
             offset=where.offset,
             blocks=self.blocks[index],
-            **compression._asdict(),
+            payload=compression.payload,
+            payload_bytes=compression.payload_bytes,
+            residual=compression.residual,
+            padding=compression.padding,
         )
 
 

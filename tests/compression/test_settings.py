@@ -35,7 +35,7 @@ def test_flag_of_block_scaled_is_checked() -> None:
 @pytest.mark.parametrize("compression", [0.01, "TopK", TopK, {"ratio": 0.01}])
 def test_strategy_takes_codecs_only(compression: Any) -> None:
     """And says what to pass."""
-    with pytest.raises(ConfigError, match="is not a gradient codec.*TopK"):
+    with pytest.raises(ConfigError, match=r"is not a gradient codec.*TopK"):
         SmartInfinityStrategy(compression=compression)
 
 

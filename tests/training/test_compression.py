@@ -1,0 +1,121 @@
+"""Compressed gradients in a Trainer: what is sent, what is kept, and that neither depends on anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity import BlockScaled, TopK
+from tests.helpers import reference
+from tests.helpers.models import Recipe
+from tests.training.test_overlap import SMALL_RING, assert_same, result
+from tests.training.worker import Run
+
+# Groups, a schedule, accumulation, a parameter that is not used in some steps, and clipping.
+BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), depth=1, max_steps=4, accumulate=2, clip=0.3)
+CODECS = {
+    "top 5 %": TopK(0.05),
+    "top 5 %, without error feedback": TopK(0.05, error_feedback=False),
+    "top 5 % of a sample, in bf16": TopK(0.05, exact=False, value_dtype="bf16"),
+    "8 bits": BlockScaled(),
+}
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+
+Result = tuple[Any, dict[str, torch.Tensor]]
+
+
+def run_of(root: Path, precision: str, codec: Any, *, overlap: str = "none", **settings: Any) -> Run:
+    """With updates of several tasklets."""
+    recipe = dataclasses.replace(BASE, precision=precision)
+    options = {"overlap": overlap, "compression": codec}
+    return Run(out=str(root), recipe=recipe, transfer=SMALL_RING, options=options, **settings)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str | None], tuple[Result, Path]]:
+    """What a training gives without overlap, and its checkpoint after two steps; each trained once."""
+    known: dict[tuple[str, str | None], tuple[Result, Path]] = {}
+
+    def trained(precision: str, name: str | None) -> tuple[Result, Path]:
+        if (precision, name) not in known:
+            root = tmp_path_factory.mktemp("straight")
+            run = run_of(root, precision, None if name is None else CODECS[name], save_at=(2,))
+            known[precision, name] = result(run), root / "step-2.ckpt"
+        return known[precision, name]
+
+    return trained
+
+
+@pytest.mark.filterwarnings("ignore:.*no gain")
+@pytest.mark.parametrize("error_feedback", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_sending_everything_changes_no_bit(precision: str, error_feedback: bool, straight: Any, tmp_path: Path) -> None:
+    """ratio=1 is no compression, whatever else is asked for."""
+    codec = TopK(1.0, error_feedback=error_feedback, value_dtype="bf16")
+    assert_same(result(run_of(tmp_path, precision, codec)), straight(precision, None)[0])
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_compression_changes_training(name: str, straight: Any) -> None:
+    """So that the tests beside this one compare something."""
+    assert straight("32-true", name)[0][0][0] != straight("32-true", None)[0][0][0]
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("name", CODECS)
+def test_overlap_changes_no_bit(name: str, overlap: str, straight: Any, tmp_path: Path) -> None:
+    """Guesses that are undone leave the residual alone."""
+    run = run_of(tmp_path, "32-true", CODECS[name], overlap=overlap, delays=0)
+    assert_same(result(run), straight("32-true", name)[0])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["top 5 %", "8 bits"])
+def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_path: Path) -> None:
+    """A checkpoint carries the residual."""
+    (expected, expected_masters), checkpoint = straight(precision, name)
+    run = run_of(tmp_path, precision, CODECS[name], resume=str(checkpoint))
+    (losses, _, _), masters = result(run)
+    assert losses == expected[0][2 * BASE.accumulate :]
+    for parameter, master in expected_masters.items():
+        assert torch.equal(masters[parameter], master), parameter
+
+
+def sent(gradients: dict[str, torch.Tensor], ratio: float) -> dict[str, torch.Tensor]:
+    """The largest of all, zero elsewhere."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
+    chosen = flat.abs().topk(math.ceil(ratio * len(flat))).indices
+    kept = torch.zeros_like(flat).index_copy(0, chosen, flat[chosen])
+    parts = kept.split([gradient.numel() for gradient in gradients.values()])
+    return {name: part.view_as(gradient) for (name, gradient), part in zip(gradients.items(), parts, strict=True)}
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_trains_like_torch_with_the_same_compression(error_feedback: bool, tmp_path: Path) -> None:
+    """In one tasklet: the largest of all gradients, and of what was left out before."""
+    recipe = Recipe(max_steps=5, depth=1, precision="32-true", accumulate=2)
+    residual: dict[str, torch.Tensor] = {}
+
+    def compress(_: int, live: reference.Live) -> None:
+        total = {
+            name: master.grad + residual.get(name, torch.zeros(()))
+            for name, master in live.masters.items()
+            if master.grad is not None
+        }
+        for name, value in sent(total, 0.1).items():
+            if error_feedback:
+                residual[name] = total[name] - value
+            live.masters[name].grad = value
+
+    expected = reference.train(recipe, before_update=compress)
+    options = {"compression": TopK(0.1, error_feedback=error_feedback), "overlap": "none"}
+    (losses, _, _), masters = result(Run(out=str(tmp_path), recipe=recipe, options=options))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected.losses), atol=1e-5, rtol=0)
+    for name, master in expected.masters.items():
+        torch.testing.assert_close(masters[name], master, atol=1e-5, rtol=0, msg=name)
