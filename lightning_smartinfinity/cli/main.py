@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_smartinfinity.cli import convert, selftest
+from lightning_smartinfinity.cli import convert, selftest, simulate
 from lightning_smartinfinity.errors import SmartInfinityError
 
 __all__ = ["main"]
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     convert.add_to(commands)
     selftest.add_to(commands)
+    simulate.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         status = options.run(options)
