@@ -76,7 +76,7 @@ BARS = {  # SSD time shared, duplex
 @pytest.mark.parametrize("duplex", [False, True])
 def test_headroom_over_the_published_handler(duplex: bool) -> None:
     """Ten devices, 8.4B parameters, the same bytes: what overlap alone gains."""
-    found = headroom(fit(duplex=duplex))
+    found = headroom(fit(duplex=duplex).machine(10))
     for name, bars in BARS.items():
         assert found.ratios[name] >= bars[duplex], name
     for ours, published in (
