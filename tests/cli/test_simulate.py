@@ -81,7 +81,7 @@ def test_rates_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
     """GPU, dtype, optimizer, duplex SSDs and the gradients' way."""
-    of = ("--parameters", "1e8", "--devices", "2", "--systems", "smartssd")
+    of = ("--parameters", "1e9", "--devices", "2", "--systems", "smartssd")
 
     def row(*more: str) -> Any:
         return simulated(capsys, *of, *more)["rows"][0]
