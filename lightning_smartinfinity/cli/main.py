@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_smartinfinity.cli import convert, selftest, universal
+from lightning_smartinfinity.cli import convert, selftest, simulate, universal
 from lightning_smartinfinity.errors import SmartInfinityError
 
 __all__ = ["main"]
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     convert.add_to(commands)
     universal.add_to(commands)
     selftest.add_to(commands)
+    simulate.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         status = options.run(options)

@@ -15,16 +15,14 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout, TaskletSlic
 
 __all__ = [
     "CARD_COMPUTE_THREADS",
-    "CARD_IO_THREADS",
     "Route",
     "tasklets_of_device",
     "update_on_cards",
     "update_on_host",
 ]
 
-# As devices/smartssd/device.py has them.
-CARD_IO_THREADS = 4
 CARD_COMPUTE_THREADS = 2
+"""As devices/smartssd/device.py has them; its threads of I/O are as many as buffers."""
 
 
 class Route(Enum):
@@ -57,7 +55,7 @@ def update_on_cards(
         workload: Of the step.
         route: Of the gradients.
     """
-    io, compute = Pool(simulation, CARD_IO_THREADS), Pool(simulation, CARD_COMPUTE_THREADS)
+    io, compute = Pool(simulation, workload.num_buffers), Pool(simulation, CARD_COMPUTE_THREADS)
     # One run of the kernel at a time, and one transfer in each direction.
     downward, accelerator, upward = (Pool(simulation, 1) for _ in range(3))
     gradients = workload.gradients

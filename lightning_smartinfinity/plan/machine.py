@@ -73,7 +73,7 @@ class Host:
     """Seconds of the CPU per parameter.
 
     Args:
-        update: Verifying, updating and sealing it.
+        update: Verifying, updating and sealing it by one thread of this package.
         receive: Converting and copying it after an accelerator has updated it.
         select: Choosing what a compressed gradient keeps, where the GPU does not.
     """

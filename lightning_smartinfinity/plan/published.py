@@ -56,18 +56,18 @@ def _tasklet(
     yield from [simulation.work(lane.write, arrays - master), simulation.work(lane.read, beside)]
 
 
-def zero_infinity(simulation: Simulation, lane: Lane, host: HostPaths, *, workload: Workload, numel: int) -> Process:
+def zero_infinity(simulation: Simulation, lane: Lane, *, workload: Workload, numel: int) -> Process:
     """The update by the host's CPU, over a RAID0 of all devices: each sub-group is read, updated and written in turn.
+
+    The published seconds do not tell the CPU's own apart; they are in the rate of the channel that was fitted to them.
 
     Args:
         simulation: Its time.
         lane: Of one device, which stands for all: stripes are the same on each.
-        host: The host's.
         workload: Of the step.
         numel: Parameters of each device.
     """
     for begin in range(0, numel, _SUB_GROUP_NUMEL):
         size = min(_SUB_GROUP_NUMEL, numel - begin)
         yield simulation.work(lane.load, workload.array_bytes * size + workload.gradients.nbytes(size))
-        yield simulation.work(host.update, size)
         yield simulation.work(lane.store, workload.array_bytes * size)

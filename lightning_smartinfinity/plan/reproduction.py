@@ -8,6 +8,7 @@ from statistics import mean
 
 from lightning_smartinfinity.plan.fit import FITTED_DEVICES, PaperMachine, fit, published_workload, seconds_of
 from lightning_smartinfinity.plan.handler import Route
+from lightning_smartinfinity.plan.machine import Machine
 from lightning_smartinfinity.plan.paper import SCALING, SECONDS, SPEEDUPS, Row
 from lightning_smartinfinity.plan.step import Overlap, StepTime, System, simulate_step
 
@@ -106,18 +107,17 @@ class Headroom:
         }
 
 
-def headroom(machine: PaperMachine, *, billions: float = 8.4, num_devices: int = 10) -> Headroom:
-    """On the paper's machine.
+def headroom(machine: Machine, *, billions: float = 8.4) -> Headroom:
+    """What overlap alone gains.
 
     Args:
-        machine: As fitted.
+        machine: With SmartSSDs.
         billions: Parameters in 10^9.
-        num_devices: SmartSSDs.
     """
 
     def step(system: System, overlap: Overlap = Overlap.NONE, *, compressed: bool = False) -> StepTime:
         workload = published_workload(billions, compressed=compressed)
-        return simulate_step(machine.machine(num_devices), workload, system, overlap=overlap, route=Route.BACKWARD)
+        return simulate_step(machine, workload, system, overlap=overlap, route=Route.BACKWARD)
 
     return Headroom(
         published=step(System.PUBLISHED),

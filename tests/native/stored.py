@@ -17,6 +17,7 @@ from lightning_smartinfinity.native import (
     Blocks,
     DType,
     Failure,
+    GradientCodec,
     Identity,
     Operation,
     Pipeline,
@@ -110,7 +111,12 @@ class StoredState:
         borders: Where parameters meet.
         offset: Of the first tasklet in the partition that the native core is told of.
         wanders: The two slots of a tasklet lie in different files.
-        payloads: Compressed gradients of tasklets, by index, for updates whose runs have none.
+        payloads: Compressed gradients of tasklets, by index, for updates whose runs have none; with a codec, what those
+            of the runs are compressed to.
+        codec: Of updates.
+        residual: Of the whole partition; None: none.
+        residual_scale: Of the runs' gradients.
+        padding: Offsets in the partition and elements that are not sent, each within a tasklet.
     """
 
     folder: Path
@@ -127,6 +133,10 @@ class StoredState:
     offset: int = 0
     wanders: bool = False
     payloads: dict[int, Array] = field(default_factory=dict)
+    codec: GradientCodec | None = None
+    residual: Array | None = None
+    residual_scale: float = 1.0
+    padding: Sequence[tuple[int, int]] = ()
 
     def __post_init__(self) -> None:
         self.tasklet_numel = self.tasklet_numel or self.numel
@@ -222,7 +232,16 @@ class StoredState:
             blocks=Blocks(self.borders_of(index)) if self.borders else None,
             payload=address_of(payload),
             payload_bytes=0 if payload is None else payload.nbytes,
+            residual=_advanced(self.residual, offset, DType.FLOAT32) if compressed else 0,
+            padding=[(at - offset, count) for at, count in self.padding if compressed and 0 <= at - offset < numel],
         )
+
+    def update_batch(
+        self, runs: Sequence[Run], steps: Sequence[UpdateStep], *, master_in_parameter: bool = False
+    ) -> Batch:
+        """Every tasklet, to update."""
+        tasklets = self.tasklets(runs, master_in_parameter=master_in_parameter, compressed=True)
+        return Batch(Operation.UPDATE, tasklets, list(steps), codec=self.codec, residual_scale=self.residual_scale)
 
     def start(
         self,
@@ -232,9 +251,11 @@ class StoredState:
         *,
         master_in_parameter: bool = False,
     ) -> None:
-        compressed = operation is Operation.UPDATE
-        tasklets = self.tasklets(runs, master_in_parameter=master_in_parameter, compressed=compressed)
-        self.pipeline.submit(Batch(operation, tasklets, list(steps)))
+        if operation is Operation.UPDATE:
+            batch = self.update_batch(runs, steps, master_in_parameter=master_in_parameter)
+        else:
+            batch = Batch(operation, self.tasklets(runs, master_in_parameter=master_in_parameter), list(steps))
+        self.pipeline.submit(batch)
 
     def work(
         self,

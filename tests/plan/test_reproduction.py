@@ -76,7 +76,7 @@ BARS = {  # SSD time shared, duplex
 @pytest.mark.parametrize("duplex", [False, True])
 def test_headroom_over_the_published_handler(duplex: bool) -> None:
     """Ten devices, 8.4B parameters, the same bytes: what overlap alone gains."""
-    found = headroom(fit(duplex=duplex))
+    found = headroom(fit(duplex=duplex).machine(10))
     for name, bars in BARS.items():
         assert found.ratios[name] >= bars[duplex], name
     for ours, published in (
@@ -85,7 +85,7 @@ def test_headroom_over_the_published_handler(duplex: bool) -> None:
         (found.ours_compressed, found.published_compressed),
         (found.hidden_compressed, found.published_compressed),
     ):
-        # Our tasklets are whole ones on every device: up to half of one more than its share.
-        assert astuple(ours.traffic) == pytest.approx(astuple(published.traffic), rel=0.006)
-        assert ours.backward == pytest.approx(published.backward)
+        assert astuple(ours.traffic) == pytest.approx(astuple(published.traffic), rel=1e-6)
+        # The device that is simulated has one of the last tasklets.
+        assert ours.backward == pytest.approx(published.backward, rel=0.003)
         assert ours.forward == published.forward

@@ -54,8 +54,7 @@ class CardState:
 
     def submit(self, runs: Sequence[Run], steps: Sequence[Any]) -> None:
         """Starts the card's batch."""
-        tasklets = self.stored.tasklets(runs, compressed=True)
-        self.pipeline.submit(Batch(Operation.UPDATE, tasklets, list(steps)))
+        self.pipeline.submit(self.stored.update_batch(runs, steps))
 
     def drain(self) -> Failure | None:
         """Ends it, and commits it if it did not fail."""
@@ -72,10 +71,11 @@ class CardState:
     def redo(self, runs: Sequence[Run], steps: Sequence[Any]) -> None:
         """What the card left undone of its last batch, by the host, from the place that is untouched."""
         finished = self.pipeline.finished()
-        tasklets = self.stored.tasklets(runs, compressed=True)
-        undone = [tasklet for index, tasklet in enumerate(tasklets) if index not in finished]
+        whole = self.stored.update_batch(runs, steps)
+        undone = [tasklet for index, tasklet in enumerate(whole.tasklets) if index not in finished]
         assert undone
-        self.stored.pipeline.submit(Batch(Operation.UPDATE, undone, list(steps)))
+        codec, scale = self.stored.codec, self.stored.residual_scale
+        self.stored.pipeline.submit(Batch(Operation.UPDATE, undone, list(steps), codec=codec, residual_scale=scale))
         assert self.stored.drain() is None
 
     def assert_same(self) -> None:

@@ -64,6 +64,17 @@ def test_gradients_through_the_cards_storage(
         assert not list(tmp_path.rglob("gradients*"))
 
 
+def test_a_thread_of_io_for_every_buffer(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """So that no request waits for one of the other direction; of each card."""
+    counts = []
+    for num_buffers in (2, 5):
+        case = Case(num_devices=2, num_buffers=num_buffers)
+        with running(tmp_path / str(num_buffers), case, device=cards(emulated_cards.build.xclbin)):
+            names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+            counts.append(names.count("smart-inf-io"))
+    assert counts[1] - counts[0] == 2 * (5 - 2)
+
+
 # One group: every parameter takes part, and the bytes follow from the number of elements alone. It is odd, for padding.
 PLAIN = ((40_999, 0, 0, 0), (24_602, 0, 0, 1))
 NUMEL = 40_999 + 24_602

@@ -26,7 +26,7 @@ __all__ = ["SmartSSDDevice"]
 _log = logging.getLogger(__name__)
 
 _HOST_BUFFERS = 2  # for what is read and written outside of steps, and instead of a card
-_IO_THREADS = 4
+_MOST_IO_THREADS = 64  # one for each buffer: in fewer, reads that came first hold up writes that could run beside them
 _COMPUTE_THREADS = 2  # that wait for a card: one run while the other's parameters are fetched
 
 
@@ -128,7 +128,7 @@ class SmartSSDDevice(StorageDevice):
                 identity=identity,
                 num_buffers=ring.num_buffers,
                 buffer_bytes=buffer_bytes,
-                io_threads=_IO_THREADS,
+                io_threads=min(num_buffers, _MOST_IO_THREADS),
                 compute_threads=_COMPUTE_THREADS,
                 card=native.CardOptions(
                     card=opened,

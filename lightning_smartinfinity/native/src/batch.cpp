@@ -99,7 +99,8 @@ class Checker {
             if (const auto problem = problem_of_compression(batch_, tasklet_)) refuse(*problem);
             return;
         }
-        if (tasklet_.residual != 0 || !tasklet_.padding.empty()) refuse("residual and padding are for a codec");
+        if (tasklet_.residual != 0 || !tasklet_.padding.empty())
+            refuse("residual and padding are for a batch with a codec");
         if (tasklet_.payload != 0) check_payload();
     }
 

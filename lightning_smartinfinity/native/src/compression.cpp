@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "flush_subnormals.hpp"
 #include "gradient_codec.hpp"
 #include "gradient_source.hpp"
 #include "payload_header.hpp"
@@ -70,6 +71,7 @@ Problem problem_of_compression(const Batch& batch, const Tasklet& tasklet) {
 }
 
 Tasklet compress(const Batch& batch, const Tasklet& tasklet) {
+    const KeepSubnormals keep;
     Tasklet compressed = tasklet;
     const GradientSource source(tasklet, batch.residual_scale);
     compressed.payload_bytes = batch.codec->encode(source, reinterpret_cast<std::byte*>(tasklet.payload));

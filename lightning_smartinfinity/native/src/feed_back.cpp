@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "flush_subnormals.hpp"
 #include "gradient_payload.hpp"
 #include "gradient_source.hpp"
 #include "instruction_set.hpp"
@@ -57,6 +58,7 @@ std::unique_ptr<GradientPayload> checked_payload(const Tasklet& tasklet) {
 }
 
 void feed(const Tasklet& tasklet, const GradientPayload& payload, float scale) {
+    const KeepSubnormals keep;
     const GradientSource source(tasklet, scale);
     const Kernels& table = kernels();
     const auto feed_residual = table.feed_residual[static_cast<std::size_t>(source.dtype())];

@@ -8,13 +8,14 @@
 
 namespace smart_infinity {
 
-// While alive, this thread reads and writes subnormals as zero: they make a CPU crawl, and accelerators flush them too.
-class FlushSubnormals {
+// While alive, this thread reads and writes subnormals as zero, or as what they are, whatever it did before.
+template <bool kFlushes>
+class SubnormalMode {
  public:
-    FlushSubnormals() : saved_(read()) { write(saved_ | kFlush); }
-    ~FlushSubnormals() { write(saved_); }
-    FlushSubnormals(const FlushSubnormals&) = delete;
-    FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+    SubnormalMode() : saved_(read()) { write(kFlushes ? saved_ | kFlush : saved_ & ~kFlush); }
+    ~SubnormalMode() { write(saved_); }
+    SubnormalMode(const SubnormalMode&) = delete;
+    SubnormalMode& operator=(const SubnormalMode&) = delete;
 
  private:
 #if defined(__x86_64__)
@@ -40,5 +41,10 @@ class FlushSubnormals {
 
     Control saved_;
 };
+
+// Of updates: subnormals make a CPU crawl, and accelerators flush them too.
+using FlushSubnormals = SubnormalMode<true>;
+// Of compressed gradients, where no element may be lost. A library that was built to be fast may have changed it.
+using KeepSubnormals = SubnormalMode<false>;
 
 }  // namespace smart_infinity

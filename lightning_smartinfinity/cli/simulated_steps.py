@@ -1,0 +1,127 @@
+"""Steps of ``smart-infinity simulate``: what the words of the command line mean to the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.plan.machine import Machine
+    from lightning_smartinfinity.plan.step import StepTime
+    from lightning_smartinfinity.plan.workload import Workload
+
+__all__ = ["Case", "Simulated"]
+
+_ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_OURS = ("smartssd", "host")
+_PARTS = ("forward", "backward", "update", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One combination.
+
+    Args:
+        parameters: Of the model.
+        devices: Storage devices.
+        system: Who updates.
+        state: State format.
+        ratio: Of the elements whose gradients are sent; None: all.
+        overlap: ``"none"`` or ``"forward"``.
+        optimizer: Whose state it is.
+        dtype: Of gradients and parameters; published systems have fp32.
+        route: Of gradients to this package's accelerators.
+    """
+
+    parameters: int
+    devices: int
+    system: str
+    state: str
+    ratio: float | None
+    overlap: str
+    optimizer: str
+    dtype: str
+    route: str
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the system has it."""
+        compresses = self.system in ("smartssd", "su", "su+o")
+        return (
+            (self.state == "fp32" or (self.system == "host" and self.optimizer == "adamw"))
+            and (self.ratio is None or compresses)
+            and (self.overlap == "none" or self.system in _OURS)
+        )
+
+    def simulate(self, machine: Machine) -> Simulated:
+        """Its step on a machine."""
+        from lightning_smartinfinity.plan.handler import Route
+        from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
+
+        time = simulate_step(
+            machine, self._workload(), System(self.system), overlap=Overlap(self.overlap), route=Route(self.route)
+        )
+        return Simulated(self, time)
+
+    def _workload(self) -> Workload:
+        from lightning_smartinfinity.plan.gradients import Dense, GradientForm, Pairs, TopKPayload
+        from lightning_smartinfinity.plan.workload import NUM_ARRAYS, Workload
+
+        item_bytes = _ITEM_BYTES[self.dtype] if self.system in _OURS else 4
+        gradients: GradientForm = Dense(item_bytes)
+        if self.ratio is not None:
+            gradients = TopKPayload(self.ratio, item_bytes) if self.system in _OURS else Pairs(2 * self.ratio)
+        return Workload(
+            numel=self.parameters,
+            gradients=gradients,
+            num_arrays=NUM_ARRAYS[self.optimizer],
+            parameter_bytes=item_bytes,
+            state_format=self.state,
+        )
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A case with its step."""
+
+    case: Case
+    time: StepTime
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Of a table."""
+        case = self.case
+        return {
+            "parameters": f"{case.parameters / 1e9:g}e9",
+            "devices": str(case.devices),
+            "system": case.system,
+            "state": case.state,
+            "gradients": "dense" if case.ratio is None else f"top {100 * case.ratio:g} %",
+            "overlap": case.overlap,
+        }
+
+    @property
+    def series(self) -> str:
+        """What it is, whatever its size."""
+        columns = self.columns
+        named = [columns["system"]]
+        usual = {"state": "fp32", "gradients": "dense"}
+        named += [columns[name] for name in usual if columns[name] != usual[name]]
+        return ", ".join(named + [f"beside {columns['overlap']}"] * (columns["overlap"] != "none"))
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs: seconds, and bytes per parameter."""
+        case, traffic = self.case, self.time.traffic
+        return {
+            "parameters": case.parameters,
+            "devices": case.devices,
+            "system": case.system,
+            "state_format": case.state,
+            "ratio": case.ratio,
+            "overlap": case.overlap,
+            "seconds": {part: getattr(self.time, part) for part in _PARTS},
+            "bytes_per_parameter": {
+                name: getattr(traffic, name) / case.parameters
+                for name in ("shared_down", "shared_up", "internal_read", "internal_write")
+            },
+        }

@@ -1,0 +1,68 @@
+"""The plot of ``smart-infinity simulate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_smartinfinity.cli.simulated_steps import Simulated
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["write_plot"]
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "simulate",  # or names of parts depend on chance
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 9,
+    "legend.frameon": False,
+}
+
+
+def write_plot(rows: Sequence[Simulated], path: Path) -> None:
+    """Draw seconds per step: against devices, or parameters if there is one number of devices; a line for each other
+    difference, a panel for each model size.
+
+    Args:
+        rows: What was simulated.
+        path: Of the plot; its ending says which form it has.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+        ConfigError: The ending is of no form that matplotlib writes.
+    """
+    try:
+        from matplotlib import figure as canvas
+        from matplotlib import rc_context
+    except ImportError:
+        raise UnsupportedError(
+            "smart-infinity simulate --plot needs matplotlib, which is not installed.",
+            "pip install 'lightning-smartinfinity[benchmarks]', or leave --plot out.",
+        ) from None
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"smart-infinity simulate --plot {path} is of no known form.", "Use a name in .svg or .png.")
+    with rc_context(_STYLE):
+        figure = canvas.Figure(figsize=(8, 4), layout="constrained")
+        _draw(figure, rows)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+
+
+def _draw(figure: Figure, rows: Sequence[Simulated]) -> None:
+    by_devices = len({row.case.devices for row in rows}) > 1
+    sizes = sorted({row.case.parameters for row in rows}) if by_devices else [None]
+    panels = figure.subplots(1, len(sizes), squeeze=False, sharey=False)[0]
+    for axes, size in zip(panels, sizes, strict=True):
+        for series in dict.fromkeys(row.series for row in rows):
+            of = [row for row in rows if row.series == series and size in (None, row.case.parameters)]
+            places = [row.case.devices if by_devices else row.case.parameters / 1e9 for row in of]
+            axes.plot(places, [row.time.step for row in of], "o-", markersize=3, label=series)
+        axes.set(xlabel="storage devices" if by_devices else "10^9 parameters", ylabel="seconds per step")
+        axes.set_ylim(bottom=0)
+        if size is not None:
+            axes.set_title(f"{size / 1e9:g}e9 parameters")
+    panels[0].legend()

@@ -1,0 +1,149 @@
+"""The command ``smart-infinity simulate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.plan.fit import fit
+from lightning_smartinfinity.plan.gradients import Dense
+from lightning_smartinfinity.plan.step import System, simulate_step
+from lightning_smartinfinity.plan.workload import Workload
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["simulate", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_prints_a_row_for_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what the systems have: the seconds are those of the simulator."""
+    arguments = ["--parameters", "1e9", "2e9", "--devices", "2", "4", "--systems", "zero-infinity", "smartssd"]
+    assert main(["simulate", *arguments, "--overlap", "none", "forward"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:6] == ["parameters", "devices", "system", "state", "gradients", "overlap"]
+    rows = [tuple(line.split()) for line in lines]
+    assert {len(line) for line in (head, *lines)} == {len(head)}
+    wanted = [("zero-infinity", "none"), ("smartssd", "none"), ("smartssd", "forward")]
+    assert {(row[0], row[1], row[2], row[5]) for row in rows} == {
+        (size, number, *of) for size, number, of in product(("1e9", "2e9"), "24", wanted)
+    }
+    assert len(rows) == 12
+    workload = Workload(numel=2 * 10**9, gradients=Dense(2))
+    step = simulate_step(fit(duplex=False).machine(4), workload, System.CARDS)
+    (row,) = [row for row in rows if row[:3] == ("2e9", "4", "smartssd") and row[5] == "none"]
+    assert row[-4:] == tuple(f"{part:.2f}" for part in (step.forward, step.backward, step.update, step.step))
+
+
+def test_json_has_seconds_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the machine that was simulated."""
+    found = simulated(capsys, "--parameters", "1e9", "--devices", "3", "--systems", "su+o", "smartssd")
+    assert found["machine"]["device"]["read"] == 2.8e9
+    published, ours = found["rows"]
+    assert published["bytes_per_parameter"]["internal_read"] == pytest.approx(16, rel=1e-6)
+    assert ours["bytes_per_parameter"]["shared_down"] == pytest.approx(2, rel=0.02)
+    seconds = ours["seconds"]
+    assert seconds["step"] == pytest.approx(seconds["forward"] + seconds["backward"] + seconds["update"])
+    assert seconds["step"] < published["seconds"]["step"]
+
+
+def test_compression_and_formats_where_they_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """SmartSSDs have fp32 state, the host dense gradients."""
+    arguments = ("--parameters", "1e8", "--devices", "2", "--state-formats", "fp32", "int8")
+    found = simulated(capsys, *arguments, "--systems", "smartssd", "host", "--compression", "none", "0.01")
+    assert [(row["system"], row["state_format"], row["ratio"]) for row in found["rows"]] == [
+        ("smartssd", "fp32", None),
+        ("smartssd", "fp32", 0.01),
+        ("host", "fp32", None),
+        ("host", "int8", None),
+    ]
+    dense, compressed, *_ = found["rows"]
+    assert compressed["bytes_per_parameter"]["shared_down"] < 0.03 * dense["bytes_per_parameter"]["shared_down"]
+
+
+def test_rates_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice as fast in all that an update waits for: half the seconds."""
+    of = ("--parameters", "1e8", "--devices", "1", "--systems", "host")
+    slow = simulated(capsys, *of, "--read", "1", "--write", "1", "--channel", "8", "--cpu", "1")
+    fast = simulated(capsys, *of, "--read", "2", "--write", "2", "--channel", "16", "--cpu", "2", "--kernel", "3")
+    assert fast["machine"]["device"]["sparse_kernel"] == 3e9
+    (slow_row,), (fast_row,) = slow["rows"], fast["rows"]
+    assert fast_row["seconds"]["update"] == pytest.approx(slow_row["seconds"]["update"] / 2)
+    assert fast_row["seconds"]["backward"] == slow_row["seconds"]["backward"]
+
+
+def test_options_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPU, dtype, optimizer, duplex SSDs and the gradients' way."""
+    of = ("--parameters", "1e9", "--devices", "2", "--systems", "smartssd")
+
+    def row(*more: str) -> Any:
+        return simulated(capsys, *of, *more)["rows"][0]
+
+    usual = row()
+    assert row("--gpu", "A100")["seconds"]["backward"] < usual["seconds"]["backward"]
+    assert row("--duplex")["seconds"]["update"] < usual["seconds"]["update"]
+    assert row("--optimizer", "sgd")["bytes_per_parameter"]["internal_write"] == pytest.approx(8, rel=0.2)
+    fp32 = row("--dtype", "fp32", "--gradient-route", "storage")["bytes_per_parameter"]
+    assert fp32["internal_read"] / usual["bytes_per_parameter"]["internal_read"] == pytest.approx(16 / 12)
+    assert fp32["shared_up"] == 2 * usual["bytes_per_parameter"]["shared_up"]
+
+
+@pytest.mark.parametrize("devices", [("1", "2"), ("2",)])
+def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: tuple[str, ...]) -> None:
+    """A line for each series: against devices, or model size if there is one number of devices."""
+    plot = tmp_path / "steps.svg"
+    arguments = ["--parameters", "1e8", "2e8", "--devices", *devices, "--systems", "su+o", "smartssd"]
+    assert main(["simulate", *arguments, "--compression", "0.01", "--plot", str(plot)]) == 0
+    capsys.readouterr()
+    drawn = {text.text for text in ElementTree.parse(plot).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"su+o, top 1 %", "smartssd, top 1 %", "seconds per step"} <= drawn
+    assert ("storage devices" in drawn) == (len(devices) > 1)
+    assert ("10^9 parameters" in drawn) == (len(devices) == 1)
+    first = plot.read_bytes()
+    assert main(["simulate", *arguments, "--compression", "0.01", "--plot", str(plot)]) == 0
+    assert plot.read_bytes() == first
+
+
+def test_a_plot_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What to install, and no traceback."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    few = ["simulate", "--parameters", "1e8", "--devices", "1"]
+    assert main([*few, "--plot", str(tmp_path / "steps.svg")]) == 1
+    assert "pip install 'lightning-smartinfinity[benchmarks]'" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main([*few, "--plot", str(tmp_path / "steps.txt")]) == 1
+    assert "steps.txt is of no known form" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--parameters", "0"],
+        ["--parameters", "1.5"],
+        ["--parameters", "nan"],
+        ["--devices", "0"],
+        ["--devices", "257"],
+        ["--devices", "many"],
+        ["--compression", "0"],
+        ["--compression", "1.01"],
+        ["--read", "0"],
+        ["--read", "inf"],
+        ["--systems", "stock"],
+        ["--state-formats", "int2"],
+    ],
+)
+def test_what_argparse_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *arguments])
+    assert ended.value.code == 2
+    assert arguments[0] in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""Compressed gradients by numpy: what the codecs must agree with, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_smartinfinity.native import DType
+from tests.helpers.golden import Bits, decode, encode
+from tests.helpers.payload import build
+from tests.helpers.update_rules import Floats
+
+__all__ = ["BLOCK_SCALED_MAGIC", "Source", "block_scaled", "fed_back", "rounded", "top_k"]
+
+BLOCK_SCALED_MAGIC = 0x4249534C
+_BLOCK = 256
+_LARGEST = {DType.FLOAT16: 65504.0, DType.BFLOAT16: float(np.array(0x7F7F0000, np.uint32).view(np.float32))}
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is to be sent of a tasklet.
+
+    Attributes:
+        gradient: As stored: fp32, or 16-bit patterns.
+        dtype: Its type.
+        sent: Which elements may be sent; None: all.
+        residual: fp32; None: none.
+        scale: Of the gradient.
+    """
+
+    gradient: Bits
+    dtype: DType = DType.FLOAT32
+    sent: npt.NDArray[np.bool_] | None = None
+    residual: Floats | None = None
+    scale: float = 1.0
+
+    @property
+    def values(self) -> Floats:
+        """The gradient and the residual; zero where nothing may be sent."""
+        values = decode(self.gradient, self.dtype)
+        if self.residual is not None:
+            with np.errstate(all="ignore"):
+                summed = values + self.residual * np.float32(self.scale)
+            values = np.where(self.residual != 0, summed, values)
+        return np.where(self.eligible, values, np.float32(0))
+
+    @property
+    def eligible(self) -> npt.NDArray[np.bool_]:
+        return np.ones(self.gradient.size, np.bool_) if self.sent is None else self.sent
+
+
+def top_k(source: Source, ratio: float, value_dtype: DType | None = None) -> bytes:
+    """The payload of the largest elements."""
+    values, numel = source.values, source.gradient.size
+    magnitudes = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    order = np.lexsort((np.arange(numel), -magnitudes.astype(np.int64)))
+    order = order[source.eligible[order] & ((magnitudes[order] > 0) | (ratio == 1))]
+    chosen = np.sort(order[: math.ceil(ratio * numel)])
+    dtype = source.dtype if ratio == 1 or value_dtype is None else value_dtype
+    return build(chosen, rounded(values[chosen], dtype), numel, dtype).tobytes()
+
+
+def rounded(values: Floats, dtype: DType) -> Bits:
+    """To nearest; a finite value stays finite."""
+    stored = encode(values, dtype)
+    if dtype is not DType.FLOAT32:
+        overflowed = np.isinf(decode(stored, dtype)) & np.isfinite(values)
+        largest = np.copysign(np.float32(_LARGEST[dtype]), values[overflowed])
+        stored[overflowed] = encode(largest, dtype)
+    return stored
+
+
+def fed_back(source: Source, sent: Floats) -> Floats:
+    """The residual after a step that sent these values, zero where nothing was."""
+    assert source.residual is not None
+    with np.errstate(all="ignore"):
+        rest = (source.values - sent) / np.float32(source.scale)
+    return np.where(source.eligible, rest, source.residual)
+
+
+def block_scaled(values: Floats) -> bytes:
+    """The payload of 8 bits for each of these finite values, by exact arithmetic."""
+    numel = values.size
+    blocks = np.zeros((-(-numel // _BLOCK), _BLOCK), np.float64)
+    blocks.reshape(-1)[:numel] = values
+    largest = np.abs(blocks).max(axis=1, initial=0)
+    # The least power of two whose 127.5-fold is above: np.frexp gives largest = m * 2**e with m in [0.5, 1).
+    mantissas, exponents = np.frexp(largest)
+    scales = np.where(largest > 0, exponents - 7 + (mantissas >= 127.5 / 128), -126)
+    scales = np.clip(scales, -126, 121)
+    codes = np.clip(np.rint(blocks / np.exp2(scales)[:, None]), -127, 127).astype(np.int8)
+    parts = [_padded((scales + 127).astype(np.uint8)), _padded(codes.reshape(-1)[:numel])]
+    words = [BLOCK_SCALED_MAGIC, 1, numel, len(blocks), _BLOCK, 0, *(part.size // 64 for part in parts)]
+    return b"".join(part.tobytes() for part in (_padded(np.array(words, np.uint32).view(np.uint8)), *parts))
+
+
+def _padded(values: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
+    part = np.zeros(-(-values.nbytes // 64) * 64, np.uint8)
+    part[: values.nbytes] = values.view(np.uint8)
+    return part

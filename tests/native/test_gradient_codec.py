@@ -1,0 +1,229 @@
+"""The top-K codec against numpy: the same elements, values and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_smartinfinity.native import (
+    DType,
+    InstructionSet,
+    TopK,
+    encode_gradient,
+    select_instruction_set,
+    supported_instruction_sets,
+)
+from tests.helpers.compressed import top_k
+from tests.helpers.golden import DTYPES, encode
+from tests.helpers.payload import BLOCK, expand
+from tests.helpers.update_rules import Floats
+from tests.native.compressing import Compressing, decoded
+
+_SPECIAL = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 1.17549435e-38, 3e38, -3e38, 65520], np.float32)
+
+
+def normal(numel: int) -> Floats:
+    return np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
+
+
+def ties(numel: int) -> Floats:
+    return np.round(normal(numel) * 2) / np.float32(2)
+
+
+def special(numel: int) -> Floats:
+    return np.random.default_rng(numel).choice(_SPECIAL, numel)
+
+
+def subnormal(numel: int) -> Floats:
+    bits = np.random.default_rng(numel).integers(0, 3000, numel).astype(np.uint32)
+    return bits.view(np.float32)
+
+
+def ascending(numel: int) -> Floats:
+    return np.arange(numel, dtype=np.float32)
+
+
+def in_one_place(numel: int) -> Floats:
+    values = np.zeros(numel, np.float32)
+    values[numel // 2 : numel // 2 + numel // 16 + 1] = 1 + np.abs(normal(numel // 16 + 1))[: numel - numel // 2]
+    return values
+
+
+PATTERNS: dict[str, Callable[[int], Floats]] = {
+    "normal": normal,
+    "ties": ties,
+    "equal": lambda numel: np.full(numel, -3, np.float32),
+    "zero": lambda numel: np.zeros(numel, np.float32),
+    "special": special,
+    "subnormal": subnormal,
+    "ascending": ascending,
+    "descending": lambda numel: ascending(numel)[::-1].copy(),
+    "in_one_place": in_one_place,
+}
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 31, 255, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7])
+def test_sizes(instruction_set: InstructionSet, numel: int) -> None:
+    """From one element to all."""
+    compressing = Compressing(ties(numel))
+    for ratio in (1 / max(numel, 1), 0.01, 0.05, 0.5, 1.0):
+        assert compressing.encode(TopK(ratio=ratio)) == top_k(compressing.source, ratio)
+
+
+@pytest.mark.parametrize("ratio", [1e-5, 0.001, 0.01, 0.2, 0.9, 1.0])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns(pattern: str, ratio: float) -> None:
+    """Whatever a sample of the gradient would have one think."""
+    compressing = Compressing(PATTERNS[pattern](300_007))
+    payload = compressing.encode(TopK(ratio=ratio))
+    assert payload == top_k(compressing.source, ratio)
+    assert ratio == 1 or np.frombuffer(payload, np.uint32, 16)[4] <= math.ceil(ratio * 300_007)
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.3])
+@pytest.mark.parametrize("pattern", ["normal", "ties", "special", "in_one_place"])
+def test_bits_do_not_depend_on_the_instruction_set(pattern: str, ratio: float) -> None:
+    compressing = Compressing(PATTERNS[pattern](100_003), residual=normal(100_003), scale=8)
+    payloads = set()
+    for choice in supported_instruction_sets():
+        select_instruction_set(choice)
+        payloads |= {compressing.encode(TopK(ratio=ratio)), compressing.encode(TopK(ratio=ratio, exact=False))}
+    assert len(payloads) == 1 + (ratio == 0.3)
+
+
+@pytest.mark.parametrize("value_dtype", [None, *DTYPES])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_types(dtype: DType, value_dtype: DType | None, residual: bool) -> None:
+    """Values are rounded to nearest even; what would overflow becomes the largest."""
+    numel = 30_000
+    gradient = normal(numel)
+    gradient[::50] = 3.3e38
+    gradient[1::50] = -65510
+    compressing = Compressing(encode(gradient, dtype), dtype, normal(numel + 1)[1:] if residual else None, 16.0)
+    for ratio in (0.03, 0.4, 1.0):
+        expected = top_k(compressing.source, ratio, value_dtype)
+        payload = compressing.encode(TopK(ratio=ratio, value_dtype=value_dtype))
+        assert payload == expected
+        if ratio < 1 and (dtype, value_dtype) == (DType.FLOAT32, DType.FLOAT16):
+            assert np.abs(expand(payload)).max() == 65504
+
+
+def test_what_is_left_out() -> None:
+    """Segments without a step, elements of none and padding are never sent, whatever is there."""
+    numel = 2 * BLOCK + 500
+    gradient = np.full(numel, np.nan, np.float32)
+    parts = [(5, 100, 0), (100, 70_000, -1), (70_000, 70_001, 1), (70_010, BLOCK * 2, 0), (BLOCK * 2, numel - 3, 1)]
+    padding = [(0, 7), (90, 70_000), (BLOCK * 2 - 4, 8), (numel - 20, 20)]
+    compressing = Compressing(gradient, residual=np.full(numel, np.nan, np.float32), parts=parts, padding=padding)
+    sent = compressing.source.eligible
+    count = int(sent.sum())
+    gradient[sent] = normal(count)
+    assert compressing.residual is not None
+    compressing.residual[sent] = normal(count + 1)[1:]
+    for ratio in (0.001, 0.05, 0.7, 1.0):
+        payload = compressing.encode(TopK(ratio=ratio))
+        assert payload == top_k(compressing.source, ratio)
+        assert not np.isnan(expand(payload)).any()
+    assert np.frombuffer(payload, np.uint32, 16)[4] == count
+
+
+def test_all_elements_keep_their_bits() -> None:
+    """A ratio of one: zeros of either sign and a residual that is empty change nothing."""
+    gradient = special(5_000)
+    for residual in (None, np.zeros(5_000, np.float32)):
+        payload = Compressing(gradient, residual=residual, scale=4.0).encode(TopK(ratio=1.0))
+        np.testing.assert_array_equal(expand(payload).view(np.uint32), gradient.view(np.uint32))
+
+
+def test_subnormals_count_whatever_the_thread_does() -> None:
+    """Some libraries make their threads flush them."""
+    compressing = Compressing(subnormal(5_000), residual=subnormal(5_001)[1:])
+    expected = top_k(compressing.source, 0.1)
+    torch.set_flush_denormal(True)
+    try:
+        assert compressing.encode(TopK(ratio=0.1)) == expected
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize(("ratio", "numel"), [(0.01, 4_000_000), (0.05, 1_000_000), (0.5, 300_000)])
+def test_sampled(ratio: float, numel: int) -> None:
+    """About as many elements as wanted: all above a magnitude, and none below it."""
+    gradient = normal(numel) * np.repeat(np.exp(normal(numel // 1_000)), 1_000)
+    codec = TopK(ratio=ratio, exact=False)
+    payload = Compressing(gradient).encode(codec)
+    dense = expand(payload)
+    count = np.count_nonzero(dense)
+    assert abs(count - codec.count(numel)) <= codec.count(numel) // 10
+    assert np.abs(dense[dense != 0]).min() >= np.abs(gradient[dense == 0]).max()
+    np.testing.assert_array_equal(dense[dense != 0], gradient[dense != 0])
+    assert payload != Compressing(gradient).encode(TopK(ratio=ratio))
+
+
+def test_few_elements_are_not_sampled() -> None:
+    compressing = Compressing(normal(200_000))
+    assert compressing.encode(TopK(ratio=0.05, exact=False)) == compressing.encode(TopK(ratio=0.05))
+
+
+@pytest.mark.parametrize("pattern", ["equal", "ties", "ascending", "in_one_place", "zero"])
+def test_sampled_never_passes_its_bound(pattern: str) -> None:
+    """Where the sample says little: at most a tenth more, in order of the index, and a sound payload."""
+    numel, codec = 300_000, TopK(ratio=0.2, exact=False)
+    gradient = PATTERNS[pattern](numel)
+    payload = Compressing(gradient).encode(codec)
+    dense = decoded(payload, numel)
+    count = np.count_nonzero(dense)
+    assert count <= 66_000
+    np.testing.assert_array_equal(dense[dense != 0], gradient[dense != 0])
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(DType.BFLOAT16, 0.045), (DType.FLOAT16, 0.045), (DType.FLOAT32, 0.065)])
+def test_bytes_of_the_top_percent(dtype: DType, bound: float) -> None:
+    codec = TopK(ratio=0.01, value_dtype=dtype)
+    assert codec.payload_bytes(1 << 20) <= bound * (1 << 20)
+    assert len(Compressing(normal(1 << 20)).encode(codec)) == codec.payload_bytes(1 << 20)
+
+
+@pytest.mark.parametrize("ratio", [0.0, -0.1, 1.0001, math.nan, math.inf])
+def test_no_such_ratio(ratio: float) -> None:
+    with pytest.raises(ValueError, match=r"TopK: ratio .* is not in \(0, 1\]"):
+        TopK(ratio=ratio)
+
+
+def test_count() -> None:
+    codec = TopK(ratio=0.01)
+    assert [codec.count(numel) for numel in (0, 1, 100, 101, 65_536)] == [0, 1, 1, 2, 656]
+    assert codec.is_read_by_cards and codec.exact and codec.ratio == 0.01 and codec.name == "TopK"
+    assert codec.value_dtype(DType.FLOAT16) is DType.FLOAT16
+    assert TopK(ratio=1.0, value_dtype=DType.FLOAT16).value_dtype(DType.BFLOAT16) is DType.BFLOAT16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, r"tasklet 7: payload_bytes is 255, its gradient may take 256 by TopK"),
+        ({"padding": [(5, 10), (14, 2)]}, "padding must be in ascending order"),
+        ({"padding": [(90, 11)]}, "padding of 11 elements at 90 leaves its 100 elements"),
+        ({"padding": [(101, 0)]}, "padding of 0 elements at 101 leaves"),
+        ({"parts": [(0, 101, 0)]}, "a segment of 101 elements at 0 leaves"),
+        ({"parts": [(0, 60, 0), (50, 60, 0)]}, "segments must be in ascending order"),
+        ({"scale": 0.0}, "residual_scale 0.0+ is not a positive number"),
+        ({"scale": math.inf}, "residual_scale inf is not"),
+        ({"scale": math.nan}, "residual_scale nan is not"),
+    ],
+)
+def test_what_cannot_be_compressed(change: dict[str, object], message: str) -> None:
+    gradient = np.ones(200, np.float32)[:100]
+    compressing = Compressing(gradient, residual=np.zeros(100, np.float32), memory=np.zeros(4096, np.uint8))
+    for name, value in change.items():
+        setattr(compressing, name, value)
+    codec = TopK(ratio=0.01)
+    tasklet = compressing.tasklet(codec.payload_bytes(100) - (not change))
+    with pytest.raises(ValueError, match=message):
+        encode_gradient(codec, tasklet, residual_scale=compressing.scale)
+    assert not compressing.memory.any()

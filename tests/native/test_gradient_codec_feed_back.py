@@ -1,0 +1,136 @@
+"""Residuals after a step: what was not sent, of what was to be sent, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity.native import (
+    BlockScaled,
+    DType,
+    GradientCodec,
+    InstructionSet,
+    Tasklet,
+    TopK,
+    feed_back,
+)
+from tests.helpers.compressed import fed_back
+from tests.helpers.golden import DTYPES, assert_same_bits, encode
+from tests.native.compressing import Compressing, decoded
+
+NUMEL = 70_000
+PARTS = [(3, 30_000, 0), (30_000, 40_000, -1), (40_001, 65_530, 1), (65_530, NUMEL - 9, 0)]
+PADDING = [(100, 50), (29_990, 20), (NUMEL - 12, 12)]
+
+CODECS: dict[str, GradientCodec] = {
+    "top_k": TopK(ratio=0.02),
+    "top_k_bf16": TopK(ratio=0.02, value_dtype=DType.BFLOAT16),
+    "sampled": TopK(ratio=0.3, exact=False),
+    "all": TopK(ratio=1.0),
+    "8_bits": BlockScaled(),
+}
+
+
+def compressing_of(dtype: DType = DType.FLOAT32, seed: int = 0, scale: float = 8.0) -> Compressing:
+    gradient, residual = np.random.default_rng(seed).standard_normal((2, NUMEL)).astype(np.float32)
+    gradient[::13] = residual[::11] = 0
+    return Compressing(encode(gradient * np.float32(scale), dtype), dtype, residual, scale, PARTS, PADDING)
+
+
+def feed(compressing: Compressing, payload: bytes) -> None:
+    feed_back([compressing.tasklet(len(payload))], residual_scale=compressing.scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CODECS)
+def test_what_was_not_sent(name: str, dtype: DType) -> None:
+    """Elements without a step and padding keep theirs. A scale that is no power of two is divided by, too."""
+    for scale in (8.0, 3.0):
+        compressing = compressing_of(dtype, scale=scale)
+        payload = compressing.encode(CODECS[name])
+        expected = fed_back(compressing.source, decoded(payload, NUMEL))
+        before = compressing.residual
+        assert before is not None
+        compressing.residual = before.copy()
+        feed(compressing, payload)
+        assert_same_bits(compressing.residual, expected)
+        assert (compressing.residual != before).any()
+
+
+def test_on_every_instruction_set(instruction_set: InstructionSet) -> None:
+    compressing = compressing_of(DType.BFLOAT16)
+    payload = compressing.encode(CODECS["top_k"])
+    expected = fed_back(compressing.source, decoded(payload, NUMEL))
+    feed(compressing, payload)
+    assert compressing.residual is not None
+    assert_same_bits(compressing.residual, expected)
+
+
+def test_nothing_is_lost() -> None:
+    """Sums over many steps of what was sent and what is left are those of the gradients."""
+    compressing = compressing_of(scale=1.0)
+    assert compressing.residual is not None
+    sent = np.zeros(NUMEL)
+    total = compressing.source.values.astype(np.float64)
+    for step in range(60):
+        if step > 0:
+            total += np.where(compressing.source.eligible, compressing.gradient, 0)
+        payload = compressing.encode(CODECS["top_k"])
+        sent += decoded(payload, NUMEL)
+        feed(compressing, payload)
+    eligible = compressing.source.eligible
+    np.testing.assert_allclose(sent[eligible] + compressing.residual[eligible], total[eligible], rtol=1e-4, atol=1e-4)
+    assert np.count_nonzero(sent) > 20 * np.count_nonzero(decoded(payload, NUMEL))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads(threads: int) -> None:
+    compressings = [compressing_of(seed=seed) for seed in range(7)]
+    payloads = [compressing.encode(CODECS["top_k"]) for compressing in compressings]
+    pairs = list(zip(compressings, payloads, strict=True))
+    expected = [fed_back(one.source, decoded(payload, NUMEL)) for one, payload in pairs]
+    feed_back([one.tasklet(len(payload)) for one, payload in pairs], residual_scale=8.0, threads=threads)
+    for compressing, residual in zip(compressings, expected, strict=True):
+        assert compressing.residual is not None
+        assert_same_bits(compressing.residual, residual)
+
+
+def test_without_a_residual() -> None:
+    """Its payload is not looked at."""
+    compressing = compressing_of()
+    compressing.encode(CODECS["top_k"])
+    compressing.residual, compressing.memory[:] = None, 0
+    feed_back([compressing.tasklet(1_000)])
+
+
+@pytest.mark.parametrize("name", ["top_k", "8_bits"])
+def test_a_damaged_payload(name: str) -> None:
+    """No residual changes, not even of tasklets before it."""
+    compressings = [compressing_of(seed=seed) for seed in range(2)]
+    payloads = [compressing.encode(CODECS[name]) for compressing in compressings]
+    before = [one.residual.copy() for one in compressings if one.residual is not None]
+    tasklets = [one.tasklet(len(payload)) for one, payload in zip(compressings, payloads, strict=True)]
+    for damage in (0, 24, 64, -1):
+        intact = compressings[1].memory.copy()
+        if damage == -1:
+            tasklets[1] = compressings[1].tasklet(len(payloads[1]) - 1)
+        else:
+            compressings[1].memory[damage] = 0xFF
+        with pytest.raises(ValueError, match=r"feed_back: the compressed gradient of tasklet 7 is refused: "):
+            feed_back(tasklets, residual_scale=8.0, threads=2)
+        compressings[1].memory[:] = intact
+    for compressing, residual in zip(compressings, before, strict=True):
+        assert compressing.residual is not None
+        assert_same_bits(compressing.residual, residual)
+
+
+def test_bad_arguments() -> None:
+    compressing = compressing_of()
+    tasklet: Tasklet = compressing.tasklet(len(compressing.encode(CODECS["top_k"])))
+    with pytest.raises(ValueError, match="threads must be at least 1"):
+        feed_back([tasklet], threads=0)
+    with pytest.raises(ValueError, match=r"tasklet 7: residual_scale 0\.0+ is not"):
+        feed_back([tasklet], residual_scale=0)
+    compressing.parts = [(0, NUMEL + 1, 0)]
+    with pytest.raises(ValueError, match="tasklet 7: a segment of 70001 elements"):
+        feed_back([compressing.tasklet(1_000)])

@@ -1,0 +1,146 @@
+"""Gradients that the host compresses for a card, which gets payloads alone and computes the host's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity.native import BlockScaled, DType, GradientCodec, Operation, TopK
+from tests.helpers.golden import DTYPES, STEPS, encode, random_arrays
+from tests.helpers.runif import RunIf
+from tests.native.compressing import Compressing
+from tests.native.stored import Array, Run
+from tests.xrt.card_state import CardCase, CardState, card_state
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = RunIf(xrt=True)
+
+NUMEL, TASKLET = 70_000 + 5_000, 70_000
+STEPS_OF_IT = [STEPS["adamw"], STEPS["adam_near_end"]]
+GRADIENT, *ARRAYS = random_arrays(STEPS_OF_IT[0], NUMEL, 5, special=False)
+RESIDUAL = np.random.default_rng(6).standard_normal(NUMEL).astype(np.float32)
+PADDING = [(50, 10), (69_000, 1_000), (74_990, 10)]
+CASE = CardCase(tasklet_numel=TASKLET)
+BF16 = TopK(ratio=0.03, value_dtype=DType.BFLOAT16)
+
+
+def runs_of(parameter: Array, gradient: Array, dtype: DType) -> list[Run]:
+    ranges = [(10, 30_000, 0), (30_000, 30_001, -1), (40_000, 66_000, 1), (66_000, NUMEL, 0)]
+    return [
+        Run(first, last - first, number, gradient[first:], dtype, parameter[first:]) for first, last, number in ranges
+    ]
+
+
+@contextmanager
+def compressing(folder: Path, cards: EmulatedCards, codec: GradientCodec, case: CardCase = CASE) -> Iterator[CardState]:
+    with card_state(folder, cards, STEPS_OF_IT[0], NUMEL, case) as state:
+        state.write(*ARRAYS)
+        for side in (state.stored, state.host):
+            side.codec, side.padding = codec, PADDING
+            side.residual, side.residual_scale = RESIDUAL.copy(), 4.0
+            side.payloads = {index: payload_memory(codec, side.numel_of(index)) for index in range(2)}
+        yield state
+
+
+def payload_memory(codec: GradientCodec, numel: int) -> Array:
+    return np.zeros(codec.payload_bytes(numel), np.uint8)
+
+
+def update_both(state: CardState, gradient: Array = GRADIENT, dtype: DType = DType.FLOAT32) -> None:
+    """Parameters, storage and payloads are equal; the residuals are as they were."""
+    on_card, on_host = np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
+    failure = state.update(runs_of(on_card, gradient, dtype), STEPS_OF_IT)
+    assert failure is None, failure
+    assert state.host.work(Operation.UPDATE, runs_of(on_host, gradient, dtype), STEPS_OF_IT) is None
+    np.testing.assert_array_equal(on_card, on_host)
+    assert_same(state)
+
+
+def assert_same(state: CardState) -> None:
+    state.assert_same()
+    for index, payload in state.stored.payloads.items():
+        np.testing.assert_array_equal(payload, state.host.payloads[index])
+        assert payload.any()
+    for side in (state.stored, state.host):
+        np.testing.assert_array_equal(side.residual, RESIDUAL)
+
+
+def payload_sizes(state: CardState) -> list[int]:
+    """In bytes, as the headers have it."""
+    return [int(64 * (1 + payload.view(np.uint32)[6:9].sum())) for payload in state.stored.payloads.values()]
+
+
+@pytest.mark.parametrize("route", ["host", "storage"])
+@pytest.mark.parametrize("value_dtype", [None, DType.BFLOAT16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
+def test_as_on_the_host(
+    tmp_path: Path, emulated_cards: EmulatedCards, dtype: DType, value_dtype: DType | None, route: str
+) -> None:
+    """Two steps; nothing but payloads goes to the card, in memory that is too small for the gradient."""
+    codec = TopK(ratio=0.03, value_dtype=value_dtype)
+    case = CardCase(tasklet_numel=TASKLET, gradient_bytes=codec.payload_bytes(TASKLET), through_file=route == "storage")
+    gradient = encode(GRADIENT, dtype)
+    with compressing(tmp_path, emulated_cards, codec, case) as state:
+        for _ in range(2):
+            update_both(state, gradient, dtype)
+        counters = state.pipeline.counters()
+        sent = 2 * sum(payload_sizes(state))
+    assert counters.shared_write_bytes == sent < 0.25 * 2 * NUMEL
+    assert counters.internal_read_bytes == 2 * 12 * NUMEL + (sent if route == "storage" else 0)
+
+
+def test_all_elements(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """A ratio of one, of which the payload is larger than the gradient."""
+    codec = TopK(ratio=1.0)
+    case = CardCase(tasklet_numel=TASKLET, gradient_bytes=codec.payload_bytes(TASKLET))
+    with compressing(tmp_path, emulated_cards, codec, case) as state:
+        update_both(state)
+
+
+def test_redone_by_the_host(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """What a failed card left is compressed again, to the same bits."""
+    on_card, on_host = np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
+    with compressing(tmp_path, emulated_cards, BF16) as state:
+        emulated_cards.inject("error", skipped=2)
+        failure = state.update(runs_of(on_card, GRADIENT, DType.FLOAT32), STEPS_OF_IT)
+        assert failure is not None and failure.kind == "device"
+        state.redo(runs_of(on_card, GRADIENT, DType.FLOAT32), STEPS_OF_IT)
+        assert state.host.work(Operation.UPDATE, runs_of(on_host, GRADIENT, DType.FLOAT32), STEPS_OF_IT) is None
+        np.testing.assert_array_equal(on_card, on_host)
+        assert_same(state)
+
+
+def refused(state: CardState, message: str, runs: list[Run]) -> None:
+    with pytest.raises(ValueError, match=message):
+        state.submit(runs, STEPS_OF_IT)
+    update = state.stored.work(Operation.UPDATE, runs, STEPS_OF_IT)
+    assert update is None, update  # the host takes it
+
+
+def test_what_does_not_fit(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    nbytes = BF16.payload_bytes(TASKLET) // 4096 * 4096
+    case = CardCase(tasklet_numel=TASKLET, gradient_bytes=nbytes)
+    with compressing(tmp_path, emulated_cards, BF16, case) as state:
+        runs = runs_of(np.zeros(NUMEL, np.float32), GRADIENT, DType.FLOAT32)
+        refused(state, "tasklet 0: its payload does not fit gradient_bytes", runs)
+
+
+def test_8_bits(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Cards cannot read them, neither made by the batch nor before."""
+    codec = BlockScaled()
+    with compressing(tmp_path, emulated_cards, codec) as state:
+        parameter = np.zeros(NUMEL, np.float32)
+        runs: list[Any] = runs_of(parameter, GRADIENT, DType.FLOAT32)
+        refused(state, "a card reads no gradients that are compressed by BlockScaled", runs)
+        side = state.stored
+        side.codec, side.residual, side.padding = None, None, ()
+        parts = (GRADIENT[:TASKLET], GRADIENT[TASKLET:])
+        payloads = [np.frombuffer(Compressing(part).encode(codec), np.uint8) for part in parts]
+        side.payloads = dict(enumerate(payloads))
+        runs = [Run(0, NUMEL, 0, parameter=parameter)]
+        refused(state, "tasklet 0: a card reads no block-scaled gradient", runs)
