@@ -124,8 +124,8 @@ class SmartSSDConfig:
             the system's cards, ordered by address. None: the card that shares its PCIe switch with the folder's SSD.
         gradient_route: How gradients reach a card: ``"host"`` (from host memory into its DRAM), ``"storage"`` (written
             to its SSD and read from there past the host, as published) or ``"auto"``, which is ``"host"``.
-        timeout: Seconds after which a kernel that does not return is given up, and the host takes over: above 0, and at
-            most 2147483.
+        timeout: Seconds after which a kernel, a transfer between card and SSD or between card and host that does not
+            return is given up, and the host takes over: above 0, and at most 2147483.
         binding: How XRT is called: ``"native"`` (its C library, without the interpreter's lock), ``"pyxrt"`` (its
             Python module, which holds the lock) or ``"auto"``: pyxrt where it is there and the library is not.
 

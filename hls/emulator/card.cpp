@@ -104,6 +104,7 @@ void Card::sync(unsigned handle, Direction direction, std::size_t bytes, std::si
     const std::uint64_t address = buffer->address() + offset;
     const std::int64_t before = releases();
     journal().note(index_, to_card ? "to-begin" : "from-begin", address, bytes);
+    if (strikes(FaultKind::kStall)) await_release("sync-stalled", address);
     move(*buffer, direction, bytes, offset, before);
     (to_card ? counters_.syncs_to : counters_.syncs_from) += 1;
     (to_card ? counters_.bytes_to : counters_.bytes_from) += static_cast<std::int64_t>(bytes);
@@ -129,6 +130,13 @@ Card::Clock::duration Card::time_of(std::uint64_t bytes, std::int64_t mib_per_s)
 void Card::pause(Clock::duration time, std::int64_t before) {
     std::unique_lock lock(mutex_);
     released_.wait_for(lock, time, [&] { return num_releases_ != before; });
+}
+
+void Card::await_release(const char* event, std::uint64_t what) {
+    std::unique_lock lock(mutex_);
+    const std::int64_t before = num_releases_;
+    journal().note(index_, event, what);
+    released_.wait(lock, [&] { return num_releases_ != before; });
 }
 
 std::int64_t Card::releases() const {

@@ -66,7 +66,7 @@ class Card {
     void execute(const ComputeUnit& unit, const Run& run);
     Outcome attempt(const ComputeUnit& unit, const Run& run, std::int64_t before);
     Outcome compute(const ComputeUnit& unit, const Run& run, std::int64_t before);
-    void hang(const Run& run);
+    void await_release(const char* event, std::uint64_t what);
     std::span<std::byte> own_host_memory(std::uint64_t address) const;
     void corrupt(const Fault& fault, std::uint64_t address);
     void begin(const Run& run);

@@ -78,7 +78,7 @@ void Card::execute(const ComputeUnit& unit, const Run& run) {
 
 Card::Outcome Card::attempt(const ComputeUnit& unit, const Run& run, std::int64_t before) {
     if (strikes(FaultKind::kLost)) lose();
-    if (strikes(FaultKind::kHang)) hang(run);
+    if (strikes(FaultKind::kHang)) await_release("run-hung", static_cast<std::uint64_t>(run.number));
     if (lost_) return {ERT_CMD_STATE_ABORT, "the card is lost"};
     try {
         return compute(unit, run, before);
@@ -90,13 +90,6 @@ Card::Outcome Card::attempt(const ComputeUnit& unit, const Run& run, std::int64_
 void Card::begin(const Run& run) {
     const std::scoped_lock lock(mutex_);
     if (const auto packet = run.packet.lock()) packet_of(*packet)->state = ERT_CMD_STATE_RUNNING;
-}
-
-void Card::hang(const Run& run) {
-    std::unique_lock lock(mutex_);
-    const std::int64_t before = num_releases_;
-    journal().note(index_, "run-hung", run.number);
-    released_.wait(lock, [&] { return num_releases_ != before; });
 }
 
 Card::Outcome Card::compute(const ComputeUnit& unit, const Run& run, std::int64_t before) {

@@ -11,7 +11,7 @@
 namespace smart_infinity::emulator {
 namespace {
 
-constexpr std::array<std::pair<std::string_view, FaultKind>, 8> kNames{{
+constexpr std::array<std::pair<std::string_view, FaultKind>, 9> kNames{{
     {"hang", FaultKind::kHang},
     {"error", FaultKind::kError},
     {"abort", FaultKind::kAbort},
@@ -19,6 +19,7 @@ constexpr std::array<std::pair<std::string_view, FaultKind>, 8> kNames{{
     {"lost", FaultKind::kLost},
     {"submit", FaultKind::kSubmit},
     {"sync", FaultKind::kSync},
+    {"stall", FaultKind::kStall},
     {"alloc", FaultKind::kAlloc},
 }};
 

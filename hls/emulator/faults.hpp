@@ -16,6 +16,7 @@ enum class FaultKind {
     kLost,     // the card is gone when a run begins
     kSubmit,   // a run cannot be started
     kSync,     // a sync fails
+    kStall,    // a sync waits until it is released, and moves only then
     kAlloc,    // an allocation fails
 };
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 
@@ -231,3 +231,11 @@ class StorageDevice(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for what is in flight, release threads and memory; idempotent."""
+
+    def when_written(self, then: Callable[[], object]) -> None:
+        """After :meth:`close`: call this once nothing is written to the files any more, which is now.
+
+        Args:
+            then: A device that gave a write up calls it when that has returned, some time.
+        """
+        then()

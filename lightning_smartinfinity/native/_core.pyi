@@ -780,7 +780,7 @@ class CardOptions:
         kernel: Name of the update rule's.
         gradient_bytes: On the card for each buffer of the ring: the largest gradient or payload.
         parameter_bytes: The same of parameters: two bytes for every element at least.
-        timeout_ms: How long a run of a kernel may take.
+        timeout_ms: How long a run of a kernel, a transfer of state or gradients, or a sync may take.
         dram_bytes: The most that the ring may take of the card's memory; None: all there is.
         gradient_file: On the card's own storage, with gradient_bytes (a multiple of 4096) for each
             buffer: gradients go through it. None: from host memory.
@@ -890,7 +890,10 @@ class Pipeline:
 
     @property
     def busy(self) -> bool:
-        """Whether a card's run that timed out has not returned; no batch may be submitted until then."""
+        """Whether something of a card's that timed out has not returned; no batch may be submitted until then."""
+
+    def writes_out(self) -> list[tuple[int, int]]:
+        """(offset, nbytes) in a card's file of each write that timed out and has not returned: it may still write."""
 
     def counters(self) -> Counters: ...
     def close(self) -> None:
@@ -978,6 +981,20 @@ class Throttle:
 
     @bytes_per_second.setter
     def bytes_per_second(self, arg: float, /) -> None: ...
+
+class Hold:
+    """
+    Holds `count` reads or writes of a pipeline, for tests: from now on, those from number `read_at`
+    or `write_at` on do not begin before they are released.
+    """
+
+    def __init__(self, pipeline: Pipeline, *, read_at: int = -1, write_at: int = -1, count: int = 1) -> None: ...
+    @property
+    def count(self) -> int:
+        """Those that are held now."""
+
+    def release(self) -> None:
+        """Let go of them, and hold no more."""
 
 def use_cuda_library(path: str | None) -> None:
     """Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. What exists keeps its own."""

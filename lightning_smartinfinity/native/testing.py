@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_smartinfinity.native._core import Throttle, inject, use_cuda_library
+from lightning_smartinfinity.native._core import Hold, Throttle, inject, use_cuda_library
 
-__all__ = ["Throttle", "inject", "use_cuda_library"]
+__all__ = ["Hold", "Throttle", "inject", "use_cuda_library"]

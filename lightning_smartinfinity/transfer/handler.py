@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -378,7 +379,11 @@ class TransferHandler:
             self._step.stop()
             self._step = None
         self._device.close()
-        self._store.close(remove=remove)
+        if remove:
+            # What is still to be written goes to files without a name.
+            self._store.close(remove=True)
+        else:
+            self._device.when_written(partial(self._store.close, remove=False))
 
     def _spread(self) -> None:
         """Between two steps: from the next one on tasklets go where bandwidth wants them; that one is measured."""

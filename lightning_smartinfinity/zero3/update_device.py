@@ -23,6 +23,7 @@ from lightning_smartinfinity.devices.smartssd import (
     self_test,
 )
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
+from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
 from lightning_smartinfinity.devices.smartssd.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
@@ -60,6 +61,7 @@ def choose_update_device(offload: OffloadSettings, *, optimizer: str, group: Any
         ConfigError, DeviceError, StorageError: ``update_device="smartssd"``, and cards cannot be used on some rank; on
             every rank.
     """
+    close_returned()  # before the store asks for a folder that may have waited for it
     obstacle = _obstacle(offload)
     if offload.update_device == "host" or obstacle is not None:
         _tell(obstacle)

@@ -31,6 +31,7 @@ enum class CardFault {
     kOtherGradient,   // a bit of the gradient changes before it is read
     kFailedStart,     // a call fails
     kFailedSync,
+    kStalledSync,  // it moves once it is released
 };
 
 // What all parts of the card share.
@@ -42,7 +43,7 @@ class Core {
         fault_ = fault;
         at_ = at;
         happened_ = false;
-        held_ = fault == CardFault::kHang;
+        held_ = fault == CardFault::kHang || fault == CardFault::kStalledSync;
     }
     // Whether the fault has come.
     bool happened() {
@@ -56,11 +57,11 @@ class Core {
     }
     CardFault next_run() {
         const std::lock_guard lock(mutex_);
-        return fault_ != CardFault::kFailedSync && is_now() ? fault_ : CardFault::kNone;
+        return !is_of_syncs() && is_now() ? fault_ : CardFault::kNone;
     }
-    bool fails_sync() {
+    CardFault next_sync() {
         const std::lock_guard lock(mutex_);
-        return fault_ == CardFault::kFailedSync && is_now();
+        return is_of_syncs() && is_now() ? fault_ : CardFault::kNone;
     }
     void hang() {
         std::unique_lock lock(mutex_);
@@ -68,6 +69,7 @@ class Core {
     }
 
  private:
+    bool is_of_syncs() const { return fault_ == CardFault::kFailedSync || fault_ == CardFault::kStalledSync; }
     bool is_now() {
         if (at_-- != 0) return false;
         happened_ = fault_ != CardFault::kNone;
@@ -96,7 +98,9 @@ class Buffer final : public CardBuffer, public std::enable_shared_from_this<Buff
 
     std::byte* map() override { return copy_ ? copy_->data() : data_; }
     void sync(Sync direction, std::size_t bytes, std::size_t offset) override {
-        if (core_->fails_sync() || offset + bytes > bytes_ || !copy_) throw CardError("sync failed", EIO);
+        const CardFault fault = core_->next_sync();
+        if (fault == CardFault::kFailedSync || offset + bytes > bytes_ || !copy_) throw CardError("sync failed", EIO);
+        if (fault == CardFault::kStalledSync) core_->hang();
         if (direction == Sync::kToCard) {
             std::memcpy(data_ + offset, copy_->data() + offset, bytes);
         } else {

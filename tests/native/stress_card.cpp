@@ -1,18 +1,21 @@
 // Works many tiny batches by a card in this process (fake_card.hpp), with the kernels of hls/, and the same batches by
 // the host, and compares every parameter and every byte on storage. The card hangs, fails and flips bits; what it has
-// not done then is done again by the host. Compressed gradients with random damage are read as well. Built with
-// sanitizers by test_sanitizers.py.
+// not done then is done again by the host. Reads and writes of its files take until they are let go. Compressed
+// gradients with random damage are read as well. Built with sanitizers by test_sanitizers.py.
 //
 //     stress_card FOLDER FIRST_SEED NUM_SEEDS
 
 #include <fcntl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -22,6 +25,62 @@
 #include "fake_card.hpp"
 #include "pipeline.hpp"
 #include "sparse_gradient.hpp"
+
+namespace {
+
+// Transfers of one file that take until they are let go.
+class Gate {
+ public:
+    // From now on: the transfer of the file in this direction with this number, counted from now on.
+    void hold(int descriptor, bool writes, int at) {
+        const std::lock_guard lock(mutex_);
+        descriptor_ = descriptor;
+        writes_ = writes;
+        at_ = at;
+        happened_ = false;
+    }
+    bool happened() {
+        const std::lock_guard lock(mutex_);
+        return happened_;
+    }
+    void open() {
+        const std::lock_guard lock(mutex_);
+        descriptor_ = -1;
+        changed_.notify_all();
+    }
+    void pass(int descriptor, bool writes) {
+        std::unique_lock lock(mutex_);
+        if (descriptor != descriptor_ || writes != writes_ || at_-- != 0) return;
+        happened_ = true;
+        changed_.wait(lock, [this] { return descriptor_ == -1; });
+    }
+
+ private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    int descriptor_ = -1;
+    bool writes_ = false;
+    int at_ = 0;
+    bool happened_ = false;
+};
+
+Gate& gate() {
+    static Gate* const gate = new Gate;  // what was held may pass when all else is over
+    return *gate;
+}
+
+}  // namespace
+
+// Instead of libc's, in all of this program.
+extern "C" ssize_t pread(int descriptor, void* data, std::size_t bytes, off_t offset) {
+    gate().pass(descriptor, false);
+    return ::syscall(SYS_pread64, descriptor, data, bytes, offset);
+}
+
+extern "C" ssize_t pwrite(int descriptor, const void* data, std::size_t bytes, off_t offset) {
+    gate().pass(descriptor, true);
+    return ::syscall(SYS_pwrite64, descriptor, data, bytes, offset);
+}
 
 namespace smart_infinity {
 namespace {
@@ -127,6 +186,7 @@ class Scenario {
                          std::chrono::milliseconds(10000)};
         if (through_file_) {
             card.gradient_file = make_file(card_->path + "-gradients", options.num_buffers * card.gradient_bytes);
+            gradients_descriptor_ = card.gradient_file->descriptor();
         }
         if (is_impatient()) card.timeout = std::chrono::milliseconds(20);
         options.card = std::move(card);
@@ -146,7 +206,7 @@ class Scenario {
         return tasklet;
     }
 
-    // With so short a time, a run may be given up that only was slow.
+    // With so short a time, a run or a transfer may be given up that only was slow.
     bool is_impatient() const { return seed_ % 4 == 3; }
 
     // Finite numbers, of whatever type they are taken for.
@@ -197,7 +257,9 @@ class Scenario {
         inject();
         on_card_->submit(on(batch, *card_));
         const auto failure = on_card_->drain();
+        if (!gate().happened()) gate().open();
         require(!failure || is_impatient() || fault_ != CardFault::kNone, "the card failed by itself", seed_);
+        require(failure || !gate().happened(), "a transfer that did not return was lost", seed_);
         require(!failure || failure->kind == FailureKind::kDevice, "a failure is of another kind", seed_);
         require(failure || !core_->happened() || may_be_harmless(), "a failure was lost", seed_);
         if (failure) redo(batch);
@@ -219,13 +281,15 @@ class Scenario {
     }
 
     void check_busy() {
-        if (fault_ == CardFault::kHang && core_->happened()) {
-            require(on_card_->busy(), "a run that hangs is taken for returned", seed_);
+        const bool hangs = fault_ == CardFault::kHang || fault_ == CardFault::kStalledSync;
+        if ((hangs && core_->happened()) || gate().happened()) {
+            require(on_card_->busy(), "what hangs is taken for returned", seed_);
             try {
                 on_card_->submit(Batch{});
                 require(false, "a busy card takes a batch", seed_);
             } catch (const std::invalid_argument&) {
                 core_->release();
+                gate().open();
             }
         }
         while (on_card_->busy()) std::this_thread::yield();
@@ -234,10 +298,21 @@ class Scenario {
     void inject() {
         constexpr CardFault kFaults[] = {CardFault::kHang,          CardFault::kError,       CardFault::kAbort,
                                          CardFault::kNoStatus,      CardFault::kOtherArray,  CardFault::kOtherParameter,
-                                         CardFault::kOtherGradient, CardFault::kFailedStart, CardFault::kFailedSync};
+                                         CardFault::kOtherGradient, CardFault::kFailedStart, CardFault::kFailedSync,
+                                         CardFault::kStalledSync};
         fault_ = random_.coin() ? kFaults[random_.upto(std::size(kFaults) - 1)] : CardFault::kNone;
-        if (fault_ == CardFault::kHang && !is_impatient()) fault_ = CardFault::kError;
+        const bool hangs = fault_ == CardFault::kHang || fault_ == CardFault::kStalledSync;
+        if (hangs && !is_impatient()) fault_ = CardFault::kError;
         core_->inject(fault_, static_cast<int>(random_.upto(4)));
+        const bool holds = is_impatient() && fault_ == CardFault::kNone && random_.coin();
+        hold(holds, static_cast<int>(random_.upto(3)));
+    }
+
+    // A transfer of state, or of gradients.
+    void hold(bool holds, int at) {
+        const bool of_gradients = through_file_ && random_.coin();
+        const int descriptor = of_gradients ? gradients_descriptor_ : card_->file.descriptor();
+        gate().hold(holds ? descriptor : -1, random_.coin(), at);
     }
 
     // A run may take no gradient, or give no parameters.
@@ -343,13 +418,16 @@ class Scenario {
     // Closing a pipeline with work in flight, even with a run that does not return.
     void abandon() {
         const bool hangs = is_impatient() && random_.coin();
-        core_->inject(hangs ? CardFault::kHang : CardFault::kNone, 0);
+        const bool stalls = hangs && random_.coin();
+        core_->inject(stalls ? CardFault::kStalledSync : hangs ? CardFault::kHang : CardFault::kNone, 0);
+        hold(is_impatient() && !hangs && random_.coin(), 0);
         draw_gradients();
         const Batch batch = update_batch();
         on_card_->submit(on(batch, *card_));
         if (random_.coin()) std::this_thread::sleep_for(std::chrono::microseconds(random_.upto(300)));
         on_card_->close();
         core_->release();
+        gate().open();
         for (const Side* side : {host_.get(), card_.get()}) ::unlink(side->path.c_str());
         ::unlink((card_->path + "-gradients").c_str());
     }
@@ -362,6 +440,7 @@ class Scenario {
     std::size_t num_tasklets_ = 0;
     std::size_t tasklet_numel_ = 0;
     bool through_file_ = false;
+    int gradients_descriptor_ = -1;
     CardFault fault_ = CardFault::kNone;
     std::size_t slot_ = 0;
     std::uint64_t generation_ = 0;

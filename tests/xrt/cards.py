@@ -30,6 +30,7 @@ class Event:
     from-begin, from-end    of a sync from the card: address, bytes
     run-queued, run-begin   number of the run on this card, compute unit
     run-hung                number of the run
+    sync-stalled            address
     run-end                 number of the run, compute unit, completed | error | abort, the reason in words
     corrupt                 address
     ======================  ============================================================
@@ -101,7 +102,8 @@ class EmulatedCards:
         Args:
             kind: ``hang`` (a run computes only when it is released), ``error`` or ``abort`` (how a run ends, with
                 outputs of no use), ``corrupt`` (one bit of a run's memory is wrong at its end), ``lost`` (the card is
-                gone when a run begins), ``submit``, ``sync`` or ``alloc`` (that call fails).
+                gone when a run begins), ``stall`` (a sync moves only when it is released), ``submit``, ``sync`` or
+                ``alloc`` (that call fails).
             card: Which card.
             skipped: So many runs, syncs or allocations are let pass first.
             pointer: Of ``corrupt``: which of the kernel's pointers, in the order of its arguments.
@@ -114,7 +116,10 @@ class EmulatedCards:
         self._call("lose", card)
 
     def release(self, card: int = ALL) -> None:
-        """Hung runs go on: they compute now, and complete late. What is slowed down takes no longer than it has to."""
+        """What hangs goes on: runs compute now, syncs move, and complete late.
+
+        What is slowed down takes no longer than it has to.
+        """
         self._call("release", card)
 
     def counter(self, name: str, card: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Ends with a run that hangs, after others that hung and were released; arguments: xclbin, folder."""
+"""Ends with something that hangs, after others that hung and were released; arguments: xclbin, folder, fault."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from tests.transfer.harness import Case, Run
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
+EVENTS = {"hang": "run-hung", "stall": "sync-stalled"}
+
+fault = sys.argv[3]
 emulated_cards = EmulatedCards(build())
 for number in range(3):
     if number > 0:
-        emulated_cards.wait_for("run-hung", count=number)
+        emulated_cards.wait_for(EVENTS[fault], count=number)
         emulated_cards.release()
         while not unreturned.close_returned():
             time.sleep(0.01)
-    emulated_cards.inject("hang")
+    emulated_cards.inject(fault)
     case = Case(dtype=torch.bfloat16)
     run = Run(Path(sys.argv[2]) / str(number), case, device=cards(Path(sys.argv[1]), timeout=0.03))
     run.step(0)

@@ -199,7 +199,7 @@ def test_late_completion(tmp_path: Path, emulated_cards: EmulatedCards, log: pyt
         host.steps(range(4))
         same_as_host(run, host)
     told = [record.getMessage() for record in log.records]
-    assert len([message for message in told if "is not used until its last run returns" in message]) == 1
+    assert len([message for message in told if "is not used until all that was asked of it returns" in message]) == 1
     assert len([message for message in told if "is used again" in message]) == 1
 
 

@@ -36,10 +36,13 @@ def test_process_ends_with_a_run_that_hangs(emulated_cards: EmulatedCards) -> No
     assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
 
 
-def test_process_ends_with_a_run_that_was_given_up(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "times"), [("hang", 2), ("stall", 1)])
+def test_process_ends_with_what_was_given_up(
+    emulated_cards: EmulatedCards, tmp_path: Path, fault: str, times: int
+) -> None:
     """XRT aborts a process over its own static objects, whose destructors are never reached; output is not lost."""
-    arguments = [str(emulated_cards.build.xclbin), str(tmp_path)]
-    for _ in range(3):  # without the precaution about every other time fails
+    arguments = [str(emulated_cards.build.xclbin), str(tmp_path), fault]
+    for _ in range(times):  # without the precaution about every other time fails
         completed = _run([sys.executable, "-m", "tests.xrt.hung_exit", *arguments], emulated_cards.build, {})
         assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
 

@@ -91,7 +91,9 @@ def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCa
     with pytest.raises(DeviceError, match="did not return within"):
         self_test(plan, [tmp_path], KERNELS[:1])
     begun = emulated_cards.counter("runs_begun", 5)
-    with pytest.raises(DeviceError, match="emulated card 5 has not returned from a run that this process gave up"):
+    with pytest.raises(
+        DeviceError, match="emulated card 5 has not returned from a run or transfer that this process gave up"
+    ):
         self_test(plan, [tmp_path], KERNELS[:1])
     assert emulated_cards.counter("runs_begun", 5) == begun
     emulated_cards.release(5)

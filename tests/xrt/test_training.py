@@ -23,6 +23,7 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
+from lightning_smartinfinity.native.testing import Hold
 from lightning_smartinfinity.store import SpaceRequest, require_space
 from lightning_smartinfinity.zero3 import storage
 from tests.helpers.models import LitTiny, Recipe
@@ -150,6 +151,32 @@ def test_cards_that_fail_in_a_fit(
     strategy.close()
     assert_same(module, expected)
     assert "failed: " in caplog.text and "The host updates" in caplog.text
+
+
+def test_a_read_that_does_not_return_in_a_fit(
+    emulated_cards: EmulatedCards, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host takes over for that card until it returns, to the bit; then the card updates again."""
+    recipe = dataclasses.replace(BASE, precision="bf16-mixed")
+    expected = trained(recipe, tmp_path / "host", on_host(tmp_path))
+    strategy = on_cards(emulated_cards, tmp_path / "cards", config={"timeout": 1.0})
+
+    class Held(Reporting):
+        def on_train_batch_end(self, *args: Any) -> None:
+            handler = self.trainer.strategy._near_storage_optimizer.rank_state.handler
+            pipeline = handler._device._workers[0].pipeline
+            if not hasattr(self, "hold"):
+                self.hold = Hold(pipeline, read_at=0)
+            elif pipeline.busy:
+                self.hold.release()
+                while pipeline.busy:
+                    pass
+
+    module = Held(recipe)
+    fit(module, tmp_path, strategy, max_steps=4, accumulate_grad_batches=2)
+    strategy.close()
+    assert_same(module, expected)
+    assert "did not return within 1000 ms. The host updates the" in caplog.text
 
 
 def test_traffic_of_training(emulated_cards: EmulatedCards, tmp_path: Path) -> None:

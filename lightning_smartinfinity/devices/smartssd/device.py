@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
+from typing import NoReturn
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import FolderTraffic, StorageDevice, Traffic
@@ -16,7 +17,7 @@ from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradien
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
 from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card
 from lightning_smartinfinity.devices.smartssd.ring import CardRing, gradient_file_bytes, ring_within, share_of_memory
-from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
+from lightning_smartinfinity.devices.smartssd.unreturned import close_returned, when_written
 from lightning_smartinfinity.devices.smartssd.worker import CardWorker, Terms, Work
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
 from lightning_smartinfinity.store.faults import storage_errors
@@ -27,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _HOST_BUFFERS = 2  # for what is read and written outside of steps, and instead of a card
 _MOST_IO_THREADS = 64  # one for each buffer: in fewer, reads that came first hold up writes that could run beside them
+_WRITING = (native.Operation.UPDATE, native.Operation.WRITE, native.Operation.MODIFY)
 _COMPUTE_THREADS = 2  # that wait for a card: one run while the other's parameters are fetched
 
 
@@ -146,6 +148,8 @@ class SmartSSDDevice(StorageDevice):
 
     def submit(self, batch: native.Batch) -> None:
         self._on_host, self._num_works, self._error, self._host_has_all = [], 0, None, True
+        if batch.operation in _WRITING:
+            self._require_places(batch.tasklets)
         if batch.operation is native.Operation.UPDATE:
             self._distribute(batch)
         else:
@@ -156,7 +160,19 @@ class SmartSSDDevice(StorageDevice):
     def extend(self, more: native.Batch) -> None:
         assert self._on_host is not None, "only updates grow"
         self._resume()
+        self._require_places(more.tasklets)
         self._distribute(more)
+
+    def _require_places(self, tasklets: Sequence[native.Tasklet]) -> None:
+        """Raise if a write that was given up may still reach the place of one of these.
+
+        Raises:
+            DeviceError: As said; nothing was begun.
+        """
+        for worker in self._workers:
+            late = worker.may_still_write(tasklets)
+            if late is not None:
+                raise _unfinished_write(worker, late)
 
     def _distribute(self, batch: native.Batch) -> None:
         terms = Terms(batch.steps, batch.codec, batch.residual_scale)
@@ -259,7 +275,8 @@ class SmartSSDDevice(StorageDevice):
         Until all that is done the worker knows of it, so that it can be done again after an interrupt.
 
         Raises:
-            DeviceError: There is one place each, which the card may have overwritten; :meth:`drain` must follow.
+            DeviceError: There is one place each, which the card may have overwritten, or it may still write to the
+                other; :meth:`drain` must follow.
         """
         if worker.drain():
             worker.count_success()
@@ -270,18 +287,26 @@ class SmartSSDDevice(StorageDevice):
 
     def _take_over(self, worker: CardWorker, undone: Sequence[Work]) -> None:
         if any(_in_place(work.tasklet) for work in undone):
-            self._error = DeviceError(
+            error = DeviceError(
                 f"The {worker.card.label} failed: {worker.failure}. It may have overwritten the state.",
                 "Resume from a checkpoint, and use TransferConfig(durability='step') to survive such a failure.",
             )
-            worker.count_failure()
-            worker.forget()
-            raise self._error
+            self._give_up(worker, error)
+        late = worker.await_writes([work.tasklet for work in undone])
+        if late is not None:
+            self._give_up(worker, _unfinished_write(worker, late))
         _log.warning(
             "The %s failed: %s. The host updates the %d tasklets that it leaves undone.",
             *(worker.card.label, worker.failure, len(undone)),
         )
         self._give_host(undone)
+
+    def _give_up(self, worker: CardWorker, error: DeviceError) -> NoReturn:
+        """The batch has failed for good."""
+        self._error = error
+        worker.count_failure()
+        worker.forget()
+        raise error
 
     def abandon(self) -> None:
         for worker in self._workers:
@@ -300,6 +325,18 @@ class SmartSSDDevice(StorageDevice):
             worker.close()
         self._host.close()
         self._resources.close()
+
+    def when_written(self, then: Callable[[], object]) -> None:
+        when_written([worker.pipeline for worker in self._workers], then)
+
+
+def _unfinished_write(worker: CardWorker, late: str) -> DeviceError:
+    return DeviceError(
+        f"The {worker.card.label} has not returned from writing {late} to its SSD: it may still overwrite"
+        " whatever is written there instead.",
+        "The state of the step before is whole, in other places. Look into the kernel log for the SSD; when it answers"
+        " again, go on or resume. If it does not, end this process and restart the machine before resuming.",
+    )
 
 
 def _in_place(tasklet: native.Tasklet) -> bool:

@@ -45,7 +45,7 @@ def open_card(plan: CardPlan, card: Card) -> native.Card:
     """Open a card and load the xclbin, unless it is loaded already.
 
     Raises:
-        DeviceError: XRT refuses, or a run that this process gave up is still out on the card.
+        DeviceError: XRT refuses, or something that this process gave up is still out on the card.
     """
     require_returned(card)
     with card_errors(card):

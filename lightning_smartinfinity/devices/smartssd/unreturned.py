@@ -1,26 +1,28 @@
-"""Pipelines that are over while a run of theirs is still out: closed once it has returned.
+"""Pipelines that are over while something of theirs is still out: closed once it has returned.
 
-Until then the run may write into the card's memory. A kernel that XRT still holds at the end of the process would make
-an abort of it.
+Until then a run may write into the card's memory, and a transfer into that or into its file. A kernel that XRT still
+holds at the end of the process would make an abort of it.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable, Iterable
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.errors import DeviceError
 
-__all__ = ["close_or_keep", "close_returned", "require_returned"]
+__all__ = ["close_or_keep", "close_returned", "require_returned", "when_written"]
 
 _kept: list[tuple[native.Pipeline, Card]] = []
+_waiting: list[tuple[tuple[native.Pipeline, ...], Callable[[], object]]] = []
 _owner = os.getpid()
 
 
 def close_or_keep(pipeline: native.Pipeline, card: Card) -> None:
-    """Close a pipeline that works no batch now, or, while a run of it is out, keep it until that has returned.
+    """Close a pipeline that works no batch now, or, while something of it is out, keep it until that has returned.
 
     Args:
         pipeline: To close.
@@ -31,7 +33,7 @@ def close_or_keep(pipeline: native.Pipeline, card: Card) -> None:
 
 
 def close_returned() -> bool:
-    """Close those whose runs have returned by now.
+    """Close those of which all has returned by now, and call what waits for writes that have.
 
     Returns:
         Whether none is left.
@@ -41,11 +43,27 @@ def close_returned() -> bool:
         if not pipeline.busy:
             _kept.remove(kept)
             pipeline.close()
+    for waiting in tuple(_waiting):
+        pipelines, then = waiting
+        if not any(pipeline.writes_out() for pipeline, _ in _kept if pipeline in pipelines):
+            _waiting.remove(waiting)
+            then()
     return not _kept
 
 
+def when_written(pipelines: Iterable[native.Pipeline], then: Callable[[], object]) -> None:
+    """Call something once no write of pipelines that are over is out: now, or from :func:`close_returned`.
+
+    Args:
+        pipelines: Those given to :func:`close_or_keep`.
+        then: What to call.
+    """
+    _waiting.append((tuple(pipelines), then))
+    close_returned()
+
+
 def require_returned(card: Card) -> None:
-    """Raise if a run of an earlier pipeline is still out on this card.
+    """Raise if something of an earlier pipeline is still out on this card.
 
     Raises:
         DeviceError: It would be waited for in vain: until it returns the card does nothing else.
@@ -53,7 +71,7 @@ def require_returned(card: Card) -> None:
     close_returned()
     if any(kept.address == card.address for _, kept in _kept):
         raise DeviceError(
-            f"The {card.label} has not returned from a run that this process gave up.",
+            f"The {card.label} has not returned from a run or transfer that this process gave up.",
             "Use update_device='host', or end this process; if a new one cannot use the card either, reset it.",
         )
 

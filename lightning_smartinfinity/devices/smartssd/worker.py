@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lightning_smartinfinity import native
@@ -16,6 +17,10 @@ __all__ = ["CardWorker", "Terms", "Work"]
 _log = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3
+# Seconds. Linux resets an NVMe controller that has not answered for so long (nvme_core.io_timeout), and then repeats
+# what it was asked: that a write returns later than this is not to be expected.
+_RECOVERY = 30.0
+_POLL = 0.01
 
 
 class Terms(NamedTuple):
@@ -92,7 +97,7 @@ class CardWorker:
         return tasklet.read_file == tasklet.write_file == self.file
 
     def present(self) -> bool:
-        """Whether it can be given work: not before a kernel that was given up for its time has returned.
+        """Whether it can be given work: not before all that was given up for its time has returned.
 
         Nor, after several failures in a row, at all.
         """
@@ -100,9 +105,11 @@ class CardWorker:
             return False
         busy = self.pipeline.busy
         if busy and not self._told_of_absence:
-            _log.warning("The %s is not used until its last run returns; the host updates for it.", self.card.label)
+            _log.warning(
+                "The %s is not used until all that was asked of it returns; the host updates for it.", self.card.label
+            )
         elif self._told_of_absence and not busy:
-            _log.warning("The %s has returned from its last run and is used again.", self.card.label)
+            _log.warning("The %s has returned from all that was asked of it and is used again.", self.card.label)
         self._told_of_absence = busy
         return not busy
 
@@ -176,6 +183,26 @@ class CardWorker:
         finished = set(self.pipeline.finished())
         return [one for index, one in enumerate(self._work) if index not in finished]
 
+    def may_still_write(self, tasklets: Iterable[native.Tasklet]) -> str | None:
+        """Of the places where these tasklets are to be written one that a write has not returned from; None: none.
+
+        Such a write was given up for its time; whatever is written there meanwhile, it may overwrite.
+        """
+        ranges = self.pipeline.writes_out()
+        for tasklet in tasklets:
+            begin, end = tasklet.write_offset, tasklet.write_offset + tasklet.extent_bytes
+            for offset, nbytes in ranges:
+                if tasklet.write_file == self.file and offset < end and begin < offset + nbytes:
+                    return f"{nbytes} bytes at offset {offset} (tasklet {tasklet.index})"
+        return None
+
+    def await_writes(self, tasklets: Sequence[native.Tasklet]) -> str | None:
+        """As :meth:`may_still_write`, but only what has not returned after the time that an SSD takes to recover."""
+        until = time.monotonic() + _RECOVERY
+        while (late := self.may_still_write(tasklets)) is not None and time.monotonic() < until:
+            time.sleep(_POLL)
+        return late
+
     def forget(self) -> None:
         """The batch is over."""
         self._work = []
@@ -188,7 +215,7 @@ class CardWorker:
         self.forget()
 
     def close(self) -> None:
-        """Release the card, now or when a run that is still out has returned; idempotent."""
+        """Release the card, now or when what is still out has returned; idempotent."""
         if not self._closed:
             self.abandon()
             self._closed = True

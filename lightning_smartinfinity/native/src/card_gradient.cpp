@@ -14,12 +14,33 @@ const std::byte* memory_at(Address address) { return reinterpret_cast<const std:
 
 std::uint32_t checksum(const PayloadBytes& part) { return crc32c(part.data, part.bytes); }
 
+std::string what_it_does(Direction direction, const StateFile& file) {
+    return std::string(direction == Direction::kRead ? "reading" : "writing") + " the gradient in " + file.path();
+}
+
+void transfer_all(const IoRequest& whole, const StateFile& file) {
+    Transfer transfer(whole, file.access());
+    Transfer::Progress progress = Transfer::Progress::kAgain;
+    while (progress == Transfer::Progress::kAgain) progress = transfer.advance(attempt(transfer.rest()));
+    if (progress == Transfer::Progress::kDone) return;
+    const int error = progress == Transfer::Progress::kError ? transfer.error() : 0;
+    throw CardError(what_it_does(whole.direction, file) +
+                        " failed: " + (error == 0 ? "the file ends before it" : std::generic_category().message(error)),
+                    error);
+}
+
 std::size_t align_down(std::size_t value, std::size_t alignment) { return value / alignment * alignment; }
 
 }  // namespace
 
-CardGradient::CardGradient(const Tasklet& tasklet, const CardOptions& options, CardRing& ring, std::size_t buffer)
-    : tasklet_(tasklet), options_(options), ring_(ring), buffer_(buffer), on_card_(ring.buffers(buffer).gradient()) {
+CardGradient::CardGradient(const Tasklet& tasklet, const CardOptions& options, CardRing& ring, std::size_t buffer,
+                           CardCalls& calls)
+    : tasklet_(tasklet),
+      options_(options),
+      ring_(ring),
+      buffer_(buffer),
+      calls_(calls),
+      on_card_(ring.buffers(buffer).gradient()) {
     if (tasklet.payload != 0) sparse_.emplace(memory_at(tasklet.payload), tasklet.payload_bytes, tasklet.numel);
 }
 
@@ -70,7 +91,7 @@ void CardGradient::send_bytes(std::size_t begin, std::size_t end, std::size_t pa
     const std::size_t padding = last - first - payload;
     traffic_.shared_write_bytes += payload;
     traffic_.padding_bytes += padding;
-    if (!options_.gradient_file) return on_card_.buffer->sync(Sync::kToCard, last - first, first);
+    if (!options_.gradient_file) return sync(calls_, on_card_, Sync::kToCard, last - first, first);
     send_through_file(first, last);
     traffic_.gradient_file_bytes += last - first;
     traffic_.internal_read_bytes += payload;
@@ -84,17 +105,9 @@ void CardGradient::send_through_file(std::size_t begin, std::size_t end) const {
 
 void CardGradient::transfer(Direction direction, std::size_t begin, std::size_t end, std::byte* data) const {
     const StateFile& file = *options_.gradient_file;
-    Transfer transfer(
-        {direction, file.descriptor(), ring_.gradient_offset(buffer_) + begin, data + begin, end - begin, 0},
-        file.access());
-    Transfer::Progress progress = Transfer::Progress::kAgain;
-    while (progress == Transfer::Progress::kAgain) progress = transfer.advance(attempt(transfer.rest()));
-    if (progress == Transfer::Progress::kDone) return;
-    const int error = progress == Transfer::Progress::kError ? transfer.error() : 0;
-    throw CardError(std::string(direction == Direction::kRead ? "reading" : "writing") + " the gradient in " +
-                        file.path() +
-                        " failed: " + (error == 0 ? "the file ends before it" : std::generic_category().message(error)),
-                    error);
+    const IoRequest whole{direction,    file.descriptor(), ring_.gradient_offset(buffer_) + begin,
+                          data + begin, end - begin,       0};
+    calls_.make(what_it_does(direction, file), [whole, file] { transfer_all(whole, file); });
 }
 
 }  // namespace smart_infinity

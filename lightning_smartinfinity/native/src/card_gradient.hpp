@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "card_calls.hpp"
 #include "card_options.hpp"
 #include "card_plan.hpp"
 #include "card_ring.hpp"
@@ -16,7 +17,8 @@ namespace smart_infinity {
 // A tasklet's gradient on its way to the card, from host memory or through a file.
 class CardGradient {
  public:
-    CardGradient(const Tasklet& tasklet, const CardOptions& options, CardRing& ring, std::size_t buffer);
+    CardGradient(const Tasklet& tasklet, const CardOptions& options, CardRing& ring, std::size_t buffer,
+                 CardCalls& calls);
 
     // Both throw CardError. A compressed gradient is sent once, those of segments pass by pass.
     void send_payload();
@@ -37,6 +39,7 @@ class CardGradient {
     const CardOptions& options_;
     CardRing& ring_;
     std::size_t buffer_;
+    CardCalls& calls_;
     const MappedBuffer& on_card_;
     std::optional<SparseGradient> sparse_;
     SentGradient sent_payload_;

@@ -28,14 +28,15 @@ bool gives_parameters(const CardRunPlan& run) {
 
 }  // namespace
 
-CardJob::CardJob(const Job& job, const CardOptions& options, const Identity& identity, CardRing& ring)
+CardJob::CardJob(const Job& job, const CardOptions& options, const Identity& identity, CardRing& ring, CardCalls& calls)
     : job_(job),
       options_(options),
       type_(card_kernel_type(options.kernel)),
       identity_(identity),
       buffers_(ring.buffers(job.buffer)),
+      calls_(calls),
       regions_(regions_of(identity.format(), job.tasklet)),
-      gradient_(job.tasklet, options, ring, job.buffer) {}
+      gradient_(job.tasklet, options, ring, job.buffer, calls) {}
 
 CardTraffic CardJob::traffic() const {
     CardTraffic traffic = traffic_;
@@ -100,7 +101,7 @@ void CardJob::set_arguments(const CardPass& pass, const CardRunPlan& run, CardRu
 // So that what a run before left there is not taken for this one's.
 void CardJob::clear_status() {
     std::memset(buffers_.status().data, 0, sizeof(CardStatus));
-    buffers_.status().buffer->sync(Sync::kToCard, sizeof(CardStatus), 0);
+    sync(calls_, buffers_.status(), Sync::kToCard, sizeof(CardStatus), 0);
     traffic_.control_bytes += sizeof(CardStatus);
 }
 
@@ -131,7 +132,7 @@ int CardJob::state_after(CardRun& call) {
 }
 
 CardStatus CardJob::take_status() {
-    buffers_.status().buffer->sync(Sync::kFromCard, sizeof(CardStatus), 0);
+    sync(calls_, buffers_.status(), Sync::kFromCard, sizeof(CardStatus), 0);
     traffic_.control_bytes += sizeof(CardStatus);
     CardStatus status;
     std::memcpy(&status, buffers_.status().data, sizeof status);
@@ -163,7 +164,7 @@ void CardJob::receive(const CardPass& pass) {
         if (!gives_parameters(run)) continue;
         const std::size_t begin = run.first * item / kBeatBytes * kBeatBytes;
         const std::size_t end = align_up(run.last * item, kBeatBytes);
-        parameter.buffer->sync(Sync::kFromCard, end - begin, begin);
+        sync(calls_, parameter, Sync::kFromCard, end - begin, begin);
         traffic_.padding_bytes += end - begin;
         if (crc32c(parameter.data + run.first * item, (run.last - run.first) * item) != parameters_[index]) {
             throw CardError("the parameters arrived with another checksum than the kernel wrote them with");

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "card_calls.hpp"
 #include "card_gradient.hpp"
 #include "card_options.hpp"
 #include "card_plan.hpp"
@@ -19,7 +20,7 @@ namespace smart_infinity {
 // One tasklet on the card: its gradient goes there, kernels run, its parameters come back.
 class CardJob {
  public:
-    CardJob(const Job& job, const CardOptions& options, const Identity& identity, CardRing& ring);
+    CardJob(const Job& job, const CardOptions& options, const Identity& identity, CardRing& ring, CardCalls& calls);
 
     // Returns why the extent is refused, if it is. Throws CardError for what the card did not do.
     std::optional<Refusal> run();
@@ -47,6 +48,7 @@ class CardJob {
     const CardKernelType& type_;
     const Identity& identity_;
     CardBufferSet& buffers_;
+    CardCalls& calls_;
     const Regions regions_;
     CardGradient gradient_;
     Checksums read_{};

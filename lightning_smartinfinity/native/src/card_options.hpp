@@ -17,7 +17,7 @@ struct CardOptions {
     std::string kernel;
     std::size_t gradient_bytes;  // on the card, for each buffer of the ring
     std::size_t parameter_bytes;
-    std::chrono::milliseconds timeout;                      // of a run
+    std::chrono::milliseconds timeout;                      // of a run, a transfer or another call
     std::optional<std::size_t> dram_bytes = std::nullopt;   // the most that the ring may take
     std::optional<StateFile> gradient_file = std::nullopt;  // gradients go through it; none: from host memory
 };

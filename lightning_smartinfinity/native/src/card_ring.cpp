@@ -25,6 +25,12 @@ int group_of_arrays(const CardKernelType& type, CardKernel& kernel) {
 
 }  // namespace
 
+void sync(CardCalls& calls, const MappedBuffer& buffer, Sync direction, std::size_t bytes, std::size_t offset) {
+    const std::string name =
+        "a sync of " + std::to_string(bytes) + " bytes " + (direction == Sync::kToCard ? "to" : "from") + " the card";
+    calls.make(name, [on_card = buffer.buffer, direction, bytes, offset] { on_card->sync(direction, bytes, offset); });
+}
+
 CardBufferSet::CardBufferSet(const CardOptions& options, std::shared_ptr<CardKernel> kernel, std::size_t regions_bytes)
     : CardBufferSet(options, card_kernel_type(options.kernel), std::move(kernel), regions_bytes) {}
 

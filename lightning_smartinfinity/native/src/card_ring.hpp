@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "buffer.hpp"
+#include "card_calls.hpp"
 #include "card_kernel.hpp"
 #include "card_options.hpp"
 #include "state_format.hpp"
@@ -18,6 +19,9 @@ struct MappedBuffer {
     std::shared_ptr<CardBuffer> buffer;
     std::byte* data;
 };
+
+// Throws CardError, also if it does not return in time.
+void sync(CardCalls& calls, const MappedBuffer& buffer, Sync direction, std::size_t bytes, std::size_t offset);
 
 constexpr std::size_t kStatusBytes = 4096;  // of which a kernel writes one beat
 

@@ -1,11 +1,6 @@
 #include "card_updater.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
-#include <cstdio>
-#include <cstdlib>
 #include <limits>
 #include <mutex>
 #include <stdexcept>
@@ -13,10 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "card_calls.hpp"
 #include "card_job.hpp"
 #include "compression.hpp"
 #include "gradient_codec.hpp"
 #include "payload_header.hpp"
+#include "still_out.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -37,31 +34,17 @@ CardOptions checked(CardOptions options) {
     return options;
 }
 
-std::atomic<std::size_t> num_still_out = 0;  // in the whole process
-
-// XRT's own static destructors close what is open, and abort the process over a kernel with a run that is still out.
-// Registered after them, this comes before them, when Python has ended.
-void leave_before_xrt(int status, void*) {
-    if (num_still_out == 0) return;
-    (void)std::fflush(nullptr);
-    ::_exit(status);
-}
-
 // Runs that were given up, until they return.
 class RunsStillOut {
  public:
     void add(std::shared_ptr<CardRun> run) {
-        static const int registered = ::on_exit(leave_before_xrt, nullptr);
-        (void)registered;
         const std::lock_guard lock(mutex_);
-        runs_.push_back(std::move(run));
-        ++num_still_out;
+        runs_.emplace_back(std::move(run), std::make_unique<StillOut>());
     }
     bool any() {
         const std::lock_guard lock(mutex_);
         const auto first =
-            std::remove_if(runs_.begin(), runs_.end(), [](const auto& run) { return has_returned(*run); });
-        num_still_out -= static_cast<std::size_t>(runs_.end() - first);
+            std::remove_if(runs_.begin(), runs_.end(), [](const auto& run) { return has_returned(*run.first); });
         runs_.erase(first, runs_.end());
         return !runs_.empty();
     }
@@ -76,28 +59,17 @@ class RunsStillOut {
     }
 
     std::mutex mutex_;
-    std::vector<std::shared_ptr<CardRun>> runs_;
+    std::vector<std::pair<std::shared_ptr<CardRun>, std::unique_ptr<StillOut>>> runs_;
 };
-
-// What a run still uses: neither may it be freed, nor can the run's end be waited for.
-void keep_for_ever(std::unique_ptr<CardRing> ring, std::unique_ptr<RunsStillOut> runs) {
-    using Kept = std::pair<std::unique_ptr<CardRing>, std::unique_ptr<RunsStillOut>>;
-    static std::mutex mutex;
-    static auto* const kept = new std::vector<Kept>;
-    const std::lock_guard lock(mutex);
-    kept->emplace_back(std::move(ring), std::move(runs));
-}
 
 class CardUpdater final : public Updater {
  public:
-    CardUpdater(CardOptions options, const Identity& identity, std::size_t num_buffers, std::size_t buffer_bytes)
+    CardUpdater(CardOptions options, const Identity& identity, std::size_t num_buffers, std::size_t buffer_bytes,
+                std::size_t num_threads)
         : options_(checked(std::move(options))),
           identity_(identity),
-          ring_(std::make_unique<CardRing>(options_, num_buffers, buffer_bytes)) {}
-
-    ~CardUpdater() override {
-        if (still_out_->any()) keep_for_ever(std::move(ring_), std::move(still_out_));
-    }
+          ring_(options_, num_buffers, buffer_bytes),
+          calls_(num_threads, options_.timeout) {}
 
     void require_workable(const Batch& batch) const override {
         require(batch.operation == Operation::kUpdate, "Batch: a card works UPDATE only");
@@ -115,22 +87,22 @@ class CardUpdater final : public Updater {
     }
 
     ExtentMemory memory(std::size_t buffer, const Tasklet&) const override {
-        return {ring_->regions(buffer), ring_->trailer_page(buffer)};
+        return {ring_.regions(buffer), ring_.trailer_page(buffer)};
     }
     MemoryRange registrable() const override { return {}; }
-    std::size_t host_bytes() const override { return ring_->host_bytes(); }
+    std::size_t host_bytes() const override { return ring_.host_bytes(); }
 
     std::optional<Refusal> work(const Job& job) override {
-        // Behind a run that does not return, each of those that have been read would wait as long as it did.
-        if (still_out_->any()) return Refusal{FailureKind::kDevice, "a run before has not returned", 0};
-        CardJob on_card(job, options_, identity_, *ring_);
+        // Behind what does not return, each of those that have been read would wait as long as it did.
+        if (busy()) return Refusal{FailureKind::kDevice, "what was asked of it before has not returned", 0};
+        CardJob on_card(job, options_, identity_, ring_, calls_);
         std::optional<Refusal> refusal;
         try {
             refusal = on_card.run();
         } catch (const CardError& error) {
             refusal = Refusal{FailureKind::kDevice, error.what(), error.error()};
         }
-        if (auto run = on_card.run_still_out()) still_out_->add(std::move(run));
+        if (auto run = on_card.run_still_out()) still_out_.add(std::move(run));
         add(on_card.traffic());
         return refusal;
     }
@@ -149,7 +121,7 @@ class CardUpdater final : public Updater {
         traffic_.add_to(counters);
     }
 
-    bool busy() const override { return still_out_->any(); }
+    bool busy() const override { return calls_.any_out() || still_out_.any(); }
 
  private:
     void add(const CardTraffic& traffic) {
@@ -190,17 +162,18 @@ class CardUpdater final : public Updater {
 
     const CardOptions options_;
     const Identity identity_;
-    std::unique_ptr<CardRing> ring_;
-    std::unique_ptr<RunsStillOut> still_out_ = std::make_unique<RunsStillOut>();
+    CardRing ring_;
+    mutable RunsStillOut still_out_;
     mutable std::mutex mutex_;
     CardTraffic traffic_;
+    CardCalls calls_;  // last: its destructor waits for threads that use the above
 };
 
 }  // namespace
 
 std::unique_ptr<Updater> make_card_updater(CardOptions options, const Identity& identity, std::size_t num_buffers,
-                                           std::size_t buffer_bytes) {
-    return std::make_unique<CardUpdater>(std::move(options), identity, num_buffers, buffer_bytes);
+                                           std::size_t buffer_bytes, std::size_t num_threads) {
+    return std::make_unique<CardUpdater>(std::move(options), identity, num_buffers, buffer_bytes, num_threads);
 }
 
 }  // namespace smart_infinity

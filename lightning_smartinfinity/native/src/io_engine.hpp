@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 namespace smart_infinity {
 
@@ -24,9 +25,12 @@ struct IoRequest {
     std::size_t tag;  // the submitter's
 };
 
+// In place of what was transferred: it has not returned, and was given up.
+constexpr std::int64_t kNotReturned = std::numeric_limits<std::int64_t>::min();
+
 // What became of it: fewer bytes than asked for are no error, and the submitter goes on from there.
 struct IoResult {
-    std::int64_t transferred;  // bytes, or a negative errno
+    std::int64_t transferred;  // bytes, a negative errno, or kNotReturned
     double seconds;            // in the system
 };
 

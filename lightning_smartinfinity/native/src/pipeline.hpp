@@ -37,8 +37,10 @@ class Pipeline {
     void abandon();
     // Of the active batch, or the last one: what is wholly done, parameters out and extent written.
     std::vector<std::size_t> complete() const { return loop_.get()->complete(); }
-    // Whether a card's run that was given up has not returned.
+    // Whether something of a card's that was given up has not returned.
     bool busy() const { return loop_.get()->busy(); }
+    // Those of it that write to the file.
+    std::vector<IoRequest> writes_out() const { return loop_.get()->writes_out(); }
     Counters counters() const;
     IoEngineKind io_engine() const { return loop_.get()->io_engine(); }
     // Abandons the batch, whose waiters get a failure, and gives back threads, ring and descriptors once nothing is in

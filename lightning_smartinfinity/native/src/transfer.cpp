@@ -24,6 +24,7 @@ bool beyond_size_limit(const IoRequest& request) {
 }  // namespace
 
 Transfer::Progress Transfer::advance(const IoResult& result) {
+    if (result.transferred == smart_infinity::kNotReturned) return Progress::kNotReturned;
     if (result.transferred == -EINTR) return Progress::kAgain;
     if (result.transferred == -EINVAL && beyond_size_limit(rest_)) return fail(EFBIG);
     if (result.transferred < 0) return fail(static_cast<int>(-result.transferred));

@@ -10,7 +10,7 @@ namespace smart_infinity {
 // A transfer that is repeated until all of it is done, whatever the system makes of each attempt.
 class Transfer {
  public:
-    enum class Progress { kDone, kAgain, kEndOfFile, kError };
+    enum class Progress { kDone, kAgain, kEndOfFile, kError, kNotReturned };
 
     Transfer() = default;
     Transfer(const IoRequest& whole, Access access) : rest_(whole), access_(access) {}

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <optional>
 #include <string>
 
@@ -14,6 +15,10 @@ namespace smart_infinity {
 Failure abandoned();
 Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::string& path);
 Failure not_copied(const Tasklet& tasklet, int error, const std::string& reason);
+
+// `rest` is what of a transfer was asked for last.
+Failure not_returned(const IoRequest& rest, const Tasklet& tasklet, const std::string& path,
+                     std::chrono::milliseconds timeout);
 
 // None while the transfer goes on, or if it is done.
 std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress, const Tasklet& tasklet,

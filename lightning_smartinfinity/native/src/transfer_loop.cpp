@@ -7,6 +7,7 @@
 #include "card_updater.hpp"
 #include "compression.hpp"
 #include "host_updater.hpp"
+#include "still_out.hpp"
 #include "stopwatch.hpp"
 #include "transfer_failures.hpp"
 
@@ -44,7 +45,8 @@ PipelineOptions checked(PipelineOptions options) {
 
 std::unique_ptr<Updater> make_updater(const PipelineOptions& options) {
     if (options.card) {
-        return make_card_updater(*options.card, options.identity, options.num_buffers, options.buffer_bytes);
+        return make_card_updater(*options.card, options.identity, options.num_buffers, options.buffer_bytes,
+                                 options.compute_threads);
     }
     return std::make_unique<HostUpdater>(options.identity, options.num_buffers, options.buffer_bytes);
 }
@@ -75,16 +77,26 @@ TransferLoop::TransferLoop(PipelineOptions options)
       items_(num_buffers()),
       positions_(num_buffers()),
       busy_(options_.files.size()),
-      engine_(make_io_engine(io_options())),
+      engine_(make_engine()),
       compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
     counters_.files.resize(options_.files.size());
 }
 
-TransferLoop::~TransferLoop() { close(); }
+// What is still out uses the ring and the files, and threads that cannot be waited for.
+TransferLoop::~TransferLoop() {
+    close();
+    if (!busy()) return;
+    struct Used {
+        std::vector<StateFile> files;
+        std::unique_ptr<Updater> updater;
+        std::unique_ptr<IoEngine> engine;
+    };
+    keep_for_ever(std::make_shared<Used>(Used{options_.files, std::move(updater_), std::move(engine_)}));
+}
 
 void TransferLoop::submit(Batch batch) {
     validate(batch);
-    require(!busy(), "a run that timed out has not returned from the card");
+    require(!busy(), "what was given up for its time has not returned from the card");
     if (slot_bytes(batch) == 0) batch.stream.reset();  // nothing travels
     const std::lock_guard lock(mutex_);
     require_open();
@@ -204,6 +216,18 @@ IoEngineKind TransferLoop::io_engine() const {
     return engine_->kind();
 }
 
+std::vector<IoRequest> TransferLoop::writes_out() const {
+    return deadlines_ != nullptr ? deadlines_->writes_out() : std::vector<IoRequest>();
+}
+
+std::unique_ptr<IoEngine> TransferLoop::make_engine() {
+    auto engine = make_io_engine(io_options());
+    if (!options_.card) return engine;
+    auto with_deadlines = std::make_unique<DeadlineEngine>(std::move(engine), options_.card->timeout);
+    deadlines_ = with_deadlines.get();
+    return with_deadlines;
+}
+
 IoOptions TransferLoop::io_options() const {
     return {options_.io_engine, options_.io_threads, options_.files, updater_->registrable()};
 }
@@ -248,6 +272,7 @@ void TransferLoop::decorate_engine(const Decorate& decorate) {
     const std::lock_guard lock(mutex_);
     require_open();
     require(run_ == nullptr, "a batch is active; drain() it first");
+    if (deadlines_ != nullptr) return deadlines_->decorate(decorate);
     engine_ = decorate(std::move(engine_));
 }
 
@@ -329,7 +354,7 @@ void TransferLoop::count(const IoRequest& request, const IoResult& result) {
     counters_.files[file].busy_seconds = busy_[file].seconds();
 }
 
-// On a thread of the engine.
+// On a thread of the engine, or of the one that watches it.
 void TransferLoop::completed(const IoRequest& request, const IoResult& result) {
     Transfer& transfer = transfers_[request.tag];
     const Transfer::Progress progress = transfer.advance(result);
@@ -339,13 +364,21 @@ void TransferLoop::completed(const IoRequest& request, const IoResult& result) {
     const std::size_t buffer = request.tag / kMostPieces;
     const Tasklet& tasklet = *items_[buffer].tasklet;
     UnderWay& under_way = under_way_[buffer];
-    if (!under_way.failure) {
-        under_way.failure = failure_of(transfer, progress, tasklet, path_of(tasklet, request.direction));
-    }
+    if (!under_way.failure) under_way.failure = failure_of(transfer, progress, buffer);
     if (--under_way.num_pieces > 0) return;
     if (!under_way.failure) updater_->transferred(request.direction, tasklet);
     end(request.direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[buffer],
         std::move(under_way.failure));
+}
+
+std::optional<Failure> TransferLoop::failure_of(const Transfer& transfer, Transfer::Progress progress,
+                                                std::size_t buffer) const {
+    const Tasklet& tasklet = *items_[buffer].tasklet;
+    const std::string& path = path_of(tasklet, transfer.rest().direction);
+    if (progress == Transfer::Progress::kNotReturned) {
+        return not_returned(transfer.rest(), tasklet, path, options_.card->timeout);
+    }
+    return smart_infinity::failure_of(transfer, progress, tasklet, path);
 }
 
 // On a thread of the compute pool. Neither run_ nor what the buffer holds can change: an action of it is in flight.

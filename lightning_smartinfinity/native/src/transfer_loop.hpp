@@ -14,6 +14,7 @@
 #include "busy_time.hpp"
 #include "card_options.hpp"
 #include "counters.hpp"
+#include "deadline_engine.hpp"
 #include "extent.hpp"
 #include "failure.hpp"
 #include "io_engines.hpp"
@@ -70,7 +71,10 @@ class TransferLoop final : private CompletionHandler {
     IoEngineKind io_engine() const;
     // Of the active batch, or the last one: what is wholly done, to the end of its write.
     std::vector<std::size_t> complete() const;
-    bool busy() const { return updater_->busy(); }
+    // Whether something of a card's that was given up has not returned: no batch may be submitted.
+    bool busy() const { return updater_->busy() || (deadlines_ != nullptr && deadlines_->any_out()); }
+    // Writes that were given up and have not returned: they may still change what they name.
+    std::vector<IoRequest> writes_out() const;
 
     // Ends the batch, whose waiters get a failure, before its time: what is in flight is waited for, nothing is begun.
     void abandon();
@@ -79,7 +83,7 @@ class TransferLoop final : private CompletionHandler {
     void close();
 
     // Puts an engine in front of the present one. No batch may be active.
-    using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
+    using Decorate = DeadlineEngine::Decorate;
     void decorate_engine(const Decorate& decorate);
 
  private:
@@ -107,9 +111,11 @@ class TransferLoop final : private CompletionHandler {
     void count(const IoRequest& request, const IoResult& result);
     void end(Work work, std::size_t tasklet, std::optional<Failure> failure);
 
+    std::unique_ptr<IoEngine> make_engine();
     IoOptions io_options() const;
     ExtentMemory memory(std::size_t buffer) const;
     std::size_t num_buffers() const { return options_.num_buffers * (resident_.count() > 0 ? 2 : 1); }
+    std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress, std::size_t buffer) const;
     const std::string& path_of(const Tasklet& tasklet, Direction direction) const;
     std::optional<Failure> compute(const TransferItem& item, std::size_t buffer);
     std::byte* slot(const Batch& batch, std::size_t index) const;
@@ -136,6 +142,8 @@ class TransferLoop final : private CompletionHandler {
     std::vector<BusyTime> busy_;  // by file
     bool closed_ = false;
     std::unique_ptr<ParameterSlots> slots_;  // changes only while no batch is active
+
+    DeadlineEngine* deadlines_ = nullptr;  // engine_, of a card
 
     // Last: their destructors wait for threads that use all of the above.
     std::unique_ptr<IoEngine> engine_;

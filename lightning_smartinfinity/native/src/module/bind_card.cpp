@@ -126,7 +126,7 @@ void bind_card_options(nb::module_& m) {
         "    kernel: Name of the update rule's.\n"
         "    gradient_bytes: On the card for each buffer of the ring: the largest gradient or payload.\n"
         "    parameter_bytes: The same of parameters: two bytes for every element at least.\n"
-        "    timeout_ms: How long a run of a kernel may take.\n"
+        "    timeout_ms: How long a run of a kernel, a transfer of state or gradients, or a sync may take.\n"
         "    dram_bytes: The most that the ring may take of the card's memory; None: all there is.\n"
         "    gradient_file: On the card's own storage, with gradient_bytes (a multiple of 4096) for each\n"
         "        buffer: gradients go through it. None: from host memory.\n\n"

@@ -1,10 +1,12 @@
 // What works batches.
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
@@ -17,6 +19,15 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace smart_infinity {
+namespace {
+
+std::vector<std::pair<std::uint64_t, std::size_t>> writes_out(const PythonPipeline& pipeline) {
+    std::vector<std::pair<std::uint64_t, std::size_t>> ranges;
+    for (const IoRequest& write : pipeline.writes_out()) ranges.emplace_back(write.offset, write.bytes);
+    return ranges;
+}
+
+}  // namespace
 
 void bind_pipeline(nb::module_& m) {
     nb::class_<PythonPipeline>(
@@ -90,8 +101,11 @@ void bind_pipeline(nb::module_& m) {
         .def("finished", &PythonPipeline::complete, WithoutGil(),
              "Positions in the active batch, or the last, of tasklets that are wholly done: their outputs in memory,\n"
              "their extents written.")
-        .def_prop_ro("busy", &PythonPipeline::busy, WithoutGil(),
-                     "Whether a card's run that timed out has not returned; no batch may be submitted until then.")
+        .def_prop_ro(
+            "busy", &PythonPipeline::busy, WithoutGil(),
+            "Whether something of a card's that timed out has not returned; no batch may be submitted until then.")
+        .def("writes_out", &writes_out, WithoutGil(),
+             "(offset, nbytes) in a card's file of each write that timed out and has not returned: it may still write.")
         .def("counters", &PythonPipeline::counters)
         .def("close", &PythonPipeline::close, WithoutGil(),
              "Abandon the batch, whose waiters get a failure; wait for what is in flight. Idempotent.");

@@ -11,6 +11,7 @@
 
 #include "cuda_driver.hpp"
 #include "fault_injection.hpp"
+#include "hold.hpp"
 #include "module.hpp"
 #include "throttle.hpp"
 #include "workers.hpp"
@@ -35,6 +36,25 @@ void bind_inject(nb::module_& m, const char* name) {
         nb::arg(name), nb::kw_only(), "seed"_a = 0, "max_delay_us"_a = 0, "fail_read_at"_a = -1, "fail_write_at"_a = -1,
         "short_transfer_every"_a = 0, "errno"_a = EIO, WithoutGil(),
         "Faults for tests, from now on: requests are counted from 0, reads and writes apart.");
+}
+
+void bind_hold(nb::module_& m) {
+    nb::class_<Hold>(
+        m, "Hold",
+        "Holds `count` reads or writes of a pipeline, for tests: from now on, those from number `read_at`\n"
+        "or `write_at` on do not begin before they are released.")
+        .def(nb::new_([](PythonPipeline& pipeline, std::int64_t read_at, std::int64_t write_at, std::uint64_t count) {
+                 const bool read = read_at >= 0;
+                 const auto hold = std::make_shared<Hold>(read ? Direction::kRead : Direction::kWrite,
+                                                          static_cast<std::uint64_t>(read ? read_at : write_at), count);
+                 pipeline.decorate_engine([&hold](std::unique_ptr<IoEngine> engine) {
+                     return std::make_unique<HoldingEngine>(std::move(engine), hold);
+                 });
+                 return hold;
+             }),
+             "pipeline"_a, nb::kw_only(), "read_at"_a = -1, "write_at"_a = -1, "count"_a = 1)
+        .def_prop_ro("count", &Hold::count, "Those that are held now.")
+        .def("release", &Hold::release, WithoutGil(), "Let go of them, and hold no more.");
 }
 
 void bind_throttle(nb::module_& m) {
@@ -63,6 +83,7 @@ void bind_testing(nb::module_& m) {
     bind_inject<PythonPipeline>(m, "pipeline");
     bind_inject<PythonFileQueue>(m, "queue");
     bind_throttle(m);
+    bind_hold(m);
     bind_use_cuda_library(m);
 }
 

@@ -1,0 +1,165 @@
+"""Reads, writes and syncs of a card that do not return: given up for their time, and left what they still use."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_smartinfinity.native import Failure, Operation
+from lightning_smartinfinity.native.testing import Hold
+from tests.helpers.golden import STEPS, random_arrays
+from tests.helpers.runif import RunIf
+from tests.native.stored import Array, Run
+from tests.xrt.card_state import CardCase, CardState, card_state
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = RunIf(xrt=True)
+
+STEP = STEPS["adamw"]
+NUMEL, TASKLET = 4 * 1_000 + 5, 1_000
+GRADIENT, *ARRAYS = random_arrays(STEP, NUMEL, 17, special=False)
+IMPATIENT = CardCase(tasklet_numel=TASKLET, timeout_ms=150)
+
+
+def runs_of(parameter: Array) -> list[Run]:
+    return [Run(0, NUMEL, 0, GRADIENT, parameter=parameter)]
+
+
+def fail(state: CardState) -> tuple[Failure, Array]:
+    parameter = np.zeros(NUMEL, np.float32)
+    failure = state.update(runs_of(parameter), [STEP])
+    assert failure is not None and failure.kind == "device"
+    return failure, parameter
+
+
+def make_good(state: CardState, parameter: Array) -> None:
+    """The host does the rest: everything is as if the card had done it."""
+    expected = np.zeros(NUMEL, np.float32)
+    state.redo(runs_of(parameter), [STEP])
+    assert state.host.work(Operation.UPDATE, runs_of(expected), [STEP]) is None
+    np.testing.assert_array_equal(parameter, expected)
+    state.assert_same()
+
+
+def succeed(state: CardState) -> None:
+    parameter, expected = np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
+    assert state.update(runs_of(parameter), [STEP]) is None
+    assert state.host.work(Operation.UPDATE, runs_of(expected), [STEP]) is None
+    np.testing.assert_array_equal(parameter, expected)
+    state.assert_same()
+
+
+def wait_until_returned(state: CardState) -> None:
+    until = time.monotonic() + 30
+    while state.pipeline.busy:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_late_read(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -> None:
+    """Of an extent's regions or its trailer: the host does the rest at once, and the card nothing before it returns."""
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, IMPATIENT) as state:
+        state.write(*ARRAYS)
+        hold = Hold(state.pipeline, read_at=number)
+        failure, parameter = fail(state)
+        where = rf"reading \d+ bytes at offset \d+ of {re.escape(str(state.stored.paths[0]))}"
+        told = rf"{where} \(tasklet {failure.tasklet}\) did not return within 150 ms"
+        assert re.fullmatch(told, failure.message)
+        assert hold.count == 1 and state.pipeline.busy and state.pipeline.writes_out() == []
+        with pytest.raises(ValueError, match="what was given up for its time has not returned"):
+            state.submit(runs_of(parameter), [STEP])
+        make_good(state, parameter)
+        hold.release()
+        wait_until_returned(state)
+        state.assert_same()  # what came late has reached nothing
+        succeed(state)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_late_write(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -> None:
+    """It is told where it may still write; the tasklet that it belongs to is not done."""
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, IMPATIENT) as state:
+        state.write(*ARRAYS)
+        hold = Hold(state.pipeline, write_at=number)
+        failure, parameter = fail(state)
+        told = re.fullmatch(
+            r"writing (\d+) bytes at offset (\d+) of .* \(tasklet (\d)\) did not return within 150 ms", failure.message
+        )
+        assert told is not None
+        nbytes, offset, tasklet = map(int, told.groups())
+        assert state.pipeline.busy and state.pipeline.writes_out() == [(offset, nbytes)]
+        begin = state.stored.extent_offset(tasklet, 1 - state.stored.slot)
+        assert begin <= offset and offset + nbytes <= begin + state.stored.extent_bytes_of(tasklet)
+        assert tasklet not in state.pipeline.finished()
+        hold.release()
+        wait_until_returned(state)
+        assert state.pipeline.writes_out() == []
+        make_good(state, parameter)
+        succeed(state)
+
+
+def test_several_late_writes(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """The batch ends when all have been given up; the card works again when the last has returned."""
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, IMPATIENT) as state:
+        state.write(*ARRAYS)
+        hold = Hold(state.pipeline, write_at=0, count=100)
+        _, parameter = fail(state)
+        assert len(state.pipeline.writes_out()) == hold.count >= 2
+        hold.release()
+        wait_until_returned(state)
+        make_good(state, parameter)
+        succeed(state)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_late_sync(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -> None:
+    """Of a gradient, a status or parameters: as with a read."""
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, IMPATIENT) as state:
+        state.write(*ARRAYS)
+        emulated_cards.inject("stall", skipped=number)
+        failure, parameter = fail(state)
+        told = r"the card did not update tasklet \d of .*: a sync of \d+ bytes (to|from) the card did not return within"
+        assert re.fullmatch(told + " 150 ms", failure.message)
+        assert state.pipeline.busy
+        make_good(state, parameter)
+        emulated_cards.release()
+        wait_until_returned(state)
+        state.assert_same()
+        succeed(state)
+
+
+def stall(state: CardState, cards: EmulatedCards, card: int) -> Callable[[], None]:
+    cards.inject("stall", card=card)
+    return cards.release
+
+
+LATE: dict[str, Callable[[CardState, EmulatedCards, int], Callable[[], None]]] = {
+    "read": lambda state, cards, card: Hold(state.pipeline, read_at=1).release,
+    "write": lambda state, cards, card: Hold(state.pipeline, write_at=1).release,
+    "sync": stall,
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_closing_with_something_out(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
+    """No hang; what it may still use is given up for lost, and what comes late reaches nothing."""
+    emulated_cards.reset(count=6)
+    lost = 3 + list(LATE).index(kind)  # whose memory stays taken
+    before = emulated_cards.counter("num_buffers", lost)
+    case = CardCase(tasklet_numel=TASKLET, timeout_ms=150, card=lost)
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
+        during = emulated_cards.counter("num_buffers", lost)
+        state.write(*ARRAYS)
+        release = LATE[kind](state, emulated_cards, lost)
+        fail(state)
+    assert before < during <= emulated_cards.counter("num_buffers", lost)
+    release()
+    with card_state(tmp_path / "again", emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
+        state.write(*ARRAYS)
+        succeed(state)

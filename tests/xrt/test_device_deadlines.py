@@ -1,0 +1,183 @@
+"""Cards whose reads, writes and syncs do not return, under a transfer handler: who may go on, and who may not."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity import DeviceError, StorageLockedError
+from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
+from lightning_smartinfinity.devices.smartssd import worker as worker_module
+from lightning_smartinfinity.native import Pipeline
+from lightning_smartinfinity.native.testing import Hold
+from lightning_smartinfinity.store import StateStore
+from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.runif import RunIf
+from tests.transfer.harness import Case, Run, assert_equal, running
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = RunIf(xrt=True)
+
+CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)))
+SHORT = 0.2
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An SSD gets no more time to recover."""
+    monkeypatch.setattr(worker_module, "_RECOVERY", 0.0)
+
+
+def pipeline(run: Run, card: int = 0) -> Pipeline:
+    assert isinstance(run.device, SmartSSDDevice)
+    return run.device._workers[card].pipeline
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("kind", ["read", "trailer", "sync"])
+def test_the_host_takes_over(
+    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """While the request is out the card gets no work; every bit is the host's, also after it came late."""
+    with (
+        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=SHORT)) as run,
+        running(tmp_path / "host", CASE, device=settled_host) as host,
+    ):
+        run.step(0)
+        hold = None if kind == "sync" else Hold(pipeline(run), read_at=0 if kind == "read" else 1)
+        if kind == "sync":
+            emulated_cards.inject("stall")
+        run.step(1)
+        begun = emulated_cards.counter("runs_begun")
+        run.step(2)
+        assert pipeline(run).busy and emulated_cards.counter("runs_begun") == begun
+        (emulated_cards if hold is None else hold).release()
+        await_that(lambda: not pipeline(run).busy)
+        run.step(3)
+        assert emulated_cards.counter("runs_begun") > begun
+        host.steps(range(4))
+        same_as_host(run, host)
+    assert "did not return within 200 ms. The host updates the" in caplog.text
+    assert "is not used until all that was asked of it returns" in caplog.text
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_late_write_ends_the_step(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Nobody else may write to its place: the step is taken back, no other begins before it has returned, then all go
+    on.
+    """
+    with (
+        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=SHORT)) as run,
+        running(tmp_path / "host", CASE, device=settled_host) as host,
+    ):
+        run.step(0)
+        before = run.state()
+        hold = Hold(pipeline(run), write_at=1)
+        run.handler.begin_step(run.collect(1))
+        for _ in range(2):
+            with pytest.raises(DeviceError, match=r"card 0 has not returned from writing \d+ bytes at offset \d+"):
+                run.handler.commit()
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+        with pytest.raises(DeviceError, match=r"it may still overwrite.*step before is whole"):
+            run.handler.begin_step(run.collect(1))
+        run.handler.rollback()
+        assert_equal(run.state(), before)
+        values = run.handler.read_parameter(0)
+        with pytest.raises(DeviceError, match="it may still overwrite"):
+            run.handler.modify_parameter(0, values)
+        hold.release()
+        await_that(lambda: not pipeline(run).busy)
+        run.handler.begin_step(run.collect(1))
+        run.handler.commit()
+        host.steps(range(2))
+        same_as_host(run, host)
+
+
+def test_a_write_that_an_ssd_recovers(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is waited for; then the host does the rest, as after a read."""
+    with (
+        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=SHORT)) as run,
+        running(tmp_path / "host", CASE, device=settled_host) as host,
+    ):
+        hold = Hold(pipeline(run, 1), write_at=0)
+        held = []
+
+        def release(_: float) -> None:
+            held.append(hold.count)
+            hold.release()
+
+        monkeypatch.setattr("time.sleep", release)
+        run.step(0)
+        monkeypatch.undo()
+        assert held[0] == 1
+        host.step(0)
+        same_as_host(run, host)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_store_that_may_still_be_written(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Closed but kept, it stays locked until the write has returned; then it is the one of the step before."""
+    case = CASE.but(keep=True)
+    run = Run(tmp_path, case, device=cards(emulated_cards.build.xclbin, timeout=SHORT))
+    run.step(0)
+    before = run.state()
+    hold = Hold(pipeline(run), write_at=0)
+    run.handler.begin_step(run.collect(1))
+    with pytest.raises(DeviceError, match="may still overwrite"):
+        run.handler.commit()
+    run.handler.close(remove=False)
+    with pytest.raises(StorageLockedError):
+        StateStore.recover(run.folders)
+    hold.release()
+    await_that(unreturned.close_returned)
+    with running(tmp_path, case, recover=True) as again:
+        assert again.store.generation == run.store.generation
+        found = again.state()
+        del found["partition"], before["partition"]  # which nobody has read back
+        assert_equal(found, before)
+
+
+def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """A late write to the only place: the step cannot be taken back, as with any failure, and nothing waits."""
+    with running(
+        tmp_path, CASE.but(durability="none"), device=cards(emulated_cards.build.xclbin, timeout=SHORT)
+    ) as run:
+        hold = Hold(pipeline(run), write_at=0)
+        run.handler.begin_step(run.collect(0))
+        with pytest.raises(DeviceError, match=r"did not return within 200 ms.*durability='step'"):
+            run.handler.commit()
+        hold.release()
+        await_that(lambda: not pipeline(run).busy)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_log_of_a_late_write_does_not_promise_the_host(
+    tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody takes over."""
+    with (
+        caplog.at_level(logging.WARNING),
+        running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin, timeout=SHORT)) as run,
+    ):
+        hold = Hold(pipeline(run), write_at=0)
+        run.handler.begin_step(run.collect(0))
+        with pytest.raises(DeviceError):
+            run.handler.commit()
+        hold.release()
+        await_that(lambda: not pipeline(run).busy)
+        run.handler.rollback()
+    assert "The host updates" not in caplog.text
