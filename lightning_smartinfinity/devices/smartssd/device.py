@@ -130,7 +130,7 @@ class SmartSSDDevice(StorageDevice):
                 identity=identity,
                 num_buffers=ring.num_buffers,
                 buffer_bytes=buffer_bytes,
-                io_threads=min(num_buffers, _MOST_IO_THREADS),
+                io_threads=min(ring.num_buffers, _MOST_IO_THREADS),
                 compute_threads=_COMPUTE_THREADS,
                 card=native.CardOptions(
                     card=opened,
