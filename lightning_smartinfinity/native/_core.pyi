@@ -972,12 +972,12 @@ def inject(
     """Faults for tests, from now on: requests are counted from 0, reads and writes apart."""
 
 class Throttle:
-    """Makes one file of a pipeline slow, for tests: its requests take turns."""
+    """Makes files of a pipeline slow, for tests: their requests take turns."""
 
-    def __init__(self, pipeline: Pipeline, file: StateFile) -> None: ...
+    def __init__(self, pipeline: Pipeline, files: Sequence[StateFile]) -> None: ...
     @property
     def bytes_per_second(self) -> float:
-        """0: as fast as it is."""
+        """Of all of them; 0: as fast as they are."""
 
     @bytes_per_second.setter
     def bytes_per_second(self, arg: float, /) -> None: ...

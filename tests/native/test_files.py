@@ -55,7 +55,7 @@ def test_throttled_file(tmp_path: Path, engine: str) -> None:
     rate = 20e6
     options = {"num_buffers": 8, "io_engine": engine}
     with StoredState(tmp_path, NUMEL, 2048, num_files=2, options=options) as state:
-        throttle = Throttle(state.pipeline, state.files[1])
+        throttle = Throttle(state.pipeline, [state.files[1]])
         throttle.bytes_per_second = rate
         start = time.perf_counter()
         work_two_steps(state)
@@ -67,6 +67,22 @@ def test_throttled_file(tmp_path: Path, engine: str) -> None:
         assert other.busy_seconds <= elapsed
         throttle.bytes_per_second = 0
         work_two_steps(state)
+
+
+def test_files_behind_one_channel(tmp_path: Path) -> None:
+    """They share its rate: what all of them move takes its time one after the other, beside what each is slowed by."""
+    rate = 20e6
+    with StoredState(tmp_path, NUMEL, 2048, num_files=2, options={"num_buffers": 8}) as state:
+        devices = [Throttle(state.pipeline, [file]) for file in state.files]
+        channel = Throttle(state.pipeline, state.files)
+        for throttle in (*devices, channel):
+            throttle.bytes_per_second = rate
+        start = time.perf_counter()
+        work_two_steps(state)
+        elapsed = time.perf_counter() - start
+        moved = [file.read_bytes + file.written_bytes for file in state.pipeline.counters().files]
+        assert max(moved) < 0.6 * sum(moved)
+        assert sum(moved) / rate <= elapsed
 
 
 def test_idle_files_are_not_busy(tmp_path: Path) -> None:

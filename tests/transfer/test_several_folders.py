@@ -89,7 +89,7 @@ def test_tasklets_that_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("tests.transfer.harness.HostDevice", Fixed)
     with running(tmp_path, Case(num_devices=2)) as run:
         homes = run.store.placement.devices.copy()
-        Throttle(run.device.pipeline, run.store.files[0]).bytes_per_second = SLOW
+        Throttle(run.device.pipeline, run.store.files[:1]).bytes_per_second = SLOW
         run.steps(range(4))
         assert np.array_equal(run.store.placement.devices, homes)
         assert np.array_equal(homes, np.arange(len(homes)) % 2)

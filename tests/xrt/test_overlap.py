@@ -116,7 +116,7 @@ def test_parameters_are_there_before_their_state_is_written(tmp_path: Path, emul
     with running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run:
         assert isinstance(run.device, SmartSSDDevice)
         before, parameters = run.handler.traffic(), run.partition[0].clone()
-        throttle = Throttle(run.device._workers[0].pipeline, run.store.files[0])
+        throttle = Throttle(run.device._workers[0].pipeline, run.store.files)
         emulated_cards.inject("hang")
         run.handler.begin_step(run.collect(1))
         emulated_cards.wait_for("run-hung")

@@ -1,7 +1,6 @@
 #include "throttle.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <thread>
 #include <utility>
 
@@ -13,21 +12,27 @@ ThrottledEngine::ThrottledEngine(std::unique_ptr<IoEngine> inner, std::shared_pt
       inner_(std::move(inner)) {}
 
 void ThrottledEngine::submit(const IoRequest& request, CompletionHandler& handler) {
-    if (request.descriptor != throttle_->descriptor) return inner_->submit(request, handler);
+    if (!throttle_->descriptors.contains(request.descriptor)) return inner_->submit(request, handler);
     {
         const std::lock_guard lock(mutex_);
-        pending_.insert_or_assign(request.tag, Pending{&handler, Stopwatch{}});
+        pending_.insert_or_assign(request.tag, Pending{&handler, Stopwatch{}, take_turn(request.bytes)});
     }
     inner_->submit(request, *this);
 }
 
-void ThrottledEngine::pass_on(const Done& done) {
+ThrottledEngine::Clock::time_point ThrottledEngine::take_turn(std::size_t bytes) {
     const double rate = throttle_->bytes_per_second;
-    const auto bytes = static_cast<double>(std::max<std::int64_t>(done.result.transferred, 0));
-    if (rate > 0) std::this_thread::sleep_for(std::chrono::duration<double>(bytes / rate));
+    if (rate <= 0) return {};
+    const std::chrono::duration<double> turn(static_cast<double>(bytes) / rate);
+    end_of_turns_ = std::max(end_of_turns_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(turn);
+    return end_of_turns_;
+}
+
+void ThrottledEngine::pass_on(const Done& done) {
     std::unique_lock lock(mutex_);
     const Pending pending = pending_.at(done.request.tag);
     lock.unlock();
+    std::this_thread::sleep_until(pending.end_of_turn);
     pending.handler->completed(done.request, {done.result.transferred, pending.stopwatch.seconds()});
 }
 

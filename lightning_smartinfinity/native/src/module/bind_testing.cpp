@@ -3,11 +3,14 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cerrno>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <utility>
+#include <vector>
 
 #include "cuda_driver.hpp"
 #include "fault_injection.hpp"
@@ -58,18 +61,21 @@ void bind_hold(nb::module_& m) {
 }
 
 void bind_throttle(nb::module_& m) {
-    nb::class_<Throttle>(m, "Throttle", "Makes one file of a pipeline slow, for tests: its requests take turns.")
-        .def(nb::new_([](PythonPipeline& pipeline, const StateFile& file) {
-                 const auto throttle = std::make_shared<Throttle>(file.descriptor());
+    nb::class_<Throttle>(m, "Throttle", "Makes files of a pipeline slow, for tests: their requests take turns.")
+        .def(nb::new_([](PythonPipeline& pipeline, const std::vector<const StateFile*>& files) {
+                 std::set<int> descriptors;
+                 for (const StateFile* file : files) descriptors.insert(file->descriptor());
+                 const auto throttle = std::make_shared<Throttle>(std::move(descriptors));
                  pipeline.decorate_engine([&throttle](std::unique_ptr<IoEngine> engine) {
                      return std::make_unique<ThrottledEngine>(std::move(engine), throttle);
                  });
                  return throttle;
              }),
-             "pipeline"_a, "file"_a)
+             "pipeline"_a, "files"_a)
         .def_prop_rw(
             "bytes_per_second", [](const Throttle& self) { return self.bytes_per_second.load(); },
-            [](Throttle& self, double rate) { self.bytes_per_second = rate; }, "0: as fast as it is.");
+            [](Throttle& self, double rate) { self.bytes_per_second = rate; },
+            "Of all of them; 0: as fast as they are.");
 }
 
 void bind_use_cuda_library(nb::module_& m) {
