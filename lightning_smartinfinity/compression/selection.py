@@ -9,7 +9,7 @@ import math
 
 import torch
 
-__all__ = ["top_k_payload"]
+__all__ = ["top_k_payload", "with_residual"]
 
 _MAGIC, _VERSION = 0x4749534C, 1
 _DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -17,6 +17,25 @@ _BLOCK = 65_536
 _BEAT_BYTES = 64
 _MAGNITUDE = 0x7FFFFFFF
 _LEFT_OUT = -1
+
+
+def with_residual(gradient: torch.Tensor, residual: torch.Tensor, scale: float) -> torch.Tensor:
+    """``gradient + residual * scale``, rounded after each; the gradient itself where the residual is zero.
+
+    Subnormal numbers count as zero, as in every update.
+
+    Args:
+        gradient: float32, on any device.
+        residual: float32, as long, on the same device.
+        scale: Of the gradient.
+    """
+    kept = _flushed(residual)
+    total = _flushed(_flushed(gradient) + _flushed(kept * scale))
+    return torch.where(kept == 0, gradient, total)
+
+
+def _flushed(values: torch.Tensor) -> torch.Tensor:
+    return torch.where(values.abs() < torch.finfo(torch.float32).tiny, 0.0, values)
 
 
 def top_k_payload(

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.compression import GradientCodec
+from lightning_smartinfinity.compression import GradientCodec, TopK
+from lightning_smartinfinity.transfer.device_selection import DeviceSelection
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.tensors import HostTensor, native_dtype
 
@@ -45,23 +46,35 @@ class CompressedGradients:
     Args:
         layout: The partition.
         codec: The user's.
-        dtype: Of the gradients: the accumulation dtype.
+        gradients: The arena's flat tensor.
         num_threads: That work in :meth:`feed_back`.
+        device: Where torch is to select; None: the native core does, just before each tasklet's update.
 
     Attributes:
         codec: The native core's.
     """
 
-    def __init__(self, layout: PartitionLayout, codec: GradientCodec, *, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(
+        self,
+        layout: PartitionLayout,
+        codec: GradientCodec,
+        *,
+        gradients: torch.Tensor,
+        num_threads: int,
+        device: torch.device | None = None,
+    ) -> None:
         self.codec = codec.native()
         self._num_threads = num_threads
         tasklets = layout.tasklets
-        self._sizes = [self.codec.payload_bytes(tasklet.numel, native_dtype(dtype)) for tasklet in tasklets]
+        self._sizes = [self.codec.payload_bytes(tasklet.numel, native_dtype(gradients.dtype)) for tasklet in tasklets]
         self._offsets = [0, *accumulate(-(-size // _BEAT_BYTES) * _BEAT_BYTES for size in self._sizes)]
-        self._payloads = native.HostBuffer(max(1, self._offsets[-1]))
+        self._payloads = HostTensor(self._offsets[-1], torch.uint8)
         self._residual = HostTensor(layout.numel, torch.float32) if codec.error_feedback else None
         self._elements = [tasklet.offset for tasklet in tasklets]
         self._padding = _padding_of(layout)
+        self._selection = None
+        if device is not None and isinstance(codec, TopK) and codec.exact:
+            self._selection = DeviceSelection(codec, device=device, gradients=gradients, residual=self.residual)
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -82,11 +95,17 @@ class CompressedGradients:
         """Of one tasklet of the layout."""
         residual = self.residual
         return Compression(
-            payload=self._payloads.address + self._offsets[tasklet],
+            payload=self._payloads.tensor.data_ptr() + self._offsets[tasklet],
             payload_bytes=self._sizes[tasklet],
             residual=0 if residual is None else residual.data_ptr() + self._elements[tasklet] * _FP32_BYTES,
             padding=self._padding[tasklet],
         )
+
+    def encoded(self, batch: native.Batch) -> native.Batch:
+        """The batch to submit: as it is, or compressed already."""
+        if self._selection is None:
+            return batch
+        return self._selection.batch(batch, self._payloads.tensor, self._offsets)
 
     def feed_back(self, tasklets: Sequence[native.Tasklet], *, scale: float) -> None:
         """Once a step is committed: what it did not send of its gradients becomes the residual.

@@ -233,9 +233,10 @@ class Step:
                 compressed=self._compressed,
                 loss_scale=self._loss_scale,
             )
-            if self._compressed is not None:
-                self._sent += batch.tasklets
-            return batch
+            if self._compressed is None:
+                return batch
+            self._sent += batch.tasklets
+            return self._compressed.encoded(batch)
 
         return make_batch
 

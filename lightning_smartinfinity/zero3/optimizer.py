@@ -135,8 +135,14 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         codec = self._offload.compression
         if codec is None:
             return None
-        num_threads = max(1, self._offload.transfer.compute_threads)
-        return CompressedGradients(layout, codec, dtype=self.gradient_accumulation_dtype, num_threads=num_threads)
+        device = torch.device(get_accelerator().current_device_name())
+        return CompressedGradients(
+            layout,
+            codec,
+            gradients=self.arena.buffer,
+            num_threads=self._offload.transfer.compute_threads,
+            device=device if device.type == "cuda" else None,
+        )
 
     def _outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:
         return outputs_of(self, by_cuda=self._offload.cards is None)

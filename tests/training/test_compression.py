@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from lightning_smartinfinity import BlockScaled, TopK
+from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
+from lightning_smartinfinity.transfer.device_selection import DeviceSelection
+from lightning_smartinfinity.zero3 import optimizer
 from tests.helpers import reference
 from tests.helpers.models import Recipe
 from tests.training.test_overlap import SMALL_RING, assert_same, result
@@ -85,6 +88,26 @@ def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_pat
     assert losses == expected[0][2 * BASE.accumulate :]
     for parameter, master in expected_masters.items():
         assert torch.equal(masters[parameter], master), parameter
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["top 5 %", "top 5 %, without error feedback"])
+def test_selecting_on_a_device_changes_no_bit(
+    name: str, precision: str, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's selection, which GPUs make, is the native core's."""
+
+    def on_device(*args: Any, **kwargs: Any) -> CompressedGradients:
+        return CompressedGradients(*args, **{**kwargs, "device": torch.device("cpu")})
+
+    encoded: list[int] = []
+    monkeypatch.setattr(optimizer, "CompressedGradients", on_device)
+    select = DeviceSelection.batch
+    monkeypatch.setattr(
+        DeviceSelection, "batch", lambda self, batch, *rest: encoded.append(1) or select(self, batch, *rest)
+    )
+    assert_same(result(run_of(tmp_path, precision, CODECS[name])), straight(precision, name)[0])
+    assert encoded
 
 
 def sent(gradients: dict[str, torch.Tensor], ratio: float) -> dict[str, torch.Tensor]:

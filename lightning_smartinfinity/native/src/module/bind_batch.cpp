@@ -142,6 +142,9 @@ void bind_tasklet(nb::module_& m) {
         .def_ro("segments", &Tasklet::segments)
         .def_ro("master_in_parameter", &Tasklet::master_in_parameter)
         .def_ro("offset", &Tasklet::offset)
+        .def_prop_ro(
+            "blocks", [](const Tasklet& self) { return std::const_pointer_cast<Blocks>(self.blocks); },
+            nb::sig("def blocks(self) -> Blocks | None"))
         .def_ro("payload", &Tasklet::payload)
         .def_ro("payload_bytes", &Tasklet::payload_bytes)
         .def_ro("residual", &Tasklet::residual)
@@ -170,7 +173,12 @@ void bind_whole_batch(nb::module_& m) {
         .def_ro("operation", &Batch::operation)
         .def_ro("tasklets", &Batch::tasklets)
         .def_ro("steps", &Batch::steps)
-        .def_prop_ro("codec", [](const Batch& self) { return std::const_pointer_cast<GradientCodec>(self.codec); })
+        .def_prop_ro(
+            "stream", [](const Batch& self) { return std::const_pointer_cast<CudaStream>(self.stream); },
+            nb::sig("def stream(self) -> CudaStream | None"))
+        .def_prop_ro(
+            "codec", [](const Batch& self) { return std::const_pointer_cast<GradientCodec>(self.codec); },
+            nb::sig("def codec(self) -> GradientCodec | None"))
         .def_ro("residual_scale", &Batch::residual_scale);
 }
 

@@ -1,0 +1,117 @@
+"""Top-K on the device that gradients came from: they go there tasklet by tasklet, and payloads come back."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.compression.selection import top_k_payload, with_residual
+from lightning_smartinfinity.compression.top_k import TopK
+
+__all__ = ["DeviceSelection"]
+
+_NO_STEP = -1
+_DTYPES = {
+    native.DType.FLOAT32: torch.float32,
+    native.DType.BFLOAT16: torch.bfloat16,
+    native.DType.FLOAT16: torch.float16,
+}
+
+
+class DeviceSelection:
+    """Compresses tasklets with torch instead of the native core, to the same bits.
+
+    It takes memory of the device for one tasklet at a time.
+
+    Args:
+        codec: An exact one.
+        device: torch's.
+        gradients: The arena's flat tensor, in host memory.
+        residual: float32, as long; None: there is none.
+    """
+
+    def __init__(
+        self, codec: TopK, *, device: torch.device, gradients: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        self._ratio = codec.ratio
+        self._native = codec.native()
+        self._device = device
+        self._gradients = gradients
+        self._residual = residual
+
+    def batch(self, batch: native.Batch, payloads: torch.Tensor, offsets: list[int]) -> native.Batch:
+        """Compress a batch's gradients now.
+
+        Args:
+            batch: With a codec: tasklets have gradients and places for their payloads.
+            payloads: uint8, the memory of all places.
+            offsets: By tasklet of the layout: where its place begins there.
+
+        Returns:
+            The same, its tasklets with payloads instead of gradients, and no codec.
+        """
+        encoded = [
+            self._encoded(tasklet, payloads[offsets[tasklet.index] :], batch.residual_scale)
+            for tasklet in batch.tasklets
+        ]
+        return native.Batch(batch.operation, encoded, batch.steps, batch.stream)
+
+    def _encoded(self, tasklet: native.Tasklet, place: torch.Tensor, scale: float) -> native.Tasklet:
+        where = slice(tasklet.offset, tasklet.offset + tasklet.numel)
+        values = self._gradients[where].to(self._device).float()
+        if self._residual is not None:
+            values = with_residual(values, self._residual[where].to(self._device), scale)
+        dtype = self._native.value_dtype(_dtype_of(tasklet))
+        payload = top_k_payload(
+            values, ratio=self._ratio, value_dtype=_DTYPES[dtype], taken=_taken(tasklet).to(self._device)
+        )
+        place[: payload.numel()].copy_(payload)
+        return _with_payload(tasklet, payload.numel(), dtype)
+
+
+def _dtype_of(tasklet: native.Tasklet) -> native.DType:
+    return next((one.gradient_dtype for one in tasklet.segments if one.step != _NO_STEP), native.DType.FLOAT32)
+
+
+def _taken(tasklet: native.Tasklet) -> torch.Tensor:
+    """bool[numel]: elements that are updated, but padding."""
+    taken = torch.zeros(tasklet.numel, dtype=torch.bool)
+    for segment in tasklet.segments:
+        if segment.step != _NO_STEP:
+            taken[segment.offset : segment.offset + segment.numel] = True
+    for offset, numel in tasklet.padding:
+        taken[offset : offset + numel] = False
+    return taken
+
+
+def _with_payload(tasklet: native.Tasklet, nbytes: int, dtype: native.DType) -> native.Tasklet:
+    segments = [
+        native.Segment(
+            offset=one.offset,
+            numel=one.numel,
+            step=one.step,
+            gradient_dtype=dtype,
+            parameter=one.parameter,
+            parameter_dtype=one.parameter_dtype,
+            arrays=one.arrays,
+        )
+        for one in tasklet.segments
+    ]
+    return native.Tasklet(
+        index=tasklet.index,
+        numel=tasklet.numel,
+        num_arrays=tasklet.num_arrays,
+        extent_bytes=tasklet.extent_bytes,
+        read_file=tasklet.read_file,
+        read_offset=tasklet.read_offset,
+        read_generation=tasklet.read_generation,
+        write_file=tasklet.write_file,
+        write_offset=tasklet.write_offset,
+        write_generation=tasklet.write_generation,
+        segments=segments,
+        master_in_parameter=tasklet.master_in_parameter,
+        offset=tasklet.offset,
+        blocks=tasklet.blocks,
+        payload=tasklet.payload,
+        payload_bytes=nbytes,
+    )
