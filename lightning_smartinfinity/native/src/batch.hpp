@@ -72,7 +72,7 @@ struct Batch {
     // Parameters are in the memory of its device and travel through it; none: they are in host memory.
     std::shared_ptr<const CudaStream> stream;
     // Every tasklet's gradient is compressed just before it is updated by what was sent; none: as it is.
-    std::shared_ptr<const GradientCodec> codec;
+    std::shared_ptr<const GradientCodec> codec = nullptr;
     float residual_scale = 1;  // of the gradients; residuals are not scaled
 };
 

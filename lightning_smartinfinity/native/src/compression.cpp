@@ -56,7 +56,7 @@ DType gradient_dtype_of(const Tasklet& tasklet) {
     for (const Segment& segment : tasklet.segments) {
         if (segment.step != kNoStep) return segment.gradient_dtype;
     }
-    return DType::kFloat32;
+    return DType::kBFloat16;
 }
 
 Problem problem_of_compression(const Batch& batch, const Tasklet& tasklet) {

@@ -7,7 +7,7 @@
 
 namespace smart_infinity {
 
-// Of the gradients of the segments that are updated.
+// Of the gradients of the segments that are updated. Where none is, one of the smallest: any type will do.
 DType gradient_dtype_of(const Tasklet& tasklet);
 
 // What keeps a tasklet of the batch, whose segments are in order, from being compressed by the batch's codec; or, for

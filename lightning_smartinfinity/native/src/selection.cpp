@@ -40,7 +40,7 @@ Cut cut_of(std::uint32_t* keys, std::size_t count, std::size_t wanted) {
     return {key, wanted - static_cast<std::size_t>(above)};
 }
 
-// A magnitude that somewhat more than the wanted elements are likely to have.
+// A magnitude that somewhat more than so many elements are likely to have.
 std::uint32_t guessed_least(const GradientSource& source, std::size_t wanted) {
     const std::uint64_t numel = source.numel();
     if (wanted == 0) return 1;
@@ -132,10 +132,12 @@ void Candidates::keep_largest() {
 }
 
 Candidates largest(const GradientSource& source, std::size_t wanted) {
-    const std::uint32_t least = guessed_least(source, wanted);
-    Candidates candidates = candidates_from(source, wanted, least);
-    if (candidates.size() == wanted || least == 1) return candidates;
-    return candidates_from(source, wanted, 1);  // the sample misled
+    // A sample that misled does not do so for many times as many elements.
+    for (std::size_t guessed = wanted;; guessed *= 8) {
+        const std::uint32_t least = guessed_least(source, guessed);
+        Candidates candidates = candidates_from(source, wanted, least);
+        if (candidates.size() == wanted || least == 1) return candidates;
+    }
 }
 
 Cut counted_cut(const GradientSource& source, std::size_t wanted) {
