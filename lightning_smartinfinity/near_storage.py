@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +18,7 @@ from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.xclbin import require_xclbin_named
 from lightning_smartinfinity.lightning_options import attributes_of, check_options
+from lightning_smartinfinity.plan.cost import gain_of
 from lightning_smartinfinity.settings import (
     check_absent,
     check_choices,
@@ -28,6 +30,7 @@ from lightning_smartinfinity.settings import (
     nvme_path_of,
     storage_folders,
 )
+from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
 
 if TYPE_CHECKING:
@@ -221,6 +224,7 @@ class NearStorage:
             parameter_itemsize=2 if is_16_bit(self.config) else 4,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
+        _warn_of_no_gain(offload, num_arrays=len(rule_for(optimizer).arrays))
         with self._parameters_on_storage(), engine_with(offload):
             if self._parameters is not None:
                 require_parameter_space(
@@ -306,3 +310,17 @@ class NearStorage:
 
 # Strategies whose training is over but whose state is still readable, by folders and job: the next one there ends them.
 _IDLE: dict[tuple[tuple[Path, ...], str], weakref.ref[NearStorage]] = {}
+
+
+def _warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int) -> None:
+    """Compression costs accuracy, or memory at least: tell who gets nothing for it."""
+    if offload.compression is None or torch.distributed.get_rank() != 0:
+        return
+    gain = gain_of(
+        offload.compression,
+        num_cards=0 if offload.cards is None else len(offload.cards.cards),
+        num_arrays=num_arrays,
+        gradient_bytes=offload.gradient_itemsize,
+    )
+    if not gain.gains:
+        warnings.warn(f"compression={offload.compression} is predicted to bring no gain. {gain.reason}", stacklevel=2)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_smartinfinity.plan.gradients import GradientForm
+from lightning_smartinfinity.compression import GradientCodec, TopK
+from lightning_smartinfinity.plan.gradients import Dense, GradientForm, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.paper import FIGURES
 from lightning_smartinfinity.plan.step import System, simulate_step
 from lightning_smartinfinity.plan.workload import Workload
 
-__all__ = ["CompressionGain", "gain_on_cards", "gain_on_host", "published_smartssds"]
+__all__ = ["CompressionGain", "gain_of", "gain_on_cards", "gain_on_host", "published_smartssds"]
 
 _CHANNEL = 6.3e9  # bytes per second of a switch's uplink; published: 6.3 to 8
 _NUM_TASKLETS = 64  # of each device: enough for the steady state
 _LEAST_GAIN = 0.01
+_VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,22 @@ class CompressionGain:
     def gains(self) -> bool:
         """By 1 % or more."""
         return self.ratio >= 1 + _LEAST_GAIN
+
+
+def gain_of(codec: GradientCodec, *, num_cards: int, num_arrays: int, gradient_bytes: int) -> CompressionGain:
+    """Of a user's codec on this machine, whose cards are taken to be as published.
+
+    Args:
+        codec: The user's.
+        num_cards: That update for this process; 0: the host does.
+        num_arrays: Of state.
+        gradient_bytes: Per element of dense gradients: 2 or 4.
+    """
+    if num_cards == 0 or not isinstance(codec, TopK):
+        return gain_on_host()
+    value_bytes = gradient_bytes if codec.value_dtype == "auto" else _VALUE_BYTES[codec.value_dtype]
+    workload = Workload(numel=1, gradients=Dense(gradient_bytes), num_arrays=num_arrays)
+    return gain_on_cards(published_smartssds(num_cards), workload, TopKPayload(codec.ratio, value_bytes))
 
 
 def gain_on_host() -> CompressionGain:

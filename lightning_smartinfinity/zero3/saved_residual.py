@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.zero3.tensor_file import TensorFile, room_for
 
-__all__ = ["SavedResidual", "describe_residual", "write_residual"]
+__all__ = ["SavedResidual", "begin_residual", "describe_residual", "write_residual"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +33,14 @@ def write_residual(optimizer: Any, file: TensorFile, extra: Mapping[str, Any]) -
         file.stream([extra[_KEY]]).write(residual.numpy())
 
 
+def begin_residual(optimizer: Any) -> None:
+    """Let it begin at zero, and say so."""
+    residual = _residual_of(optimizer)
+    if residual is not None:
+        _log.info("No residual of compressed gradients was saved: it begins at zero.")
+        residual.zero_()
+
+
 class SavedResidual:
     """A checkpoint's residual, if this training goes on with one.
 
@@ -47,6 +55,7 @@ class SavedResidual:
     """
 
     def __init__(self, optimizer: Any, file: TensorFile, extra: Mapping[str, Any], *, wanted: bool) -> None:
+        self._optimizer = optimizer
         self._residual = _residual_of(optimizer)
         self._file = file
         self._saved: torch.Tensor | None = extra.get(_KEY) if wanted else None
@@ -54,19 +63,15 @@ class SavedResidual:
             if self._saved is not None:
                 _log.warning("The checkpoint's residual of compressed gradients is left out: there is no compression.")
             self._saved = None
-        elif self._saved is None:
-            _log.info("No residual of compressed gradients was saved: it begins at zero.")
-        else:
+        elif self._saved is not None:
             chunk = np.empty(min(_CHUNK_NUMEL, self._saved.numel()), np.float32)
             self._read(chunk[: end - begin] for begin, end in _chunks(self._saved.numel()))
 
     def restore(self) -> None:
         """Take it up, or begin anew."""
-        if self._residual is None:
-            return
         if self._saved is None:
-            self._residual.zero_()
-        else:
+            begin_residual(self._optimizer)
+        elif self._residual is not None:
             self._read([self._residual.numpy()])
 
     def _read(self, parts: Iterator[NDArray[np.float32]] | list[NDArray[np.float32]]) -> None:

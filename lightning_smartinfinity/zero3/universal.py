@@ -24,6 +24,7 @@ from lightning_smartinfinity.zero3.checkpoint_folder import (
 from lightning_smartinfinity.zero3.client_state import of_user
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.partition import write_range
+from lightning_smartinfinity.zero3.saved_residual import begin_residual
 from lightning_smartinfinity.zero3.stock_checkpoint import check_groups
 from lightning_smartinfinity.zero3.universal_folder import MASTER_FILE, UniversalFolder
 from lightning_smartinfinity.zero3.weight_loading import check_names
@@ -71,6 +72,7 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
         frozen = _frozen_slices(engine, folder)
     optimizer.checkpoint_event_prologue()
     optimizer.settled_handler().replace(_filler(optimizer, folder), steps=steps, together=together)
+    begin_residual(optimizer)
     checkpoint = {"module": folder.model_states["module"], FROZEN_PARAM_FRAGMENTS: frozen}
     with together():
         engine.load_module_state_dict(checkpoint=checkpoint, strict=strict)
