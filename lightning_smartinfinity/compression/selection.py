@@ -22,20 +22,12 @@ _LEFT_OUT = -1
 def with_residual(gradient: torch.Tensor, residual: torch.Tensor, scale: float) -> torch.Tensor:
     """``gradient + residual * scale``, rounded after each; the gradient itself where the residual is zero.
 
-    Subnormal numbers count as zero, as in every update.
-
     Args:
         gradient: float32, on any device.
         residual: float32, as long, on the same device.
         scale: Of the gradient.
     """
-    kept = _flushed(residual)
-    total = _flushed(_flushed(gradient) + _flushed(kept * scale))
-    return torch.where(kept == 0, gradient, total)
-
-
-def _flushed(values: torch.Tensor) -> torch.Tensor:
-    return torch.where(values.abs() < torch.finfo(torch.float32).tiny, 0.0, values)
+    return torch.where(residual == 0, gradient, gradient + residual * scale)
 
 
 def top_k_payload(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.compression.selection import top_k_payload
+from lightning_smartinfinity.compression.selection import top_k_payload, with_residual
 
 DTYPES = {
     torch.float32: native.DType.FLOAT32,
@@ -26,7 +26,15 @@ def values_of(numel: int, seed: int) -> torch.Tensor:
     return torch.where(chosen, special[picked], values)
 
 
-def native_payload(values: torch.Tensor, ratio: float, dtype: torch.dtype, padding: list[tuple[int, int]]) -> bytes:
+def native_payload(
+    values: torch.Tensor,
+    ratio: float,
+    dtype: torch.dtype,
+    padding: list[tuple[int, int]],
+    *,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> bytes:
     """Of one tasklet with one segment."""
     codec = native.TopK(ratio=ratio, value_dtype=DTYPES[dtype])
     buffer = np.zeros(codec.payload_bytes(values.numel()) // 4, np.uint32)
@@ -46,8 +54,9 @@ def native_payload(values: torch.Tensor, ratio: float, dtype: torch.dtype, paddi
         payload=buffer.ctypes.data,
         payload_bytes=buffer.nbytes,
         padding=padding,
+        residual=0 if residual is None else residual.data_ptr(),
     )
-    nbytes = native.encode_gradient(codec, tasklet)
+    nbytes = native.encode_gradient(codec, tasklet, residual_scale=scale)
     return buffer.tobytes()[:nbytes]
 
 
@@ -71,3 +80,11 @@ def test_everything_is_zeros_too() -> None:
     taken = torch.arange(1000) < 900
     payload = top_k_payload(values, ratio=1, value_dtype=torch.float32, taken=taken)
     assert payload.numpy().tobytes() == native_payload(values, 1, torch.float32, [(900, 100)])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 3.0])
+def test_what_was_not_sent_is_added_alike(scale: float) -> None:
+    """Rounded after each operation; subnormals stay, and a gradient whose residual is zero keeps its sign."""
+    gradient, residual = values_of(5000, seed=1), values_of(5000, seed=2).clamp(-1e30, 1e30)
+    payload = top_k_payload(with_residual(gradient, residual, scale), ratio=0.9, value_dtype=torch.float32)
+    assert payload.numpy().tobytes() == native_payload(gradient, 0.9, torch.float32, [], residual=residual, scale=scale)

@@ -17,18 +17,8 @@ def test_stress(tmp_path: Path, sanitizers: str) -> None:
     """No bad access, leak, undefined behaviour or race, and every bit as a plain loop computes it."""
     build = tmp_path / "build"
     configure(build, CMAKE_BUILD_TYPE="Debug", SMART_INFINITY_BUILD_STRESS="ON", SMART_INFINITY_SANITIZE=sanitizers)
-    run(
-        "cmake",
-        "--build",
-        build,
-        "--target",
-        "stress",
-        "stress_formats",
-        "stress_gradients",
-        "stress_card",
-        "--parallel",
-        "4",
-    )
+    programs = ("stress", "stress_formats", "stress_gradients", "stress_card")
+    run("cmake", "--build", build, "--target", *programs, "--parallel", "4")
     for completed in (
         stress(build / "stress", tmp_path, build / "libfake_cuda.so"),
         stress(build / "stress_gradients", tmp_path),

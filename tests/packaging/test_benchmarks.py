@@ -28,6 +28,7 @@ RUNS = {
         ["--size", "tiny"],
         ["|  |", "| smart_infinity, save |", "| smart_infinity, load |", "| smart_infinity, evaluate |"],
     ),
+    "compression.py": (["--tiny"], ["top 1 %  ", "8 bits  "]),
     "csim.py": (
         ["--numel", "4096", "--steps", "2", "--verify"],
         ["step  ", "adamw  ", "adagrad  ", "sgd_nesterov  "],
