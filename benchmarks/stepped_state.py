@@ -12,7 +12,7 @@ from raw_disk import cpu_seconds
 
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
-from lightning_smartinfinity.native import DType, HostBuffer
+from lightning_smartinfinity.native import DType, HostBuffer, StateFile
 from lightning_smartinfinity.store import StateStore, StoreDescription
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
@@ -88,6 +88,11 @@ class SteppedState:
             "read": after.shared_read_bytes - before.shared_read_bytes,
             "written": after.shared_write_bytes - before.shared_write_bytes,
         }
+
+    @property
+    def files(self) -> Sequence[StateFile]:
+        """Of each folder."""
+        return self._store.files
 
     def halves(self) -> tuple[int, int]:
         """Byte offsets, in the file of the one device, of the half that holds the state and of the other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 import warnings
 import weakref
@@ -19,6 +20,9 @@ from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.xclbin import require_xclbin_named
 from lightning_smartinfinity.lightning_options import attributes_of, check_options
 from lightning_smartinfinity.plan.cost import gain_of
+from lightning_smartinfinity.plan.gradients import Dense
+from lightning_smartinfinity.plan.handler import Route
+from lightning_smartinfinity.plan.workload import Workload
 from lightning_smartinfinity.settings import (
     check_absent,
     check_choices,
@@ -316,11 +320,19 @@ def _warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int) -> None:
     """Compression costs accuracy, or memory at least: tell who gets nothing for it."""
     if offload.compression is None or torch.distributed.get_rank() != 0:
         return
+    dense = Workload(
+        numel=1,
+        gradients=Dense(offload.gradient_itemsize),
+        num_arrays=num_arrays,
+        parameter_bytes=offload.parameter_itemsize,
+    )
+    through_storage = offload.smartssd is not None and offload.smartssd.gradient_route == "storage"
     gain = gain_of(
         offload.compression,
+        dense,
         num_cards=0 if offload.cards is None else len(offload.cards.cards),
-        num_arrays=num_arrays,
-        gradient_bytes=offload.gradient_itemsize,
+        num_cores=len(os.sched_getaffinity(0)),
+        route=Route.STORAGE if through_storage else Route.HOST,
     )
     if not gain.gains:
         warnings.warn(f"compression={offload.compression} is predicted to bring no gain. {gain.reason}", stacklevel=2)

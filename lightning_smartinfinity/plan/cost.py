@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_smartinfinity.compression import GradientCodec, TopK
-from lightning_smartinfinity.plan.gradients import Dense, GradientForm, TopKPayload
+from lightning_smartinfinity.plan.gradients import GradientForm, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.paper import FIGURES
@@ -17,6 +17,7 @@ __all__ = ["CompressionGain", "gain_of", "gain_on_cards", "gain_on_host", "publi
 _CHANNEL = 6.3e9  # bytes per second of a switch's uplink; published: 6.3 to 8
 _NUM_TASKLETS = 64  # of each device: enough for the steady state
 _LEAST_GAIN = 0.01
+_SELECT = 1.3e-9  # seconds of one core per parameter: docs/gradient_codecs.md, large tasklets, top 1 % with a residual
 _VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -38,20 +39,24 @@ class CompressionGain:
         return self.ratio >= 1 + _LEAST_GAIN
 
 
-def gain_of(codec: GradientCodec, *, num_cards: int, num_arrays: int, gradient_bytes: int) -> CompressionGain:
+def gain_of(
+    codec: GradientCodec, workload: Workload, *, num_cards: int, num_cores: int, route: Route = Route.HOST
+) -> CompressionGain:
     """Of a user's codec on this machine, whose cards are taken to be as published.
 
     Args:
         codec: The user's.
+        workload: The step with dense gradients. Its size does not matter.
         num_cards: That update for this process; 0: the host does.
-        num_arrays: Of state.
-        gradient_bytes: Per element of dense gradients: 2 or 4.
+        num_cores: Of this process, which choose what is sent.
+        route: Of gradients to cards.
     """
     if num_cards == 0 or not isinstance(codec, TopK):
         return gain_on_host()
-    value_bytes = gradient_bytes if codec.value_dtype == "auto" else _VALUE_BYTES[codec.value_dtype]
-    workload = Workload(numel=1, gradients=Dense(gradient_bytes), num_arrays=num_arrays)
-    return gain_on_cards(published_smartssds(num_cards), workload, TopKPayload(codec.ratio, value_bytes))
+    dense = workload.gradients.nbytes(1)
+    value_bytes = int(dense) if codec.value_dtype == "auto" else _VALUE_BYTES[codec.value_dtype]
+    machine = published_smartssds(num_cards, select=_SELECT / num_cores)
+    return gain_on_cards(machine, workload, TopKPayload(codec.ratio, value_bytes), route=route)
 
 
 def gain_on_host() -> CompressionGain:

@@ -44,6 +44,7 @@ def update_on_cards(
     *,
     workload: Workload,
     route: Route,
+    depth: int,
 ) -> ScheduleRun:
     """The update of one device by its accelerator.
 
@@ -54,8 +55,10 @@ def update_on_cards(
         tasklets: Those that lie on the device.
         workload: Of the step.
         route: Of the gradients.
+        depth: Requests that the device works side by side.
     """
-    io, compute = Pool(simulation, workload.num_buffers), Pool(simulation, CARD_COMPUTE_THREADS)
+    # There is a thread for every buffer.
+    io, compute = Pool(simulation, min(depth, workload.num_buffers)), Pool(simulation, CARD_COMPUTE_THREADS)
     # One run of the kernel at a time, and one transfer in each direction.
     downward, accelerator, upward = (Pool(simulation, 1) for _ in range(3))
     gradients = workload.gradients
@@ -71,7 +74,10 @@ def update_on_cards(
         if gradients.compressed and route is not Route.BACKWARD:
             yield simulation.work(host.select, numel)
         yield downward.push(_in_turn(simulation, *_gradient_way(lane, route, gradients.nbytes(numel))))
+        # The kernel's status is cleared before and read after it: few bytes, which wait for their turn.
+        yield downward.push(_in_turn(simulation))
         yield accelerator.push(_in_turn(simulation, (kernel, workload.kernel_bytes * numel)))
+        yield upward.push(_in_turn(simulation))
         yield upward.push(_in_turn(simulation, (lane.up, workload.parameter_bytes * numel)))
         yield simulation.work(host.receive, numel)
 

@@ -21,7 +21,7 @@ class Device:
         duplex: Reads and writes run side by side at their full rates; else they share the SSD's time.
         kernel: Of the accelerator: bytes of arrays and gradient, in fp32, per second; None: there is none.
         sparse_kernel: The same with a compressed gradient, which it expands; None: as ``kernel``.
-        depth: Requests of the host that it works side by side; further ones wait in their order.
+        depth: Requests that it works side by side; further ones wait in their order.
     """
 
     read: float
@@ -29,7 +29,7 @@ class Device:
     duplex: bool = False
     kernel: float | None = None
     sparse_kernel: float | None = None
-    depth: int = 4
+    depth: int = 64
 
     def __post_init__(self) -> None:
         _require_positive(self)

@@ -81,7 +81,15 @@ class Update:
 
 def _on_cards(run: Run) -> Update:
     tasklets = tasklets_of_device(run.workload.card_layout(run.machine.num_devices), 0)
-    update = update_on_cards(run.simulation, run.lanes[0], run.host, tasklets, workload=run.workload, route=run.route)
+    update = update_on_cards(
+        run.simulation,
+        run.lanes[0],
+        run.host,
+        tasklets,
+        workload=run.workload,
+        route=run.route,
+        depth=run.machine.device.depth,
+    )
     return Update(update.finished, update.parameters_out, sum(tasklet.numel for tasklet in tasklets))
 
 

@@ -191,6 +191,7 @@ class Scenario {
         const std::vector<std::byte> payload = encode(gradient);
         check(gradient, decoded(payload, numel_, random_));
         feed(gradient, payload);
+        update(gradient);
         for (int round = 0; round < 20; ++round) read_damaged(payload);
         work_batch();
     }
@@ -266,6 +267,29 @@ class Scenario {
         for (const std::vector<float>& residual : residuals) {
             require(residual == expected, "a residual is not what was left", seed_);
         }
+    }
+
+    // By what is decoded a chunk at a time: never is there a dense gradient.
+    void update(Gradient& gradient) {
+        Tasklet empty;
+        empty.numel = numel_;
+        empty.num_arrays = kMomentArrays;
+        empty.extent_bytes = extent_bytes(Regions(StateFormat::kFp32, kMomentArrays, numel_, Blocks::grid()));
+        Tasklet tasklet = gradient.tasklet();
+        tasklet.num_arrays = empty.num_arrays;
+        tasklet.extent_bytes = empty.extent_bytes;
+        std::vector<std::byte> payload(codec_->payload_bytes(numel_, gradient.dtype()));
+        tasklet.payload = reinterpret_cast<Address>(payload.data());
+        tasklet.payload_bytes = payload.size();
+        const std::unique_ptr<std::byte, void (*)(void*)> extent(
+            static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, empty.extent_bytes)), std::free);
+        const Batch write{Operation::kWrite, {}, {}, nullptr};
+        require(!compute(write, empty, {}, extent.get(), nullptr), "the first write failed", seed_);
+        const Batch batch{Operation::kUpdate, {}, {kStep}, nullptr, codec_, gradient.scale()};
+        const Tasklet compressed = compress(batch, tasklet);
+        const std::size_t before = allocated;
+        require(!compute(batch, compressed, {}, extent.get(), nullptr), "an update failed", seed_);
+        require(allocated - before <= 60000, "an update allocates more than a chunk", seed_);
     }
 
     void read_damaged(std::vector<std::byte> payload) {

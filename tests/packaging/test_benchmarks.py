@@ -66,7 +66,10 @@ RUNS = {
     ),
 }
 # Those that run where XRT is there.
-ON_CARDS = {"xrt_bindings.py": (["--tiny", "--folder", "."], ["| binding |", "| native |", "| pyxrt |"])}
+ON_CARDS = {
+    "calibration.py": (["--tiny", "--folder", "."], ["| update by |", "| host | 2 | 4 |", "| cards | 1 | 4 |"]),
+    "xrt_bindings.py": (["--tiny", "--folder", "."], ["| binding |", "| native |", "| pyxrt |"]),
+}
 # What plots.py makes of what these wrote, and what stands in it.
 PLOTTED = {
     "scaling.py": {"figures.svg": ["tensors", "folders", "processes", "seconds per step"]},

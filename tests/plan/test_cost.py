@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from lightning_smartinfinity.plan.cost import gain_on_cards, gain_on_host, published_smartssds
+from lightning_smartinfinity.compression import TopK
+from lightning_smartinfinity.plan.cost import gain_of, gain_on_cards, gain_on_host, published_smartssds
 from lightning_smartinfinity.plan.gradients import Dense, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.workload import Workload
@@ -14,6 +17,28 @@ TOP_K = TopKPayload(0.01, 2)
 
 def dense(item_bytes: int = 2) -> Workload:
     return Workload(numel=1, gradients=Dense(item_bytes), parameter_bytes=item_bytes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gains"),
+    [
+        ({"num_cards": 0}, False),
+        ({"num_cards": 4}, False),
+        ({"num_cards": 20}, True),
+        ({"num_cards": 20, "num_cores": 1}, False),
+        ({"num_cards": 4, "route": Route.STORAGE}, True),
+    ],
+)
+def test_of_a_codec_on_published_cards(settings: dict[str, Any], gains: bool) -> None:
+    """Many cards that wait for their channel and cores enough to choose, or gradients that pass through the SSDs."""
+    assert gain_of(TopK(0.01), dense(4), **({"num_cores": 32} | settings)).gains == gains
+
+
+def test_values_of_another_type() -> None:
+    """Fewer bytes of values leave more of the channel."""
+    of = {"num_cards": 40, "num_cores": 64}
+    narrow, wide = (gain_of(TopK(0.2, value_dtype=dtype), dense(4), **of).ratio for dtype in ("bf16", "auto"))
+    assert narrow > wide > 1
 
 
 def test_never_on_the_host() -> None:

@@ -41,7 +41,7 @@ def workload(gradients: GradientForm = Dense(2), **settings: int | str | None) -
 def on_cards(simulation: Simulation, of: Workload, route: Route, **figures: float) -> ScheduleRun:
     (lane,), host = connect(machine(**figures), 1)  # type: ignore[arg-type]
     tasklets = tasklets_of_device(of.card_layout(2), 0)
-    return update_on_cards(simulation, lane, host, tasklets, workload=of, route=route)
+    return update_on_cards(simulation, lane, host, tasklets, workload=of, route=route, depth=64)
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 5, 16])
@@ -114,7 +114,7 @@ def test_one_device_stands_for_all(route: Route, duplex: bool) -> None:
         layout = of.card_layout(3)
         for number, lane in enumerate(connected):
             tasklets = tasklets_of_device(layout, number)
-            update_on_cards(simulation, lane, host, tasklets, workload=of, route=route)
+            update_on_cards(simulation, lane, host, tasklets, workload=of, route=route, depth=64)
         ends.append(simulation.run())
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
 

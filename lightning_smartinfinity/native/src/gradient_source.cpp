@@ -21,7 +21,7 @@ GradientSource::GradientSource(const Tasklet& tasklet, float residual_scale)
         while (padding != tasklet.padding.end() && padding->first + padding->second <= first) ++padding;
         for (auto range = padding; range != tasklet.padding.end() && range->first < last; ++range) {
             add(segment, first, range->first);
-            first = std::max(first, range->first + range->second);
+            first = range->first + range->second;
         }
         add(segment, first, last);
     }
