@@ -49,8 +49,7 @@ def top_k_payload(
     counts = torch.bincount(chosen // _BLOCK, minlength=-(-numel // _BLOCK)).to(torch.int32)
     # torch has no arithmetic on uint16: the same bits as int16.
     indices = (chosen % _BLOCK).to(torch.int32).to(torch.int16)
-    limit = torch.finfo(value_dtype).max
-    parts = [_padded(part) for part in (counts, indices, values[chosen].clamp(-limit, limit).to(value_dtype))]
+    parts = [_padded(part) for part in (counts, indices, _rounded(values[chosen], value_dtype))]
     beats = [part.numel() // _BEAT_BYTES for part in parts]
     words = [_MAGIC, _VERSION, numel, counts.numel(), chosen.numel(), _DTYPE_NUMBERS[value_dtype], *beats]
     header = torch.tensor(words, dtype=torch.int32, device=values.device)
@@ -69,6 +68,12 @@ def _chosen(values: torch.Tensor, ratio: float, taken: torch.Tensor | None) -> t
     threshold = torch.topk(keys, count, sorted=True).values[-1].clamp(min=1)
     above, equal = keys > threshold, keys == threshold
     return above | (equal & (equal.cumsum(0) <= count - above.sum()))
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To nearest, ties to even; what is finite stays finite."""
+    limit = torch.finfo(dtype).max
+    return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
 
 
 def _padded(part: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ def values_of(numel: int, seed: int) -> torch.Tensor:
     """With ties, zeros of both signs, subnormals, and what no 16-bit type holds."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator)
-    special = torch.tensor([0.5, -0.5, 0.0, -0.0, 1e-40, 7e4, -3.4e38])
+    special = torch.tensor([0.5, -0.5, 0.0, -0.0, 1e-40, 7e4, -3.4e38, math.inf, -math.inf])
     chosen = torch.rand(numel, generator=generator) < 0.3
     picked = torch.randint(len(special), (numel,), generator=generator)
     return torch.where(chosen, special[picked], values)
