@@ -562,7 +562,7 @@ def feed_back(tasklets: Sequence[Tasklet], *, residual_scale: float = 1.0, threa
 
     With y = gradient + residual * residual_scale, and v what the payload sent of it (zero where nothing was),
     each element that was updated gets residual = (y - v) / residual_scale. Padding and elements without a
-    step keep theirs.
+    step keep theirs. Payloads are used up: called again, it does nothing.
 
     Args:
         tasklets: Of the step, with the payloads that it wrote and its gradients; those that have no residual

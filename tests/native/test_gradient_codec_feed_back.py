@@ -95,6 +95,20 @@ def test_any_number_of_threads(threads: int) -> None:
         assert_same_bits(compressing.residual, residual)
 
 
+@pytest.mark.parametrize("name", ["top_k", "8_bits"])
+def test_twice(name: str) -> None:
+    """Is once: a caller that an interrupt kept from knowing calls again. The next step's payload counts again."""
+    compressing = compressing_of()
+    payload = compressing.encode(CODECS[name])
+    expected = fed_back(compressing.source, decoded(payload, NUMEL))
+    for _ in range(2):
+        feed(compressing, payload)
+        assert compressing.residual is not None
+        assert_same_bits(compressing.residual, expected)
+    feed(compressing, compressing.encode(CODECS[name]))
+    assert not np.array_equal(compressing.residual, expected)
+
+
 def test_without_a_residual() -> None:
     """Its payload is not looked at."""
     compressing = compressing_of()

@@ -1,6 +1,7 @@
 #include "feed_back.hpp"
 
 #include <atomic>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -12,6 +13,7 @@
 #include "gradient_payload.hpp"
 #include "gradient_source.hpp"
 #include "instruction_set.hpp"
+#include "payload_header.hpp"
 #include "worker_pool.hpp"
 
 namespace smart_infinity {
@@ -41,6 +43,13 @@ void for_each_index(std::size_t count, std::size_t threads, const Work& work) {
     if (error) std::rethrow_exception(error);
 }
 
+std::byte* memory_of(const Tasklet& tasklet) { return reinterpret_cast<std::byte*>(tasklet.payload); }
+
+bool is_fed(const Tasklet& tasklet) {
+    return tasklet.payload_bytes >= sizeof(PayloadHeader) &&
+           magic_of(memory_of(tasklet), tasklet.payload_bytes) == kFedMagic;
+}
+
 std::unique_ptr<GradientPayload> checked_payload(const Tasklet& tasklet) {
     const auto refuse = [&](const std::string& problem) {
         throw std::invalid_argument("feed_back: the compressed gradient of tasklet " + std::to_string(tasklet.index) +
@@ -48,7 +57,7 @@ std::unique_ptr<GradientPayload> checked_payload(const Tasklet& tasklet) {
     };
     std::unique_ptr<GradientPayload> payload;
     try {
-        const auto* const memory = reinterpret_cast<const std::byte*>(tasklet.payload);
+        const std::byte* const memory = memory_of(tasklet);
         payload = open_payload(memory, payload_bytes(memory, tasklet.payload_bytes), tasklet.numel);
     } catch (const std::invalid_argument& error) {
         refuse(error.what());
@@ -83,10 +92,12 @@ void feed_back(const std::vector<Tasklet>& tasklets, float residual_scale, std::
         if (tasklet.residual != 0) fed.push_back(&tasklet);
     }
     validate_gradients(batch);
+    std::erase_if(fed, [](const Tasklet* tasklet) { return is_fed(*tasklet); });
     std::vector<std::unique_ptr<GradientPayload>> payloads(fed.size());
     for_each_index(fed.size(), threads, [&](std::size_t index) { payloads[index] = checked_payload(*fed[index]); });
     for_each_index(fed.size(), threads,
                    [&](std::size_t index) { feed(*fed[index], *payloads[index], residual_scale); });
+    for (const Tasklet* tasklet : fed) std::memcpy(memory_of(*tasklet), &kFedMagic, sizeof kFedMagic);
 }
 
 }  // namespace smart_infinity

@@ -21,6 +21,7 @@ static_assert(sizeof(PayloadHeader) == kBeatBytes);
 constexpr std::size_t kFirstPart = 6;
 constexpr std::uint32_t kSparseMagic = 0x4749534c;
 constexpr std::uint32_t kBlockScaledMagic = 0x4249534c;
+constexpr std::uint32_t kFedMagic = 0x4649534c;  // of a payload that has been fed back, and is none any more
 constexpr std::uint32_t kPayloadVersion = 1;
 constexpr std::uint64_t kLargestPayloadNumel = 0xffffffff;
 

@@ -106,7 +106,7 @@ void bind_gradients(nb::module_& m) {
           "After a step whose gradients were compressed: what was not sent becomes the residual.\n\n"
           "With y = gradient + residual * residual_scale, and v what the payload sent of it (zero where nothing was),\n"
           "each element that was updated gets residual = (y - v) / residual_scale. Padding and elements without a\n"
-          "step keep theirs.\n\n"
+          "step keep theirs. Payloads are used up: called again, it does nothing.\n\n"
           "Args:\n"
           "    tasklets: Of the step, with the payloads that it wrote and its gradients; those that have no residual\n"
           "        are passed by.\n"
