@@ -1,0 +1,128 @@
+"""What compression leaves out: when it changes, when it does not, and where it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TopK, TransferConfig
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import fit, quiet_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain", "ignore:A step was skipped")
+
+RECIPE = Recipe(depth=1, max_steps=4, precision="32-true")
+SMALL_RING = TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3)
+
+
+def strategy_in(root: Path, *, overlap: str = "none", error_feedback: bool = True) -> SmartInfinityStrategy:
+    codec = TopK(0.05, error_feedback=error_feedback)
+    return SmartInfinityStrategy(root / "state", compression=codec, overlap=overlap, transfer=SMALL_RING)
+
+
+def residual_of(strategy: Any) -> torch.Tensor:
+    return strategy._near_storage_optimizer.rank_state.compressed.residual  # type: ignore[no-any-return]
+
+
+class Watching(LitTiny):
+    """Keeps the residual after each batch, once the step is committed."""
+
+    def on_train_start(self) -> None:
+        self.seen = [residual_of(self.trainer.strategy).clone()]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.strategy.drain()
+        self.seen.append(residual_of(self.trainer.strategy).clone())
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_skipped_step_leaves_it(tmp_path: Path, precision: str, overlap: str) -> None:
+    """A gradient that is not finite reaches neither the update nor the residual."""
+    module = Watching(dataclasses.replace(RECIPE, nan_at=(2,), precision=precision))
+    fit(module, tmp_path, strategy_in(tmp_path, overlap=overlap), max_steps=4, precision=precision)
+    zero, first, second, skipped, last = module.seen
+    assert not zero.any()
+    assert torch.isfinite(last).all()
+    assert torch.equal(second, skipped)
+    assert not torch.equal(first, second) and not torch.equal(skipped, last)
+
+
+def test_loss_scale_is_not_in_it(tmp_path: Path) -> None:
+    """fp16's residual is about fp32's, not a thousand times as large."""
+    largest = {}
+    for precision in ("32-true", "16-mixed"):
+        module = Watching(dataclasses.replace(RECIPE, precision=precision, max_steps=1))
+        strategy = strategy_in(tmp_path / precision)
+        strategy.initial_scale_power = 10
+        fit(module, tmp_path / precision, strategy, max_steps=1, precision=precision)
+        largest[precision] = float(module.seen[-1].abs().max())
+    assert largest["16-mixed"] == pytest.approx(largest["32-true"], rel=0.05)
+
+
+def test_a_failed_step_leaves_it(tmp_path: Path) -> None:
+    """The commit fails: the step is undone, and the residual is the one before."""
+    strategy = strategy_in(tmp_path)
+
+    class Failing(Watching):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            store = self.trainer.strategy._near_storage_optimizer.rank_state.handler._store
+
+            def fail(**_: Any) -> None:
+                raise StorageError("Cannot commit.", "Try again.")
+
+            store.commit = fail
+
+    module = Failing(RECIPE)
+    with pytest.raises(StorageError, match="Cannot commit"):
+        fit(module, tmp_path, strategy, max_steps=2)
+    assert len(module.seen) == 2 and module.seen[-1].any()
+    assert torch.equal(residual_of(strategy), module.seen[-1])
+
+
+def test_memory_is_reported(tmp_path: Path) -> None:
+    """Four bytes of residual per parameter, and the payloads; without error feedback the payloads alone."""
+    for error_feedback in (True, False):
+        strategy = strategy_in(tmp_path / str(error_feedback), error_feedback=error_feedback)
+        held: dict[str, int] = {}
+
+        class Asking(LitTiny):
+            def on_train_end(self) -> None:
+                held.update(self.trainer.strategy.host_bytes)  # noqa: B023  called within this pass
+
+        fit(Asking(RECIPE), tmp_path, strategy, max_steps=1)
+        assert held.get("residual", 0) == (4 * strategy.state_numel if error_feedback else 0)
+        assert 0 < held["payloads"] < 4 * strategy.state_numel
+
+
+def test_checkpoint_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It begins at zero, and the log says so; one that nobody wants is left out, with a warning."""
+    saved = {}
+    for name, error_feedback in (("with", True), ("without", False)):
+        trainer = quiet_trainer(
+            tmp_path / name, strategy_in(tmp_path / name, error_feedback=error_feedback), max_steps=2
+        )
+        trainer.fit(LitTiny(RECIPE))
+        saved[name] = tmp_path / name / "half.ckpt"
+        trainer.save_checkpoint(saved[name])
+        trainer.strategy.close()
+    with caplog.at_level(logging.INFO):
+        module = Watching(RECIPE)
+        quiet_trainer(tmp_path, strategy_in(tmp_path), max_steps=3).fit(module, ckpt_path=str(saved["without"]))
+    assert not module.seen[0].any() and module.seen[1].any()
+    assert "No residual of compressed gradients was saved: it begins at zero." in caplog.text
+    strategy = strategy_in(tmp_path, error_feedback=False)
+    quiet_trainer(tmp_path, strategy, max_steps=3).fit(LitTiny(RECIPE), ckpt_path=str(saved["with"]))
+    assert "residual of compressed gradients is left out" in caplog.text
+
+
+def test_host_says_that_there_is_no_gain(tmp_path: Path) -> None:
+    """A user who compresses for the host device is told."""
+    with pytest.warns(UserWarning, match=r"TopK\(ratio=0\.05.*is predicted to bring no gain.*host memory"):
+        fit(LitTiny(RECIPE), tmp_path, strategy_in(tmp_path), max_steps=1)
