@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,7 +69,7 @@ class TopKPayload:
         return True
 
     def nbytes(self, numel: int) -> float:
-        kept = -int(-self.ratio * numel // 1)
+        kept = math.ceil(self.ratio * numel)
         parts = (_COUNT_BYTES * -(-numel // _BLOCK_NUMEL), _INDEX_BYTES * kept, self.value_bytes * kept)
         return _BEAT_BYTES + sum(-(-part // _BEAT_BYTES) * _BEAT_BYTES for part in parts)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lightning_smartinfinity.compression import TopK
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.native import TransferSchedule
 from lightning_smartinfinity.plan import handler
@@ -141,6 +144,18 @@ def test_compressed_gradients_travel_compressed() -> None:
             sent = traffic.shared_down
             assert 0.01 * (2 + value_bytes) * NUMEL < sent <= most * NUMEL
             assert traffic.internal_read == pytest.approx(12 * NUMEL + down * sent, rel=1e-4)
+
+
+@given(
+    numel=st.integers(1, 1 << 22),
+    ratio=st.sampled_from([0.001, 0.01, 0.05, 0.07, 0.3]),
+    dtype=st.sampled_from([("bf16", 2), ("fp32", 4)]),
+)
+def test_payloads_are_those_of_the_codec(numel: int, ratio: float, dtype: tuple[str, int]) -> None:
+    """To the byte."""
+    name, value_bytes = dtype
+    codec = TopK(ratio, value_dtype=name).native()
+    assert TopKPayload(ratio, value_bytes).nbytes(numel) == codec.payload_bytes(numel)
 
 
 PUBLISHED = {  # shared read, shared write, SSD to accelerator, accelerator to SSD
