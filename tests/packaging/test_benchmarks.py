@@ -29,6 +29,10 @@ RUNS = {
         ["|  |", "| smart_infinity, save |", "| smart_infinity, load |", "| smart_infinity, evaluate |"],
     ),
     "compression.py": (["--tiny"], ["top 1 %  ", "8 bits  "]),
+    "compression_accuracy.py": (
+        [*("--tasks", "from-scratch", "--size", "nano", "--scratch-steps", "2", "--seeds", "1")],
+        ["| gradients |", "| dense |", "| 1.0%, with error feedback |", "| 0.5%, without error feedback |"],
+    ),
     "csim.py": (
         ["--numel", "4096", "--steps", "2", "--verify"],
         ["step  ", "adamw  ", "adagrad  ", "sgd_nesterov  "],

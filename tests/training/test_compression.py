@@ -18,7 +18,7 @@ from lightning_smartinfinity.zero3 import optimizer
 from tests.helpers import reference
 from tests.helpers.models import Recipe
 from tests.training.test_overlap import SMALL_RING, assert_same, result
-from tests.training.worker import Run
+from tests.training.worker import Run, launch
 
 # Groups, a schedule, accumulation, a parameter that is not used in some steps, and clipping.
 BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), depth=1, max_steps=4, accumulate=2, clip=0.3)
@@ -142,3 +142,36 @@ def test_trains_like_torch_with_the_same_compression(error_feedback: bool, tmp_p
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected.losses), atol=1e-5, rtol=0)
     for name, master in expected.masters.items():
         torch.testing.assert_close(masters[name], master, atol=1e-5, rtol=0, msg=name)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Sending everything changes no bit, nor does overlap, nor a resume; partitions have padding."""
+    recipe = dataclasses.replace(BASE, odd=True)
+
+    def run(name: str, codec: TopK | None, overlap: str = "none", **settings: Any) -> Run:
+        options = {"overlap": overlap, "compression": codec}
+        out = str(tmp_path / name)
+        return Run(out=out, recipe=recipe, devices=2, transfer=SMALL_RING, options=options, **settings)
+
+    codec = CODECS["top 5 %"]
+    straight = run("straight", codec, save_at=(2,))
+    dense, everything, compressed, forward, backward, resumed = launch(
+        run("dense", None),
+        run("everything", TopK(1.0)),
+        straight,
+        run("forward", codec, "forward"),
+        run("backward", codec, "backward"),
+        run("resumed", codec, resume=str(tmp_path / "straight" / "step-2.ckpt")),
+    )
+    for outcome, expected in ((everything, dense), (forward, compressed), (backward, compressed)):
+        assert outcome.losses == expected.losses
+    assert compressed.losses != dense.losses
+    assert resumed.losses == compressed.losses[2 * BASE.accumulate :]
+    for outcome, expected in (
+        (everything, dense),
+        (forward, compressed),
+        (backward, compressed),
+        (resumed, compressed),
+    ):
+        for name, master in expected.masters.items():
+            assert torch.equal(outcome.masters[name], master), name

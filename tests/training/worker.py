@@ -138,13 +138,16 @@ class Recorder(pl.Callback):
 
 def train(run: Run) -> tuple[LitTiny, pl.Trainer, Recorder]:
     """The run itself, in this process (and those that Lightning launches)."""
-    from lightning_smartinfinity import SmartInfinityStrategy, TransferConfig
+    from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
 
     recipe, recorder = run.recipe, Recorder(run)
     strategy: Any = run.strategy
     if run.strategy == "smart_infinity":
+        options = dict(run.options)
+        if isinstance(options.get("compression"), dict):  # as JSON has a codec
+            options["compression"] = TopK(**options["compression"])
         strategy = SmartInfinityStrategy(
-            run.storage or str(Path(run.out) / "storage"), transfer=TransferConfig(**run.transfer), **run.options
+            run.storage or str(Path(run.out) / "storage"), transfer=TransferConfig(**run.transfer), **options
         )
     trainer = pl.Trainer(
         accelerator=run.accelerator,
