@@ -288,15 +288,15 @@ def test_tasklets_that_no_kernel_works(
 CARD, OTHER_CARD = "0000:42:00.1", "0000:43:00.1"
 
 
-def reports(*builds: str, node: str = "one", card: str = CARD) -> list[update_device._Report]:
-    return [update_device._Report(node, 1, (card,), build, None) for build in builds]
+def reports(*builds: str, machine: str = "one", card: str = CARD) -> list[update_device._Report]:
+    return [update_device._Report(machine, "host", 1, (card,), build, None) for build in builds]
 
 
 def test_ranks_on_one_card() -> None:
     """They share its memory evenly and have to load one xclbin; other cards may have another."""
     assert update_device._sharers(reports("x", "x", "x")) == 3
-    assert update_device._sharers([*reports("x", "x"), *reports("y", node="two")]) == 2
-    assert update_device._disagreement([*reports("x", "x"), *reports("y", node="two")]) is None
+    assert update_device._sharers([*reports("x", "x"), *reports("y", machine="two")]) == 2
+    assert update_device._disagreement([*reports("x", "x"), *reports("y", machine="two")]) is None
     assert update_device._disagreement([*reports("x", "x"), *reports("y", card=OTHER_CARD)]) is None
     error = update_device._disagreement([*reports("x", "y"), *reports("z", card=OTHER_CARD)])
     assert isinstance(error, ConfigError) and f"same card {CARD}: x, y." in error.problem
@@ -316,7 +316,7 @@ def test_another_rank_on_the_same_cards(
     """Each takes half of their memory; all of it where the other rank is on another machine, or on other cards."""
     asked = offload(tmp_path, emulated_cards, wanted)
     shares = []
-    for changes in ({}, {"node": "another"}, {"cards": ("7", "8")}, {"cards": ("1", "2")}):
+    for changes in ({}, {"machine": "another"}, {"cards": ("7", "8")}, {"cards": ("1", "2")}):
         beside(monkeypatch, **changes)
         chosen = choose_update_device(asked, optimizer="Adam").cards
         assert chosen is not None
@@ -330,7 +330,7 @@ def test_one_rank_tests_a_card_that_several_share(
 ) -> None:
     """The lowest that has it; the other ranks hear of the outcome."""
     runs = []
-    for changes in ({}, {"process": 0}, {"process": 0, "cards": ("1",)}, {"process": 0, "node": "another"}):
+    for changes in ({}, {"process": 0}, {"process": 0, "cards": ("1",)}, {"process": 0, "machine": "another"}):
         monkeypatch.setattr(update_device, "gather", lambda value, group, of=changes: [value._replace(**of), value])
         monkeypatch.setattr(collectives, "gather", lambda value, group: [value, value])
         emulated_cards.reset()
@@ -374,7 +374,7 @@ def test_another_rank_with_another_xclbin(
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
     assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is None
     assert "different xclbins" in caplog.text
-    beside(monkeypatch, build="11111111-1111-1111-1111-111111111111", node="another")
+    beside(monkeypatch, build="11111111-1111-1111-1111-111111111111", machine="another")
     assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is not None
 
 
