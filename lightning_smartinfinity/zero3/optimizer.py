@@ -168,8 +168,9 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         Raises:
             UnsupportedError: A closure was passed, or on some rank a parameter was unfrozen or has a gradient that the
                 step would pass over.
-            StorageError: Reading, checking or writing state failed on some rank, and no rank took the step. The
-                parameters are those before it, unless they could not be read back: then saving raises, too.
+            StorageError, DeviceError, CudaError: Reading, checking, updating or writing state failed on some rank, and
+                no rank took the step. The parameters are those before it, unless they could not be read back: then
+                saving raises, too.
         """
         if closure is not None:
             raise UnsupportedError(
@@ -360,7 +361,8 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         """:attr:`RankState.handler`, once the step in flight is committed. Collective.
 
         Raises:
-            StorageError: As :meth:`UpdateInFlight.settle`, or there is no usable state.
+            ConfigError, StorageError, DeviceError, CudaError: As :meth:`UpdateInFlight.settle`.
+            StorageError: There is no usable state.
         """
         self.update.settle()
         return self.rank_state.handler
