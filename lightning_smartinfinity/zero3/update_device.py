@@ -21,6 +21,7 @@ from lightning_smartinfinity.devices.smartssd import (
     kernel_of,
     require_memory,
     self_test,
+    share_of_memory,
 )
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
@@ -88,10 +89,10 @@ def choose_update_device(offload: OffloadSettings, *, optimizer: str, group: Any
         raise_together(error, group)
     if first is None and plan is not None:
         plan = replace(plan, sharers=_sharers(reports))
-        if offload.update_device == "auto":
-            # Later it would be too late for the host: tasklets are cut for the device that updates them.
-            error = _attempted(partial(_require_memory, replace(offload, cards=plan), plan, kernel_of(optimizer)))[1]
-            first = _first_error(gather(_report(plan, error), group))
+        error = _attempted(partial(_require_memory, replace(offload, cards=plan), plan, kernel_of(optimizer)))[1]
+        if offload.update_device == "smartssd":
+            raise_together(error, group)
+        first = _first_error(gather(_report(plan, error), group))
     if first is not None or plan is None:
         _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", first)
         return offload
@@ -170,6 +171,10 @@ def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
 
 
 def _require_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) -> None:
+    share_of_memory(plan)  # or an error
+    if offload.update_device != "auto":
+        return
+    # Later it would be too late for the host: tasklets are cut for the device that updates them.
     numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
     ring = CardRing(
         num_buffers=offload.transfer.num_buffers,

@@ -22,7 +22,7 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
-from lightning_smartinfinity.devices.smartssd import System, find_cards, self_test
+from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, self_test
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.native import testing
@@ -322,6 +322,24 @@ def test_another_rank_on_the_same_cards(
         assert chosen is not None
         shares.append(chosen.sharers)
     assert shares == [2, 1, 1, 2]
+
+
+def test_another_rank_on_cards_of_unknown_memory(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what half of it is: an error on every rank, or the host."""
+
+    def find(*arguments: Any) -> CardPlan:
+        plan = find_cards(*arguments)
+        return replace(plan, xclbin=plan.xclbin._replace(memory_bytes=None))
+
+    monkeypatch.setattr(update_device, "find_cards", find)
+    beside(monkeypatch)
+    assert choose_update_device(offload(tmp_path, emulated_cards, "auto"), optimizer="Adam").cards is None
+    with pytest.raises(DeviceError, match=r"2 processes share a card, .* does not tell how much memory"):
+        choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
+    beside(monkeypatch, node="another")
+    assert choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam").cards is not None
 
 
 @pytest.mark.parametrize("wanted", ["auto", "smartssd"])
