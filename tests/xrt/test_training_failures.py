@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,17 @@ USUAL = {("lost", "backward"), ("hang", "forward"), ("error", "none")}
     ],
 )
 def test_at_every_moment(
-    emulated_cards: EmulatedCards, tmp_path: Path, expected: Failing, kind: str, overlap: str
+    emulated_cards: EmulatedCards,
+    tmp_path: Path,
+    expected: Failing,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    overlap: str,
 ) -> None:
     """The training is the host's to the bit, and so is what resumes from the checkpoint that it saved."""
     for moment in ("first step", "save", "validation", "last step", "end"):
         emulated_cards.reset()
+        caplog.clear()
 
         def fail(trainer: Any) -> None:
             if kind == "lost":
@@ -115,7 +122,10 @@ def test_at_every_moment(
 
         root = tmp_path / moment
         strategy = on_cards(emulated_cards, root, overlap=overlap, timeout=0.05 if kind == "hang" else 30.0)
-        module = fitted(root, strategy, Failing(moment, fail, root))
+        with caplog.at_level(logging.WARNING):
+            module = fitted(root, strategy, Failing(moment, fail, root))
+        happened = "emulated card 1 failed: " in caplog.text and "The host updates the" in caplog.text
+        assert happened == (moment != "end"), moment  # after which nothing is asked of a card
         assert (module.losses, module.validated) == (expected.losses, expected.validated), moment
         assert module.trained == expected.trained, moment
     emulated_cards.reset()
