@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity import SmartInfinityStrategy, SmartSSDConfig, StorageError, TransferConfig
-from lightning_smartinfinity.native.testing import inject
+from lightning_smartinfinity import (
+    DeviceError,
+    SmartInfinityStrategy,
+    SmartSSDConfig,
+    StorageError,
+    TransferConfig,
+)
+from lightning_smartinfinity.devices.smartssd import worker
+from lightning_smartinfinity.native.testing import Hold, inject
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
@@ -159,3 +166,40 @@ def test_a_card_that_takes_its_ssd_along(
     straight.fit(shorter)
     straight.strategy.close()
     assert found == shorter.trained != expected.trained
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_a_write_that_does_not_return(
+    emulated_cards: EmulatedCards, tmp_path: Path, expected: Failing, monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    """The fit ends with a DeviceError. While the write is out the step before can be read and saved; then it goes on."""
+    monkeypatch.setattr(worker, "_RECOVERY", 0.0)
+    late: list[tuple[Any, Hold]] = []
+
+    def fail(trainer: Any) -> None:
+        trainer.strategy.drain()
+        device = trainer.strategy._near_storage_optimizer.rank_state.handler._device
+        late.append((device._workers[1].pipeline, Hold(device._workers[1].pipeline, write_at=0)))
+
+    strategy = on_cards(emulated_cards, tmp_path, overlap=overlap, timeout=0.2)
+    trainer = quiet_trainer(tmp_path, strategy, max_steps=RECIPE.max_steps, val_check_interval=2)
+    module = Failing("last step", fail, tmp_path)
+    with pytest.raises(DeviceError, match=r"card 1 has not returned from writing .*step before is whole"):
+        trainer.fit(module)
+    ((pipeline, hold),) = late
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    found = trained_to(trainer)
+    assert pipeline.busy and pipeline.writes_out() and hold.count == 1
+    assert strategy._near_storage_optimizer.settled_handler().generation == RECIPE.max_steps - 1
+    hold.release()
+    strategy.close()
+    shorter = Failing("never", None, tmp_path)
+    quiet_trainer(tmp_path / "host", max_steps=RECIPE.max_steps - 1, val_check_interval=2).fit(shorter)
+    assert found == shorter.trained != expected.trained
+    # With overlap Lightning has counted the step by then that is undone.
+    assert trainer.global_step == RECIPE.max_steps - (overlap == "none")
+    again = on_cards(emulated_cards, tmp_path / "again", overlap=overlap)
+    resumed = quiet_trainer(tmp_path / "again", again, max_steps=RECIPE.max_steps, val_check_interval=2)
+    resumed.fit(Failing("never", None, tmp_path), ckpt_path=tmp_path / "late.ckpt")
+    assert trained_to(resumed) == (expected.trained if overlap == "none" else found)
+    again.close()
