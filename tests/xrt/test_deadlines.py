@@ -3,62 +3,20 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from lightning_smartinfinity.native import Failure, Operation
 from lightning_smartinfinity.native.testing import Hold
-from tests.helpers.golden import STEPS, random_arrays
 from tests.helpers.runif import RunIf
-from tests.native.stored import Array, Run
 from tests.xrt.card_state import CardCase, CardState, card_state
 from tests.xrt.cards import EmulatedCards
+from tests.xrt.recovery import ARRAYS, NUMEL, STEP, TASKLET, fail, make_good, runs_of, succeed, wait_until_returned
 
 pytestmark = RunIf(xrt=True)
 
-STEP = STEPS["adamw"]
-NUMEL, TASKLET = 4 * 1_000 + 5, 1_000
-GRADIENT, *ARRAYS = random_arrays(STEP, NUMEL, 17, special=False)
 IMPATIENT = CardCase(tasklet_numel=TASKLET, timeout_ms=150)
-
-
-def runs_of(parameter: Array) -> list[Run]:
-    return [Run(0, NUMEL, 0, GRADIENT, parameter=parameter)]
-
-
-def fail(state: CardState) -> tuple[Failure, Array]:
-    parameter = np.zeros(NUMEL, np.float32)
-    failure = state.update(runs_of(parameter), [STEP])
-    assert failure is not None and failure.kind == "device"
-    return failure, parameter
-
-
-def make_good(state: CardState, parameter: Array) -> None:
-    """The host does the rest: everything is as if the card had done it."""
-    expected = np.zeros(NUMEL, np.float32)
-    state.redo(runs_of(parameter), [STEP])
-    assert state.host.work(Operation.UPDATE, runs_of(expected), [STEP]) is None
-    np.testing.assert_array_equal(parameter, expected)
-    state.assert_same()
-
-
-def succeed(state: CardState) -> None:
-    parameter, expected = np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
-    assert state.update(runs_of(parameter), [STEP]) is None
-    assert state.host.work(Operation.UPDATE, runs_of(expected), [STEP]) is None
-    np.testing.assert_array_equal(parameter, expected)
-    state.assert_same()
-
-
-def wait_until_returned(state: CardState) -> None:
-    until = time.monotonic() + 30
-    while state.pipeline.busy:
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])

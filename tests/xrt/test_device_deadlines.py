@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from lightning_smartinfinity.native.testing import Hold
 from lightning_smartinfinity.store import StateStore
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import await_that
 from tests.transfer.harness import Case, Run, assert_equal, running
 from tests.xrt.cards import EmulatedCards
 
@@ -36,13 +35,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def pipeline(run: Run, card: int = 0) -> Pipeline:
     assert isinstance(run.device, SmartSSDDevice)
     return run.device._workers[card].pipeline
-
-
-def await_that(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("kind", ["read", "trailer", "sync"])
