@@ -338,7 +338,7 @@ def test_another_rank_on_cards_of_unknown_memory(
     assert choose_update_device(offload(tmp_path, emulated_cards, "auto"), optimizer="Adam").cards is None
     with pytest.raises(DeviceError, match=r"2 processes share a card, .* does not tell how much memory"):
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
-    beside(monkeypatch, node="another")
+    beside(monkeypatch, machine="another")
     assert choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam").cards is not None
 
 
