@@ -172,7 +172,7 @@ def test_a_card_that_takes_its_ssd_along(
 def test_a_write_that_does_not_return(
     emulated_cards: EmulatedCards, tmp_path: Path, expected: Failing, monkeypatch: pytest.MonkeyPatch, overlap: str
 ) -> None:
-    """The fit ends with a DeviceError. While the write is out the step before can be read and saved; then it goes on."""
+    """The fit ends with a DeviceError. While the write is out the step before can be read and saved."""
     monkeypatch.setattr(worker, "_RECOVERY", 0.0)
     late: list[tuple[Any, Hold]] = []
 
