@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,12 @@ pytestmark = RunIf(xrt=True)
 
 CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)))
 SHORT = 0.2
+HELD: dict[str, dict[str, Any]] = {
+    "read": {"read_at": 0},
+    "trailer": {"read_at": 1},
+    "gradient down": {"write_at": 0, "gradients": True},
+    "gradient up": {"read_at": 0, "gradients": True},
+}
 
 
 @pytest.fixture
@@ -37,17 +44,18 @@ def pipeline(run: Run, card: int = 0) -> Pipeline:
     return run.device._workers[card].pipeline
 
 
-@pytest.mark.parametrize("kind", ["read", "trailer", "sync"])
+@pytest.mark.parametrize("kind", ["read", "trailer", "sync", "gradient down", "gradient up"])
 def test_the_host_takes_over(
     tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     """While the request is out the card gets no work; every bit is the host's, also after it came late."""
+    route = {"gradient_route": "storage"} if "gradient" in kind else {}
     with (
-        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=SHORT)) as run,
+        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=SHORT, **route)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
     ):
         run.step(0)
-        hold = None if kind == "sync" else Hold(pipeline(run), read_at=0 if kind == "read" else 1)
+        hold = None if kind == "sync" else Hold(pipeline(run), **HELD[kind])
         if kind == "sync":
             emulated_cards.inject("stall")
         run.step(1)

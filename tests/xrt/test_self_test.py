@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import logging
+import time
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -22,7 +24,7 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
-from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, self_test
+from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, self_test, unreturned
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.native import testing
@@ -34,6 +36,9 @@ from tests.helpers.runif import RunIf
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)
+
+# The package has a function of that name.
+self_test_module = importlib.import_module("lightning_smartinfinity.devices.smartssd.self_test")
 
 
 def test_cards_that_pass(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -99,6 +104,80 @@ def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCa
     emulated_cards.release(5)
     emulated_cards.wait_for("run-end", card=5)
     self_test(replace(plan, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
+
+
+def held_queue(monkeypatch: pytest.MonkeyPatch, **where: int) -> list[testing.Hold]:
+    """Of every queue from now on one request does not return."""
+    holds = []
+
+    class HeldBuffer:
+        def __init__(self, buffer: native.CardBuffer) -> None:
+            self._buffer = buffer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._buffer, name)
+
+        def queue(self, *, timeout_ms: int) -> native.FileQueue:
+            queue = self._buffer.queue(timeout_ms=timeout_ms)
+            holds.append(testing.Hold(queue, **where))
+            return queue
+
+    through = self_test_module._through
+    monkeypatch.setattr(
+        self_test_module,
+        "_through",
+        lambda card, buffer, *arguments, **settings: through(card, HeldBuffer(buffer), *arguments, **settings),
+    )
+    return holds
+
+
+@pytest.mark.parametrize(("where", "verb"), [("read_at", "reading"), ("write_at", "writing")])
+def test_p2p_that_does_not_return(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, where: str, verb: str
+) -> None:
+    """It is given up for its time, and keeps the card's memory until it returns; then the card can be used again."""
+    before = emulated_cards.counter("num_buffers")
+    plan = plan_of(1, emulated_cards.build.xclbin, timeout=0.05)
+    with monkeypatch.context() as patched:
+        (hold,) = _given_up(plan, tmp_path, held_queue(patched, **{where: 0}), verb)
+    assert list(tmp_path.iterdir()) == []
+    assert emulated_cards.counter("num_buffers") == before + 1
+    with pytest.raises(DeviceError, match="has not returned from a run or transfer that this process gave up"):
+        self_test(plan, [tmp_path], KERNELS[:1])
+    hold.release()
+    until = time.monotonic() + 30
+    while not unreturned.close_returned():
+        assert time.monotonic() < until
+    assert emulated_cards.counter("num_buffers") == before
+    self_test(replace(plan, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
+
+
+def _given_up(plan: CardPlan, folder: Path, holds: list[testing.Hold], verb: str) -> list[testing.Hold]:
+    with pytest.raises(
+        DeviceError,
+        match=rf"P2P between the emulated card 0 and its SSD failed: {verb} 1048576 bytes .*within 50 ms.*kernel log",
+    ):
+        self_test(plan, [folder], KERNELS[:1])
+    return holds
+
+
+@pytest.mark.usefixtures("alone")
+def test_p2p_that_does_not_return_leaves_it_to_the_host(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By "auto", which says why; with "smartssd" it is an error."""
+    holds = held_queue(monkeypatch, read_at=0)
+    asked = offload(tmp_path, emulated_cards, smartssd=SmartSSDConfig(xclbin=emulated_cards.build.xclbin, timeout=0.05))
+    assert choose_update_device(asked, optimizer="Adam").cards is None
+    assert "since SmartSSDs cannot: P2P between the emulated card 0 and its SSD failed" in caplog.text
+    for hold in holds:
+        hold.release()
+    until = time.monotonic() + 30
+    while not unreturned.close_returned():
+        assert time.monotonic() < until
+    with pytest.raises(DeviceError, match="did not return within 50 ms"):
+        choose_update_device(replace(asked, update_device="smartssd"), optimizer="Adam")
+    holds[-1].release()
 
 
 def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
