@@ -122,7 +122,7 @@ class NearStorage:
         Collective: every rank calls it. Whatever reads or writes parameters or state does so by itself.
 
         Raises:
-            StorageError: The step failed on some rank, and was undone on all.
+            ConfigError, StorageError, DeviceError, CudaError: The step failed on some rank, and was undone on all.
         """
         optimizer = self._near_storage_optimizer
         if optimizer is not None:

@@ -3,6 +3,7 @@
 //   gradient --> read_gradient --> decode_gradient --> expand_gradient --+
 //   master --> load_array -----------------------------------------------+--> compute --> store_array --> master
 //   sum    --> load_array -----------------------------------------------+            --> store_array --> sum
+//                                                                                     --> store_parameter --> parameter
 //
 //   and along all of them the run: read_gradient --> ... --> write_status --> status
 #include <hls_math.h>

@@ -1,9 +1,9 @@
 // torch.optim.SGD.
 //
-//   gradient --> read_gradient --> decode_gradient --> expand_gradient --+
-//   master          --> load_array --------------------------------------+--> compute --> store_array --> master
-//   momentum_buffer --> load_array --------------------------------------+            --> store_array -->
-//   momentum_buffer
+//   gradient --> read_gradient --> decode_gradient --> expand_gradient -+
+//   master          --> load_array -------------------------------------+-> compute --> store_array --> master
+//   momentum_buffer --> load_array -------------------------------------+           --> store_array --> momentum_buffer
+//                                                                                   --> store_parameter --> parameter
 //
 //   and along all of them the run: read_gradient --> ... --> write_status --> status
 #include <arrays.hpp>

@@ -769,6 +769,12 @@ class CardBuffer:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def queue(self, *, timeout_ms: int) -> FileQueue:
+        """
+        What moves bytes between files and this memory alone. A request that does not return in time is given up:
+        its failure is of kind "device", and until it returns it keeps the memory and its file.
+        """
+
     def sync_to_card(self, nbytes: int, offset: int = 0) -> None:
         """What is at `address` becomes what the card has."""
 
@@ -948,8 +954,12 @@ class FileQueue:
         """The engine in use: one of io_engines()."""
 
     def counters(self) -> Counters: ...
+    @property
+    def busy(self) -> bool:
+        """Whether a request that was given up has not returned."""
+
     def close(self) -> None:
-        """Wait for what is in flight. Idempotent."""
+        """Wait for what is in flight, but not for what was given up, whose memory and file are lost. Idempotent."""
 
 @overload
 def inject(
@@ -988,11 +998,17 @@ class Throttle:
 
 class Hold:
     """
-    Holds `count` reads or writes of a pipeline, for tests: from now on, those from number `read_at`
-    or `write_at` on do not begin before they are released.
+    Holds `count` reads or writes of a pipeline or queue, for tests: from now on, those from number `read_at`
+    or `write_at` on do not begin before they are released. `gradients`: those of a card's gradient file alone;
+    else all others.
     """
 
-    def __init__(self, pipeline: Pipeline, *, read_at: int = -1, write_at: int = -1, count: int = 1) -> None: ...
+    @overload
+    def __init__(
+        self, pipeline: Pipeline, *, read_at: int = -1, write_at: int = -1, count: int = 1, gradients: bool = False
+    ) -> None: ...
+    @overload
+    def __init__(self, queue: FileQueue, *, read_at: int = -1, write_at: int = -1, count: int = 1) -> None: ...
     @property
     def count(self) -> int:
         """Those that are held now."""

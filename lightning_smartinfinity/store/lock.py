@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageLockedError
@@ -35,14 +36,15 @@ class FolderLock:
         _held.add(self)
 
     def release(self, *, remove: bool) -> None:
-        """Unlock; idempotent.
+        """Unlock; idempotent. Never raises.
 
         Args:
-            remove: Delete the lock file as well.
+            remove: Delete the lock file as well, if that can be done: the file alone locks nothing.
         """
         if remove and self._close.alive:
             # Before unlocking: once unlocked, the name may already be another process's lock.
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.unlink()
         self.forget()
 
     def forget(self) -> None:

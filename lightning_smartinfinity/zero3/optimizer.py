@@ -30,6 +30,7 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layou
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3 import checkpoint
+from lightning_smartinfinity.zero3.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.collectives import failing_together, raise_together, raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.gradient_path import GradientPath
@@ -182,8 +183,9 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         Raises:
             UnsupportedError: A closure was passed, or on some rank a parameter was unfrozen or has a gradient that the
                 step would pass over.
-            StorageError: Reading, checking or writing state failed on some rank, and no rank took the step. The
-                parameters are those before it, unless they could not be read back: then saving raises, too.
+            StorageError, DeviceError, CudaError: Reading, checking, updating or writing state failed on some rank, and
+                no rank took the step. The parameters are those before it, unless they could not be read back: then
+                saving raises, too.
         """
         if closure is not None:
             raise UnsupportedError(
@@ -262,6 +264,14 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             self.update.abandon(error)
             raise
         self.arena.reset()
+
+    def _partition_all_parameters(self) -> None:
+        """As the base class, also where an interrupt broke off what gathered some."""
+        try:
+            super()._partition_all_parameters()
+        except (AssertionError, RuntimeError):  # DeepSpeed's words for a parameter that nobody will bring
+            end_gathers(self.parameter_offload.module)
+            super()._partition_all_parameters()
 
     def failing_together(self) -> AbstractContextManager[None]:
         """A context in which all ranks fail if one does; every rank enters and leaves it."""
@@ -377,7 +387,8 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         """:attr:`RankState.handler`, once the step in flight is committed. Collective.
 
         Raises:
-            StorageError: As :meth:`UpdateInFlight.settle`, or there is no usable state.
+            ConfigError, StorageError, DeviceError, CudaError: As :meth:`UpdateInFlight.settle`.
+            StorageError: There is no usable state.
         """
         self.update.settle()
         return self.rank_state.handler

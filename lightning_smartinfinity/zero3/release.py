@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from lightning_smartinfinity.zero3.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 
 __all__ = ["end_training", "release_module", "trainings_of"]
@@ -59,13 +60,11 @@ def _remove_hooks(module: torch.nn.Module) -> None:
 
 def _partition_parameters(module: torch.nn.Module) -> None:
     """Release parameters that a forward or backward pass, broken off by an exception, had gathered; drop gradients."""
-    in_flight = getattr(module, "ds_inflight_param_registry", {})
+    end_gathers(module)
     for param in cast(Iterator[Any], module.parameters()):
         param.grad = None
         if not hasattr(param, "ds_status"):
             continue
-        if param in in_flight:
-            in_flight.pop(param).wait()
         param.ds_active_sub_modules.clear()
         if param.ds_status == ZeroParamStatus.AVAILABLE:
             param.partition()

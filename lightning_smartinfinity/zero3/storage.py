@@ -74,6 +74,7 @@ def open_storage(
 
     Raises:
         StorageError: A folder cannot be used, is locked or too small; on every rank.
+        DeviceError: A card cannot be opened, or has too little memory; the same.
     """
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
     require_space(_space_of_all_ranks(settings, layout, group))

@@ -22,6 +22,7 @@ from lightning_smartinfinity.devices.smartssd import (
     kernel_of,
     require_memory,
     self_test,
+    share_of_memory,
 )
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
@@ -29,6 +30,7 @@ from lightning_smartinfinity.devices.smartssd.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.zero3.collectives import gather, raise_together
+from lightning_smartinfinity.zero3.machine import machine_identity
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
 __all__ = ["choose_update_device"]
@@ -41,9 +43,19 @@ _SMALL_TASKLET_BYTES = 16 << 20
 
 
 class _Report(NamedTuple):
-    """What one rank found: its cards, or why it has none."""
+    """What one rank found: its cards, or why it has none.
 
-    node: str
+    Attributes:
+        machine: As of :func:`machine_identity`.
+        host: The machine's name, for people.
+        process: Number of the rank's process.
+        cards: Addresses.
+        build: The xclbin's uuid.
+        error: Why there are no cards.
+    """
+
+    machine: str
+    host: str
     process: int
     cards: tuple[str, ...]
     build: str
@@ -78,10 +90,10 @@ def choose_update_device(offload: OffloadSettings, *, optimizer: str, group: Any
         raise_together(error, group)
     if first is None and plan is not None:
         plan = replace(plan, sharers=_sharers(reports))
-        if offload.update_device == "auto":
-            # Later it would be too late for the host: tasklets are cut for the device that updates them.
-            error = _attempted(partial(_require_memory, replace(offload, cards=plan), plan, kernel_of(optimizer)))[1]
-            first = _first_error(gather(_report(plan, error), group))
+        error = _attempted(partial(_require_memory, replace(offload, cards=plan), plan, kernel_of(optimizer)))[1]
+        if offload.update_device == "smartssd":
+            raise_together(error, group)
+        first = _first_error(gather(_report(plan, error), group))
     if first is not None or plan is None:
         _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", first)
         return offload
@@ -145,12 +157,12 @@ def _test(offload: OffloadSettings, plan: CardPlan, kernel: Kernel, reports: Seq
     testers: dict[tuple[str, str], int] = {}
     for report in reports:
         for card in report.cards:
-            testers.setdefault((report.node, card), report.process)
+            testers.setdefault((report.machine, card), report.process)
     own = _report(plan, None)
     mine = [
         (card, folder)
         for card, folder in zip(plan.cards, offload.storage, strict=True)
-        if testers[own.node, card.address] == own.process
+        if testers[own.machine, card.address] == own.process
     ]
     self_test(replace(plan, cards=tuple(card for card, _ in mine)), [folder for _, folder in mine], [kernel])
 
@@ -175,6 +187,10 @@ def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
 
 
 def _require_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) -> None:
+    share_of_memory(plan)  # or an error
+    if offload.update_device != "auto":
+        return
+    # Later it would be too late for the host: tasklets are cut for the device that updates them.
     numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
     ring = CardRing(
         num_buffers=offload.transfer.num_buffers,
@@ -187,16 +203,19 @@ def _require_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) ->
 
 def _report(plan: CardPlan | None, error: SmartInfinityError | None) -> _Report:
     cards = () if plan is None else tuple(card.address for card in plan.cards)
-    return _Report(platform.node(), os.getpid(), cards, "" if plan is None else plan.xclbin.uuid, error)
+    build = "" if plan is None else plan.xclbin.uuid
+    return _Report(machine_identity(), platform.node(), os.getpid(), cards, build, error)
 
 
 def _disagreement(reports: Sequence[_Report]) -> SmartInfinityError | None:
     """Ranks on one card must load one xclbin."""
-    for node, card in sorted({(report.node, card) for report in reports for card in report.cards}):
-        builds = {report.build for report in reports if report.node == node and card in report.cards}
+    for machine, card in sorted({(report.machine, card) for report in reports for card in report.cards}):
+        sharers = [report for report in reports if report.machine == machine and card in report.cards]
+        builds = {report.build for report in sharers}
         if len(builds) > 1:
             return ConfigError(
-                f"The ranks on {node} name different xclbins for the same card {card}: {', '.join(sorted(builds))}.",
+                f"The ranks on {sharers[0].host} name different xclbins for the same card {card}:"
+                f" {', '.join(sorted(builds))}.",
                 "Name one xclbin on all ranks that share a card.",
             )
     return None
@@ -204,7 +223,7 @@ def _disagreement(reports: Sequence[_Report]) -> SmartInfinityError | None:
 
 def _sharers(reports: Sequence[_Report]) -> int:
     """Most processes that any card has: each takes such a share, so that all ranks have equal rings."""
-    uses = Counter((report.node, card) for report in reports for card in report.cards)
+    uses = Counter((report.machine, card) for report in reports for card in report.cards)
     return max(uses.values())
 
 

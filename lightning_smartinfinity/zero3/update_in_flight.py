@@ -120,7 +120,7 @@ class UpdateInFlight:
         """Return when these parameters are those of the step that was begun last, and their gradients used.
 
         Raises:
-            StorageError: The step failed, in a training of one process, and was undone.
+            StorageError, DeviceError, CudaError: The step failed, in a training of one process, and was undone.
         """
         index, parameters = self._optimizer.parameter_index, list(parameters)
         wanted = sorted({index[param.ds_id] for param in parameters if param.ds_id in index})
@@ -144,7 +144,8 @@ class UpdateInFlight:
 
         Raises:
             ConfigError: A hyperparameter was out of range on some rank; the step was taken on none.
-            StorageError: It failed on some rank, or could not be committed there, and was undone on all.
+            StorageError, DeviceError, CudaError: It failed on some rank, or could not be committed there, and was
+                undone on all.
         """
         with self._lock:
             self.quiesce()

@@ -86,9 +86,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, state_format: str) -> N
     """Refuse optimizers without an update rule.
 
     Raises:
-        UnsupportedError: The optimizer's type or one of its settings is not supported, or not in this state format.
+        UnsupportedError: The optimizer's type or one of its settings is not supported, or not in this state format, or
+            a parameter group is empty.
     """
     rule = rule_for(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            raise UnsupportedError(
+                f"Parameter group {number} of {rule.name} has no parameters; DeepSpeed drops such a group, and learning"
+                " rate schedulers would no longer fit the groups that are left.",
+                "Pass only groups that have parameters.",
+            )
     if state_format not in rule.state_formats:
         raise UnsupportedError(
             f"state_format={state_format!r} is not supported with {rule.name}: it rounds Adam's moments.",

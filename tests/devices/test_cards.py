@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 import uuid
@@ -84,16 +85,19 @@ def test_header_of_an_xclbin(tmp_path: Path, machine: Machine) -> None:
 
 
 def test_xclbins_that_are_none(tmp_path: Path, machine: Machine) -> None:
-    """None named, none there, a folder, another file, a torn one: each with what names it and how to build one."""
+    """None named, none there, a folder, a pipe, another file, a torn one: with what names it and how to build one."""
     whole = xclbin(SMARTSSD)
     (tmp_path / "other").write_bytes(b"\x7fELF" * 200)
     (tmp_path / "torn").write_bytes(whole[:470])
     (tmp_path / "short").write_bytes(whole[:100])
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(
         ConfigError, match=r"none is named.*checkout or source distribution.*2021\.2.*2022\.2.*xilinx_u2_gen3x4"
     ):
         read_xclbin(None, machine.system())
-    for name, kind in (("gone", ConfigError), (".", ConfigError), ("torn", DeviceError), ("other", DeviceError)):
+    missing, wrong = ("gone", ".", "pipe"), ("torn", "other")
+    for name in missing + wrong:
+        kind = ConfigError if name in missing else DeviceError
         path = tmp_path / name
         machine.environment[XCLBIN_VARIABLE] = str(path)
         for settings, setting in (

@@ -36,6 +36,12 @@ def test_every_form_of_every_step(sequential: Library, name: str) -> None:
         make_tasklet(STEPS[name], 1_531, form, seed=seed, special=True).run(sequential)
 
 
+def test_the_caller_keeps_its_subnormals(sequential: Library) -> None:
+    """Only the kernels have none: this thread goes on as before."""
+    make_tasklet(STEPS["sgd"], 100, FORMS[0], seed=0).run(sequential)
+    assert np.float32(1e-30) * np.float32(1e-10) > 0
+
+
 @RULES
 def test_every_length(sequential: Library, step: Any) -> None:
     """Lengths that end in the middle of a beat, a group of 32 or the padding; ranges likewise."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_smartinfinity import DeviceError
-from lightning_smartinfinity.devices.smartssd.opening import open_card
+from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card
 from lightning_smartinfinity.devices.smartssd.pci import PciPath
 from lightning_smartinfinity.native import Card, CardError
 from tests.helpers.card_runs import plan_of
@@ -121,6 +122,47 @@ def test_our_error_names_the_card(xrt: FakeXrt) -> None:
     card = plan.cards[0]._replace(path=PciPath(("pci0000:3a", BDF)))
     with pytest.raises(DeviceError, match=rf"The card {BDF}: xrtDeviceOpenByBDF.*No such device.*xbutil examine"):
         open_card(plan, card)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "remedy"),
+    [
+        ("xrtDeviceOpenByBDF", errno.ENODEV, "Check XILINX_XRT, the driver and the card"),
+        ("xrtDeviceLoadXclbinFile", errno.EBUSY, "close what holds it with another xclbin"),
+        ("xrtDeviceLoadXclbinFile", 0, "whether the card is still there"),
+        ("xrtPLKernelOpen", errno.ENOENT, "make -C hls xclbin"),
+        ("xrtBOAlloc", errno.ENOMEM, r"smaller tasklets.*TransferConfig\(tasklet_bytes"),
+        ("xrtBOSync", errno.EIO, "smart-infinity selftest"),
+        *(
+            (call, errno.ENODEV, "The card is gone. .*reset it")
+            for call in ("xrtDeviceLoadXclbinFile", "xrtPLKernelOpen", "xrtBOAlloc", "xrtBOSync")
+        ),
+    ],
+)
+def test_remedies(xrt: FakeXrt, call: str, error: int, remedy: str) -> None:
+    """What errno tells comes first: a card that is gone needs no other xclbin and no smaller tasklets."""
+    plan = replace(plan_of(1, Path("kernels.xclbin")), library=str(xrt.library))
+    (card,) = plan.cards
+    card = card._replace(path=PciPath(("pci0000:3a", BDF)))
+    xrt.fail(call, errno=error)
+
+    def use() -> None:
+        with card_errors(card):
+            opened = open_card(plan, card)
+            opened.allocate(4096, group=opened.group("adamw_update", 0)).sync_to_card(64)
+
+    with pytest.raises(DeviceError) as failed:
+        use()
+    assert call in failed.value.problem
+    assert re.search(remedy, failed.value.remedy)
+
+
+def test_the_remedy_for_a_library_that_lacks_an_entry_point(library: FakeXrt, tmp_path: Path) -> None:
+    """Not what helps against a call of that name that fails."""
+    lacking = without(library.library, "xrtBOAlloc", tmp_path)
+    plan = replace(plan_of(1, Path("kernels.xclbin")), library=str(lacking))
+    with pytest.raises(DeviceError, match=r"has no xrtBOAlloc.*Install XRT"):
+        open_card(plan, plan.cards[0])
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -54,7 +54,7 @@ def test_source_distribution_holds_what_a_build_and_the_tests_need(distributions
     """The sources of the core, documents and tests are there; no environment, no build, no binary."""
     with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    core = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE / "native" / "src").iterdir()}
+    core = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE / "native" / "src").rglob("*") if path.is_file()}
     needed = {"CMakeLists.txt", "LICENSE", "Makefile", "README.md", "pyproject.toml", "tests/conftest.py", *core}
     assert needed <= names
     assert not {name for name in names if name.startswith((".venv", "build/", ".git/")) or name.endswith(".so")}

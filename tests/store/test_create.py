@@ -102,6 +102,22 @@ def test_close_keeps_or_removes(tmp_path: Path) -> None:
     assert tree(tmp_path) == set()
 
 
+def test_close_when_storage_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be removed stays, and hides no error that came before; every folder is unlocked all the same."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store = create(folders)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as gone:
+        gone.setattr(os, "unlink", fail)
+        store.close(remove=True)
+    assert {"a/default/rank-00000/lock", "b/default/rank-00000/state.bin"} < tree(tmp_path)
+    create(folders).close(remove=True)
+    assert tree(tmp_path) == {"a", "b"}
+
+
 def test_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
     """Its lock is free and nobody asked to keep it: a new store takes its place silently."""
     create([tmp_path]).close(remove=False)

@@ -11,6 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, UnsupportedError
@@ -167,6 +169,37 @@ def test_ctrl_c_during_the_update_abandons_the_step(precision: Any, tmp_path: Pa
     trainer.callbacks.remove(interrupt)  # type: ignore[attr-defined]
     trainer.fit(module)
     assert trainer.global_step == 3
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize(
+    ("owner", "call"), [(InflightParamRegistry, "__setitem__"), (partition_parameters.NoGatherCoalescedHandle, "wait")]
+)
+def test_ctrl_c_while_parameters_are_gathered(
+    owner: Any, call: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just started, or about to be waited for: what was trained can be saved, and the same Trainer fits on."""
+    module = Everything()
+    strategy = SmartInfinityStrategy(
+        tmp_path / "storage", overlap=overlap, zero={"stage3_param_persistence_threshold": 0}
+    )
+    trainer = quiet_trainer(tmp_path, strategy, use_distributed_sampler=False, max_steps=3)
+    gather, interrupts = getattr(owner, call), iter([KeyboardInterrupt])
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if trainer.global_step == 1:
+            for interrupt in interrupts:
+                raise interrupt
+        return gather(*arguments, **options)
+
+    monkeypatch.setattr(owner, call, interrupted)
+    with pytest.raises(SystemExit):
+        trainer.fit(module)
+    trainer.save_checkpoint(tmp_path / "interrupted.ckpt")
+    trainer.fit(module)
+    resumed = quiet_trainer(tmp_path / "again", use_distributed_sampler=False, max_steps=3)
+    resumed.fit(Everything(), ckpt_path=tmp_path / "interrupted.ckpt")
+    assert trainer.global_step == resumed.global_step == 3
 
 
 def test_a_module_whose_set_up_failed_can_be_fitted(tmp_path: Path) -> None:

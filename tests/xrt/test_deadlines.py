@@ -3,62 +3,24 @@
 from __future__ import annotations
 
 import re
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from lightning_smartinfinity.native import Failure, Operation
+from lightning_smartinfinity.native import Card
 from lightning_smartinfinity.native.testing import Hold
-from tests.helpers.golden import STEPS, random_arrays
 from tests.helpers.runif import RunIf
-from tests.native.stored import Array, Run
-from tests.xrt.card_state import CardCase, CardState, card_state
+from tests.xrt.card_state import BINDINGS, CardCase, CardState, card_state
 from tests.xrt.cards import EmulatedCards
+from tests.xrt.python_binding import ApiBinding
+from tests.xrt.recovery import ARRAYS, NUMEL, STEP, TASKLET, fail, make_good, runs_of, succeed, wait_until_returned
 
 pytestmark = RunIf(xrt=True)
 
-STEP = STEPS["adamw"]
-NUMEL, TASKLET = 4 * 1_000 + 5, 1_000
-GRADIENT, *ARRAYS = random_arrays(STEP, NUMEL, 17, special=False)
 IMPATIENT = CardCase(tasklet_numel=TASKLET, timeout_ms=150)
-
-
-def runs_of(parameter: Array) -> list[Run]:
-    return [Run(0, NUMEL, 0, GRADIENT, parameter=parameter)]
-
-
-def fail(state: CardState) -> tuple[Failure, Array]:
-    parameter = np.zeros(NUMEL, np.float32)
-    failure = state.update(runs_of(parameter), [STEP])
-    assert failure is not None and failure.kind == "device"
-    return failure, parameter
-
-
-def make_good(state: CardState, parameter: Array) -> None:
-    """The host does the rest: everything is as if the card had done it."""
-    expected = np.zeros(NUMEL, np.float32)
-    state.redo(runs_of(parameter), [STEP])
-    assert state.host.work(Operation.UPDATE, runs_of(expected), [STEP]) is None
-    np.testing.assert_array_equal(parameter, expected)
-    state.assert_same()
-
-
-def succeed(state: CardState) -> None:
-    parameter, expected = np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
-    assert state.update(runs_of(parameter), [STEP]) is None
-    assert state.host.work(Operation.UPDATE, runs_of(expected), [STEP]) is None
-    np.testing.assert_array_equal(parameter, expected)
-    state.assert_same()
-
-
-def wait_until_returned(state: CardState) -> None:
-    until = time.monotonic() + 30
-    while state.pipeline.busy:
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])
@@ -128,6 +90,59 @@ def test_late_sync(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -
         assert re.fullmatch(told + " 150 ms", failure.message)
         assert state.pipeline.busy
         make_good(state, parameter)
+        emulated_cards.release()
+        wait_until_returned(state)
+        state.assert_same()
+        succeed(state)
+
+
+@pytest.mark.parametrize(("kind", "verb"), [("read_at", "reading"), ("write_at", "writing")])
+@pytest.mark.parametrize("number", [0, 2])
+def test_late_gradient(tmp_path: Path, emulated_cards: EmulatedCards, kind: str, verb: str, number: int) -> None:
+    """On its way through a file, of which no place is state's: as with a read."""
+    case = CardCase(tasklet_numel=TASKLET, timeout_ms=150, through_file=True)
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
+        state.write(*ARRAYS)
+        hold = Hold(state.pipeline, gradients=True, **{kind: number})
+        failure, parameter = fail(state)
+        assert f"{verb} the gradient in {tmp_path / 'gradients-0'} did not return within 150 ms" in failure.message
+        assert hold.count == 1 and state.pipeline.busy and state.pipeline.writes_out() == []
+        make_good(state, parameter)
+        hold.release()
+        wait_until_returned(state)
+        state.assert_same()
+        succeed(state)
+
+
+class SlowStart(ApiBinding):
+    """Starts a run when it is let, if it is to wait at all."""
+
+    def __init__(self, index: int, xclbin: Path) -> None:
+        super().__init__(index, xclbin)
+        self.started = threading.Event()
+        self.started.set()
+
+    def start(self, run: Any) -> None:
+        self.started.wait()
+        super().start(run)
+
+
+def test_late_start(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that may begin yet has its memory until it has ended."""
+    binding = SlowStart(0, emulated_cards.build.xclbin)
+    monkeypatch.setitem(BINDINGS, "slow", lambda cards, index: Card(binding))
+    case = CardCase(tasklet_numel=TASKLET, timeout_ms=150, binding="slow", compute_threads=1)
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
+        state.write(*ARRAYS)
+        binding.started.clear()
+        failure, parameter = fail(state)
+        assert "the start of a run of kernel adamw_update did not return within 150 ms" in failure.message
+        assert state.pipeline.busy
+        make_good(state, parameter)
+        emulated_cards.inject("hang")
+        binding.started.set()
+        emulated_cards.wait_for("run-hung")
+        assert state.pipeline.busy
         emulated_cards.release()
         wait_until_returned(state)
         state.assert_same()

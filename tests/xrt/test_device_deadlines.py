@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from lightning_smartinfinity.native.testing import Hold
 from lightning_smartinfinity.store import StateStore
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import await_that
 from tests.transfer.harness import Case, Run, assert_equal, running
 from tests.xrt.cards import EmulatedCards
 
@@ -25,6 +25,12 @@ pytestmark = RunIf(xrt=True)
 
 CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)))
 SHORT = 0.2
+HELD: dict[str, dict[str, Any]] = {
+    "read": {"read_at": 0},
+    "trailer": {"read_at": 1},
+    "gradient down": {"write_at": 0, "gradients": True},
+    "gradient up": {"read_at": 0, "gradients": True},
+}
 
 
 @pytest.fixture
@@ -38,24 +44,18 @@ def pipeline(run: Run, card: int = 0) -> Pipeline:
     return run.device._workers[card].pipeline
 
 
-def await_that(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
-@pytest.mark.parametrize("kind", ["read", "trailer", "sync"])
+@pytest.mark.parametrize("kind", ["read", "trailer", "sync", "gradient down", "gradient up"])
 def test_the_host_takes_over(
     tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     """While the request is out the card gets no work; every bit is the host's, also after it came late."""
+    route = {"gradient_route": "storage"} if "gradient" in kind else {}
     with (
-        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=SHORT)) as run,
+        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=SHORT, **route)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
     ):
         run.step(0)
-        hold = None if kind == "sync" else Hold(pipeline(run), read_at=0 if kind == "read" else 1)
+        hold = None if kind == "sync" else Hold(pipeline(run), **HELD[kind])
         if kind == "sync":
             emulated_cards.inject("stall")
         run.step(1)

@@ -364,6 +364,14 @@ def test_no_such_card_kernel_or_file(tmp_path: Path, emulated_cards: EmulatedCar
         Run(tmp_path / "c", CASE, device=cards(tmp_path / "none"))
 
 
+def test_a_card_that_is_gone(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """XRT may not tell why an xclbin cannot be loaded: the remedy names both reasons, the likelier one first."""
+    emulated_cards.lose(0)
+    with pytest.raises(DeviceError, match=r"emulated card 0: xrtDeviceLoadXclbin") as failed:
+        Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
+    assert failed.value.remedy.startswith("Look at `xbutil examine` whether the card is still there.")
+
+
 def test_files_in_the_page_cache(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:

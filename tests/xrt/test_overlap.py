@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
 from lightning_smartinfinity.native.testing import Throttle
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import await_that
 from tests.transfer.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
 
@@ -35,13 +35,6 @@ def finish(run: Run, folder: Path, cards: EmulatedCards) -> None:
     with running(folder, run.case, device=settled_host) as host:
         host.step(1)
         same_as_host(run, host)
-
-
-def await_that(condition: Callable[[], bool], *, seconds: float = 30) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def test_cards_work_at_the_same_time(tmp_path: Path, emulated_cards: EmulatedCards) -> None:

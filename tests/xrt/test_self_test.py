@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import logging
+import time
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -22,7 +24,7 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
-from lightning_smartinfinity.devices.smartssd import System, find_cards, self_test
+from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, self_test, unreturned
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.native import testing
@@ -34,6 +36,9 @@ from tests.helpers.runif import RunIf
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)
+
+# The package has a function of that name.
+self_test_module = importlib.import_module("lightning_smartinfinity.devices.smartssd.self_test")
 
 
 def test_cards_that_pass(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -99,6 +104,80 @@ def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCa
     emulated_cards.release(5)
     emulated_cards.wait_for("run-end", card=5)
     self_test(replace(plan, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
+
+
+def held_queue(monkeypatch: pytest.MonkeyPatch, **where: int) -> list[testing.Hold]:
+    """Of every queue from now on one request does not return."""
+    holds = []
+
+    class HeldBuffer:
+        def __init__(self, buffer: native.CardBuffer) -> None:
+            self._buffer = buffer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._buffer, name)
+
+        def queue(self, *, timeout_ms: int) -> native.FileQueue:
+            queue = self._buffer.queue(timeout_ms=timeout_ms)
+            holds.append(testing.Hold(queue, **where))
+            return queue
+
+    through = self_test_module._through
+    monkeypatch.setattr(
+        self_test_module,
+        "_through",
+        lambda card, buffer, *arguments, **settings: through(card, HeldBuffer(buffer), *arguments, **settings),
+    )
+    return holds
+
+
+@pytest.mark.parametrize(("where", "verb"), [("read_at", "reading"), ("write_at", "writing")])
+def test_p2p_that_does_not_return(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, where: str, verb: str
+) -> None:
+    """It is given up for its time, and keeps the card's memory until it returns; then the card can be used again."""
+    before = emulated_cards.counter("num_buffers")
+    plan = plan_of(1, emulated_cards.build.xclbin, timeout=0.05)
+    with monkeypatch.context() as patched:
+        (hold,) = _given_up(plan, tmp_path, held_queue(patched, **{where: 0}), verb)
+    assert list(tmp_path.iterdir()) == []
+    assert emulated_cards.counter("num_buffers") == before + 1
+    with pytest.raises(DeviceError, match="has not returned from a run or transfer that this process gave up"):
+        self_test(plan, [tmp_path], KERNELS[:1])
+    hold.release()
+    until = time.monotonic() + 30
+    while not unreturned.close_returned():
+        assert time.monotonic() < until
+    assert emulated_cards.counter("num_buffers") == before
+    self_test(replace(plan, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
+
+
+def _given_up(plan: CardPlan, folder: Path, holds: list[testing.Hold], verb: str) -> list[testing.Hold]:
+    with pytest.raises(
+        DeviceError,
+        match=rf"P2P between the emulated card 0 and its SSD failed: {verb} 1048576 bytes .*within 50 ms.*kernel log",
+    ):
+        self_test(plan, [folder], KERNELS[:1])
+    return holds
+
+
+@pytest.mark.usefixtures("alone")
+def test_p2p_that_does_not_return_leaves_it_to_the_host(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By "auto", which says why; with "smartssd" it is an error."""
+    holds = held_queue(monkeypatch, read_at=0)
+    asked = offload(tmp_path, emulated_cards, smartssd=SmartSSDConfig(xclbin=emulated_cards.build.xclbin, timeout=0.05))
+    assert choose_update_device(asked, optimizer="Adam").cards is None
+    assert "since SmartSSDs cannot: P2P between the emulated card 0 and its SSD failed" in caplog.text
+    for hold in holds:
+        hold.release()
+    until = time.monotonic() + 30
+    while not unreturned.close_returned():
+        assert time.monotonic() < until
+    with pytest.raises(DeviceError, match="did not return within 50 ms"):
+        choose_update_device(replace(asked, update_device="smartssd"), optimizer="Adam")
+    holds[-1].release()
 
 
 def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,15 +367,15 @@ def test_tasklets_that_no_kernel_works(
 CARD, OTHER_CARD = "0000:42:00.1", "0000:43:00.1"
 
 
-def reports(*builds: str, node: str = "one", card: str = CARD) -> list[update_device._Report]:
-    return [update_device._Report(node, 1, (card,), build, None) for build in builds]
+def reports(*builds: str, machine: str = "one", card: str = CARD) -> list[update_device._Report]:
+    return [update_device._Report(machine, "host", 1, (card,), build, None) for build in builds]
 
 
 def test_ranks_on_one_card() -> None:
     """They share its memory evenly and have to load one xclbin; other cards may have another."""
     assert update_device._sharers(reports("x", "x", "x")) == 3
-    assert update_device._sharers([*reports("x", "x"), *reports("y", node="two")]) == 2
-    assert update_device._disagreement([*reports("x", "x"), *reports("y", node="two")]) is None
+    assert update_device._sharers([*reports("x", "x"), *reports("y", machine="two")]) == 2
+    assert update_device._disagreement([*reports("x", "x"), *reports("y", machine="two")]) is None
     assert update_device._disagreement([*reports("x", "x"), *reports("y", card=OTHER_CARD)]) is None
     error = update_device._disagreement([*reports("x", "y"), *reports("z", card=OTHER_CARD)])
     assert isinstance(error, ConfigError) and f"same card {CARD}: x, y." in error.problem
@@ -316,12 +395,30 @@ def test_another_rank_on_the_same_cards(
     """Each takes half of their memory; all of it where the other rank is on another machine, or on other cards."""
     asked = offload(tmp_path, emulated_cards, wanted)
     shares = []
-    for changes in ({}, {"node": "another"}, {"cards": ("7", "8")}, {"cards": ("1", "2")}):
+    for changes in ({}, {"machine": "another"}, {"cards": ("7", "8")}, {"cards": ("1", "2")}):
         beside(monkeypatch, **changes)
         chosen = choose_update_device(asked, optimizer="Adam").cards
         assert chosen is not None
         shares.append(chosen.sharers)
     assert shares == [2, 1, 1, 2]
+
+
+def test_another_rank_on_cards_of_unknown_memory(
+    tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what half of it is: an error on every rank, or the host."""
+
+    def find(*arguments: Any) -> CardPlan:
+        plan = find_cards(*arguments)
+        return replace(plan, xclbin=plan.xclbin._replace(memory_bytes=None))
+
+    monkeypatch.setattr(update_device, "find_cards", find)
+    beside(monkeypatch)
+    assert choose_update_device(offload(tmp_path, emulated_cards, "auto"), optimizer="Adam").cards is None
+    with pytest.raises(DeviceError, match=r"2 processes share a card, .* does not tell how much memory"):
+        choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
+    beside(monkeypatch, machine="another")
+    assert choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam").cards is not None
 
 
 @pytest.mark.parametrize("wanted", ["auto", "smartssd"])
@@ -330,7 +427,7 @@ def test_one_rank_tests_a_card_that_several_share(
 ) -> None:
     """The lowest that has it; the other ranks hear of the outcome."""
     runs = []
-    for changes in ({}, {"process": 0}, {"process": 0, "cards": ("1",)}, {"process": 0, "node": "another"}):
+    for changes in ({}, {"process": 0}, {"process": 0, "cards": ("1",)}, {"process": 0, "machine": "another"}):
         monkeypatch.setattr(update_device, "gather", lambda value, group, of=changes: [value._replace(**of), value])
         monkeypatch.setattr(collectives, "gather", lambda value, group: [value, value])
         emulated_cards.reset()
@@ -374,7 +471,7 @@ def test_another_rank_with_another_xclbin(
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
     assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is None
     assert "different xclbins" in caplog.text
-    beside(monkeypatch, build="11111111-1111-1111-1111-111111111111", node="another")
+    beside(monkeypatch, build="11111111-1111-1111-1111-111111111111", machine="another")
     assert choose_update_device(offload(tmp_path, emulated_cards), optimizer="Adam").cards is not None
 
 

@@ -128,7 +128,7 @@ def simulation() -> Library:
 )
 @pytest.mark.parametrize("ratio", [None, RATIO], ids=["dense", "compressed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "sgd"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_same_bits(
     tmp_path: Path,
     emulated_cards: EmulatedCards,

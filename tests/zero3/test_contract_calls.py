@@ -239,7 +239,11 @@ def test_active_modules_of_a_parameter_are_a_set(seen: Observed) -> None:
 def test_step_calls_the_verbs_of_the_base(seen: Observed, verb: str) -> None:
     """The engine calls our step, and our step the base's verbs around an update (zero3/optimizer.py)."""
     assert "DeepSpeedEngine._take_model_step" in seen.callers(f"{OURS}.step")
-    assert seen.has(f"{OURS}.step", f"{STAGE3}.{verb}"), f"the step stands on {verb}"
+    caller = f"{OURS}.step"
+    if verb == "_partition_all_parameters":
+        assert seen.has(caller, f"{OURS}.{verb}")
+        caller = f"{OURS}.{verb}"
+    assert seen.has(caller, f"{STAGE3}.{verb}"), f"the step stands on {verb}"
 
 
 # ---- what is on a module
@@ -352,7 +356,7 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
     prologue = "SmartInfinityOptimizer.checkpoint_event_prologue"
     assert seen.in_order("DeepSpeedEngine.load_checkpoint", prologue, "DeepSpeedEngine._load_checkpoint", epilogue)
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", prologue, "DeepSpeedEngine._save_checkpoint", epilogue)
-    assert seen.has(base, f"{STAGE3}._partition_all_parameters"), "zero3/universal.py would load into gathered ones"
+    assert seen.has(base, f"{OURS}._partition_all_parameters"), "zero3/universal.py would load into gathered ones"
     # Ours stands before the method that zero.Init installs (zero3/update_in_flight.py).
     assert seen.has(epilogue, "_Awaited.__call__"), "zero3/optimizer.py, skipped step"
     assert seen.has("_Awaited.__call__", "Init._convert_to_deepspeed_param.<locals>.all_gather")

@@ -4,7 +4,7 @@ from lightning_smartinfinity.devices.smartssd.device import SmartSSDDevice
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan, find_cards
 from lightning_smartinfinity.devices.smartssd.kernels import kernel_of
 from lightning_smartinfinity.devices.smartssd.opening import require_memory
-from lightning_smartinfinity.devices.smartssd.ring import CardRing, gradient_file_bytes, ring_within
+from lightning_smartinfinity.devices.smartssd.ring import CardRing, gradient_file_bytes, ring_within, share_of_memory
 from lightning_smartinfinity.devices.smartssd.self_test import self_test
 from lightning_smartinfinity.devices.smartssd.system import System
 
@@ -18,5 +18,6 @@ __all__ = [
     "kernel_of",
     "require_memory",
     "ring_within",
+    "share_of_memory",
     "self_test",
 ]

@@ -27,7 +27,7 @@ def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> nativ
         StorageError: It cannot be made.
     """
     path = folder / _NAME
-    with storage_errors("Allocating", path):
+    with storage_errors(f"Allocating {nbytes} bytes for", path):
         path.unlink(missing_ok=True)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

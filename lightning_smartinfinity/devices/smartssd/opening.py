@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,12 +21,25 @@ ANY_PORT = ("adamw_update", 0)
 """Kernel and argument whose bank is asked for: all ports lie in one."""
 
 _SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(tasklet_bytes=..., num_buffers=...)."
+_GONE = (
+    "The card is gone. Look into the kernel log and at `xbutil examine`; reset it or restart the machine, and check it"
+    " with `smart-infinity selftest`. Or use update_device='host'."
+)
+_OLD_XRT = "Install XRT 2.13 or later: what is loaded is another release, or another library of that name."
 _UNFOUND = "Check XILINX_XRT, the driver and the card: `xbutil examine`, `smart-infinity selftest`."
-_ANOTHER = "Close what holds the card with another xclbin, and check that this one was built for the card's shell."
+_ANOTHER = (
+    "Look at `xbutil examine` whether the card is still there. If it is, close what holds it with another xclbin, and"
+    " check that this one was built for the card's shell."
+)
 _REBUILD = (
     "Build the xclbin from the hls/ folder of a checkout or source distribution of this version: make -C hls xclbin."
 )
+# The first whose words are in the message: what errno tells comes before what the call alone tells.
 _REMEDIES = {
+    "XRT's library has no": _OLD_XRT,
+    "xrtDeviceOpen": _UNFOUND,
+    "open device": _UNFOUND,
+    os.strerror(errno.ENODEV): _GONE,
     "peer to peer": f"If P2P is off, run `xbutil configure --p2p enable` as root and reboot warm. Else: {_SMALLER}",
     "too small": _SMALLER,
     "xrtBOAlloc": _SMALLER,
@@ -35,8 +50,6 @@ _REMEDIES = {
     "interface version": _REBUILD,
     "xrtPLKernelOpen": _REBUILD,
     "kernel failed": _REBUILD,
-    "xrtDeviceOpen": _UNFOUND,
-    "open device": _UNFOUND,
 }
 _OTHER_REMEDY = "Check the card with `smart-infinity selftest` and the kernel log, or use update_device='host'."
 
@@ -68,7 +81,7 @@ def require_memory(plan: CardPlan, card: Card, wanted: CardRing, *, extent_bytes
         extent_bytes: As for ``CardRing.parts``.
 
     Raises:
-        DeviceError: There is less.
+        DeviceError: There is less, or the xclbin does not tell how much is this process's.
     """
     ring, share = ring_within(plan, wanted, extent_bytes=extent_bytes), share_of_memory(plan)
     if share is not None and ring.nbytes(extent_bytes) > share:

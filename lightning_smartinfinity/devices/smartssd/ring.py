@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
+from lightning_smartinfinity.devices.smartssd.xclbin import BUILD_REMEDY
+from lightning_smartinfinity.errors import DeviceError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 
 __all__ = ["CardRing", "gradient_file_bytes", "ring_within", "share_of_memory"]
@@ -41,9 +43,19 @@ class CardRing:
 
 
 def share_of_memory(plan: CardPlan) -> int | None:
-    """Bytes of a card's memory that this process may take; None: all that there is."""
-    if plan.sharers == 1 or plan.xclbin.memory_bytes is None:
+    """Bytes of a card's memory that this process may take; None: all that there is.
+
+    Raises:
+        DeviceError: It is shared, and the xclbin does not tell how much there is.
+    """
+    if plan.sharers == 1:
         return None
+    if plan.xclbin.memory_bytes is None:
+        raise DeviceError(
+            f"{plan.sharers} processes share a card, and the xclbin {str(plan.xclbin.path)!r} does not tell how much"
+            " memory it has.",
+            f"Give each process cards of its own. Or: {BUILD_REMEDY}",
+        )
     return plan.xclbin.memory_bytes * _USABLE_EIGHTHS // 8 // plan.sharers
 
 
@@ -54,6 +66,9 @@ def ring_within(plan: CardPlan, wanted: CardRing, *, extent_bytes: int) -> CardR
         plan: How many processes share a card.
         wanted: At most.
         extent_bytes: As for ``CardRing.parts``.
+
+    Raises:
+        DeviceError: As :func:`share_of_memory`.
     """
     share = share_of_memory(plan)
     if share is None:

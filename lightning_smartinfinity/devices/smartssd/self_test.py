@@ -81,7 +81,7 @@ def check_p2p(plan: CardPlan, card: Card, scratch: Scratch, *, nbytes: int = _P2
         opened = open_card(plan, card)
         try:
             buffer = opened.allocate(nbytes, group=opened.group(*ANY_PORT), p2p=True)
-            bandwidth = _through(card, buffer, scratch)
+            bandwidth = _through(card, buffer, scratch, timeout_ms=_timeout_ms(plan))
         finally:
             opened.close()
     if scratch.read(_TARGET) != pattern.tobytes():
@@ -92,8 +92,12 @@ def check_p2p(plan: CardPlan, card: Card, scratch: Scratch, *, nbytes: int = _P2
 _SOURCE, _TARGET = "p2p-in", "p2p-out"
 
 
-def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch) -> Bandwidth:
-    queue = native.FileQueue(io_engine="threads")
+def _timeout_ms(plan: CardPlan) -> int:
+    return max(1, int(1000 * plan.settings.timeout))
+
+
+def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch, *, timeout_ms: int) -> Bandwidth:
+    queue = buffer.queue(timeout_ms=timeout_ms)
     try:
         seconds = []
         for name, transfer in ((_SOURCE, queue.read), (_TARGET, queue.write)):
@@ -105,10 +109,11 @@ def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch) -> Bandwid
             if failure is not None:
                 raise DeviceError(
                     f"P2P between the {card.label} and its SSD failed: {scratch.told(failure.message)}.",
-                    "Check that P2P is enabled and the IOMMU off or in pass-through mode: `smart-infinity selftest`.",
+                    "Check that P2P is enabled and the IOMMU off or in pass-through mode: `smart-infinity selftest`."
+                    " Look into the kernel log for the SSD.",
                 )
     finally:
-        queue.close()
+        close_or_keep(queue, card)
     return Bandwidth(*(buffer.nbytes / max(passed, 1e-9) for passed in seconds))
 
 
@@ -133,7 +138,7 @@ def check_kernel(plan: CardPlan, card: Card, kernel: Kernel, scratch: Scratch) -
                 kernel=kernel.name,
                 gradient_bytes=_NUMEL * _MOST_ITEM_BYTES,
                 parameter_bytes=_NUMEL * _MOST_ITEM_BYTES,
-                timeout_ms=max(1, int(1000 * plan.settings.timeout)),
+                timeout_ms=_timeout_ms(plan),
             )
             different = [
                 dtype.name.lower()

@@ -1,4 +1,4 @@
-"""Pipelines that are over while something of theirs is still out: closed once it has returned.
+"""Pipelines and queues that are over while something of theirs is still out: closed once it has returned.
 
 Until then a run may write into the card's memory, and a transfer into that or into its file. A kernel that XRT still
 holds at the end of the process would make an abort of it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
@@ -16,19 +17,26 @@ from lightning_smartinfinity.errors import DeviceError
 
 __all__ = ["close_or_keep", "close_returned", "require_returned", "when_written"]
 
-_kept: list[tuple[native.Pipeline, Card]] = []
+
+class _Closable(Protocol):
+    @property
+    def busy(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+_kept: list[tuple[_Closable, Card]] = []
 _waiting: list[tuple[tuple[native.Pipeline, ...], Callable[[], object]]] = []
 _owner = os.getpid()
 
 
-def close_or_keep(pipeline: native.Pipeline, card: Card) -> None:
-    """Close a pipeline that works no batch now, or, while something of it is out, keep it until that has returned.
+def close_or_keep(worker: native.Pipeline | native.FileQueue, card: Card) -> None:
+    """Close what does nothing now, or, while something of it is out, keep it until that has returned.
 
     Args:
-        pipeline: To close.
-        card: That it updates on.
+        worker: To close.
+        card: That it uses.
     """
-    _kept.append((pipeline, card))
+    _kept.append((worker, card))
     close_returned()
 
 
@@ -39,13 +47,14 @@ def close_returned() -> bool:
         Whether none is left.
     """
     for kept in tuple(_kept):
-        pipeline, _ = kept
-        if not pipeline.busy:
+        worker, _ = kept
+        if not worker.busy:
             _kept.remove(kept)
-            pipeline.close()
+            worker.close()
     for waiting in tuple(_waiting):
         pipelines, then = waiting
-        if not any(pipeline.writes_out() for pipeline, _ in _kept if pipeline in pipelines):
+        workers = [worker for worker, _ in _kept]
+        if not any(pipeline.writes_out() for pipeline in pipelines if pipeline in workers):
             _waiting.remove(waiting)
             then()
     return not _kept

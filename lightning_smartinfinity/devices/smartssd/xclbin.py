@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import uuid
 from collections.abc import Sequence
@@ -101,10 +102,19 @@ def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
     """
     named = require_xclbin_named(settings, system)
     try:
-        with open(named.path, "rb") as file:
+        with open(named.path, "rb", opener=_without_waiting) as file:
             return _read(file, named)
     except (OSError, ValueError) as error:
         raise ConfigError(f"The xclbin {named.setting} cannot be read: {error}.", BUILD_REMEDY) from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file that nobody has to write to first, as a pipe: a training would wait for it for ever."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a regular file")
+    return descriptor
 
 
 def _read(file: BinaryIO, named: NamedXclbin) -> Xclbin:

@@ -5,7 +5,6 @@
 #include <optional>
 #include <utility>
 
-#include "card_binding.hpp"
 #include "still_out.hpp"
 
 namespace smart_infinity {
@@ -31,9 +30,17 @@ void CardCalls::make(const std::string& name, std::function<void()> function) {
     if (!call->changed.wait_for(lock, timeout_, [&call] { return call->returned; })) {
         call->still_out = std::make_unique<StillOut>();
         ++num_out_;
-        throw CardError(name + " did not return within " + std::to_string(timeout_.count()) + " ms");
+        throw CallNotReturned(name + " did not return within " + std::to_string(timeout_.count()) + " ms");
     }
     if (call->error) throw CardError(call->error->first, call->error->second);
+}
+
+void CardCalls::transfer(const std::string& name, const IoRequest& request, std::function<void()> call) {
+    if (!gate_) return make(name, std::move(call));
+    make(name, [gate = gate_, request, call = std::move(call)] {
+        gate(request);
+        call();
+    });
 }
 
 void CardCalls::run(Call& call) {

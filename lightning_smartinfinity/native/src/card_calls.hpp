@@ -6,10 +6,19 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "card_binding.hpp"
+#include "io_engine.hpp"
 #include "worker_pool.hpp"
 
 namespace smart_infinity {
+
+// A call that was given up for its time.
+class CallNotReturned : public CardError {
+ public:
+    using CardError::CardError;
+};
 
 // Calls that may never return, in threads of their own: their callers wait for them only so long.
 //
@@ -18,9 +27,14 @@ class CardCalls {
  public:
     CardCalls(std::size_t num_callers, std::chrono::milliseconds timeout);
 
-    // Until the call has returned. Throws the CardError that it throws, or one that says that it did not return in
-    // time: then it goes on, with all that it was made of.
+    // Until the call has returned. Throws the CardError that it throws, or CallNotReturned: then it goes on, with all
+    // that it was made of.
     void make(const std::string& name, std::function<void()> call);
+    // Before each transfer() something is called that may keep it waiting, for tests. None may be under way.
+    using Gate = std::function<void(const IoRequest&)>;
+    void put_before_transfers(Gate gate) { gate_ = std::move(gate); }
+    // As make(), for a transfer that the call makes.
+    void transfer(const std::string& name, const IoRequest& request, std::function<void()> call);
     // Whether a call that was given up has not returned.
     bool any_out() const { return num_out_ > 0; }
 
@@ -31,6 +45,7 @@ class CardCalls {
 
     const std::chrono::milliseconds timeout_;
     std::atomic<std::size_t> num_out_ = 0;
+    Gate gate_;
     WorkerPool<std::shared_ptr<Call>> pool_;  // last: its destructor waits for threads that use the above
 };
 

@@ -107,7 +107,7 @@ void CardGradient::transfer(Direction direction, std::size_t begin, std::size_t 
     const StateFile& file = *options_.gradient_file;
     const IoRequest whole{direction,    file.descriptor(), ring_.gradient_offset(buffer_) + begin,
                           data + begin, end - begin,       0};
-    calls_.make(what_it_does(direction, file), [whole, file] { transfer_all(whole, file); });
+    calls_.transfer(what_it_does(direction, file), whole, [whole, file] { transfer_all(whole, file); });
 }
 
 }  // namespace smart_infinity

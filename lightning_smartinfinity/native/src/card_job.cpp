@@ -107,7 +107,7 @@ void CardJob::clear_status() {
 
 // A run that was started is out until it says otherwise, whatever goes wrong.
 void CardJob::execute(const std::shared_ptr<CardRun>& call) {
-    call->start();
+    start(call);
     int state = 0;
     try {
         state = state_after(*call);
@@ -123,6 +123,16 @@ void CardJob::execute(const std::shared_ptr<CardRun>& call) {
     still_out_ = call;
     throw CardError("a run of kernel " + options_.kernel + " did not return within " +
                     std::to_string(options_.timeout.count()) + " ms");
+}
+
+// One that does not return may begin the run yet.
+void CardJob::start(const std::shared_ptr<CardRun>& call) {
+    try {
+        calls_.make("the start of a run of kernel " + options_.kernel, [call] { call->start(); });
+    } catch (const CallNotReturned&) {
+        still_out_ = call;
+        throw;
+    }
 }
 
 // A wait that ran out of time may return any state.

@@ -36,6 +36,7 @@ class CardJob {
     void set_arguments(const CardPass& pass, const CardRunPlan& run, CardRun& call);
     void clear_status();
     void execute(const std::shared_ptr<CardRun>& call);
+    void start(const std::shared_ptr<CardRun>& call);
     int state_after(CardRun& call);
     CardStatus take_status();
     void take_checksums(const CardStatus& status, const CardRunPlan& run);

@@ -121,6 +121,8 @@ class CardUpdater final : public Updater {
         traffic_.add_to(counters);
     }
 
+    void put_before_transfers(CardCalls::Gate gate) override { calls_.put_before_transfers(std::move(gate)); }
+
     bool busy() const override { return calls_.any_out() || still_out_.any(); }
 
  private:

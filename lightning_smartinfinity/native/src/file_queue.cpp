@@ -6,8 +6,11 @@
 #include <system_error>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "buffer.hpp"
+#include "deadline_engine.hpp"
+#include "still_out.hpp"
 #include "stopwatch.hpp"
 #include "transfer.hpp"
 
@@ -19,6 +22,14 @@ constexpr std::size_t kPartBytes = std::size_t{4} << 20;
 
 void require(bool condition, const std::string& problem) {
     if (!condition) throw std::invalid_argument("FileQueue: " + problem);
+}
+
+Failure not_returned(const IoRequest& rest, const std::string& path, std::chrono::milliseconds timeout) {
+    const std::string verb = rest.direction == Direction::kRead ? "reading " : "writing ";
+    const std::string where = std::to_string(rest.bytes) + " bytes at offset " + std::to_string(rest.offset);
+    const std::string message =
+        verb + where + " of " + path + " did not return within " + std::to_string(timeout.count()) + " ms";
+    return Failure{FailureKind::kDevice, path, rest.offset, 0, 0, message};
 }
 
 Failure failure_of(const Transfer& transfer, Transfer::Progress progress, const std::string& path) {
@@ -38,8 +49,18 @@ Failure failure_of(const Transfer& transfer, Transfer::Progress progress, const 
 // Completions drive it, as in a TransferLoop: the mutex is never held during I/O.
 class FileQueue::Loop final : private CompletionHandler {
  public:
-    explicit Loop(const IoOptions& options) : engine_(make_io_engine(options)) {}
-    ~Loop() { close(); }
+    Loop(const IoOptions& options, std::optional<Deadline> deadline)
+        : deadline_(std::move(deadline)), engine_(make_engine(options)) {}
+    ~Loop() {
+        close();
+        if (!busy()) return;
+        struct Used {
+            std::vector<StateFile> files;
+            std::shared_ptr<void> memory;
+            std::unique_ptr<IoEngine> engine;
+        };
+        keep_for_ever(std::make_shared<Used>(Used{std::move(late_), std::move(deadline_->used), std::move(engine_)}));
+    }
 
     Ticket submit(const IoRequest& whole, const StateFile& file) {
         const std::lock_guard lock(mutex_);
@@ -90,6 +111,8 @@ class FileQueue::Loop final : private CompletionHandler {
         return engine_->kind();
     }
 
+    bool busy() const { return watch_ != nullptr && watch_->any_out(); }
+
     void close() {
         std::unique_lock lock(mutex_);
         closed_ = true;
@@ -100,6 +123,7 @@ class FileQueue::Loop final : private CompletionHandler {
         const std::lock_guard lock(mutex_);
         require(!closed_, "it is closed");
         require(parts_.empty(), "something is in flight");
+        if (watch_ != nullptr) return watch_->decorate(decorate);
         engine_ = decorate(std::move(engine_));
     }
 
@@ -115,7 +139,22 @@ class FileQueue::Loop final : private CompletionHandler {
         std::optional<Failure> failure;  // the first
     };
 
-    // On a thread of the engine.
+    std::unique_ptr<IoEngine> make_engine(const IoOptions& options) {
+        auto engine = make_io_engine(options);
+        if (!deadline_) return engine;
+        auto watch = std::make_unique<DeadlineEngine>(std::move(engine), deadline_->timeout);
+        watch_ = watch.get();
+        return watch;
+    }
+
+    Failure failure_of(const Part& part, Transfer::Progress progress) const {
+        if (progress == Transfer::Progress::kNotReturned) {
+            return not_returned(part.transfer.rest(), part.file.path(), deadline_->timeout);
+        }
+        return smart_infinity::failure_of(part.transfer, progress, part.file.path());
+    }
+
+    // On a thread of the engine, or of the one that watches it.
     void completed(const IoRequest& request, const IoResult& result) override {
         const std::lock_guard lock(mutex_);
         Part& part = parts_.at(request.tag);
@@ -124,8 +163,9 @@ class FileQueue::Loop final : private CompletionHandler {
         if (progress == Transfer::Progress::kAgain) return engine_->submit(part.transfer.rest(), *this);
         Request& whole = requests_.at(part.ticket);
         if (progress != Transfer::Progress::kDone && !whole.failure) {
-            whole.failure = failure_of(part.transfer, progress, part.file.path());
+            whole.failure = failure_of(part, progress);
         }
+        if (progress == Transfer::Progress::kNotReturned) late_.push_back(part.file);
         --whole.parts_left;
         parts_.erase(request.tag);
         changed_.notify_all();
@@ -139,17 +179,21 @@ class FileQueue::Loop final : private CompletionHandler {
     std::size_t next_tag_ = 0;
     Counters counters_;
     bool closed_ = false;
+    std::vector<StateFile> late_;  // of requests that were given up
+    std::optional<Deadline> deadline_;
+    DeadlineEngine* watch_ = nullptr;   // the engine, if there is a deadline
     std::unique_ptr<IoEngine> engine_;  // last: its destructor waits for threads that use all of the above
 };
 
-FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine, MemoryRange memory)
-    : loop_("FileQueue", make_loop({io_engine, io_threads, {}, memory})) {}
+FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine, MemoryRange memory,
+                     std::optional<Deadline> deadline)
+    : loop_("FileQueue", make_loop({io_engine, io_threads, {}, memory}, std::move(deadline))) {}
 
 FileQueue::~FileQueue() = default;
 
-std::shared_ptr<FileQueue::Loop> FileQueue::make_loop(const IoOptions& options) {
+std::shared_ptr<FileQueue::Loop> FileQueue::make_loop(const IoOptions& options, std::optional<Deadline> deadline) {
     require(options.threads >= 1 && options.threads <= 1024, "io_threads must be in [1, 1024]");
-    return std::make_shared<Loop>(options);
+    return std::make_shared<Loop>(options, std::move(deadline));
 }
 
 FileQueue::Ticket FileQueue::submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data,
@@ -166,6 +210,8 @@ std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) { return
 Counters FileQueue::counters() const { return loop_.report(); }
 
 IoEngineKind FileQueue::io_engine() const { return loop_.get()->io_engine(); }
+
+bool FileQueue::busy() const { return loop_.get()->busy(); }
 
 void FileQueue::close() { loop_.close(); }
 

@@ -22,12 +22,18 @@ class FileQueue {
     using Ticket = std::uint64_t;
     using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
 
+    // Requests are given up for their time. Until they return they have their file, and what their memory belongs to.
+    struct Deadline {
+        std::chrono::milliseconds timeout;
+        std::shared_ptr<void> used;
+    };
+
     // Throws std::invalid_argument for a number of threads out of range, SystemError for an engine that is not to be
     // had.
     // `memory`, which must stay until the end of the queue, is registered with an engine that gains by it; requests may
     // name any other.
     explicit FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine = std::nullopt,
-                       MemoryRange memory = {});
+                       MemoryRange memory = {}, std::optional<Deadline> deadline = std::nullopt);
     ~FileQueue();
     FileQueue(const FileQueue&) = delete;
     FileQueue& operator=(const FileQueue&) = delete;
@@ -44,14 +50,17 @@ class FileQueue {
     std::optional<Failure> wait(Ticket ticket, const Poll& poll = [] {});
     Counters counters() const;
     IoEngineKind io_engine() const;
-    // Waits for what is in flight, then gives back threads and descriptors. Idempotent.
+    // Whether a request that was given up has not returned. Once closed: no.
+    bool busy() const;
+    // Waits for what is in flight, but not for what was given up, which is lost on purpose; then gives back threads and
+    // descriptors. Idempotent.
     void close();
     // Puts an engine in front of the present one. Nothing may be in flight.
     void decorate_engine(const Decorate& decorate);
 
  private:
     class Loop;
-    static std::shared_ptr<Loop> make_loop(const IoOptions& options);
+    static std::shared_ptr<Loop> make_loop(const IoOptions& options, std::optional<Deadline> deadline);
 
     Closable<Loop, Counters> loop_;
 };

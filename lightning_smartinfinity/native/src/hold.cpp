@@ -1,5 +1,7 @@
 #include "hold.hpp"
 
+#include <future>
+
 namespace smart_infinity {
 
 bool Hold::takes(const IoRequest& request, std::function<void()> begin) {
@@ -22,6 +24,11 @@ void Hold::release() {
     const std::vector<std::function<void()>> held = std::exchange(held_, {});
     lock.unlock();
     for (const auto& begin : held) begin();
+}
+
+void wait_for(Hold& hold, const IoRequest& request) {
+    const auto released = std::make_shared<std::promise<void>>();
+    if (hold.takes(request, [released] { released->set_value(); })) released->get_future().wait();
 }
 
 void HoldingEngine::submit(const IoRequest& request, CompletionHandler& handler) {

@@ -34,6 +34,9 @@ class Hold {
     std::vector<std::function<void()>> held_;
 };
 
+// Until the hold lets go of the request, if it takes it.
+void wait_for(Hold& hold, const IoRequest& request);
+
 // An engine with requests that take as long as a test wants.
 class HoldingEngine final : public IoEngine {
  public:

@@ -35,4 +35,8 @@ void Pipeline::close() { loop_.close(); }
 
 void Pipeline::decorate_engine(const TransferLoop::Decorate& decorate) { loop_.get()->decorate_engine(decorate); }
 
+void Pipeline::put_before_transfers(std::function<void(const IoRequest&)> gate) {
+    loop_.get()->put_before_transfers(std::move(gate));
+}
+
 }  // namespace smart_infinity

@@ -47,6 +47,7 @@ class Pipeline {
     // flight. Idempotent.
     void close();
     void decorate_engine(const TransferLoop::Decorate& decorate);
+    void put_before_transfers(std::function<void(const IoRequest&)> gate);
 
  private:
     Closable<TransferLoop, TransferLoop::Report> loop_;

@@ -276,6 +276,13 @@ void TransferLoop::decorate_engine(const Decorate& decorate) {
     engine_ = decorate(std::move(engine_));
 }
 
+void TransferLoop::put_before_transfers(std::function<void(const IoRequest&)> gate) {
+    const std::lock_guard lock(mutex_);
+    require_open();
+    require(run_ == nullptr, "a batch is active; drain() it first");
+    updater_->put_before_transfers(std::move(gate));
+}
+
 void TransferLoop::require_open() const { require(!closed_, "it is closed"); }
 
 // Made once: every batch of a run has tasklets, and a stream, like those of the first.

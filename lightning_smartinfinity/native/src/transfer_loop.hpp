@@ -85,6 +85,8 @@ class TransferLoop final : private CompletionHandler {
     // Puts an engine in front of the present one. No batch may be active.
     using Decorate = DeadlineEngine::Decorate;
     void decorate_engine(const Decorate& decorate);
+    // As Updater's. No batch may be active.
+    void put_before_transfers(std::function<void(const IoRequest&)> gate);
 
  private:
     void validate(const Batch& batch) const;

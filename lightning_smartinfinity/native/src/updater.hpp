@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <optional>
 
 #include "batch.hpp"
@@ -46,6 +47,8 @@ class Updater {
     virtual void transferred(Direction, const Tasklet&) {}
     // Adds what this counts itself.
     virtual void count(Counters&) const {}
+    // Before transfers that it makes itself something is called that may keep them waiting, for tests.
+    virtual void put_before_transfers(std::function<void(const IoRequest&)>) {}
     // Whether something that was given up goes on in the ring's memory: nothing may be begun.
     virtual bool busy() const { return false; }
 };

@@ -6,6 +6,9 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/variant.h>
 
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -16,6 +19,7 @@
 #include "card_options.hpp"
 #include "module.hpp"
 #include "python_binding.hpp"
+#include "workers.hpp"
 #include "xrt_binding.hpp"
 
 namespace nb = nanobind;
@@ -23,6 +27,8 @@ using namespace nb::literals;
 
 namespace smart_infinity {
 namespace {
+
+constexpr std::size_t kQueueThreads = 4;
 
 // A binding until it is closed; what was made through it keeps its own.
 class Card {
@@ -103,6 +109,18 @@ void bind_card_buffer(nb::module_& m) {
         .def_prop_ro("address",
                      [](const PythonCardBuffer& self) { return reinterpret_cast<std::uintptr_t>(self.data); })
         .def_ro("nbytes", &PythonCardBuffer::bytes)
+        .def(
+            "queue",
+            [](const PythonCardBuffer& self, std::int64_t timeout_ms) {
+                if (timeout_ms < 1) throw std::invalid_argument("CardBuffer: timeout_ms must be at least 1");
+                return std::make_unique<PythonFileQueue>(
+                    kQueueThreads, IoEngineKind::kThreads, MemoryRange{},
+                    FileQueue::Deadline{std::chrono::milliseconds(timeout_ms), self.buffer});
+            },
+            nb::kw_only(), "timeout_ms"_a, WithoutGil(),
+            "What moves bytes between files and this memory alone. A request that does not return in time is given "
+            "up:\n"
+            "its failure is of kind \"device\", and until it returns it keeps the memory and its file.")
         .def(
             "sync_to_card",
             [](const PythonCardBuffer& self, std::size_t nbytes, std::size_t offset) {

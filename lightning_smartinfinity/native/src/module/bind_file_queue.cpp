@@ -73,7 +73,9 @@ void bind_file_queue(nb::module_& m) {
             "io_engine", [](const PythonFileQueue& self) { return name_of(self.io_engine()); },
             "The engine in use: one of io_engines().")
         .def("counters", &PythonFileQueue::counters)
-        .def("close", &PythonFileQueue::close, WithoutGil(), "Wait for what is in flight. Idempotent.");
+        .def_prop_ro("busy", &PythonFileQueue::busy, "Whether a request that was given up has not returned.")
+        .def("close", &PythonFileQueue::close, WithoutGil(),
+             "Wait for what is in flight, but not for what was given up, whose memory and file are lost. Idempotent.");
 }
 
 }  // namespace smart_infinity

@@ -41,21 +41,36 @@ void bind_inject(nb::module_& m, const char* name) {
         "Faults for tests, from now on: requests are counted from 0, reads and writes apart.");
 }
 
+std::shared_ptr<Hold> hold_of(std::int64_t read_at, std::int64_t write_at, std::uint64_t count) {
+    const bool read = read_at >= 0;
+    return std::make_shared<Hold>(read ? Direction::kRead : Direction::kWrite,
+                                  static_cast<std::uint64_t>(read ? read_at : write_at), count);
+}
+
+template <class Worker>
+std::shared_ptr<Hold> hold_in_engine(Worker& worker, std::int64_t read_at, std::int64_t write_at, std::uint64_t count) {
+    const auto hold = hold_of(read_at, write_at, count);
+    worker.decorate_engine(
+        [&hold](std::unique_ptr<IoEngine> engine) { return std::make_unique<HoldingEngine>(std::move(engine), hold); });
+    return hold;
+}
+
 void bind_hold(nb::module_& m) {
     nb::class_<Hold>(
         m, "Hold",
-        "Holds `count` reads or writes of a pipeline, for tests: from now on, those from number `read_at`\n"
-        "or `write_at` on do not begin before they are released.")
-        .def(nb::new_([](PythonPipeline& pipeline, std::int64_t read_at, std::int64_t write_at, std::uint64_t count) {
-                 const bool read = read_at >= 0;
-                 const auto hold = std::make_shared<Hold>(read ? Direction::kRead : Direction::kWrite,
-                                                          static_cast<std::uint64_t>(read ? read_at : write_at), count);
-                 pipeline.decorate_engine([&hold](std::unique_ptr<IoEngine> engine) {
-                     return std::make_unique<HoldingEngine>(std::move(engine), hold);
-                 });
+        "Holds `count` reads or writes of a pipeline or queue, for tests: from now on, those from number `read_at`\n"
+        "or `write_at` on do not begin before they are released. `gradients`: those of a card's gradient file alone;\n"
+        "else all others.")
+        .def(nb::new_([](PythonPipeline& pipeline, std::int64_t read_at, std::int64_t write_at, std::uint64_t count,
+                         bool gradients) {
+                 if (!gradients) return hold_in_engine(pipeline, read_at, write_at, count);
+                 const auto hold = hold_of(read_at, write_at, count);
+                 pipeline.put_before_transfers([hold](const IoRequest& request) { wait_for(*hold, request); });
                  return hold;
              }),
-             "pipeline"_a, nb::kw_only(), "read_at"_a = -1, "write_at"_a = -1, "count"_a = 1)
+             "pipeline"_a, nb::kw_only(), "read_at"_a = -1, "write_at"_a = -1, "count"_a = 1, "gradients"_a = false)
+        .def(nb::new_(&hold_in_engine<PythonFileQueue>), "queue"_a, nb::kw_only(), "read_at"_a = -1, "write_at"_a = -1,
+             "count"_a = 1)
         .def_prop_ro("count", &Hold::count, "Those that are held now.")
         .def("release", &Hold::release, WithoutGil(), "Let go of them, and hold no more.");
 }

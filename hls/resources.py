@@ -1,0 +1,178 @@
+"""What the kernels should take of the FPGA, computed and not measured: ``python -m hls.resources``.
+
+It prints the tables of docs/smartssd_kernels.md. What is counted comes from the sources that are named beside it; what
+one of them costs is an estimate where it does not follow from the FPGA's cells (AMD UG574, UG573).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hls.description import ADAGRAD, ADAMW, KERNELS, SGD, Kernel
+
+__all__ = ["beat_columns", "network_luts", "report"]
+
+# Of a beat (beats.hpp), and of a port's bursts (the kernels' INTERFACE pragmas).
+_LANES, _BEAT_BITS, _BURST_BEATS, _BURSTS = 16, 512, 64, 4
+_POLYNOMIAL = 0x82F63B78
+# The KU15P (AMD DS890).
+_KU15P = {"LUT": 522_720, "BRAM36": 984, "URAM": 128, "DSP": 1_968}
+# Elements in eight cycles (PIPELINE II = 8) go through two of each operator, each of which serves eight lanes.
+_COPIES = 2
+
+
+@dataclass(frozen=True)
+class Operators:
+    """A kernel's, per element: counted in its `compute`."""
+
+    multiply: int
+    add: int
+    divide: int
+    root: int
+
+    def total(self, multiply: int, add: int, divide: int, root: int) -> int:
+        """What all copies cost, from the cost of each."""
+        return _COPIES * (self.multiply * multiply + self.add * add + self.divide * divide + self.root * root)
+
+
+_OPERATORS = {ADAMW: Operators(10, 7, 1, 1), ADAGRAD: Operators(4, 4, 1, 1), SGD: Operators(6, 4, 0, 0)}
+
+# Estimates: single precision, with the DSPs that Vitis HLS takes of itself (three for fmul, two for fadd).
+_OPERATOR_LUTS, _OPERATOR_DSPS = (80, 210, 780, 460), (3, 2, 0, 0)
+# Both inputs of an operator choose among eight lanes: two LUTs of six inputs for each of 32 bits.
+_MULTIPLEXER_LUTS = 2 * 32 * 2
+# Estimates, of integer logic: two comparisons for each of 32 halves, of 6 each, beside two ANDs in a LUT; a lane that
+# is settled; a half widened and narrowed; an adapter of 512 bits; the tile's and the processes' control.
+_MASK_LUTS, _SETTLED_LUTS, _WIDENED_LUTS, _NARROWED_LUTS = 32 * 2 * 6 + _BEAT_BITS // 2, 80, 70, 110
+_MASTER_LUTS, _CONTROL_LUTS = 2_400, 5_000
+# `Run` (run.hpp): ten words, two flags and the status.
+_RUN_BITS = 10 * 32 + 2 + _BEAT_BITS
+
+
+def beat_columns() -> list[list[int]]:
+    """What each bit of each word of a beat adds to the register by the end of the beat, as in crc32c.hpp."""
+    columns = [[0] * 32 for _ in range(_LANES)]
+    for bit in range(32):
+        crc = 1 << bit
+        for word in reversed(range(_LANES)):
+            for _ in range(32):
+                crc = crc >> 1 ^ (_POLYNOMIAL if crc & 1 else 0)
+            columns[word][bit] = crc
+    return columns
+
+
+def network_luts() -> int:
+    """LUTs of six inputs for a checksum's network: a tree of XORs for each bit of the register, none of them shared."""
+    columns = beat_columns()
+    inputs = [column for word in (columns[0], *columns) for column in word]  # the register adds to the first word
+    terms = [sum(column >> bit & 1 for column in inputs) for bit in range(32)]
+    return sum(-(-(count - 1) // 5) for count in terms)
+
+
+def _networks(kernel: Kernel) -> int:
+    """Of a gradient: dense, header, counts, indices, values; of each array twice; of the parameter's two loops."""
+    return 5 + 2 * len(kernel.arrays) + 2
+
+
+def _masks(kernel: Kernel) -> int:
+    """Checksums of a range: of a dense gradient, of each array twice, of the parameter's two loops."""
+    return 1 + 2 * len(kernel.arrays) + 2
+
+
+def _streams(kernel: Kernel) -> int:
+    """Of beats: values, indices, dense, gradients, parameters, and each array's two. A run's links are as many."""
+    return 5 + 2 * len(kernel.arrays)
+
+
+def _luts(kernel: Kernel) -> dict[str, int]:
+    operators = _OPERATORS[kernel]
+    return {
+        "operators (multiplier 80 LUT, adder 210, divider 780, root 460), their inputs' multiplexers (128)": (
+            operators.total(*_OPERATOR_LUTS) + operators.total(1, 1, 1, 1) * _MULTIPLEXER_LUTS
+        ),
+        f"checksums: {network_luts():,} per network, {_either(_networks)} of them": _networks(kernel) * network_luts(),
+        f"masks of ranges ({_MASK_LUTS} each, {_either(_masks)} of them) and padding": (
+            _masks(kernel) * _MASK_LUTS + len(kernel.arrays) * _COPIES * _SETTLED_LUTS
+        ),
+        f"fp16, bf16: 33 halves widened ({_WIDENED_LUTS} each), 32 narrowed ({_NARROWED_LUTS})": (
+            33 * _WIDENED_LUTS + 32 * _NARROWED_LUTS
+        ),
+        f"streams: 512 bits x 32 in shift registers, {_either(_streams)} of them; as many links of the run's chain,"
+        f" {_RUN_BITS} bits each": _streams(kernel) * (_BEAT_BITS + _RUN_BITS),
+        f"AXI masters ({_MASTER_LUTS:,} each), {_either(_masters)} at 512 bits": _masters(kernel) * _MASTER_LUTS,
+        "tile, control": _CONTROL_LUTS,
+    }
+
+
+def _masters(kernel: Kernel) -> int:
+    return len(kernel.bundles)
+
+
+def _either(count: Callable[[Kernel], int]) -> str:
+    """Of Adam, or of the others."""
+    return f"{count(ADAMW)} or {count(SGD)}"
+
+
+def _bram36(kernel: Kernel) -> int:
+    """For each pointer all its bursts, 72 bits in a block of 512; and the counts, 4 bits in a block of 8,192."""
+    assert _BURSTS * _BURST_BEATS <= 512
+    pointers = sum(argument.is_pointer for argument in kernel.arguments)
+    return pointers * -(-_BEAT_BITS // 72) + 32 // 4
+
+
+def _totals(kernel: Kernel) -> dict[str, int]:
+    return {
+        "LUT": round(sum(_luts(kernel).values()), -3),
+        "BRAM36": _bram36(kernel),
+        "URAM": 2 * _LANES,
+        "DSP": _OPERATORS[kernel].total(*_OPERATOR_DSPS),
+    }
+
+
+_TOTAL_NAMES = {
+    "BRAM36": "BRAM36: 8 per port and direction (4 bursts of 64 beats), 8 for counts",
+    "URAM": "URAM: 16 banks of 4,096 fp32, twice",
+}
+
+
+def report() -> str:
+    """The tables, in Markdown."""
+    parts = [_operations(), _thousands(), _shares()]
+    return "\n".join("\n".join(f"| {' | '.join(row)} |" for row in part) + "\n" for part in parts)
+
+
+def _head(*cells: str) -> list[Sequence[str]]:
+    return [cells, ["---"] * len(cells)]
+
+
+def _operations() -> list[Sequence[str]]:
+    title = "DSP of two of each (3 per multiplier, 2 per adder)"
+    rows = _head("operations per element", "multiply", "add", "divide", "root", title)
+    for kernel in KERNELS:
+        each = _OPERATORS[kernel]
+        counts = (each.multiply, each.add, each.divide, each.root)
+        rows.append([f"`{kernel.name}`", *(str(count or "-") for count in counts), str(_totals(kernel)["DSP"])])
+    return rows
+
+
+def _thousands() -> list[Sequence[str]]:
+    rows = _head("thousands of LUT", *(f"`{kernel.name}`" for kernel in KERNELS))
+    columns = [_luts(kernel) for kernel in KERNELS]
+    rows += [[name, *(f"{column[name] / 1000:.1f}" for column in columns)] for name in columns[0]]
+    return [*rows, ["together", *(f"{sum(column.values()) / 1000:.1f}" for column in columns)]]
+
+
+def _shares() -> list[Sequence[str]]:
+    rows = _head("", *(f"`{kernel.name}`" for kernel in KERNELS), "all three", "of the KU15P")
+    for name, available in _KU15P.items():
+        counts = [_totals(kernel)[name] for kernel in KERNELS]
+        cells = [f"{count:,}" for count in (*counts, sum(counts))]
+        rows.append([_TOTAL_NAMES.get(name, name), *cells, f"{sum(counts) / available:.0%}"])
+    masters = [_masters(kernel) for kernel in KERNELS]
+    return [*rows, ["AXI masters on the one bank, of at most 15", *map(str, (*masters, sum(masters))), ""]]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(report())

@@ -1,0 +1,30 @@
+"""Gathers of parameters that an interrupt broke off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+__all__ = ["end_gathers"]
+
+
+def end_gathers(module: torch.nn.Module) -> None:
+    """Wait for the gathers in flight, and forget those that cannot be waited for.
+
+    DeepSpeed marks parameters before it notes down what to wait for, and strikes that off before it waits. Ctrl-C in
+    between leaves some marked that nobody waits for, and others whose wait is refused, as one gather brings several.
+    """
+    awaited = getattr(module, "ds_inflight_param_registry", {})
+    handles = list(awaited.values())
+    awaited.clear()
+    for handle in handles:
+        with suppress(AssertionError):  # some of what it brings has come
+            handle.wait()
+    for param in cast(Iterator[Any], module.parameters()):
+        if getattr(param, "ds_status", None) is ZeroParamStatus.INFLIGHT:
+            param.data = param.data.new_empty(0)
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE

@@ -1,0 +1,43 @@
+"""The tables of what the kernels should take of the FPGA."""
+
+from __future__ import annotations
+
+import re
+from functools import reduce
+from operator import xor
+from pathlib import Path
+
+import numpy as np
+
+from hls.description import KERNELS
+from hls.resources import beat_columns, report
+from lightning_smartinfinity import native
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_has_what_the_script_prints() -> None:
+    assert report() in (ROOT / "docs/smartssd_kernels.md").read_text()
+
+
+def test_networks_compute_the_checksum() -> None:
+    """What is counted is CRC-32C of a beat: the columns of its set bits, and of the register's in the first word."""
+    columns = beat_columns()
+    beat = np.random.default_rng(0).integers(0, 1 << 32, 16, np.uint32)
+    words = [int(word) for word in beat]
+    words[0] ^= 0xFFFFFFFF
+    taken = [columns[place][bit] for place, word in enumerate(words) for bit in range(32) if word >> bit & 1]
+    assert reduce(xor, taken) ^ 0xFFFFFFFF == native.crc32c(beat.ctypes.data, beat.nbytes)
+
+
+def test_streams_and_operators_are_those_of_the_sources() -> None:
+    """Beats and links of the run between processes; multipliers by the asterisks of a rule's arithmetic."""
+    rows = dict(re.findall(r"\| `(\w+)` \| (\d+) \|", report()))
+    for kernel in KERNELS:
+        source = (ROOT / kernel.source).read_text()
+        beats = len(re.findall(r"hls::stream<(?:Words|Floats), 32>", source))
+        assert beats == len(re.findall(r"hls::stream<Run, 2>", source)) == 5 + 2 * len(kernel.arrays)
+        arithmetic = [
+            line for line in source.splitlines() if re.match(r"\s+(float|const float|[gp] =|return step)", line)
+        ]
+        assert sum(line.count(" * ") for line in arithmetic) == int(rows[kernel.name])

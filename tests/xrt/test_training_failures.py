@@ -1,0 +1,205 @@
+"""Cards that fail at any point of a Trainer's life, with or without their SSD: the host's bits, or a clear error."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity import (
+    DeviceError,
+    SmartInfinityStrategy,
+    SmartSSDConfig,
+    StorageError,
+    TransferConfig,
+)
+from lightning_smartinfinity.devices.smartssd import worker
+from lightning_smartinfinity.native.testing import Hold, inject
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.runif import RunIf
+from tests.helpers.trainers import quiet_trainer
+from tests.xrt.cards import EmulatedCards
+
+pytestmark = [
+    RunIf(xrt=True),
+    pytest.mark.filterwarnings("ignore:.*is small for SmartSSDs"),
+]
+
+RING = TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3)
+RECIPE = Recipe(precision="bf16-mixed", depth=1, groups=True, scheduler="step", validate=True, max_steps=4)
+
+
+class Failing(LitTiny):
+    """Calls ``fail`` at one moment of its training, and keeps what it was trained to."""
+
+    def __init__(self, moment: str, fail: Any, folder: Path) -> None:
+        super().__init__(RECIPE)
+        self.moment, self.fail, self.folder = moment, fail, folder
+
+    def at(self, moment: str) -> None:
+        if moment == self.moment:
+            self.fail(self.trainer)
+
+    def on_train_start(self) -> None:
+        self.at("first step")
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.trainer.global_step == RECIPE.max_steps - 1:
+            self.at("last step")
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.at("validation")
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.at("save")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 2:
+            self.trainer.save_checkpoint(self.folder / "half.ckpt")
+
+    def on_train_end(self) -> None:
+        self.trained = trained_to(self.trainer)
+        self.at("end")
+
+
+def trained_to(trainer: Any) -> list[dict[str, bytes]]:
+    """Every array of every parameter."""
+    handler = trainer.strategy._near_storage_optimizer.settled_handler()
+    arrays = [handler.read_parameter(index) for index in range(len(handler.steps))]
+    return [{name: values.tobytes() for name, values in each.items()} for each in arrays]
+
+
+def on_cards(cards: EmulatedCards, root: Path, **settings: Any) -> SmartInfinityStrategy:
+    config = SmartSSDConfig(xclbin=cards.build.xclbin, timeout=settings.pop("timeout", 30.0))
+    return SmartInfinityStrategy(
+        [root / "ssd0", root / "ssd1"], update_device="smartssd", smartssd=config, transfer=RING, **settings
+    )
+
+
+def fitted(root: Path, strategy: SmartInfinityStrategy, module: Failing, **settings: Any) -> Failing:
+    trainer = quiet_trainer(root, strategy, max_steps=RECIPE.max_steps, val_check_interval=2, **settings)
+    trainer.fit(module, ckpt_path=module.folder / "half.ckpt" if module.moment == "resumed" else None)
+    strategy.close()
+    return module
+
+
+def on_host(root: Path, moment: str = "never") -> Failing:
+    strategy = SmartInfinityStrategy(root / "host", update_device="host", transfer=RING)
+    return fitted(root, strategy, Failing(moment, None, root))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Failing:
+    """What the host trains."""
+    return on_host(tmp_path_factory.mktemp("host"))
+
+
+USUAL = {("lost", "backward"), ("hang", "forward"), ("error", "none")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "overlap"),
+    [
+        pytest.param(kind, overlap, marks=() if (kind, overlap) in USUAL else pytest.mark.long)
+        for kind in ("lost", "hang", "error")
+        for overlap in ("none", "forward", "backward")
+    ],
+)
+def test_at_every_moment(
+    emulated_cards: EmulatedCards,
+    tmp_path: Path,
+    expected: Failing,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    overlap: str,
+) -> None:
+    """The training is the host's to the bit, and so is what resumes from the checkpoint that it saved."""
+    for moment in ("first step", "save", "validation", "last step", "end"):
+        emulated_cards.reset()
+        caplog.clear()
+
+        def fail(trainer: Any) -> None:
+            if kind == "lost":
+                emulated_cards.lose(1)
+            else:
+                emulated_cards.inject(kind, card=1)
+
+        root = tmp_path / moment
+        strategy = on_cards(emulated_cards, root, overlap=overlap, timeout=0.05 if kind == "hang" else 30.0)
+        with caplog.at_level(logging.WARNING):
+            module = fitted(root, strategy, Failing(moment, fail, root))
+        happened = "emulated card 1 failed: " in caplog.text and "The host updates the" in caplog.text
+        assert happened == (moment != "end"), moment  # after which nothing is asked of a card
+        assert (module.losses, module.validated) == (expected.losses, expected.validated), moment
+        assert module.trained == expected.trained, moment
+    emulated_cards.reset()
+    assert on_host(tmp_path / "save", "resumed").trained == expected.trained
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_a_card_that_takes_its_ssd_along(
+    emulated_cards: EmulatedCards, tmp_path: Path, expected: Failing, overlap: str
+) -> None:
+    """The fit ends with a StorageError that names the file; once the SSD answers, the step before is there, whole."""
+
+    def fail(trainer: Any) -> None:
+        trainer.strategy.drain()
+        device = trainer.strategy._near_storage_optimizer.rank_state.handler._device
+        for pipeline in (device._host.pipeline, device._workers[1].pipeline):
+            inject(pipeline, fail_read_at=0)
+        emulated_cards.lose(1)
+
+    strategy = on_cards(emulated_cards, tmp_path, overlap=overlap)
+    trainer = quiet_trainer(tmp_path, strategy, max_steps=RECIPE.max_steps, val_check_interval=2)
+    module = Failing("last step", fail, tmp_path)
+    with pytest.raises(StorageError, match=r"state\.bin.*Input/output error"):
+        trainer.fit(module)
+    handler = strategy._near_storage_optimizer.settled_handler()
+    assert handler.generation == RECIPE.max_steps - 1 and not handler.in_flight
+    found = trained_to(trainer)
+    strategy.close()
+    straight = quiet_trainer(tmp_path / "host", max_steps=RECIPE.max_steps - 1, val_check_interval=2)
+    shorter = Failing("never", None, tmp_path)
+    straight.fit(shorter)
+    straight.strategy.close()
+    assert found == shorter.trained != expected.trained
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_a_write_that_does_not_return(
+    emulated_cards: EmulatedCards, tmp_path: Path, expected: Failing, monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    """The fit ends with a DeviceError. While the write is out the step before can be read and saved."""
+    monkeypatch.setattr(worker, "_RECOVERY", 0.0)
+    late: list[tuple[Any, Hold]] = []
+
+    def fail(trainer: Any) -> None:
+        trainer.strategy.drain()
+        device = trainer.strategy._near_storage_optimizer.rank_state.handler._device
+        late.append((device._workers[1].pipeline, Hold(device._workers[1].pipeline, write_at=0)))
+
+    strategy = on_cards(emulated_cards, tmp_path, overlap=overlap, timeout=0.2)
+    trainer = quiet_trainer(tmp_path, strategy, max_steps=RECIPE.max_steps, val_check_interval=2)
+    module = Failing("last step", fail, tmp_path)
+    with pytest.raises(DeviceError, match=r"card 1 has not returned from writing .*step before is whole"):
+        trainer.fit(module)
+    ((pipeline, hold),) = late
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    found = trained_to(trainer)
+    assert pipeline.busy and pipeline.writes_out() and hold.count == 1
+    assert strategy._near_storage_optimizer.settled_handler().generation == RECIPE.max_steps - 1
+    hold.release()
+    strategy.close()
+    shorter = Failing("never", None, tmp_path)
+    quiet_trainer(tmp_path / "host", max_steps=RECIPE.max_steps - 1, val_check_interval=2).fit(shorter)
+    assert found == shorter.trained != expected.trained
+    # With overlap Lightning has counted the step by then that is undone.
+    assert trainer.global_step == RECIPE.max_steps - (overlap == "none")
+    again = on_cards(emulated_cards, tmp_path / "again", overlap=overlap)
+    resumed = quiet_trainer(tmp_path / "again", again, max_steps=RECIPE.max_steps, val_check_interval=2)
+    resumed.fit(Failing("never", None, tmp_path), ckpt_path=tmp_path / "late.ckpt")
+    assert trained_to(resumed) == (expected.trained if overlap == "none" else found)
+    again.close()

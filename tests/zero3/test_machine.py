@@ -1,0 +1,46 @@
+"""Machines are told apart by more than their names."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity.zero3 import machine
+from lightning_smartinfinity.zero3.machine import machine_identity
+
+
+def booted(monkeypatch: pytest.MonkeyPatch, path: Path, boot: str, *, name: str) -> str:
+    """The identity on a machine of this name, whose kernel tells this number of its boot."""
+    path.write_text(f"{boot}\n")
+    monkeypatch.setattr(machine, "_BOOT_ID", path)
+    monkeypatch.setattr(platform, "node", lambda: name)
+    return machine_identity()
+
+
+def test_machines_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As images that were copied: two machines. Containers of one machine have names of their own: one machine."""
+    first, second, container = (
+        booted(monkeypatch, tmp_path / "boot_id", boot, name=name)
+        for boot, name in (("1", "localhost"), ("2", "localhost"), ("1", "container"))
+    )
+    assert first != second and first == container
+
+
+@pytest.mark.parametrize("content", [None, "\n"])
+def test_a_kernel_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
+    """The name has to do."""
+    path = tmp_path / "boot_id"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setattr(machine, "_BOOT_ID", path)
+    assert machine_identity() == platform.node() != ""
+
+
+def test_this_machine() -> None:
+    """The same in every process until it boots again."""
+    assert machine_identity() == machine_identity()
+    assert machine_identity() == (
+        machine._BOOT_ID.read_text().strip() if machine._BOOT_ID.exists() else platform.node()
+    )
