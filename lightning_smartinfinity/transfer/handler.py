@@ -231,6 +231,10 @@ class TransferHandler:
         step = self._require_step()
         with committing(self._store, step.generation, together):
             step.commit()
+        self._finish(step)
+
+    def _finish(self, step: Step) -> None:
+        """What follows a commit."""
         step.feed_back()
         self._step = None
         self._measured()
@@ -240,12 +244,17 @@ class TransferHandler:
     def rollback(self) -> None:
         """Abandon the step in flight: its parameters are restored in the partition from the current generation.
 
+        A step that an interrupt found committed already is finished instead.
+
         Raises:
             StorageError: The state could not be read back (call again, or give up), or the store has one place
                 (``durability="none"``) and the step may have overwritten it.
         """
         step = self._require_step()
         step.stop()
+        if self.can_roll_back and self._store.generation == step.generation:
+            self._finish(step)
+            return
         if step.overwrites:
             raise StorageError(
                 "A step cannot be rolled back with TransferConfig(durability='none'): it overwrote the state.",

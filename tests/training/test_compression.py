@@ -119,26 +119,32 @@ def sent(gradients: dict[str, torch.Tensor], ratio: float) -> dict[str, torch.Te
     return {name: part.view_as(gradient) for (name, gradient), part in zip(gradients.items(), parts, strict=True)}
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("error_feedback", [True, False])
-def test_trains_like_torch_with_the_same_compression(error_feedback: bool, tmp_path: Path) -> None:
-    """In one tasklet: the largest of all gradients, and of what was left out before."""
+def test_trains_like_torch_with_the_same_compression(error_feedback: bool, clip: float | None, tmp_path: Path) -> None:
+    """In one tasklet: the largest of all gradients, and of what was left out before, which clipping does not touch.
+
+    The norm that clips is that of the gradients before any of this.
+    """
     recipe = Recipe(max_steps=5, depth=1, precision="32-true", accumulate=2)
     residual: dict[str, torch.Tensor] = {}
+    factors: list[float] = []
 
     def compress(_: int, live: reference.Live) -> None:
-        total = {
-            name: master.grad + residual.get(name, torch.zeros(()))
-            for name, master in live.masters.items()
-            if master.grad is not None
-        }
+        gradients = {name: master.grad for name, master in live.masters.items() if master.grad is not None}
+        norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
+        factors.append(1.0 if clip is None else max(1.0, (norm + 1e-6) / clip))
+        total = {name: gradient + residual.get(name, torch.zeros(())) for name, gradient in gradients.items()}
         for name, value in sent(total, 0.1).items():
             if error_feedback:
                 residual[name] = total[name] - value
-            live.masters[name].grad = value
+            live.masters[name].grad = value / factors[-1]
 
     expected = reference.train(recipe, before_update=compress)
+    assert clip is None or min(factors) > 2
     options = {"compression": TopK(0.1, error_feedback=error_feedback), "overlap": "none"}
-    (losses, _, _), masters = result(Run(out=str(tmp_path), recipe=recipe, options=options))
+    run = Run(out=str(tmp_path), recipe=dataclasses.replace(recipe, clip=clip), options=options)
+    (losses, _, _), masters = result(run)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected.losses), atol=1e-5, rtol=0)
     for name, master in expected.masters.items():
         torch.testing.assert_close(masters[name], master, atol=1e-5, rtol=0, msg=name)

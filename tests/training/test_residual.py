@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,36 @@ def test_a_failed_step_leaves_it(tmp_path: Path) -> None:
         fit(module, tmp_path, strategy, max_steps=2)
     assert len(module.seen) == 2 and module.seen[-1].any()
     assert torch.equal(residual_of(strategy), module.seen[-1])
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_ctrl_c_right_after_a_commit(tmp_path: Path, overlap: str) -> None:
+    """The step counts: what it did not send is kept, and training goes on as if nothing had been."""
+    straight = Watching(RECIPE)
+    fit(straight, tmp_path, strategy_in(tmp_path / "straight", overlap=overlap), max_steps=4)
+    strategy = strategy_in(tmp_path, overlap=overlap)
+
+    class Interrupted(Watching):
+        def on_train_batch_start(self, *args: Any) -> None:
+            store = self.trainer.strategy._near_storage_optimizer.rank_state.handler._store
+            if self.trainer.global_step == 1 and not hasattr(self, "commit"):
+                self.commit = store.commit
+
+                def interrupted(**settings: Any) -> None:
+                    self.commit(**settings)
+                    store.commit = self.commit
+                    raise KeyboardInterrupt
+
+                store.commit = interrupted
+
+    module = Interrupted(RECIPE)
+    trainer = quiet_trainer(tmp_path, strategy, max_steps=2)
+    with suppress(KeyboardInterrupt, SystemExit):
+        trainer.fit(module)
+    strategy.drain()
+    assert hasattr(module, "commit")
+    committed = strategy._near_storage_optimizer.rank_state.handler.generation
+    assert torch.equal(residual_of(strategy), straight.seen[committed])
 
 
 def test_memory_is_reported(tmp_path: Path) -> None:
