@@ -34,6 +34,9 @@ _TOTALS = (*_MOVED, _WRITTEN)
 class _CountsTraffic(Protocol):
     """What the monitor needs of a strategy."""
 
+    @property
+    def host_bytes(self) -> dict[str, int]: ...
+
     def traffic(self) -> Traffic: ...
 
     def drain(self) -> None: ...
@@ -66,6 +69,8 @@ class StorageTrafficMonitor(Callback):
     ``io/written_TB``                       written to storage since the job began, which is what wears it out
     ``io/projected_TB``                     what that will be when the run ends (not for runs without an end)
     ``io/endurance_share``                  ``io/projected_TB`` over ``endurance_tbw`` (with ``endurance_tbw`` only)
+    ``io/host_GB``                          host memory that the update holds
+    ``io/residual_GB``                      of it what compressed gradients left out (with error feedback only)
     ======================================  ==========================================================================
 
     Args:
@@ -184,6 +189,7 @@ class StorageTrafficMonitor(Callback):
         values = _step_values(recent, max(1, num_steps))
         values |= {f"io/total_{name.removesuffix('_bytes')}_TB": totals[name] / _TB for name in _MOVED}
         values["io/written_TB"] = written / _TB
+        values |= watch.memory_values()
         if (coming := watch.bytes_to_be_written(step)) is not None:
             values["io/projected_TB"] = (written + coming) / _TB
             if self._endurance_tbw is not None:
@@ -203,6 +209,7 @@ class _Watch:
         strategy = trainer.strategy
         assert isinstance(strategy, _CountsTraffic)
         self._read = strategy.traffic
+        self._strategy = strategy
         self._clock = clock
         self._world_size = trainer.world_size
         self._phase = Phase.OTHER
@@ -250,6 +257,14 @@ class _Watch:
         if num_steps == 0 or not 0 < self._last_step < math.inf:
             return None
         return _moved(self.in_steps, _WRITTEN) / num_steps * max(0, self._last_step - step)
+
+    def memory_values(self) -> dict[str, float]:
+        """Host memory of all ranks, taking the others to be as this one: their partitions are as long."""
+        held = self._strategy.host_bytes
+        values = {"io/host_GB": self._world_size * sum(held.values()) / _GB}
+        if "residual" in held:
+            values["io/residual_GB"] = self._world_size * held["residual"] / _GB
+        return values
 
     def estimated_bytes(self) -> dict[str, int]:
         """Bytes of all ranks by counter, taking the others to be as this one; no collective."""

@@ -98,6 +98,8 @@ def test_values_of_one_step(tmp_path: Path) -> None:
             "io/written_TB": INITIALISATION_TB + 12_500 / 1e12,
             "io/projected_TB": projected,
             "io/endurance_share": projected / 1e-3,
+            "io/host_GB": 4_000 / 1e9,
+            "io/residual_GB": 1_000 / 1e9,
         },
         rel=1e-6,
     )
