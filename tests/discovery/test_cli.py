@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
-from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity import SmartInfinityStrategy, TopK
 from tests.helpers.fresh_python import fresh_python
 
 CLASS_PATH = "lightning_smartinfinity.SmartInfinityStrategy"
@@ -23,6 +23,11 @@ trainer:
         tasklet_bytes: 1048576
         num_buffers: 8
         durability: power
+      compression:
+        class_path: lightning_smartinfinity.TopK
+        init_args:
+          ratio: 0.02
+          error_feedback: false
       zero:
         reduce_bucket_size: 1000000
 """
@@ -73,6 +78,7 @@ def test_settings_in_a_file(tmp_path: Path) -> None:
     strategy = strategy_from(f"--config={config}")
     assert strategy._storage == (tmp_path / "nvme0", tmp_path / "nvme1")
     assert (strategy._transfer.num_buffers, strategy._transfer.durability) == (8, "power")
+    assert strategy._compression == TopK(0.02, error_feedback=False)
     assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 1_000_000  # type: ignore[index]
 
 

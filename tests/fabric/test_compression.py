@@ -1,0 +1,88 @@
+"""Compressed gradients in a loop of the user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lightning_smartinfinity import SmartInfinityFabricStrategy, TopK, TransferConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
+
+SMALL_RING = TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3)
+
+
+class Training:
+    """One process: a model of two layers, its optimizer, and one batch for each step.
+
+    Args:
+        root: For the state.
+        precision: Fabric's.
+        error_feedback: Of the codec.
+    """
+
+    def __init__(self, root: Path, *, precision: str = "32-true", error_feedback: bool = True) -> None:
+        codec = TopK(0.05, error_feedback=error_feedback)
+        strategy = SmartInfinityFabricStrategy(
+            root / "state", compression=codec, transfer=SMALL_RING, overlap="none", initial_scale_power=8
+        )
+        self.fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision=precision)  # type: ignore[arg-type]
+        self.fabric.launch()
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(64, 200), torch.nn.Tanh(), torch.nn.Linear(200, 8))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        self.model, self.optimizer = self.fabric.setup(module, optimizer)
+
+    def step(self, number: int, factor: float = 1.0) -> None:
+        """Forward, backward and the update."""
+        batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
+        self.fabric.backward(self.model(batch).square().mean() * factor)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """A copy."""
+        held: Any = self.fabric.strategy
+        return held._near_storage_optimizer.rank_state.compressed.residual.clone()  # type: ignore[no-any-return]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """As Fabric saves it."""
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+def test_a_step_that_overflows_leaves_the_residual(tmp_path: Path) -> None:
+    """In fp16, where the loss scale falls by it; what is kept has no part of the scale."""
+    training = Training(tmp_path, precision="16-mixed")
+    training.step(0)
+    before = training.residual
+    training.step(1, factor=1e6)
+    assert training.optimizer.overflow and before.any()
+    assert torch.equal(training.residual, before)
+    training.step(2)
+    assert not training.optimizer.overflow
+    after = training.residual
+    assert torch.isfinite(after).all() and not torch.equal(after, before)
+    assert after.abs().max() < 10 * before.abs().max()
+
+
+def test_loading_replaces_the_residual(tmp_path: Path) -> None:
+    """By that of the checkpoint, in a training that has one of its own; by zero, if it has none."""
+    without = Training(tmp_path / "without", error_feedback=False)
+    without.step(0)
+    without.fabric.save(tmp_path / "without.ckpt", without.state)
+    training = Training(tmp_path / "with")
+    training.step(0)
+    saved = training.residual
+    training.fabric.save(tmp_path / "with.ckpt", training.state)
+    training.step(1)
+    assert not torch.equal(training.residual, saved)
+    training.fabric.load(tmp_path / "with.ckpt", training.state)
+    assert saved.any() and torch.equal(training.residual, saved)
+    training.fabric.load(tmp_path / "without.ckpt", training.state)
+    assert not training.residual.any()
