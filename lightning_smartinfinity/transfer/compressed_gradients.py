@@ -10,6 +10,7 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.compression import GradientCodec, TopK
+from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.transfer.device_selection import DeviceSelection
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.tensors import HostTensor, native_dtype
@@ -113,9 +114,19 @@ class CompressedGradients:
         Args:
             tasklets: Of the step; gradients and payloads are as it left them.
             scale: Of the gradients: the loss scale.
+
+        Raises:
+            StorageError: A payload is not what was written: the memory has been damaged.
         """
-        if self._residual is not None:
+        if self._residual is None:
+            return
+        try:
             native.feed_back(list(tasklets), residual_scale=scale, threads=self._num_threads)
+        except ValueError as error:
+            raise StorageError(
+                f"What was not sent of the gradients cannot be kept: {error}.",
+                "Check the memory, and resume from a checkpoint.",
+            ) from error
 
 
 def _padding_of(layout: PartitionLayout) -> list[tuple[tuple[int, int], ...]]:

@@ -117,6 +117,28 @@ def test_ctrl_c_right_after_a_commit(tmp_path: Path, overlap: str) -> None:
     assert torch.equal(residual_of(strategy), straight.seen[committed])
 
 
+def test_a_damaged_payload(tmp_path: Path) -> None:
+    """Between the update and the commit: the training ends with an error of ours, and its state is lost."""
+    strategy = strategy_in(tmp_path)
+
+    class Damaging(Watching):
+        def on_train_batch_start(self, *args: Any) -> None:
+            if self.trainer.global_step == 1:
+                state = self.trainer.strategy._near_storage_optimizer.rank_state
+                commit = state.handler._store.commit
+
+                def damaging(**settings: Any) -> None:
+                    state.compressed._payloads.tensor[4] ^= 1  # the version, in the header of the first
+                    commit(**settings)
+
+                state.handler._store.commit = damaging
+
+    with pytest.raises(StorageError, match=r"cannot be kept.*version.*resume from a checkpoint"):
+        fit(Damaging(RECIPE), tmp_path, strategy, max_steps=3)
+    with pytest.raises(StorageError, match="is lost"):
+        _ = strategy._near_storage_optimizer.rank_state.handler
+
+
 def test_memory_is_reported(tmp_path: Path) -> None:
     """Four bytes of residual per parameter, and the payloads; without error feedback the payloads alone."""
     for error_feedback in (True, False):
