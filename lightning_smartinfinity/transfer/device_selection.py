@@ -7,6 +7,7 @@ import torch
 from lightning_smartinfinity import native
 from lightning_smartinfinity.compression.selection import top_k_payload, with_residual
 from lightning_smartinfinity.compression.top_k import TopK
+from lightning_smartinfinity.errors import CudaError
 
 __all__ = ["DeviceSelection"]
 
@@ -49,11 +50,20 @@ class DeviceSelection:
 
         Returns:
             The same, its tasklets with payloads instead of gradients, and no codec.
+
+        Raises:
+            CudaError: The device has no memory for it.
         """
-        encoded = [
-            self._encoded(tasklet, payloads[offsets[tasklet.index] :], batch.residual_scale)
-            for tasklet in batch.tasklets
-        ]
+        try:
+            encoded = [
+                self._encoded(tasklet, payloads[offsets[tasklet.index] :], batch.residual_scale)
+                for tasklet in batch.tasklets
+            ]
+        except torch.OutOfMemoryError as error:
+            raise CudaError(
+                f"There is no memory on {self._device} to choose what is sent of one tasklet: {error}.",
+                "Use smaller tasklets (TransferConfig(tasklet_bytes=...)), or a smaller batch.",
+            ) from error
         return native.Batch(batch.operation, encoded, batch.steps, batch.stream)
 
     def _encoded(self, tasklet: native.Tasklet, place: torch.Tensor, scale: float) -> native.Tasklet:

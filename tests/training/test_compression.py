@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_smartinfinity import BlockScaled, TopK
+from lightning_smartinfinity import BlockScaled, CudaError, SmartInfinityStrategy, TopK
+from lightning_smartinfinity.transfer import device_selection
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.device_selection import DeviceSelection
 from lightning_smartinfinity.zero3 import optimizer
 from tests.helpers import reference
-from tests.helpers.models import Recipe
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.trainers import fit
 from tests.training.test_overlap import SMALL_RING, assert_same, result
 from tests.training.worker import Run, launch
 
@@ -108,6 +110,24 @@ def test_selecting_on_a_device_changes_no_bit(
     )
     assert_same(result(run_of(tmp_path, precision, CODECS[name])), straight(precision, name)[0])
     assert encoded
+
+
+def test_no_memory_to_select_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of ours, before anything has begun: the training can be saved."""
+
+    def on_device(*args: Any, **kwargs: Any) -> CompressedGradients:
+        return CompressedGradients(*args, **{**kwargs, "device": torch.device("cpu")})
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr(optimizer, "CompressedGradients", on_device)
+    monkeypatch.setattr(device_selection, "top_k_payload", fail)
+    strategy = SmartInfinityStrategy(tmp_path / "state", compression=TopK(0.05), overlap="none")
+    with pytest.raises(CudaError, match=r"no memory on cpu.*too much.*smaller tasklets"):
+        fit(LitTiny(Recipe(depth=1, max_steps=1)), tmp_path, strategy, max_steps=1)
+    assert strategy._near_storage_optimizer is not None
+    assert strategy._near_storage_optimizer.rank_state.handler.generation == 0
 
 
 def sent(gradients: dict[str, torch.Tensor], ratio: float) -> dict[str, torch.Tensor]:

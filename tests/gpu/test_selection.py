@@ -1,0 +1,40 @@
+"""What a real CUDA device selects is what the host selects, to the bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_smartinfinity.compression.selection import top_k_payload, with_residual
+from tests.helpers.runif import RunIf
+
+pytestmark = RunIf(cuda_devices=1)
+
+
+def values_of(numel: int, seed: int) -> torch.Tensor:
+    """With ties, zeros, subnormals, and what no 16-bit type holds."""
+    generator = torch.Generator().manual_seed(seed)
+    special = torch.tensor([0.5, -0.5, 0.0, -0.0, 1e-40, 7e4, -3.4e38, math.inf])
+    picked = special[torch.randint(len(special), (numel,), generator=generator)]
+    chosen = torch.rand(numel, generator=generator) < 0.3
+    return torch.where(chosen, picked, torch.randn(numel, generator=generator))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 65_537, 1_000_003])
+@pytest.mark.parametrize("ratio", [1e-5, 0.01, 0.9, 1.0])
+def test_payloads_are_those_of_the_host(numel: int, ratio: float, dtype: torch.dtype) -> None:
+    values = values_of(numel, seed=numel)
+    taken = torch.arange(numel) % 7 != 3
+    expected = top_k_payload(values, ratio=ratio, value_dtype=dtype, taken=taken)
+    assert torch.equal(top_k_payload(values.cuda(), ratio=ratio, value_dtype=dtype, taken=taken.cuda()).cpu(), expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 3.0])
+def test_what_was_not_sent_is_added_as_on_the_host(scale: float) -> None:
+    """Rounded after each operation, nothing fused."""
+    gradient, residual = values_of(100_000, seed=1), values_of(100_000, seed=2).clamp(-1e30, 1e30)
+    total = with_residual(gradient.cuda(), residual.cuda(), scale).cpu()
+    assert torch.equal(total.view(torch.int32), with_residual(gradient, residual, scale).view(torch.int32))
