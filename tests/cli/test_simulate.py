@@ -140,6 +140,8 @@ def test_a_plot_that_cannot_be_had(
         ["--compression", "1.01"],
         ["--read", "0"],
         ["--read", "inf"],
+        ["--write", "1e308"],
+        ["--cpu", "1e-320"],
         ["--systems", "stock"],
         ["--state-formats", "int2"],
     ],
