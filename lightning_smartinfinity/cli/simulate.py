@@ -34,6 +34,7 @@ _GIGA = 1e9
 _CPU = 0.9  # 10^9 parameters per second: fp32 state on one core, by benchmarks/formats.py
 _MOST_PARAMETERS = 1e12
 _MOST_DEVICES = 256
+_LEAST_RATE, _MOST_RATE = 1e-6, 1e9
 _SHOWN = 40  # characters
 _TABLE = "{parameters:>10}  {devices:>7}  {system:<14}{state:<15}{gradients:<11}{overlap:<9}"
 _SECONDS = "{forward:>10}{backward:>12}{update:>10}{step:>10}"
@@ -83,10 +84,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         ("kernel", "of an accelerator: arrays and gradient in fp32"),
         ("channel", "of all devices together, up and down"),
     ):
-        machine.add_argument(f"--{name}", type=_positive, metavar="RATE", help=what)
+        machine.add_argument(f"--{name}", type=_rate, metavar="RATE", help=what)
     machine.add_argument(
         "--cpu",
-        type=_positive,
+        type=_rate,
         default=_CPU,
         help="10^9 parameters per second that host updates (default: %(default)s)",
     )
@@ -180,10 +181,10 @@ def _ratio(text: str) -> float | None:
     return number
 
 
-def _positive(text: str) -> float:
+def _rate(text: str) -> float:
     number = _number(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is no number above 0")
+    if not _LEAST_RATE <= number <= _MOST_RATE:
+        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is no number from {_LEAST_RATE:g} to {_MOST_RATE:g}")
     return number
 
 

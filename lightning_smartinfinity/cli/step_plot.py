@@ -34,7 +34,7 @@ def write_plot(rows: Sequence[Simulated], path: Path) -> None:
 
     Raises:
         UnsupportedError: matplotlib is not installed.
-        ConfigError: The ending is of no form that matplotlib writes.
+        ConfigError: The ending is of no form that matplotlib writes, or the file cannot be written.
     """
     try:
         from matplotlib import figure as canvas
@@ -49,7 +49,13 @@ def write_plot(rows: Sequence[Simulated], path: Path) -> None:
     with rc_context(_STYLE):
         figure = canvas.Figure(figsize=(8, 4), layout="constrained")
         _draw(figure, rows)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+        try:
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+        except OSError as error:
+            raise ConfigError(
+                f"smart-infinity simulate --plot {path} cannot be written: {error.strerror}.",
+                "Name a file in a folder that is there and can be written to.",
+            ) from None
 
 
 def _draw(figure: Figure, rows: Sequence[Simulated]) -> None:

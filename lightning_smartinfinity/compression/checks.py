@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 from lightning_smartinfinity.errors import ConfigError
 
 __all__ = ["require_bool", "require_one_of", "require_share"]
 
 
-def require_share(codec: str, name: str, value: object) -> None:
-    """A number in (0, 1]."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= 1:  # type: ignore[operator]  # a comparison with NaN is false
+def require_share(codec: str, name: str, value: object) -> float:
+    """A number in (0, 1], numpy's as well, as Python's."""
+    share = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+    if not 0 < share <= 1:  # a comparison with NaN is false
         raise ConfigError(f"{codec}({name}={value!r}) is out of range.", "Pass a number above 0 and at most 1.")
+    return share
 
 
 def require_bool(codec: str, name: str, value: object) -> None:

@@ -20,14 +20,16 @@ _LEFT_OUT = -1
 
 
 def with_residual(gradient: torch.Tensor, residual: torch.Tensor, scale: float) -> torch.Tensor:
-    """``gradient + residual * scale``, rounded after each; the gradient itself where the residual is zero.
+    """``gradient + residual * scale``, rounded after each, at most the largest fp32; the gradient itself where the
+    residual is zero.
 
     Args:
         gradient: float32, on any device.
         residual: float32, as long, on the same device.
         scale: Of the gradient.
     """
-    return torch.where(residual == 0, gradient, gradient + residual * scale)
+    limit = torch.finfo(torch.float32).max
+    return torch.where(residual == 0, gradient, (gradient + residual * scale).clamp(-limit, limit))
 
 
 def top_k_payload(

@@ -39,7 +39,7 @@ class TopK(GradientCodec):
     exact: bool = True
 
     def __post_init__(self) -> None:
-        require_share("TopK", "ratio", self.ratio)
+        object.__setattr__(self, "ratio", require_share("TopK", "ratio", self.ratio))
         require_bool("TopK", "error_feedback", self.error_feedback)
         require_one_of("TopK", "value_dtype", self.value_dtype, ("auto", *_DTYPES))
         require_bool("TopK", "exact", self.exact)

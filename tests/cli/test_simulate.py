@@ -111,7 +111,7 @@ def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: tupl
     assert plot.read_bytes() == first
 
 
-def test_a_plot_without_matplotlib(
+def test_a_plot_that_cannot_be_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What to install, and no traceback."""
@@ -122,6 +122,8 @@ def test_a_plot_without_matplotlib(
     monkeypatch.undo()
     assert main([*few, "--plot", str(tmp_path / "steps.txt")]) == 1
     assert "steps.txt is of no known form" in capsys.readouterr().err
+    assert main([*few, "--plot", str(tmp_path / "none" / "steps.svg")]) == 1
+    assert "steps.svg cannot be written: No such file" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,6 +140,8 @@ def test_a_plot_without_matplotlib(
         ["--compression", "1.01"],
         ["--read", "0"],
         ["--read", "inf"],
+        ["--write", "1e308"],
+        ["--cpu", "1e-320"],
         ["--systems", "stock"],
         ["--state-formats", "int2"],
     ],

@@ -86,7 +86,10 @@ def test_everything_is_zeros_too() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 3.0])
 def test_what_was_not_sent_is_added_alike(scale: float) -> None:
-    """Rounded after each operation; subnormals stay, and a gradient whose residual is zero keeps its sign."""
+    """Rounded after each operation and at most the largest number; subnormals stay, and a gradient whose residual is
+    zero keeps its sign.
+    """
     gradient, residual = values_of(5000, seed=1), values_of(5000, seed=2).clamp(-1e30, 1e30)
+    gradient[:4], residual[:4] = torch.tensor([3e38, -3e38, 3e38, 1.0]), torch.tensor([3e38, -3e38, -3e38, -3.4e38])
     payload = top_k_payload(with_residual(gradient, residual, scale), ratio=0.9, value_dtype=torch.float32)
     assert payload.numpy().tobytes() == native_payload(gradient, 0.9, torch.float32, [], residual=residual, scale=scale)

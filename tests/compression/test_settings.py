@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_smartinfinity import BlockScaled, ConfigError, SmartInfinityStrategy, TopK
@@ -15,6 +17,13 @@ def test_ratio_is_a_share(ratio: Any) -> None:
     """Above 0 and at most 1."""
     with pytest.raises(ConfigError, match=r"TopK\(ratio=.*Pass a number above 0"):
         TopK(ratio)
+
+
+@pytest.mark.parametrize("ratio", [np.float64(0.5), np.float32(0.5), np.float16(0.5), Fraction(1, 2)])
+def test_ratio_of_any_kind_of_number(ratio: Any) -> None:
+    """As a sweep over a numpy array gives; it is shown and passed on as Python's."""
+    assert repr(TopK(ratio)) == repr(TopK(0.5))
+    assert repr(TopK(ratio).native()) and type(TopK(ratio).ratio) is float
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ __all__ = ["BLOCK_SCALED_MAGIC", "Source", "block_scaled", "fed_back", "rounded"
 
 BLOCK_SCALED_MAGIC = 0x4249534C
 _BLOCK = 256
+_FP32_MAX = np.finfo(np.float32).max
 _LARGEST = {DType.FLOAT16: 65504.0, DType.BFLOAT16: float(np.array(0x7F7F0000, np.uint32).view(np.float32))}
 
 
@@ -44,7 +45,7 @@ class Source:
         values = decode(self.gradient, self.dtype)
         if self.residual is not None:
             with np.errstate(all="ignore"):
-                summed = values + self.residual * np.float32(self.scale)
+                summed = np.clip(values + self.residual * np.float32(self.scale), -_FP32_MAX, _FP32_MAX)
             values = np.where(self.residual != 0, summed, values)
         return np.where(self.eligible, values, np.float32(0))
 

@@ -57,6 +57,19 @@ def test_what_was_not_sent(name: str, dtype: DType) -> None:
         assert (compressing.residual != before).any()
 
 
+@pytest.mark.parametrize("name", CODECS)
+def test_sums_beyond_fp32(name: str, instruction_set: InstructionSet) -> None:
+    """Gradients of 3e38 in every step: what is sent and what is left out stay finite."""
+    gradient = np.full(1000, 3e38, np.float32)
+    gradient[::2] *= -1
+    compressing = Compressing(gradient, DType.FLOAT32, np.zeros(1000, np.float32), 1.0)
+    for _ in range(4):
+        payload = compressing.encode(CODECS[name])
+        assert np.isfinite(decoded(payload, 1000)).all()
+        feed(compressing, payload)
+        assert compressing.residual is not None and np.isfinite(compressing.residual).all()
+
+
 def test_on_every_instruction_set(instruction_set: InstructionSet) -> None:
     compressing = compressing_of(DType.BFLOAT16)
     payload = compressing.encode(CODECS["top_k"])

@@ -1,5 +1,12 @@
 // Kernels of compressed gradients: a part of kernels.inl.
 
+// Of finite gradients the sum stays finite: an infinite one would leave NaN in the residual, for good.
+inline float saturated(float sum) {
+    constexpr float kLargest = 0x1.fffffep127f;
+    const float above = sum < -kLargest ? -kLargest : sum;
+    return above > kLargest ? kLargest : above;
+}
+
 // What is to be sent: the gradient and what earlier steps did not send. Where that is nothing, the gradient itself:
 // -0 + 0 would be another zero.
 template <class Gradient>
@@ -9,7 +16,7 @@ void add_residual(const void* gradient, const float* residual, float scale, floa
     float* __restrict y = out;
     for (std::size_t i = 0; i < numel; ++i) {
         const float value = Gradient::widen(g[i]);
-        const float sum = value + e[i] * scale;
+        const float sum = saturated(value + e[i] * scale);
         y[i] = e[i] != 0.0f ? sum : value;
     }
 }
@@ -21,7 +28,7 @@ void feed_residual(const void* gradient, const float* sent, float scale, float* 
     float* __restrict e = residual;
     for (std::size_t i = 0; i < numel; ++i) {
         const float value = Gradient::widen(g[i]);
-        const float sum = value + e[i] * scale;
+        const float sum = saturated(value + e[i] * scale);
         const float y = e[i] != 0.0f ? sum : value;
         e[i] = (y - v[i]) / scale;
     }
