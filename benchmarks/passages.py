@@ -27,25 +27,30 @@ class Task:
     Args:
         packages: By number.
         training: Shuffled.
+        tuning: Others of the same files, to choose settings by.
         held_out: Of other files.
     """
 
     packages: tuple[str, ...]
     training: list[tuple[str, int]]
+    tuning: list[tuple[str, int]]
     held_out: list[tuple[str, int]]
 
 
-def task(*, per_package: int, held_out_per_package: int) -> Task:
+def task(*, per_package: int, tuning_per_package: int, held_out_per_package: int) -> Task:
     """The task with at most so many passages of each package; the same for the same versions of the packages."""
     packages = tuple(name for name in PACKAGES if importlib.util.find_spec(name) is not None)
     training: list[tuple[str, int]] = []
+    tuning: list[tuple[str, int]] = []
     held_out: list[tuple[str, int]] = []
     for number, name in enumerate(packages):
         kept, aside = _passages_of(name)
-        training += [(passage, number) for passage in _some(kept, per_package)]
+        chosen = [(passage, number) for passage in _some(kept, per_package + tuning_per_package)]
+        training += chosen[tuning_per_package:]
+        tuning += chosen[:tuning_per_package]
         held_out += [(passage, number) for passage in _some(aside, held_out_per_package)]
     random.Random(0).shuffle(training)
-    return Task(packages, training, held_out)
+    return Task(packages, training, tuning, held_out)
 
 
 def _some(passages: list[str], number: int) -> list[str]:
