@@ -37,6 +37,7 @@ class PaperMachine:
         receive: Seconds of the host for each updated parameter that comes up.
         top_k: Seconds of an A5000 for compression.
         a100: Seconds of an A100 over those of an A5000.
+        sparse_kernel: Bytes per second of the kernels with compressed gradients.
     """
 
     duplex: bool
@@ -46,6 +47,7 @@ class PaperMachine:
     receive: float = 0.0
     top_k: float = 0.0
     a100: float = 0.0
+    sparse_kernel: float = FIGURES["sparse_kernel"].value
 
     def machine(self, num_devices: int, gpu: str = "A5000") -> Machine:
         """With so many SmartSSDs.
@@ -61,7 +63,7 @@ class PaperMachine:
                 write=FIGURES["write"].value,
                 duplex=self.duplex,
                 kernel=FIGURES["kernel"].value,
-                sparse_kernel=FIGURES["sparse_kernel"].value,
+                sparse_kernel=self.sparse_kernel,
             ),
             num_devices=num_devices,
             channel=Channel(down=self.channel, up=self.channel, together=self.channel),
@@ -126,15 +128,17 @@ def seconds_of(
 
 
 @cache
-def fit(*, duplex: bool) -> PaperMachine:
+def fit(*, duplex: bool, sparse_kernel: float = FIGURES["sparse_kernel"].value) -> PaperMachine:
     """The paper's machine: its open parameters, one after the other, for the least squares of relative errors.
 
     Args:
         duplex: The SSDs read and write side by side.
+        sparse_kernel: Bytes per second of the kernels with compressed gradients.
     """
     phases = [(row, row.phases) for row in SECONDS if row.phases is not None and row.num_devices in FITTED_DEVICES]
     rows = [row for row, _ in phases]
-    found = PaperMachine(duplex=duplex, channel=1 / _fit((p[2], _UPDATE_BYTES * _numel(row)) for row, p in phases))
+    channel = 1 / _fit((p[2], _UPDATE_BYTES * _numel(row)) for row, p in phases)
+    found = PaperMachine(duplex=duplex, channel=channel, sparse_kernel=sparse_kernel)
     forward = _fit((p[0], _numel(row)) for row, p in phases)
     stored = replace(found, backward=0.0)
     backward = _fit((p[1] - _backward(stored, row), _numel(row), p[1]) for row, p in phases)

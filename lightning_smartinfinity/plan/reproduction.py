@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import nan
 from statistics import mean
 
-from lightning_smartinfinity.plan.fit import FITTED_DEVICES, PaperMachine, fit, published_workload, seconds_of
+from lightning_smartinfinity.plan.fit import FITTED_DEVICES, PaperMachine, published_workload, seconds_of
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.machine import Machine
 from lightning_smartinfinity.plan.paper import SCALING, SECONDS, SPEEDUPS, Row
 from lightning_smartinfinity.plan.step import Overlap, StepTime, System, simulate_step
 
-__all__ = ["SYSTEMS", "Headroom", "Prediction", "headroom", "mean_error", "predictions"]
+__all__ = ["SYSTEMS", "Headroom", "Prediction", "headroom", "mean_error", "predictions", "relative_to_one_device"]
 
 SYSTEMS = {
     "ZeRO-Infinity": (System.ZERO_INFINITY, False),
@@ -28,12 +29,12 @@ class Prediction:
     """One number of the paper.
 
     Args:
-        table: ``"seconds"``, ``"speedups"`` or ``"scaling"``.
+        table: ``"seconds"``, ``"speedups"``, ``"scaling"`` or ``"relative"`` (to one device, as scaling is printed).
         model: Family and size.
         gpu: The GPU.
         num_devices: SmartSSDs.
         system: A name in :data:`SYSTEMS`.
-        paper: Seconds per iteration, or the speedup.
+        paper: Seconds per iteration, or the speed.
         simulated: The same.
         fitted: A parameter was fitted to it.
     """
@@ -53,25 +54,45 @@ class Prediction:
         return self.simulated / self.paper - 1
 
 
-def predictions(*, duplex: bool) -> list[Prediction]:
+def predictions(machine: PaperMachine) -> list[Prediction]:
     """Every number of the tables.
 
     Args:
-        duplex: The SSDs read and write side by side.
+        machine: As fitted.
     """
-    machine = fit(duplex=duplex)
     return [*_seconds(machine), *_speedups(machine), *_scaling(machine)]
 
 
+def relative_to_one_device(found: Iterable[Prediction]) -> list[Prediction]:
+    """Scaling in the paper's own unit: how many times as fast as ZeRO-Infinity on one device, simulated over simulated.
+
+    Args:
+        found: Of :func:`predictions`.
+    """
+    scaling = [one for one in found if one.table == "scaling"]
+    first = {one.gpu: one for one in scaling if (one.system, one.num_devices) == ("ZeRO-Infinity", 1)}
+    return [
+        replace(
+            one,
+            table="relative",
+            paper=first[one.gpu].paper / one.paper,
+            simulated=first[one.gpu].simulated / one.simulated,
+        )
+        for one in scaling
+        if one is not first[one.gpu]
+    ]
+
+
 def mean_error(found: Iterable[Prediction], system: str, *, fitted: bool | None = None) -> float:
-    """Mean of the relative errors' sizes.
+    """Mean of the relative errors' sizes; NaN where there are none.
 
     Args:
         found: Of :func:`predictions`.
         system: A name in :data:`SYSTEMS`.
         fitted: Of numbers that were fitted, of those that were not (False), or of all.
     """
-    return mean(abs(one.error) for one in found if one.system == system and fitted in (None, one.fitted))
+    errors = [abs(one.error) for one in found if one.system == system and fitted in (None, one.fitted)]
+    return mean(errors) if errors else nan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_smartinfinity.plan.fit import FITTED_DEVICES, fit
 from lightning_smartinfinity.plan.paper import FIGURES, SCALING, SECONDS
-from lightning_smartinfinity.plan.reproduction import headroom, mean_error, predictions
+from lightning_smartinfinity.plan.reproduction import headroom, mean_error, predictions, relative_to_one_device
 
 # As printed in the paper: how much faster SU+O+C is than the baseline.
 PRINTED = {
@@ -44,12 +44,41 @@ def test_scaling_gives_the_seconds() -> None:
 @pytest.mark.parametrize("duplex", [False, True])
 def test_mean_errors(duplex: bool) -> None:
     """At most 7 % for the baseline and SU+O, of the numbers that nothing was fitted to."""
-    found = predictions(duplex=duplex)
+    found = predictions(fit(duplex=duplex))
     for system in ("ZeRO-Infinity", "SU+O"):
         assert mean_error(found, system, fitted=False) <= 0.07
     assert {one.num_devices for one in found if one.fitted} == set(FITTED_DEVICES)
     predicted = {(one.table, one.gpu, one.num_devices) for one in found if not one.fitted and one.system == "SU+O"}
     assert {("scaling", gpu, number) for gpu in SCALING for number in (1, 2, 4, 8)} < predicted
+
+
+def test_scaling_in_the_unit_of_the_paper() -> None:
+    """What is printed there; and one that is simulated too slow on one device makes all others too fast."""
+    found = predictions(fit(duplex=False))
+    relative = relative_to_one_device(found)
+    for gpu, scaling in SCALING.items():
+        printed = {
+            "ZeRO-Infinity": scaling.baseline[1:],
+            "SU+O": scaling.optimized,
+            "SU+O+C": scaling.compressed,
+        }
+        for system, speeds in printed.items():
+            of = [one for one in relative if (one.gpu, one.system) == (gpu, system)]
+            assert [one.paper for one in of] == pytest.approx(list(speeds))
+    (alone,) = [
+        one
+        for one in found
+        if (one.table, one.gpu, one.system, one.num_devices) == ("scaling", "A100", "ZeRO-Infinity", 1)
+    ]
+    for one in relative:
+        if one.gpu == "A100":
+            (same,) = [
+                other
+                for other in found
+                if other.table == "scaling"
+                and (other.gpu, other.system, other.num_devices) == (one.gpu, one.system, one.num_devices)
+            ]
+            assert 1 + one.error == pytest.approx((1 + alone.error) / (1 + same.error))
 
 
 @pytest.mark.parametrize("duplex", [False, True])
@@ -60,6 +89,7 @@ def test_every_parameter_has_a_source(duplex: bool) -> None:
     for name, figure in FIGURES.items():
         assert getattr(device, name) == figure.value
     assert all(figure.source for figure in machine.parameters.values())
+    assert "fitted" in FIGURES["sparse_kernel"].source
     fitted = set(machine.parameters) - set(FIGURES)
     assert fitted == {"channel", "forward", "backward", "receive", "top_k", "a100"}
     assert all("fitted at 6 and 10 devices" in machine.parameters[name].source for name in fitted)
