@@ -19,7 +19,7 @@ from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.xclbin import require_xclbin_named
 from lightning_smartinfinity.lightning_options import attributes_of, check_options
-from lightning_smartinfinity.plan.cost import gain_of
+from lightning_smartinfinity.plan.cost import Setting, gain_of
 from lightning_smartinfinity.plan.gradients import Dense
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.workload import Workload
@@ -90,6 +90,7 @@ class NearStorage:
         self._overlap = overlap
         self._compression = checked_compression(compression)
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
+        self._local_world_size, self._on_cuda = 1, False
         # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
         self._training_engine: Any = None
         # What holds the parameters on storage, if they are there.
@@ -177,6 +178,7 @@ class NearStorage:
 
     def _prepare_environment(self, device: torch.device, *, local_world_size: int) -> None:
         """What must be true before DeepSpeed is first imported, and settings that only it can check."""
+        self._local_world_size, self._on_cuda = local_world_size, device.type == "cuda"
         prepare_environment(device.type, local_world_size=local_world_size)
         from lightning_smartinfinity.zero3.validation import check_zero_section
 
@@ -228,7 +230,12 @@ class NearStorage:
             parameter_itemsize=2 if is_16_bit(self.config) else 4,
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
-        _warn_of_no_gain(offload, num_arrays=len(rule_for(optimizer).arrays))
+        _warn_of_no_gain(
+            offload,
+            num_arrays=len(rule_for(optimizer).arrays),
+            num_processes=self._local_world_size,
+            on_gpu=self._on_cuda,
+        )
         with self._parameters_on_storage(), engine_with(offload):
             if self._parameters is not None:
                 require_parameter_space(
@@ -316,8 +323,15 @@ class NearStorage:
 _IDLE: dict[tuple[tuple[Path, ...], str], weakref.ref[NearStorage]] = {}
 
 
-def _warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int) -> None:
-    """Compression costs accuracy, or memory at least: tell who gets nothing for it."""
+def _warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int, num_processes: int, on_gpu: bool) -> None:
+    """Compression costs accuracy, or memory at least: tell who gets nothing for it.
+
+    Args:
+        offload: Settings, with the cards of this process.
+        num_arrays: Of the optimizer's state.
+        num_processes: Of this machine.
+        on_gpu: Gradients come from there.
+    """
     if offload.compression is None or torch.distributed.get_rank() != 0:
         return
     dense = Workload(
@@ -327,12 +341,14 @@ def _warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int) -> None:
         parameter_bytes=offload.parameter_itemsize,
     )
     through_storage = offload.smartssd is not None and offload.smartssd.gradient_route == "storage"
-    gain = gain_of(
-        offload.compression,
-        dense,
-        num_cards=0 if offload.cards is None else len(offload.cards.cards),
+    plan = offload.cards
+    setting = Setting(
+        num_cards=0 if plan is None else max(1, num_processes * len(plan.cards) // plan.sharers),
         num_cores=len(os.sched_getaffinity(0)),
+        num_threads=num_processes * offload.transfer.compute_threads,
+        selects_on_gpu=on_gpu,
         route=Route.STORAGE if through_storage else Route.HOST,
     )
+    gain = gain_of(offload.compression, dense, setting)
     if not gain.gains:
         warnings.warn(f"compression={offload.compression} is predicted to bring no gain. {gain.reason}", stacklevel=2)

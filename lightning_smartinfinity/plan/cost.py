@@ -12,12 +12,14 @@ from lightning_smartinfinity.plan.paper import FIGURES
 from lightning_smartinfinity.plan.step import System, simulate_step
 from lightning_smartinfinity.plan.workload import Workload
 
-__all__ = ["CompressionGain", "gain_of", "gain_on_cards", "gain_on_host", "published_smartssds"]
+__all__ = ["CompressionGain", "Setting", "gain_of", "gain_on_cards", "gain_on_host", "published_smartssds"]
 
 _CHANNEL = 6.3e9  # bytes per second of a switch's uplink; published: 6.3 to 8
 _NUM_TASKLETS = 64  # of each device: enough for the steady state
 _LEAST_GAIN = 0.01
-_SELECT = 1.3e-9  # seconds of one core per parameter: docs/gradient_codecs.md, large tasklets, top 1 % with a residual
+# Seconds of one core per parameter, docs/gradient_codecs.md: large tasklets, top 1 %; by whether there is a residual.
+_SELECT = {False: 0.65e-9, True: 1.3e-9}
+_FEED_BACK = 0.8e-9
 _VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -39,24 +41,45 @@ class CompressionGain:
         return self.ratio >= 1 + _LEAST_GAIN
 
 
-def gain_of(
-    codec: GradientCodec, workload: Workload, *, num_cards: int, num_cores: int, route: Route = Route.HOST
-) -> CompressionGain:
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What compresses on a machine, over all of its processes: cards share a channel, and processes share cores.
+
+    Args:
+        num_cards: That update; 0: the host does.
+        num_cores: Of the CPU.
+        num_threads: That put what was not sent into the residual.
+        selects_on_gpu: What is sent is chosen there.
+        route: Of gradients to cards.
+    """
+
+    num_cards: int
+    num_cores: int
+    num_threads: int = 1
+    selects_on_gpu: bool = False
+    route: Route = Route.HOST
+
+
+def gain_of(codec: GradientCodec, workload: Workload, setting: Setting) -> CompressionGain:
     """Of a user's codec on this machine, whose cards are taken to be as published.
 
     Args:
         codec: The user's.
         workload: The step with dense gradients. Its size does not matter.
-        num_cards: That update for this process; 0: the host does.
-        num_cores: Of this process, which choose what is sent.
-        route: Of gradients to cards.
+        setting: What compresses there.
     """
-    if num_cards == 0 or not isinstance(codec, TopK):
+    if setting.num_cards == 0 or not isinstance(codec, TopK):
         return gain_on_host()
     dense = workload.gradients.nbytes(1)
     value_bytes = int(dense) if codec.value_dtype == "auto" else _VALUE_BYTES[codec.value_dtype]
-    machine = published_smartssds(num_cards, select=_SELECT / num_cores)
-    return gain_on_cards(machine, workload, TopKPayload(codec.ratio, value_bytes), route=route)
+    select = 0.0 if setting.selects_on_gpu and codec.exact else _SELECT[codec.error_feedback]
+    return gain_on_cards(
+        published_smartssds(setting.num_cards, select=select, cores=setting.num_cores),
+        workload,
+        TopKPayload(codec.ratio, value_bytes),
+        route=setting.route,
+        feed_back=codec.error_feedback * _FEED_BACK / min(setting.num_threads, setting.num_cores),
+    )
 
 
 def gain_on_host() -> CompressionGain:
@@ -69,40 +92,61 @@ def gain_on_host() -> CompressionGain:
 
 
 def gain_on_cards(
-    machine: Machine, workload: Workload, compressed: GradientForm, *, route: Route = Route.HOST
+    machine: Machine,
+    workload: Workload,
+    compressed: GradientForm,
+    *,
+    route: Route = Route.HOST,
+    feed_back: float = 0.0,
 ) -> CompressionGain:
     """Of updates by accelerators.
 
     Args:
-        machine: Its figures. Where choosing what is sent costs nothing (``Host.select``), so does this prediction: what
-            gains nothing then never does.
+        machine: Its figures.
         workload: The step with dense gradients. Its size does not matter.
         compressed: Form of the compressed gradients.
         route: Of the gradients.
+        feed_back: Seconds per parameter after the update, for what was not sent.
     """
     numel = _NUM_TASKLETS * machine.num_devices * workload.card_layout(1).extents.tasklet_numel
     dense = replace(workload, numel=numel)
-    of = [(machine, dense), (machine, replace(dense, gradients=compressed))]
-    seconds = [simulate_step(*one, System.CARDS, route=route).update for one in of]
-    ratio = seconds[0] / seconds[1]
+    sparse = replace(dense, gradients=compressed)
+    before = simulate_step(machine, dense, System.CARDS, route=route).update
+    after = simulate_step(machine, sparse, System.CARDS, route=route).update + feed_back * numel
+    free = replace(machine, host=replace(machine.host, select=0.0))
+    at_best = before / simulate_step(free, sparse, System.CARDS, route=route).update
     part = compressed.nbytes(numel) / dense.gradients.nbytes(numel)
-    sent = f"Sending {part:.1%} of the gradients' bytes to {machine.num_devices} device(s)"
+    return CompressionGain(before / after, _reason(part, machine.num_devices, before / after, at_best))
+
+
+def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
+    """One sentence.
+
+    Args:
+        part: Of the bytes of dense gradients that are sent.
+        num_devices: To which.
+        ratio: What is gained.
+        at_best: The same if choosing what is sent cost nothing.
+    """
+    sent = f"Sending {part:.1%} of the gradients' bytes to {num_devices} device(s)"
+    made = f"{sent} makes the update {ratio:.2f} times as fast"
     if ratio >= 1 + _LEAST_GAIN:
-        return CompressionGain(ratio, f"{sent} makes the update {ratio:.2f} times as fast.")
-    return CompressionGain(
-        ratio,
-        f"{sent} makes the update {ratio:.2f} times as fast: it waits for what the devices read and write themselves,"
-        " or for the choice of what is sent, not for the channel.",
-    )
+        return f"{made}."
+    if part >= 1:
+        return f"{made}: values with their places are no fewer bytes than all values without."
+    if at_best >= 1 + _LEAST_GAIN:
+        return f"{made}: choosing what is sent, and keeping what is not, takes the CPU longer than it saves."
+    return f"{made}: it waits for what the devices read, compute and write themselves, not for the channel."
 
 
-def published_smartssds(num_devices: int, *, duplex: bool = False, select: float = 0.0) -> Machine:
+def published_smartssds(num_devices: int, *, duplex: bool = False, select: float = 0.0, cores: int = 1) -> Machine:
     """A machine of SmartSSDs by published figures, without a model.
 
     Args:
         num_devices: How many.
         duplex: Their SSDs read and write side by side.
-        select: Seconds of the CPU per parameter, for choosing what a compressed gradient keeps.
+        select: Seconds of one core per parameter, for choosing what a compressed gradient keeps.
+        cores: That choose.
     """
     return Machine(
         device=Device(
@@ -115,5 +159,5 @@ def published_smartssds(num_devices: int, *, duplex: bool = False, select: float
         num_devices=num_devices,
         channel=Channel(down=_CHANNEL, up=_CHANNEL, together=_CHANNEL),
         gpu=Gpu(forward=0.0, backward=0.0),
-        host=Host(select=select),
+        host=Host(select=select, cores=cores),
     )

@@ -72,7 +72,7 @@ def update_on_cards(
     def on_card(number: int) -> Process:
         numel = tasklets[number].numel
         if gradients.compressed and route is not Route.BACKWARD:
-            yield simulation.work(host.select, numel)
+            yield simulation.work(host.select(), numel)
         yield downward.push(_in_turn(simulation, *_gradient_way(lane, route, gradients.nbytes(numel))))
         # The kernel's status is cleared before and read after it: few bytes, which wait for their turn.
         yield downward.push(_in_turn(simulation))

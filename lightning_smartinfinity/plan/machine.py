@@ -75,12 +75,14 @@ class Host:
     Args:
         update: Verifying, updating and sealing it by one thread of this package.
         receive: Converting and copying it after an accelerator has updated it.
-        select: Choosing what a compressed gradient keeps, where the GPU does not.
+        select: Choosing what a compressed gradient keeps by one core, where the GPU does not.
+        cores: That choose, each for one tasklet.
     """
 
     update: float = 0.0
     receive: float = 0.0
     select: float = 0.0
+    cores: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

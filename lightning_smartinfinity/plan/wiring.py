@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_smartinfinity.plan.machine import Channel, Device, Machine
@@ -40,11 +41,15 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPaths:
-    """Of the host and its GPU; units are parameters."""
+    """Of the host and its GPU; units are parameters.
+
+    Args:
+        select: Makes a path for one tasklet: each takes one core, of those that all share.
+    """
 
     update: Path
     receive: Path
-    select: Path
+    select: Callable[[], Path]
     forward: Path
     backward: Path
     top_k: Path
@@ -60,11 +65,12 @@ def connect(machine: Machine, num_lanes: int) -> tuple[list[Lane], HostPaths]:
     assert num_lanes in (1, machine.num_devices)
     copies = machine.num_devices // num_lanes
     shared = _Shared(machine.channel, copies)
-    cpu, gpu = Resource("host", copies), Resource("gpu")
+    cpu, cores, gpu = Resource("host", copies), Resource("cores", copies), Resource("gpu")
+    of_one, of_all = machine.host.select, machine.host.select / machine.host.cores
     host = HostPaths(
         update=Path(((cpu, machine.host.update),)),
         receive=Path(((cpu, machine.host.receive),)),
-        select=Path(((cpu, machine.host.select),)),
+        select=lambda: Path(((Resource("core"), of_one), (cores, of_all))),
         forward=Path(((gpu, machine.gpu.forward),)),
         backward=Path(((gpu, machine.gpu.backward),)),
         top_k=Path(((gpu, machine.gpu.top_k),)),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.compression import TopK
-from lightning_smartinfinity.plan.cost import gain_of, gain_on_cards, gain_on_host, published_smartssds
+from lightning_smartinfinity.plan.cost import Setting, gain_of, gain_on_cards, gain_on_host, published_smartssds
 from lightning_smartinfinity.plan.gradients import Dense, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.workload import Workload
@@ -25,19 +25,55 @@ def dense(item_bytes: int = 2) -> Workload:
         ({"num_cards": 0}, False),
         ({"num_cards": 4}, False),
         ({"num_cards": 20}, True),
-        ({"num_cards": 20, "num_cores": 1}, False),
         ({"num_cards": 4, "route": Route.STORAGE}, True),
     ],
 )
 def test_of_a_codec_on_published_cards(settings: dict[str, Any], gains: bool) -> None:
-    """Many cards that wait for their channel and cores enough to choose, or gradients that pass through the SSDs."""
-    assert gain_of(TopK(0.01), dense(4), **({"num_cores": 32} | settings)).gains == gains
+    """Many cards that wait for their channel, or gradients that pass through the SSDs."""
+    setting = Setting(**({"num_cores": 32} | settings))
+    assert gain_of(TopK(0.01, error_feedback=False), dense(4), setting).gains == gains
+
+
+def test_a_gpu_chooses_beside_the_cores() -> None:
+    """Unless it is to choose by a sample, which is done on the CPU."""
+    on_cpu, on_gpu = (Setting(num_cards=20, num_cores=1, selects_on_gpu=gpu) for gpu in (False, True))
+    for exact in (True, False):
+        codec = TopK(0.01, exact=exact)
+        faster = gain_of(codec, dense(4), on_gpu).ratio > 1.1 * gain_of(codec, dense(4), on_cpu).ratio
+        assert faster == exact
+
+
+def test_the_residual_takes_time() -> None:
+    """After the update, on as many threads as there are: few take longer than the channel saves."""
+    ratios = [
+        gain_of(TopK(0.01), dense(4), Setting(num_cards=20, num_cores=64, num_threads=threads)).ratio
+        for threads in (1, 8, 64)
+    ]
+    without = gain_of(TopK(0.01, error_feedback=False), dense(4), Setting(num_cards=20, num_cores=64)).ratio
+    assert ratios[0] < 1 < ratios[1] < ratios[2] < without
+
+
+def test_a_card_chooses_with_two_threads() -> None:
+    """More cores than its threads do not help it."""
+    ratios = [
+        gain_on_cards(published_smartssds(1, select=20e-9, cores=cores), dense(4), TOP_K).ratio for cores in (1, 2, 64)
+    ]
+    assert ratios[1] > 1.5 * ratios[0]
+    assert ratios[2] == pytest.approx(ratios[1])
+
+
+def test_everything_with_its_place() -> None:
+    """A payload of all values is larger than the values."""
+    gain = gain_of(TopK(1.0), dense(2), Setting(num_cards=4, num_cores=64, route=Route.STORAGE))
+    assert not gain.gains
+    assert "Sending 200.0%" in gain.reason
+    assert "no fewer bytes" in gain.reason
 
 
 def test_values_of_another_type() -> None:
     """Fewer bytes of values leave more of the channel."""
-    of = {"num_cards": 40, "num_cores": 64}
-    narrow, wide = (gain_of(TopK(0.2, value_dtype=dtype), dense(4), **of).ratio for dtype in ("bf16", "auto"))
+    setting = Setting(num_cards=40, num_cores=64, num_threads=64)
+    narrow, wide = (gain_of(TopK(0.2, value_dtype=dtype), dense(4), setting).ratio for dtype in ("bf16", "auto"))
     assert narrow > wide > 1
 
 
@@ -75,3 +111,4 @@ def test_choosing_can_cost_more_than_it_saves() -> None:
     assert free.gains
     assert slow.ratio < 1
     assert not slow.gains
+    assert "takes the CPU longer" in slow.reason

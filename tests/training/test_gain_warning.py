@@ -1,0 +1,71 @@
+"""Who is warned that compression brings nothing, on SmartSSDs: by the prediction for all cards of the machine."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smartinfinity import TopK, TransferConfig
+from lightning_smartinfinity.near_storage import _warn_of_no_gain
+from lightning_smartinfinity.plan import cost
+from lightning_smartinfinity.zero3.settings import OffloadSettings
+from tests.helpers.card_runs import plan_of
+
+QUICK = TopK(0.01, error_feedback=False)
+
+
+@pytest.fixture
+def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """What rank 0 is warned of, on a machine of 64 cores and gradients in fp32."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+
+    def reasons(
+        codec: TopK, cards: int, *, num_processes: int = 1, sharers: int = 1, on_gpu: bool = False, **settings: Any
+    ) -> list[str]:
+        plan = plan_of(cards, tmp_path / "none.xclbin", sharers=sharers, **settings)
+        offload = OffloadSettings(
+            storage=(tmp_path,), transfer=TransferConfig(), compression=codec, smartssd=plan.settings, cards=plan
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _warn_of_no_gain(offload, num_arrays=3, num_processes=num_processes, on_gpu=on_gpu)
+        return [str(warning.message) for warning in caught]
+
+    return reasons
+
+
+def test_silent_where_it_gains(reasons: Any) -> None:
+    """Gradients by way of storage, or as many cards as make the channel what is waited for."""
+    assert reasons(QUICK, 4, gradient_route="storage") == []
+    assert reasons(QUICK, 14) == []
+
+
+def test_warns_where_it_does_not(reasons: Any) -> None:
+    """Few cards wait for their SSDs; one thread takes its time for the residual."""
+    (few,) = reasons(QUICK, 4)
+    assert "predicted to bring no gain" in few
+    assert "to 4 device(s)" in few
+    assert "not for the channel" in few
+    (slow,) = reasons(TopK(0.01), 14)
+    assert "takes the CPU longer" in slow
+
+
+def test_processes_share_the_channel(reasons: Any) -> None:
+    """It is that of all cards of the machine, each counted once."""
+    assert reasons(QUICK, 2, num_processes=7) == []
+    (shared,) = reasons(QUICK, 2, num_processes=7, sharers=7)
+    assert "to 2 device(s)" in shared
+
+
+def test_choosing_on_the_gpu_takes_no_core(reasons: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow a core would be."""
+    monkeypatch.setitem(cost._SELECT, False, 1e-7)
+    (slow,) = reasons(QUICK, 14)
+    assert "takes the CPU longer" in slow
+    assert reasons(QUICK, 14, on_gpu=True) == []
