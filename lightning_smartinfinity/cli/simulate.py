@@ -31,12 +31,15 @@ _SYSTEMS = {
     "host": "the CPU by this package",
 }
 _GIGA = 1e9
+_GIBI = 1 << 30
 _CPU = 0.9  # 10^9 parameters per second: fp32 state on one core, by benchmarks/formats.py
 _MOST_PARAMETERS = 1e12
 _MOST_DEVICES = 256
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e9
 _SHOWN = 40  # characters
 _TABLE = "{parameters:>10}  {devices:>7}  {system:<14}{state:<15}{gradients:<11}{overlap:<9}"
+_MEMORY = "{:>10}{:>12}{:>10}{:>10}"
+_PURPOSES = (("gradient_arena", "arena"), ("ring", "ring"), ("payloads", "payloads"), ("residual", "residual"))
 _SECONDS = "{forward:>10}{backward:>12}{update:>10}{step:>10}"
 
 
@@ -47,21 +50,41 @@ def add_to(commands: Any) -> None:
     listed.add_argument(
         "--parameters", nargs="+", type=_count, default=[8_400_000_000], metavar="N", help="8.4e9 if left out"
     )
-    listed.add_argument("--devices", nargs="+", type=_devices, default=[1, 2, 4, 6, 8, 10], metavar="N")
+    listed.add_argument(
+        "--devices",
+        nargs="+",
+        type=_devices,
+        default=[1, 2, 4, 6, 8, 10],
+        metavar="N",
+        help="storage devices; 1 2 4 6 8 10 if left out",
+    )
     systems = "; ".join(f"{name}: {who}" for name, who in _SYSTEMS.items())
     listed.add_argument(
         "--systems", nargs="+", choices=tuple(_SYSTEMS), default=["zero-infinity", "su+o", "smartssd"], help=systems
     )
-    listed.add_argument("--state-formats", nargs="+", choices=tuple(STATE_FORMATS), default=["fp32"])
+    listed.add_argument(
+        "--state-formats",
+        nargs="+",
+        choices=tuple(STATE_FORMATS),
+        default=["fp32"],
+        help="of the state on storage; other than fp32 the host alone has",
+    )
     listed.add_argument(
         "--compression",
         nargs="+",
         type=_ratio,
         default=[None],
         metavar="RATIO",
-        help='TopK(ratio=...), or "none"; of su+o twice that volume, as published',
+        help='TopK(ratio=...), or "none"; of su+o twice that volume, as published. The GPU chooses what is sent, in'
+        " backward, in the time fitted to the paper; a choice by the CPU is not charged",
     )
-    listed.add_argument("--overlap", nargs="+", choices=("none", "forward"), default=["none"])
+    listed.add_argument(
+        "--overlap",
+        nargs="+",
+        choices=("none", "forward"),
+        default=["none"],
+        help="what the update of this package runs beside: nothing, or the next forward",
+    )
     _add_settings(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the seconds of a step there (.svg or .png)")
     parser.add_argument("--json", action="store_true", help="print rows and the machine as JSON")
@@ -70,25 +93,34 @@ def add_to(commands: Any) -> None:
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     settings = parser.add_argument_group("how it is trained")
-    settings.add_argument("--optimizer", choices=("adamw", "adagrad", "sgd"), default="adamw")
+    settings.add_argument("--optimizer", choices=("adamw", "adagrad", "sgd"), default="adamw", help="whose state it is")
     settings.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of this package's gradients and parameters"
     )
     settings.add_argument("--gradient-route", choices=("host", "storage"), default="host", help="of smartssd")
+    settings.add_argument(
+        "--error-feedback",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compressed gradients have a residual in host memory; its seconds are not charged",
+    )
     machine = parser.add_argument_group("on which machine, rates in GB/s")
     machine.add_argument("--gpu", choices=("A5000", "A100"), default="A5000", help="forward and backward")
-    machine.add_argument("--duplex", action="store_true", help="SSDs read and write side by side")
+    machine.add_argument(
+        "--duplex", action="store_true", help="SSDs read and write side by side; else they share their time"
+    )
     for name, what in (
-        ("read", "of one SSD"),
-        ("write", "of one SSD"),
-        ("kernel", "of an accelerator: arrays and gradient in fp32"),
-        ("channel", "of all devices together, up and down"),
+        ("read", "of one SSD; 2.8 if left out"),
+        ("write", "of one SSD; 1.62 if left out"),
+        ("kernel", "of an accelerator: arrays and gradient in fp32; 8.2, or 6.9 with compression, if left out"),
+        ("channel", "of all devices together, up and down; 6.33 if left out"),
     ):
         machine.add_argument(f"--{name}", type=_rate, metavar="RATE", help=what)
     machine.add_argument(
         "--cpu",
         type=_rate,
         default=_CPU,
+        metavar="RATE",
         help="10^9 parameters per second that host updates (default: %(default)s)",
     )
 
@@ -142,6 +174,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
             optimizer=options.optimizer,
             dtype=options.dtype,
             route=options.gradient_route,
+            error_feedback=options.error_feedback,
         )
         if case.is_possible:
             yield case
@@ -155,6 +188,20 @@ def _print(rows: Sequence[Simulated]) -> None:
     for row in rows:
         seconds = {part: f"{getattr(row.time, part):.2f}" for part in parts}
         print(_TABLE.format(**row.columns) + _SECONDS.format(**seconds))
+    _print_memory([row for row in rows if row.host_bytes])
+
+
+def _print_memory(rows: Sequence[Simulated]) -> None:
+    """Columns, in GiB; the update holds as much whatever it runs beside."""
+    held = {row.memory_columns: row.host_bytes for row in rows}
+    if not held:
+        return
+    print("\nHost memory of the update, by one process with the whole model, in GiB")
+    head = {name: name for name in ("parameters", "devices", "system", "state", "gradients")}
+    print(_TABLE.format(**head, overlap="") + _MEMORY.format(*(what for _, what in _PURPOSES)))
+    for columns, nbytes in held.items():
+        shown = [f"{nbytes.get(purpose, 0) / _GIBI:.2f}" for purpose, _ in _PURPOSES]
+        print(_TABLE.format(**dict(columns), overlap="") + _MEMORY.format(*shown))
 
 
 def _count(text: str) -> int:

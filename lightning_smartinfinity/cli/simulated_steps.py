@@ -31,6 +31,7 @@ class Case:
         optimizer: Whose state it is.
         dtype: Of gradients and parameters; published systems have fp32.
         route: Of gradients to this package's accelerators.
+        error_feedback: Compressed gradients have a residual.
     """
 
     parameters: int
@@ -42,6 +43,7 @@ class Case:
     optimizer: str
     dtype: str
     route: str
+    error_feedback: bool = True
 
     @property
     def is_possible(self) -> bool:
@@ -61,7 +63,21 @@ class Case:
         time = simulate_step(
             machine, self._workload(), System(self.system), overlap=Overlap(self.overlap), route=Route(self.route)
         )
-        return Simulated(self, time)
+        return Simulated(self, time, self._host_bytes())
+
+    def _host_bytes(self) -> dict[str, int]:
+        from lightning_smartinfinity.plan.handler import Route
+        from lightning_smartinfinity.plan.host_memory import host_bytes
+
+        if self.system not in _OURS:
+            return {}
+        return host_bytes(
+            self._workload(),
+            arena_item_bytes=_ITEM_BYTES[self.dtype],
+            num_cards=self.devices if self.system == "smartssd" else 0,
+            route=Route(self.route),
+            error_feedback=self.error_feedback,
+        )
 
     def _workload(self) -> Workload:
         from lightning_smartinfinity.plan.gradients import Dense, GradientForm, Pairs, TopKPayload
@@ -82,10 +98,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A case with its step."""
+    """A case with its step.
+
+    Args:
+        case: The case.
+        time: Its step.
+        host_bytes: Host memory of the update by purpose, of this package in one process; empty: of another system.
+    """
 
     case: Case
     time: StepTime
+    host_bytes: dict[str, int]
 
     @property
     def columns(self) -> dict[str, str]:
@@ -99,6 +122,11 @@ class Simulated:
             "gradients": "dense" if case.ratio is None else f"top {100 * case.ratio:g} %",
             "overlap": case.overlap,
         }
+
+    @property
+    def memory_columns(self) -> tuple[tuple[str, str], ...]:
+        """Of what memory depends on."""
+        return tuple((name, value) for name, value in self.columns.items() if name != "overlap")
 
     @property
     def series(self) -> str:
@@ -119,6 +147,7 @@ class Simulated:
             "state_format": case.state,
             "ratio": case.ratio,
             "overlap": case.overlap,
+            "host_bytes": self.host_bytes,
             "seconds": {part: getattr(self.time, part) for part in _PARTS},
             "bytes_per_parameter": {
                 name: getattr(traffic, name) / case.parameters

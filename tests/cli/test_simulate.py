@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.config import HOST_TASKLET_BYTES
 from lightning_smartinfinity.plan.fit import fit
 from lightning_smartinfinity.plan.gradients import Dense
 from lightning_smartinfinity.plan.step import System, simulate_step
@@ -27,7 +29,7 @@ def test_prints_a_row_for_every_combination(capsys: pytest.CaptureFixture[str]) 
     """Of what the systems have: the seconds are those of the simulator."""
     arguments = ["--parameters", "1e9", "2e9", "--devices", "2", "4", "--systems", "zero-infinity", "smartssd"]
     assert main(["simulate", *arguments, "--overlap", "none", "forward"]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
+    head, *lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
     assert head.split()[:6] == ["parameters", "devices", "system", "state", "gradients", "overlap"]
     rows = [tuple(line.split()) for line in lines]
     assert {len(line) for line in (head, *lines)} == {len(head)}
@@ -40,6 +42,36 @@ def test_prints_a_row_for_every_combination(capsys: pytest.CaptureFixture[str]) 
     step = simulate_step(fit(duplex=False).machine(4), workload, System.CARDS)
     (row,) = [row for row in rows if row[:3] == ("2e9", "4", "smartssd") and row[5] == "none"]
     assert row[-4:] == tuple(f"{part:.2f}" for part in (step.forward, step.backward, step.update, step.step))
+
+
+def test_memory_of_this_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """By purpose, once for all overlaps, in GiB and as JSON in bytes; four bytes per parameter with error feedback."""
+    of = ["--parameters", "1073741824", "--devices", "2", "--systems", "su+o", "smartssd", "host"]
+    of += ["--compression", "none", "0.01", "--overlap", "none", "forward"]
+    assert main(["simulate", *of]) == 0
+    title, head, *lines = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert "GiB" in title
+    assert head.split()[-4:] == ["arena", "ring", "payloads", "residual"]
+    assert [line.split()[2] for line in lines] == ["smartssd", "smartssd", "host"]
+    assert [line.split()[-4] for line in lines] == ["2.00"] * 3
+    assert [line.split()[-1] for line in lines] == ["0.00", "4.00", "0.00"]
+    rows = simulated(capsys, *of, "--no-error-feedback")["rows"]
+    held = {(row["system"], row["ratio"]): row["host_bytes"] for row in rows}
+    assert held["su+o", None] == {}
+    assert set(held["smartssd", 0.01]) == {"gradient_arena", "ring", "payloads"}
+    assert held["smartssd", 0.01]["payloads"] == pytest.approx(0.04 * 2**30, rel=0.01)
+    assert held["host", None]["ring"] == pytest.approx(16 * HOST_TASKLET_BYTES, rel=0.01)
+
+
+def test_help_says_what_every_option_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """None is without words, and each has its default in them or in its choices."""
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    blocks = re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]
+    assert len(blocks) > 15
+    for block in blocks:
+        described = re.split(r"\s{2,}", block, maxsplit=1)
+        assert len(described) == 2 and len(described[1].split()) > 1, block
 
 
 def test_json_has_seconds_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:

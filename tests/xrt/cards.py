@@ -15,7 +15,14 @@ __all__ = ["ALL", "EmulatedCards", "Event"]
 ALL = -1
 """Every card, where a card's number is asked for."""
 
-_DEFAULTS = {"dram_mib": 4096, "p2p": 1, "latency_us": 0, "dma_mib_per_s": 0, "kernel_mib_per_s": 0}
+_DEFAULTS = {
+    "dram_mib": 4096,
+    "p2p": 1,
+    "latency_us": 0,
+    "dma_mib_per_s": 0,
+    "channel_mib_per_s": 0,
+    "kernel_mib_per_s": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,8 @@ class EmulatedCards:
 
         Args:
             setting: ``dram_mib``, ``p2p`` (0 or 1), ``latency_us`` of a run, ``dma_mib_per_s`` of syncs in each
-                direction or ``kernel_mib_per_s`` of the buffers that a run is given; speeds of 0 are without limit.
+                direction, ``channel_mib_per_s`` of those of all cards together, both directions, or
+                ``kernel_mib_per_s`` of the buffers that a run is given; speeds of 0 are without limit.
             value: Its new value.
             card: Which card.
         """
