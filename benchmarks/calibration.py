@@ -4,9 +4,10 @@
 
 Real tasklets with real bytes go through the native pipeline, whose requests are slowed down: those to each file, as by
 a slow device, and those to all files together, as by a slow channel. On the host one to four such devices lie behind
-one channel. On emulated SmartSSDs, which need XRT 2.13 and no card, each card's transfers and kernel are slow, too. The
-rate of every device, channel, transfer and kernel is measured alone, where nothing else is slow. What is predicted is
-how long a step takes when they work together: this checks scheduling, not hardware.
+one channel. On emulated SmartSSDs, which need XRT 2.13 and no card, each card's kernel is slow, too, and so is the
+channel that the transfers of all cards share; gradients are dense, or compressed. The rate of every device, channel and
+kernel is measured alone, where nothing else is slow. What is predicted is how long a step takes when they work
+together: this checks scheduling, not hardware.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from stepped_state import SteppedState
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from lightning_smartinfinity.compression import TopK
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.devices.smartssd import CardRing, SmartSSDDevice, kernel_of
+from lightning_smartinfinity.native import DType
 from lightning_smartinfinity.native.testing import Throttle
-from lightning_smartinfinity.plan.gradients import Dense
+from lightning_smartinfinity.plan.gradients import Dense, GradientForm, TopKPayload
 from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.step import System, simulate_step
 from lightning_smartinfinity.plan.workload import Workload
@@ -45,11 +48,12 @@ from tests.xrt.cards import EmulatedCards
 FAST = 1e12  # bytes per second: no bound
 DEVICE, CHANNEL = 40e6, 110e6  # bytes per second: two devices do not fill the channel, four do
 TASKLET_BYTES = 256 << 10
-# Of cards; the last two in MiB per second. A tasklet takes 30 ms to read or write, 41 to send or receive its elements,
-# 51 in the kernel: far more than this machine's CPU, and apart, since chance decides what ends first of two alike.
-CARD_DEVICE, TRANSFER_MIB, KERNEL_MIB = 17e6, 2, 13
+# Of cards; the last two in MiB per second. A tasklet takes 61 ms to read and write, 51 in the kernel, and those of
+# four cards 66 in the channel: all of that matters, and all of it takes far more than the CPU.
+CARD_DEVICE, CHANNEL_MIB, KERNEL_MIB = 17e6, 10, 13
 CARD_TASKLET_BYTES = 512 << 10
 CARD_TASKLET_NUMEL = 43008
+TOP_K = TopK(0.01, error_feedback=False)
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,14 @@ def host_rows(folder: Path, numel: int, runs: int, *, tiny: bool) -> Iterator[Ro
 
 @contextmanager
 def on_cards(
-    folder: Path, numel: int, *, devices: int, buffers: int, device: float, slow: Callable[[], None]
+    folder: Path,
+    numel: int,
+    *,
+    devices: int,
+    buffers: int,
+    device: float,
+    slow: Callable[[], None],
+    codec: TopK | None = None,
 ) -> Iterator[SteppedState]:
     """A state whose update emulated cards compute, each with as many parameters, on files that are slowed down.
 
@@ -154,19 +165,22 @@ def on_cards(
         buffers: Of each ring.
         device: Bytes per second of each file.
         slow: Slows cards down, once the state is there.
+        codec: Compresses gradients.
     """
     made: list[SmartSSDDevice] = []
 
     def make(layout: PartitionLayout) -> SmartSSDDevice:
         nbytes = 2 * layout.extents.tasklet_numel
-        ring = CardRing(num_buffers=buffers, gradient_bytes=nbytes, parameter_bytes=nbytes)
+        sent = codec.native().payload_bytes(nbytes // 2, DType.BFLOAT16) if codec else nbytes
+        ring = CardRing(num_buffers=buffers, gradient_bytes=sent, parameter_bytes=nbytes)
         made.append(SmartSSDDevice(plan_of(devices, build().xclbin), kernel=kernel_of("AdamW"), ring=ring))
         return made[0]
 
     transfer = TransferConfig(tasklet_bytes=CARD_TASKLET_BYTES, num_buffers=buffers, direct_io="on")
     with tempfile.TemporaryDirectory(dir=folder, prefix="calibration-") as inside:
         folders = [Path(inside) / str(number) for number in range(devices)]
-        state = SteppedState(folders, [numel] * devices, state_format="fp32", transfer=transfer, make_device=make)
+        numels = [numel] * devices
+        state = SteppedState(folders, numels, state_format="fp32", transfer=transfer, make_device=make, codec=codec)
         try:
             for file, worker in zip(state.files, made[0]._workers, strict=True):
                 Throttle(worker.pipeline, [file]).bytes_per_second = device
@@ -187,45 +201,63 @@ def upload_rate(nbytes: int, runs: int) -> float:
     return nbytes / min(seconds)
 
 
-def card_rows(folder: Path, num_tasklets: int, runs: int, *, tiny: bool) -> Iterator[Row]:
-    """Cards with slow storage, transfers and kernels, each of which takes about as long as the others."""
-    cards, numel = EmulatedCards(build()), num_tasklets * CARD_TASKLET_NUMEL
-    cards.reset(4)
+def slow_cards(cards: EmulatedCards, *, channel: int = 0, kernel: int = 0) -> None:
+    """In MiB per second; 0: as fast as they are."""
+    cards.set("channel_mib_per_s", channel)
+    cards.set("kernel_mib_per_s", kernel)
 
-    def slow(transfers: int, kernel: int) -> None:
-        cards.set("dma_mib_per_s", transfers)
-        cards.set("kernel_mib_per_s", kernel)
 
-    def alone(device: float, transfers: int, kernel: int) -> float:
-        """Seconds per parameter of one card: of two sizes, so that filling and emptying the ring does not count."""
-        seconds = []
-        for size in (num_tasklets // 2 * CARD_TASKLET_NUMEL, numel):
-            slowly = partial(slow, transfers, kernel)
-            with on_cards(folder, size, devices=1, buffers=4, device=device, slow=slowly) as state:
+def card_machine(folder: Path, cards: EmulatedCards, num_tasklets: int, runs: int) -> Machine:
+    """Rates of the channel, a card's storage and its kernel with dense and compressed gradients, each alone."""
+
+    def alone(*, device: float = 0, kernel: int = 0, codec: TopK | None = None) -> float:
+        """Seconds per parameter: of two sizes, so that filling and emptying the ring does not count."""
+        seconds, sizes = [], (num_tasklets // 2, num_tasklets)
+        slowly = partial(slow_cards, cards, kernel=kernel)
+        for size in sizes:
+            numel = size * CARD_TASKLET_NUMEL
+            with on_cards(folder, numel, devices=1, buffers=4, device=device, slow=slowly, codec=codec) as state:
                 seconds.append(fastest_step(state, runs)["seconds"])
-        return (seconds[1] - seconds[0]) / (num_tasklets - num_tasklets // 2) / CARD_TASKLET_NUMEL
+        return (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]) / CARD_TASKLET_NUMEL
 
-    storage, kernel = alone(CARD_DEVICE, 0, 0), alone(0, 0, KERNEL_MIB)
-    slow(TRANSFER_MIB, 0)
-    transfers = upload_rate(2 * CARD_TASKLET_NUMEL, runs)
-    machine = Machine(
-        device=Device(read=24 / storage, write=24 / storage, kernel=16 / kernel, depth=1),
+    storage, kernel, sparse = alone(device=CARD_DEVICE), alone(kernel=KERNEL_MIB), alone(kernel=KERNEL_MIB, codec=TOP_K)
+    slow_cards(cards, channel=CHANNEL_MIB)
+    channel = upload_rate(2 * CARD_TASKLET_NUMEL, runs)
+    print(
+        f"measured alone: a card's SSD {24e-6 / storage:.1f} MB/s, the channel {channel / 1e6:.2f} MB/s, a kernel"
+        f" {1e-6 / kernel:.2f} M parameters/s, with compressed gradients {1e-6 / sparse:.2f}"
+    )
+    return Machine(
+        device=Device(read=24 / storage, write=24 / storage, kernel=16 / kernel, sparse_kernel=16 / sparse, depth=1),
         num_devices=1,
-        channel=Channel(down=transfers, up=transfers),
+        channel=Channel(down=FAST, up=FAST, together=channel),
         gpu=Gpu(forward=0.0, backward=0.0),
         host=Host(),
     )
-    print(
-        f"measured alone: a card's SSD {machine.device.read / 1e6:.1f} MB/s, its transfers"
-        f" {machine.channel.up / 1e6:.2f} MB/s in each direction, its kernel {1e-6 / kernel:.2f} M parameters/s"
-    )
-    for devices in (1,) if tiny else (1, 2, 4):
+
+
+def card_rows(folder: Path, num_tasklets: int, runs: int, *, tiny: bool) -> Iterator[Row]:
+    """Cards with slow storage and kernels behind a slow channel: dense gradients, and compressed ones on most cards."""
+    cards, most = EmulatedCards(build()), 1 if tiny else 4
+    cards.reset(most)
+    machine = card_machine(folder, cards, num_tasklets, runs)
+    cases: list[tuple[str, int, TopK | None, GradientForm]] = [
+        ("cards", devices, None, Dense(2)) for devices in (1, 2, 4) if devices <= most
+    ]
+    cases.append(("cards, top 1 %", most, TOP_K, TopKPayload(TOP_K.ratio, 2)))
+    slowly = partial(slow_cards, cards, channel=CHANNEL_MIB, kernel=KERNEL_MIB)
+    numel = num_tasklets * CARD_TASKLET_NUMEL
+    for name, devices, codec, gradients in cases:
         for buffers in (4,) if tiny else (2, 4, 16):
-            slowly = partial(slow, TRANSFER_MIB, KERNEL_MIB)
-            with on_cards(folder, numel, devices=devices, buffers=buffers, device=CARD_DEVICE, slow=slowly) as state:
+            with on_cards(
+                folder, numel, devices=devices, buffers=buffers, device=CARD_DEVICE, slow=slowly, codec=codec
+            ) as state:
                 measured = fastest_step(state, runs)["seconds"]
-            workload = Workload(numel=numel, gradients=Dense(2), tasklet_bytes=CARD_TASKLET_BYTES, num_buffers=buffers)
-            yield Row("cards", devices, buffers, measured, simulate_step(machine, workload, System.CARDS).update)
+            workload = Workload(
+                numel=numel * devices, gradients=gradients, tasklet_bytes=CARD_TASKLET_BYTES, num_buffers=buffers
+            )
+            step = simulate_step(replace(machine, num_devices=devices), workload, System.CARDS)
+            yield Row(name, devices, buffers, measured, step.update)
     cards.reset()
 
 

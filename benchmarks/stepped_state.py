@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from raw_disk import cpu_seconds
 
+from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.native import DType, HostBuffer, StateFile
 from lightning_smartinfinity.store import StateStore, StoreDescription
+from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.plan import Flat, StepPlan
@@ -32,6 +34,7 @@ class SteppedState:
         state_format: A name in ``STATE_FORMATS``.
         transfer: Ring, engine and direct I/O.
         make_device: Makes what updates, the host where it is left out.
+        codec: Compresses gradients.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class SteppedState:
         state_format: str,
         transfer: TransferConfig,
         make_device: Callable[[PartitionLayout], StorageDevice] | None = None,
+        codec: GradientCodec | None = None,
     ) -> None:
         parameters = [
             ParameterSlice(name=f"p{index}", numel=numel, real_numel=numel, group=0, sub_group=0)
@@ -68,11 +72,16 @@ class SteppedState:
         self._memory = [_bf16_memory(self.numel) for _ in range(2)]
         gradients, outputs = ([Flat(buffer.address, self.numel, DType.BFLOAT16)] for buffer in self._memory)
         self.handler.initialize(outputs)
+        compressed = None
+        if codec is not None:
+            memory = torch.frombuffer(self._memory[0].memoryview(), dtype=torch.bfloat16)
+            compressed = CompressedGradients(layout, codec, gradients=memory, num_threads=1)
         self._plan = StepPlan(
             active=np.ones(len(parameters), np.bool_),
             gradients=gradients,
             outputs=outputs,
             groups=OPTIMIZER.param_groups,
+            compressed=compressed,
         )
 
     def step(self) -> dict[str, float]:

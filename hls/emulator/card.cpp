@@ -115,10 +115,22 @@ void Card::move(const Buffer& buffer, Direction direction, std::size_t bytes, st
     const bool to_card = direction == Direction::kToCard;
     const std::scoped_lock channel(to_card ? to_card_ : from_card_);
     const auto begin = Clock::now();
+    const auto shared = end_in_channel(begin, time_of(bytes, settings_.channel_mib_per_s));
     std::byte* const host = buffer.host() + offset;
     std::byte* const device = buffer.device() + offset;
     std::memcpy(to_card ? device : host, to_card ? host : device, bytes);
-    pause(time_of(bytes, settings_.dma_mib_per_s) - (Clock::now() - begin), before);
+    const auto alone = begin + time_of(bytes, settings_.dma_mib_per_s);
+    pause(std::max(alone, shared) - Clock::now(), before);
+}
+
+// What all cards move takes turns: each sync begins in the channel when those before it have ended there.
+Card::Clock::time_point Card::end_in_channel(Clock::time_point begin, Clock::duration time) {
+    static std::mutex mutex;
+    static Clock::time_point end{};
+    if (time == Clock::duration::zero()) return begin;
+    const std::scoped_lock lock(mutex);
+    end = std::max(end, begin) + time;
+    return end;
 }
 
 Card::Clock::duration Card::time_of(std::uint64_t bytes, std::int64_t mib_per_s) {

@@ -61,6 +61,7 @@ class Card {
     void move(const Buffer& buffer, Direction direction, std::size_t bytes, std::size_t offset, std::int64_t before);
     void pause(Clock::duration time, std::int64_t before);
     std::int64_t releases() const;
+    static Clock::time_point end_in_channel(Clock::time_point begin, Clock::duration time);
     static Clock::duration time_of(std::uint64_t bytes, std::int64_t mib_per_s);
     ComputeUnit& unit_for(std::span<const std::uint32_t> masks);
     void execute(const ComputeUnit& unit, const Run& run);

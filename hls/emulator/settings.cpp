@@ -27,6 +27,7 @@ Settings::Settings()
       p2p(from_environment("p2p", 1)),
       latency_us(from_environment("latency_us", 0)),
       dma_mib_per_s(from_environment("dma_mib_per_s", 0)),
+      channel_mib_per_s(from_environment("channel_mib_per_s", 0)),
       kernel_mib_per_s(from_environment("kernel_mib_per_s", 0)) {}
 
 void Settings::set(std::string_view name, std::int64_t value) {
@@ -38,6 +39,8 @@ void Settings::set(std::string_view name, std::int64_t value) {
         latency_us = value;
     } else if (name == "dma_mib_per_s") {
         dma_mib_per_s = value;
+    } else if (name == "channel_mib_per_s") {
+        channel_mib_per_s = value;
     } else if (name == "kernel_mib_per_s") {
         kernel_mib_per_s = value;
     } else {

@@ -16,10 +16,11 @@ struct Settings {
     void set(std::string_view name, std::int64_t value);
 
     std::atomic<std::int64_t> dram_mib;
-    std::atomic<std::int64_t> p2p;               // 0: not enabled
-    std::atomic<std::int64_t> latency_us;        // of a run, on top of what the kernel takes here
-    std::atomic<std::int64_t> dma_mib_per_s;     // of syncs, each direction; 0: as fast as memory is
-    std::atomic<std::int64_t> kernel_mib_per_s;  // of the buffers that a run is given; 0: as fast as it computes here
+    std::atomic<std::int64_t> p2p;                // 0: not enabled
+    std::atomic<std::int64_t> latency_us;         // of a run, on top of what the kernel takes here
+    std::atomic<std::int64_t> dma_mib_per_s;      // of syncs, each direction; 0: as fast as memory is
+    std::atomic<std::int64_t> channel_mib_per_s;  // of the syncs of all cards together, both directions; 0: no limit
+    std::atomic<std::int64_t> kernel_mib_per_s;   // of the buffers that a run is given; 0: as fast as it computes here
 };
 
 // Number of cards in the machine: SMART_INFINITY_CARD_COUNT, or what was set last.

@@ -196,6 +196,28 @@ def test_slow_card_takes_longer_than_a_fast_one(
     assert [event.card for event in emulated_cards.events(f"{kind}-end")][-4:] == [1, 1, 1, 0]
 
 
+def test_the_channel_is_shared_by_all_cards(emulated_cards: EmulatedCards, probes: list[Probe]) -> None:
+    """A small sync of one card waits behind a large one of another, which takes 16 seconds unless it is released."""
+    emulated_cards.set("channel_mib_per_s", 1)
+    emulated_cards.set("dram_mib", 64)
+    buffers = [probes[0].buffer(1 << 24), probes[1].buffer(1 << 12)]
+    threads = [Thread(target=buffer.upload) for buffer in buffers]
+
+    def num(name: str, card: int) -> int:
+        return sum(event.card == card for event in emulated_cards.events(name))
+
+    ended = num("to-end", 1)
+    for card, thread in enumerate(threads):
+        begun = num("to-begin", card)
+        thread.start()
+        emulated_cards.wait_for("to-begin", card=card, count=begun + 1)
+    threads[1].join(0.1)
+    assert num("to-end", 1) == ended
+    for card, thread in enumerate(threads):
+        emulated_cards.release(card)
+        thread.join()
+
+
 def test_unknown_names_are_refused(emulated_cards: EmulatedCards) -> None:
     """A test that misspells what it wants fails."""
     with pytest.raises(ValueError, match="no fault hangs"):
