@@ -15,12 +15,14 @@ from lightning_smartinfinity import errors
 from tests.helpers.fresh_python import fresh_python
 
 PUBLIC = {
+    "BlockScaled",
     "RandomStates",
     "SmartInfinityFabricStrategy",
     "SmartInfinityPrecision",
     "SmartInfinityStrategy",
     "SmartSSDConfig",
     "StorageTrafficMonitor",
+    "TopK",
     "TransferConfig",
     "__version__",
     *errors.__all__,
