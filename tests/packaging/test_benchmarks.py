@@ -47,7 +47,7 @@ RUNS = {
     ),
     "import_time.py": (["--runs", "1"], ["import torch, autoload on", "  this package's entry point"]),
     "native_kernels.py": (["--tiny", "--folder", "."], ["sum of squares", "CRC-32C", "step compute", "whole step"]),
-    "paper_tables.py": ([], ["| parameter |", "| SU+O |", "| duplex | ours |"]),
+    "paper_tables.py": ([], ["| parameter |", "| shared | SU+O |", "| duplex | ours |"]),
     "peak_memory.py": (
         ["--size", "tiny", "--systems", "smart_infinity", "adamw", "--steps", "4"],
         ["| system |", "| smart_infinity |", "| adamw |"],
