@@ -11,7 +11,14 @@ from typing import Any
 
 from lightning_smartinfinity.errors import ConfigError
 
-__all__ = ["CARD_TASKLET_BYTES", "HOST_TASKLET_BYTES", "MAX_CARD_NUMBER", "SmartSSDConfig", "TransferConfig"]
+__all__ = [
+    "CARD_TASKLET_BYTES",
+    "HOST_TASKLET_BYTES",
+    "MAX_CARD_NUMBER",
+    "SmartSSDConfig",
+    "TransferConfig",
+    "require_one_of",
+]
 
 HOST_TASKLET_BYTES = 4 * 1024 * 1024
 """``TransferConfig(tasklet_bytes=None)`` where the host updates."""
@@ -83,9 +90,9 @@ class TransferConfig:
             _require_int("tasklet_bytes", self.tasklet_bytes, _MIN_TASKLET_BYTES)
         _require_int("num_buffers", self.num_buffers, 2, _MAX_BUFFERS)
         _require_int("compute_threads", self.compute_threads, 1, _MAX_COMPUTE_THREADS)
-        _require_one_of("io_engine", self.io_engine, _IO_ENGINES)
-        _require_one_of("durability", self.durability, _DURABILITIES)
-        _require_one_of("direct_io", self.direct_io, _DIRECT_IO)
+        require_one_of("io_engine", self.io_engine, _IO_ENGINES)
+        require_one_of("durability", self.durability, _DURABILITIES)
+        require_one_of("direct_io", self.direct_io, _DIRECT_IO)
         if self.io_engine == "plain" and self.direct_io == "on":
             raise ConfigError(
                 "TransferConfig(io_engine='plain', direct_io='on') contradicts itself: the plain engine is for files in"
@@ -143,8 +150,8 @@ class SmartSSDConfig:
         if self.xclbin is not None and not _names_file(self.xclbin):
             raise ConfigError(f"SmartSSDConfig(xclbin={self.xclbin!r}) names no file.", "Pass the path of an xclbin.")
         object.__setattr__(self, "devices", _cards(self.devices))
-        _require_one_of("gradient_route", self.gradient_route, _GRADIENT_ROUTES, of="SmartSSDConfig")
-        _require_one_of("binding", self.binding, _BINDINGS, of="SmartSSDConfig")
+        require_one_of("gradient_route", self.gradient_route, _GRADIENT_ROUTES, of="SmartSSDConfig")
+        require_one_of("binding", self.binding, _BINDINGS, of="SmartSSDConfig")
         if not _is_number(self.timeout) or not 0 < self.timeout <= _MAX_TIMEOUT:  # a comparison with NaN is false
             raise ConfigError(
                 f"SmartSSDConfig(timeout={_shown(self.timeout)}) is out of range.",
@@ -207,7 +214,12 @@ def _require_cache_bytes(value: object) -> None:
         )
 
 
-def _require_one_of(name: str, value: object, choices: tuple[str, ...], *, of: str = "TransferConfig") -> None:
+def require_one_of(name: str, value: object, choices: tuple[str, ...], *, of: str = "TransferConfig") -> None:
+    """One of these words.
+
+    Raises:
+        ConfigError: It is another.
+    """
     if value not in choices:
         raise ConfigError(f"{of}({name}={value!r}) is unknown.", f"Use one of: {', '.join(choices)}.")
 

@@ -6,7 +6,7 @@ from numbers import Real
 
 from lightning_smartinfinity.errors import ConfigError
 
-__all__ = ["require_bool", "require_one_of", "require_share"]
+__all__ = ["require_bool", "require_share"]
 
 
 def require_share(codec: str, name: str, value: object) -> float:
@@ -21,9 +21,3 @@ def require_bool(codec: str, name: str, value: object) -> None:
     """True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{codec}({name}={value!r}) is not a bool.", "Pass True or False.")
-
-
-def require_one_of(codec: str, name: str, value: object, choices: tuple[str, ...]) -> None:
-    """One of these words."""
-    if value not in choices:
-        raise ConfigError(f"{codec}({name}={value!r}) is unknown.", f"Use one of: {', '.join(choices)}.")

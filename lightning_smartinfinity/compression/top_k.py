@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.compression.base import GradientCodec
-from lightning_smartinfinity.compression.checks import require_bool, require_one_of, require_share
+from lightning_smartinfinity.compression.checks import require_bool, require_share
+from lightning_smartinfinity.config import require_one_of
 
 __all__ = ["TopK"]
 
@@ -41,7 +42,7 @@ class TopK(GradientCodec):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", require_share("TopK", "ratio", self.ratio))
         require_bool("TopK", "error_feedback", self.error_feedback)
-        require_one_of("TopK", "value_dtype", self.value_dtype, ("auto", *_DTYPES))
+        require_one_of("value_dtype", self.value_dtype, ("auto", *_DTYPES), of="TopK")
         require_bool("TopK", "exact", self.exact)
 
     def native(self) -> native.GradientCodec:

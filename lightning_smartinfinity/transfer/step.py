@@ -235,7 +235,8 @@ class Step:
             )
             if self._compressed is None:
                 return batch
-            self._sent += batch.tasklets
+            if self._compressed.residual is not None:
+                self._sent += batch.tasklets
             return self._compressed.encoded(batch)
 
         return make_batch

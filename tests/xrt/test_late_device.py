@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from lightning_smartinfinity.native import Pipeline
 from lightning_smartinfinity.native.testing import Hold
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import await_that
 from tests.transfer.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
 
@@ -41,25 +42,23 @@ def pipelines(run: Run) -> list[Pipeline]:
 
 
 def await_cards(run: Run) -> None:
-    until = time.monotonic() + 30
-    while any(pipeline.busy for pipeline in pipelines(run)):
-        assert time.monotonic() < until
-        time.sleep(0.0005)
+    await_that(lambda: not any(pipeline.busy for pipeline in pipelines(run)))
 
 
 @dataclass
-class Late:
+class Late(ABC):
     """One request in each step that does not return before it is released."""
 
     cards: EmulatedCards
     choose: random.Random = field(default_factory=lambda: random.Random(0))
 
+    @abstractmethod
     def begin(self, run: Run) -> None:
-        raise NotImplementedError
+        """The step is about to begin."""
 
+    @abstractmethod
     def end(self) -> bool:
         """Let it return; whether there was one."""
-        raise NotImplementedError
 
 
 class LateSync(Late):
