@@ -7,7 +7,8 @@ import logging
 import os
 import random
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +19,12 @@ from hls import xclbin as xclbin_module
 from hls.description import SMARTSSD, Design
 from hls.xclbin import SectionKind, sections
 from lightning_smartinfinity import DeviceError, StorageCorruptError, StorageError
-from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
+from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.store import direct
 from tests.helpers.card_runs import cards, plan_of, same_as_host, settled_host, state_files
 from tests.helpers.runif import RunIf
-from tests.helpers.waiting import await_that
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
 from tests.xrt.cards import EmulatedCards
 
@@ -230,6 +230,13 @@ def test_close_with_a_hung_run(tmp_path: Path, emulated_cards: EmulatedCards) ->
         emulated_cards.release()
         run.device.close()
     await_that(lambda: emulated_cards.counter("num_buffers", 0) == before)
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + SLOW
+    while not condition():
+        assert time.monotonic() < until
+        unreturned.close_returned()
 
 
 def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
