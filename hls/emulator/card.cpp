@@ -115,19 +115,26 @@ void Card::move(const Buffer& buffer, Direction direction, std::size_t bytes, st
     const bool to_card = direction == Direction::kToCard;
     const std::scoped_lock channel(to_card ? to_card_ : from_card_);
     const auto begin = Clock::now();
-    const auto shared = end_in_channel(begin, time_of(bytes, settings_.channel_mib_per_s));
     std::byte* const host = buffer.host() + offset;
     std::byte* const device = buffer.device() + offset;
     std::memcpy(to_card ? device : host, to_card ? host : device, bytes);
-    const auto alone = begin + time_of(bytes, settings_.dma_mib_per_s);
-    pause(std::max(alone, shared) - Clock::now(), before);
+    wait_for_channel(begin, time_of(bytes, settings_.channel_mib_per_s), before);
+    pause(begin + time_of(bytes, settings_.dma_mib_per_s) - Clock::now(), before);
 }
 
-// What all cards move takes turns: each sync begins in the channel when those before it have ended there.
-Card::Clock::time_point Card::end_in_channel(Clock::time_point begin, Clock::duration time) {
+// The syncs of all cards share the channel fairly: they take turns in it, each a short time.
+void Card::wait_for_channel(Clock::time_point begin, Clock::duration time, std::int64_t before) {
+    constexpr Clock::duration kTurn = std::chrono::milliseconds(1);
+    for (Clock::time_point end = begin; time > Clock::duration::zero(); time -= kTurn) {
+        end = end_of_turn(end, std::min(time, kTurn));
+        if (pause(end - Clock::now(), before)) return;
+    }
+}
+
+// A turn begins where the one before it ended, even if its thread woke up later: no time of the channel is lost.
+Card::Clock::time_point Card::end_of_turn(Clock::time_point begin, Clock::duration time) {
     static std::mutex mutex;
     static Clock::time_point end{};
-    if (time == Clock::duration::zero()) return begin;
     const std::scoped_lock lock(mutex);
     end = std::max(end, begin) + time;
     return end;
@@ -139,9 +146,9 @@ Card::Clock::duration Card::time_of(std::uint64_t bytes, std::int64_t mib_per_s)
     return std::chrono::duration_cast<Clock::duration>(time);
 }
 
-void Card::pause(Clock::duration time, std::int64_t before) {
+bool Card::pause(Clock::duration time, std::int64_t before) {
     std::unique_lock lock(mutex_);
-    released_.wait_for(lock, time, [&] { return num_releases_ != before; });
+    return released_.wait_for(lock, time, [&] { return num_releases_ != before; });
 }
 
 void Card::await_release(const char* event, std::uint64_t what) {

@@ -59,9 +59,10 @@ class Card {
     BufferKind kind_of(unsigned flags) const;
     // In what follows, before: how often the card had been released when the run or sync began.
     void move(const Buffer& buffer, Direction direction, std::size_t bytes, std::size_t offset, std::int64_t before);
-    void pause(Clock::duration time, std::int64_t before);
+    bool pause(Clock::duration time, std::int64_t before);  // whether the card was released
     std::int64_t releases() const;
-    static Clock::time_point end_in_channel(Clock::time_point begin, Clock::duration time);
+    void wait_for_channel(Clock::time_point begin, Clock::duration time, std::int64_t before);
+    static Clock::time_point end_of_turn(Clock::time_point begin, Clock::duration time);
     static Clock::duration time_of(std::uint64_t bytes, std::int64_t mib_per_s);
     ComputeUnit& unit_for(std::span<const std::uint32_t> masks);
     void execute(const ComputeUnit& unit, const Run& run);
