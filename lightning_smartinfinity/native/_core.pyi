@@ -441,6 +441,11 @@ class Tasklet:
     def residual(self) -> int: ...
     @property
     def padding(self) -> list[tuple[int, int]]: ...
+    def in_file(self, file: int) -> Tasklet:
+        """The same tasklet for a pipeline that has its file at this index."""
+
+    def compressed(self, payload_bytes: int, value_dtype: DType) -> Tasklet:
+        """The same tasklet for a batch without a codec: its gradient has been compressed into its payload."""
 
 class Batch:
     """

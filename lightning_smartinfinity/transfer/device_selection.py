@@ -8,15 +8,11 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.compression.selection import top_k_payload, with_residual
 from lightning_smartinfinity.compression.top_k import TopK
 from lightning_smartinfinity.errors import CudaError
+from lightning_smartinfinity.transfer.tensors import torch_dtype
 
 __all__ = ["DeviceSelection"]
 
 _NO_STEP = -1
-_DTYPES = {
-    native.DType.FLOAT32: torch.float32,
-    native.DType.BFLOAT16: torch.bfloat16,
-    native.DType.FLOAT16: torch.float16,
-}
 
 
 class DeviceSelection:
@@ -73,10 +69,10 @@ class DeviceSelection:
             values = with_residual(values, self._residual[where].to(self._device), scale)
         dtype = self._native.value_dtype(_dtype_of(tasklet))
         payload = top_k_payload(
-            values, ratio=self._ratio, value_dtype=_DTYPES[dtype], taken=_taken(tasklet).to(self._device)
+            values, ratio=self._ratio, value_dtype=torch_dtype(dtype), taken=_taken(tasklet).to(self._device)
         )
         place[: payload.numel()].copy_(payload)
-        return _with_payload(tasklet, payload.numel(), dtype)
+        return tasklet.compressed(payload.numel(), dtype)
 
 
 def _dtype_of(tasklet: native.Tasklet) -> native.DType:
@@ -92,36 +88,3 @@ def _taken(tasklet: native.Tasklet) -> torch.Tensor:
     for offset, numel in tasklet.padding:
         taken[offset : offset + numel] = False
     return taken
-
-
-def _with_payload(tasklet: native.Tasklet, nbytes: int, dtype: native.DType) -> native.Tasklet:
-    segments = [
-        native.Segment(
-            offset=one.offset,
-            numel=one.numel,
-            step=one.step,
-            gradient_dtype=dtype,
-            parameter=one.parameter,
-            parameter_dtype=one.parameter_dtype,
-            arrays=one.arrays,
-        )
-        for one in tasklet.segments
-    ]
-    return native.Tasklet(
-        index=tasklet.index,
-        numel=tasklet.numel,
-        num_arrays=tasklet.num_arrays,
-        extent_bytes=tasklet.extent_bytes,
-        read_file=tasklet.read_file,
-        read_offset=tasklet.read_offset,
-        read_generation=tasklet.read_generation,
-        write_file=tasklet.write_file,
-        write_offset=tasklet.write_offset,
-        write_generation=tasklet.write_generation,
-        segments=segments,
-        master_in_parameter=tasklet.master_in_parameter,
-        offset=tasklet.offset,
-        blocks=tasklet.blocks,
-        payload=tasklet.payload,
-        payload_bytes=nbytes,
-    )

@@ -7,7 +7,7 @@ import torch
 from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.plan import Flat
 
-__all__ = ["HostTensor", "flat_of", "is_native_dtype", "native_dtype"]
+__all__ = ["HostTensor", "flat_of", "is_native_dtype", "native_dtype", "torch_dtype"]
 
 _DTYPES = {
     torch.float32: native.DType.FLOAT32,
@@ -24,6 +24,11 @@ def is_native_dtype(dtype: torch.dtype) -> bool:
 def native_dtype(dtype: torch.dtype) -> native.DType:
     """The native core's name of a torch dtype (float32, float16 or bfloat16)."""
     return _DTYPES[dtype]
+
+
+def torch_dtype(dtype: native.DType) -> torch.dtype:
+    """The torch dtype of one of the native core's."""
+    return next(name for name, known in _DTYPES.items() if known == dtype)
 
 
 def flat_of(tensor: torch.Tensor) -> Flat:

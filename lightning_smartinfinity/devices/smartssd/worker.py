@@ -119,7 +119,7 @@ class CardWorker:
         Args:
             work: All of one batch.
         """
-        batch = work[0].terms.batch([_in_one_file(one.tasklet) for one in work])
+        batch = work[0].terms.batch([one.tasklet.in_file(0) for one in work])
         first = not self._work
         self._work += work
         if first:
@@ -220,25 +220,3 @@ class CardWorker:
             self.abandon()
             self._closed = True
             close_or_keep(self.pipeline, self.card)
-
-
-def _in_one_file(tasklet: native.Tasklet) -> native.Tasklet:
-    """The same tasklet for a pipeline that has its file alone."""
-    return native.Tasklet(
-        index=tasklet.index,
-        numel=tasklet.numel,
-        num_arrays=tasklet.num_arrays,
-        extent_bytes=tasklet.extent_bytes,
-        read_file=0,
-        read_offset=tasklet.read_offset,
-        read_generation=tasklet.read_generation,
-        write_file=0,
-        write_offset=tasklet.write_offset,
-        write_generation=tasklet.write_generation,
-        segments=tasklet.segments,
-        offset=tasklet.offset,
-        payload=tasklet.payload,
-        payload_bytes=tasklet.payload_bytes,
-        residual=tasklet.residual,
-        padding=tasklet.padding,
-    )

@@ -34,6 +34,22 @@ Segment make_segment(std::uint64_t offset, std::uint64_t numel, std::int64_t ste
     return segment;
 }
 
+Tasklet in_file(Tasklet tasklet, std::uint64_t file) {
+    tasklet.read_file = tasklet.write_file = file;
+    return tasklet;
+}
+
+Tasklet compressed(Tasklet tasklet, std::uint64_t payload_bytes, DType value_dtype) {
+    tasklet.payload_bytes = payload_bytes;
+    tasklet.residual = 0;
+    tasklet.padding.clear();
+    for (Segment& segment : tasklet.segments) {
+        segment.gradient = 0;
+        segment.gradient_dtype = value_dtype;
+    }
+    return tasklet;
+}
+
 nb::tuple arrays_of(const Segment& segment) {
     nb::list arrays;
     for (std::size_t index = 0; index < segment.num_arrays; ++index) arrays.append(segment.arrays[index]);
@@ -148,7 +164,10 @@ void bind_tasklet(nb::module_& m) {
         .def_ro("payload", &Tasklet::payload)
         .def_ro("payload_bytes", &Tasklet::payload_bytes)
         .def_ro("residual", &Tasklet::residual)
-        .def_ro("padding", &Tasklet::padding);
+        .def_ro("padding", &Tasklet::padding)
+        .def("in_file", &in_file, "file"_a, "The same tasklet for a pipeline that has its file at this index.")
+        .def("compressed", &compressed, "payload_bytes"_a, "value_dtype"_a,
+             "The same tasklet for a batch without a codec: its gradient has been compressed into its payload.");
 }
 
 void bind_whole_batch(nb::module_& m) {
