@@ -126,14 +126,15 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from lightning_smartinfinity.cli.step_plot import check_plot, write_plot
     from lightning_smartinfinity.plan.fit import fit
 
+    if options.plot is not None:
+        check_plot(options.plot)
     paper = fit(duplex=options.duplex)
     machine = _machine(paper.machine(1, options.gpu), options)
     rows = [case.simulate(replace(machine, num_devices=case.devices)) for case in _cases(options)]
     if options.plot is not None:
-        from lightning_smartinfinity.cli.step_plot import write_plot
-
         write_plot(rows, options.plot)
     if options.json:
         print(json.dumps({"machine": asdict(replace(machine, num_devices=1)), "rows": [row.as_json() for row in rows]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["write_plot"]
+__all__ = ["check_plot", "write_plot"]
 
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -24,38 +25,55 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+def check_plot(path: Path) -> None:
+    """Whether such a plot can be drawn; asked before anything is simulated.
+
+    Args:
+        path: Of the plot; its ending says which form it has.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+        ConfigError: The ending is of no form that is written here, or there is no such folder.
+    """
+    if find_spec("matplotlib") is None:
+        raise UnsupportedError(
+            "smart-infinity simulate --plot needs matplotlib, which is not installed.",
+            "pip install 'lightning-smartinfinity[benchmarks]', or leave --plot out.",
+        )
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"smart-infinity simulate --plot {path} is of no known form.", "Use a name in .svg or .png.")
+    if not path.parent.is_dir():
+        raise _unwritable(path, "there is no such folder")
+
+
 def write_plot(rows: Sequence[Simulated], path: Path) -> None:
     """Draw seconds per step: against devices, or parameters if there is one number of devices; a line for each other
     difference, a panel for each model size.
 
     Args:
         rows: What was simulated.
-        path: Of the plot; its ending says which form it has.
+        path: Of the plot, as :func:`check_plot` takes it.
 
     Raises:
-        UnsupportedError: matplotlib is not installed.
-        ConfigError: The ending is of no form that matplotlib writes, or the file cannot be written.
+        ConfigError: The file cannot be written.
     """
-    try:
-        from matplotlib import figure as canvas
-        from matplotlib import rc_context
-    except ImportError:
-        raise UnsupportedError(
-            "smart-infinity simulate --plot needs matplotlib, which is not installed.",
-            "pip install 'lightning-smartinfinity[benchmarks]', or leave --plot out.",
-        ) from None
-    if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"smart-infinity simulate --plot {path} is of no known form.", "Use a name in .svg or .png.")
+    from matplotlib import figure as canvas
+    from matplotlib import rc_context
+
     with rc_context(_STYLE):
         figure = canvas.Figure(figsize=(8, 4), layout="constrained")
         _draw(figure, rows)
         try:
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
         except OSError as error:
-            raise ConfigError(
-                f"smart-infinity simulate --plot {path} cannot be written: {error.strerror}.",
-                "Name a file in a folder that is there and can be written to.",
-            ) from None
+            raise _unwritable(path, error.strerror or str(error)) from None
+
+
+def _unwritable(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"smart-infinity simulate --plot {path} cannot be written: {why}.",
+        "Name a file in a folder that is there and can be written to.",
+    )
 
 
 def _draw(figure: Figure, rows: Sequence[Simulated]) -> None:

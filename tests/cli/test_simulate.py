@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.cli.simulated_steps import Case
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES
 from lightning_smartinfinity.plan.fit import fit
 from lightning_smartinfinity.plan.gradients import Dense
@@ -146,17 +147,20 @@ def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: tupl
 def test_a_plot_that_cannot_be_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What to install, and no traceback."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    """What to install or to name, no traceback, and nothing is simulated before."""
     few = ["simulate", "--parameters", "1e8", "--devices", "1"]
-    assert main([*few, "--plot", str(tmp_path / "steps.svg")]) == 1
-    assert "pip install 'lightning-smartinfinity[benchmarks]'" in capsys.readouterr().err
-    monkeypatch.undo()
+    (tmp_path / "folder.svg").mkdir()
+    assert main([*few, "--plot", str(tmp_path / "folder.svg")]) == 1
+    assert "folder.svg cannot be written: Is a directory" in capsys.readouterr().err
+    monkeypatch.setattr(Case, "simulate", lambda *_: pytest.fail("it simulates"))
     assert main([*few, "--plot", str(tmp_path / "steps.txt")]) == 1
     assert "steps.txt is of no known form" in capsys.readouterr().err
     assert main([*few, "--plot", str(tmp_path / "none" / "steps.svg")]) == 1
-    assert "steps.svg cannot be written: No such file" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert "steps.svg cannot be written: there is no such folder" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*few, "--plot", str(tmp_path / "steps.svg")]) == 1
+    assert "pip install 'lightning-smartinfinity[benchmarks]'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
 
 
 @pytest.mark.parametrize(
