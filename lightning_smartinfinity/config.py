@@ -220,7 +220,7 @@ def require_one_of(name: str, value: object, choices: tuple[str, ...], *, of: st
     Raises:
         ConfigError: It is another.
     """
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{of}({name}={value!r}) is unknown.", f"Use one of: {', '.join(choices)}.")
 
 

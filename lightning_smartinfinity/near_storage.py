@@ -34,6 +34,7 @@ from lightning_smartinfinity.settings import (
     nvme_path_of,
     storage_folders,
 )
+from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
 
@@ -228,6 +229,7 @@ class NearStorage:
             smartssd=self._smartssd,
             gradient_itemsize=2 if gradients_are_16_bit(self.config) else 4,
             parameter_itemsize=2 if is_16_bit(self.config) else 4,
+            feed_back_threads=feed_back_threads(self._transfer.compute_threads, self._local_world_size),
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
         _warn_of_no_gain(
@@ -345,8 +347,8 @@ def _warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int, num_processes
     setting = Setting(
         num_cards=0 if plan is None else max(1, num_processes * len(plan.cards) // plan.sharers),
         num_cores=len(os.sched_getaffinity(0)),
-        num_threads=num_processes * offload.transfer.compute_threads,
-        selects_on_gpu=on_gpu,
+        num_threads=num_processes * offload.feed_back_threads,
+        num_gpus=num_processes if on_gpu else 0,
         route=Route.STORAGE if through_storage else Route.HOST,
     )
     gain = gain_of(offload.compression, dense, setting)

@@ -22,6 +22,11 @@ class GradientCodec(ABC):
 
     error_feedback: bool
 
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether there is a residual: with error feedback, unless payloads leave nothing out."""
+        return self.error_feedback
+
     @abstractmethod
     def native(self) -> native.GradientCodec:
         """Its arithmetic."""

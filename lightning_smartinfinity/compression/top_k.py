@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from lightning_smartinfinity import native
@@ -23,7 +24,8 @@ class TopK(GradientCodec):
 
     Args:
         ratio: Share of the elements of a tasklet, above 0 and at most 1. (SmartComp's volume of 2 % is
-            ``ratio=0.01``.) 1.0 sends all of them, zeros too, and changes no bit of the training.
+            ``ratio=0.01``.) 1.0 sends all of them, zeros too, in the dtype in which they are accumulated, whatever
+            the other settings; it changes no bit of the training.
         error_feedback: Add what was not sent to the gradient of the next step.
         value_dtype: Of the values sent: ``"fp32"``, ``"bf16"``, ``"fp16"``, or ``"auto"``: the dtype in which
             gradients are accumulated.
@@ -44,6 +46,12 @@ class TopK(GradientCodec):
         require_bool("TopK", "error_feedback", self.error_feedback)
         require_one_of("value_dtype", self.value_dtype, ("auto", *_DTYPES), of="TopK")
         require_bool("TopK", "exact", self.exact)
+        if self.ratio == 1 and (self.value_dtype != "auto" or not self.exact):
+            warnings.warn(f"{self} sends all gradients as they are: value_dtype and exact are ignored.", stacklevel=3)
+
+    @property
+    def keeps_residual(self) -> bool:
+        return self.error_feedback and self.ratio < 1
 
     def native(self) -> native.GradientCodec:
         return native.TopK(ratio=self.ratio, value_dtype=_DTYPES.get(self.value_dtype), exact=self.exact)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.compression import GradientCodec, TopK
 from lightning_smartinfinity.plan.gradients import GradientForm, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
@@ -19,8 +20,12 @@ _NUM_TASKLETS = 64  # of each device: enough for the steady state
 _LEAST_GAIN = 0.01
 # Seconds of one core per parameter, docs/gradient_codecs.md: large tasklets, top 1 %; by whether there is a residual.
 _SELECT = {False: 0.65e-9, True: 1.3e-9}
-_FEED_BACK = 0.8e-9
-_VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+FEED_BACK = 0.8e-9
+"""Seconds of one core per parameter, docs/gradient_codecs.md."""
+_TO_GPU = 20e9  # bytes per second from host memory: PCIe 4.0 x16 gives 32 at most; assumed, not measured
+_FP32_BYTES = 4
+_DTYPES = {2: native.DType.BFLOAT16, 4: native.DType.FLOAT32}
+_ITEM_BYTES = {native.DType.FLOAT32: 4, native.DType.BFLOAT16: 2, native.DType.FLOAT16: 2}
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,14 @@ class Setting:
         num_cards: That update; 0: the host does.
         num_cores: Of the CPU.
         num_threads: That put what was not sent into the residual.
-        selects_on_gpu: What is sent is chosen there.
+        num_gpus: That choose what is sent; 0: the CPU does.
         route: Of gradients to cards.
     """
 
     num_cards: int
     num_cores: int
     num_threads: int = 1
-    selects_on_gpu: bool = False
+    num_gpus: int = 0
     route: Route = Route.HOST
 
 
@@ -70,15 +75,19 @@ def gain_of(codec: GradientCodec, workload: Workload, setting: Setting) -> Compr
     """
     if setting.num_cards == 0 or not isinstance(codec, TopK):
         return gain_on_host()
-    dense = workload.gradients.nbytes(1)
-    value_bytes = int(dense) if codec.value_dtype == "auto" else _VALUE_BYTES[codec.value_dtype]
-    select = 0.0 if setting.selects_on_gpu and codec.exact else _SELECT[codec.error_feedback]
+    item_bytes = int(workload.gradients.nbytes(1))
+    value_dtype = codec.native().value_dtype(_DTYPES[item_bytes])
+    residual_bytes = codec.keeps_residual * _FP32_BYTES
+    select, cores = _SELECT[codec.keeps_residual], setting.num_cores
+    if codec.exact and setting.num_gpus:
+        select, cores = (item_bytes + residual_bytes) / _TO_GPU, setting.num_gpus
+    feed_back = FEED_BACK / min(setting.num_threads, setting.num_cores) if residual_bytes else 0.0
     return gain_on_cards(
-        published_smartssds(setting.num_cards, select=select, cores=setting.num_cores),
+        published_smartssds(setting.num_cards, select=select, cores=cores),
         workload,
-        TopKPayload(codec.ratio, value_bytes),
+        TopKPayload(codec.ratio, _ITEM_BYTES[value_dtype]),
         route=setting.route,
-        feed_back=codec.error_feedback * _FEED_BACK / min(setting.num_threads, setting.num_cores),
+        feed_back=feed_back,
     )
 
 
@@ -126,7 +135,7 @@ def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
         part: Of the bytes of dense gradients that are sent.
         num_devices: To which.
         ratio: What is gained.
-        at_best: The same if choosing what is sent cost nothing.
+        at_best: The same if choosing what is sent and keeping what is not cost nothing.
     """
     sent = f"Sending {part:.1%} of the gradients' bytes to {num_devices} device(s)"
     made = f"{sent} makes the update {ratio:.2f} times as fast"
@@ -135,8 +144,11 @@ def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
     if part >= 1:
         return f"{made}: values with their places are no fewer bytes than all values without."
     if at_best >= 1 + _LEAST_GAIN:
-        return f"{made}: choosing what is sent, and keeping what is not, takes the CPU longer than it saves."
-    return f"{made}: it waits for what the devices read, compute and write themselves, not for the channel."
+        return f"{made}: choosing what is sent, and keeping what is not, takes longer than it saves."
+    waits = f"{made}: it waits for what the devices read, compute and write themselves, not for the channel"
+    if ratio <= 1 - _LEAST_GAIN:
+        return f"{waits}, and then for choosing what is sent and keeping what is not."
+    return f"{waits}."
 
 
 def published_smartssds(num_devices: int, *, duplex: bool = False, select: float = 0.0, cores: int = 1) -> Machine:
@@ -145,8 +157,8 @@ def published_smartssds(num_devices: int, *, duplex: bool = False, select: float
     Args:
         num_devices: How many.
         duplex: Their SSDs read and write side by side.
-        select: Seconds of one core per parameter, for choosing what a compressed gradient keeps.
-        cores: That choose.
+        select: Seconds of one core or GPU per parameter, for choosing what a compressed gradient keeps.
+        cores: Or GPUs, that choose.
     """
     return Machine(
         device=Device(

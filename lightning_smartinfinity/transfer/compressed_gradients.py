@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -11,14 +12,16 @@ import torch
 from lightning_smartinfinity import native
 from lightning_smartinfinity.compression import GradientCodec, TopK
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.transfer.cuda import CudaLink
 from lightning_smartinfinity.transfer.device_selection import DeviceSelection
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.tensors import HostTensor, native_dtype
 
-__all__ = ["CompressedGradients", "Compression"]
+__all__ = ["CompressedGradients", "Compression", "feed_back_threads"]
 
 _BEAT_BYTES = 64
 _FP32_BYTES = 4
+_MOST_THREADS = 8  # of all processes of a machine: each moves some 15 GB/s, as much as memory gives to few more
 
 
 class Compression(NamedTuple):
@@ -50,6 +53,7 @@ class CompressedGradients:
         gradients: The arena's flat tensor.
         num_threads: That work in :meth:`feed_back`.
         device: Where torch is to select; None: the native core does, just before each tasklet's update.
+        link: To that device: the residual is registered for it.
 
     Attributes:
         codec: The native core's.
@@ -63,6 +67,7 @@ class CompressedGradients:
         gradients: torch.Tensor,
         num_threads: int,
         device: torch.device | None = None,
+        link: CudaLink | None = None,
     ) -> None:
         self.codec = codec.native()
         self._num_threads = num_threads
@@ -70,7 +75,9 @@ class CompressedGradients:
         self._sizes = [self.codec.payload_bytes(tasklet.numel, native_dtype(gradients.dtype)) for tasklet in tasklets]
         self._offsets = [0, *accumulate(-(-size // _BEAT_BYTES) * _BEAT_BYTES for size in self._sizes)]
         self._payloads = HostTensor(self._offsets[-1], torch.uint8)
-        self._residual = HostTensor(layout.numel, torch.float32) if codec.error_feedback else None
+        selects = device is not None and isinstance(codec, TopK) and codec.exact
+        memory = link.host_tensor if link is not None and selects else HostTensor
+        self._residual = memory(layout.numel, torch.float32) if codec.keeps_residual else None
         self._elements = [tasklet.offset for tasklet in tasklets]
         self._padding = _padding_of(layout)
         self._selection = None
@@ -102,11 +109,16 @@ class CompressedGradients:
             padding=self._padding[tasklet],
         )
 
-    def encoded(self, batch: native.Batch) -> native.Batch:
-        """The batch to submit: as it is, or compressed already."""
+    def encoded(self, batch: native.Batch) -> Iterable[native.Batch]:
+        """The batch to submit: as it is, or compressed already, tasklet by tasklet while those before are updated."""
         if self._selection is None:
-            return batch
-        return self._selection.batch(batch, self._payloads.tensor, self._offsets)
+            return [batch]
+        parts = self._selection.parts(batch, self._payloads.tensor, self._offsets)
+        if batch.stream is None:
+            return parts
+        # Parameters in a device's memory: such a batch is given whole.
+        tasklets = [tasklet for part in parts for tasklet in part.tasklets]
+        return [native.Batch(batch.operation, tasklets, batch.steps, batch.stream)]
 
     def feed_back(self, tasklets: Sequence[native.Tasklet], *, scale: float) -> None:
         """Once a step is committed: what it did not send of its gradients becomes the residual.
@@ -127,6 +139,17 @@ class CompressedGradients:
                 f"What was not sent of the gradients cannot be kept: {error}.",
                 "Check the memory, and resume from a checkpoint.",
             ) from error
+
+
+def feed_back_threads(compute_threads: int, num_processes: int) -> int:
+    """How many threads of one process feed residuals: its part of the cores, which have nothing else to do then.
+
+    Args:
+        compute_threads: At least so many.
+        num_processes: Of this machine.
+    """
+    cores = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    return max(compute_threads, cores // num_processes)
 
 
 def _padding_of(layout: PartitionLayout) -> list[tuple[tuple[int, int], ...]]:

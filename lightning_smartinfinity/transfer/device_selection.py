@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from lightning_smartinfinity import native
@@ -36,31 +38,29 @@ class DeviceSelection:
         self._gradients = gradients
         self._residual = residual
 
-    def batch(self, batch: native.Batch, payloads: torch.Tensor, offsets: list[int]) -> native.Batch:
-        """Compress a batch's gradients now.
+    def parts(self, batch: native.Batch, payloads: torch.Tensor, offsets: list[int]) -> Iterator[native.Batch]:
+        """Compress a batch's gradients, each tasklet's when it is asked for.
 
         Args:
             batch: With a codec: tasklets have gradients and places for their payloads.
             payloads: uint8, the memory of all places.
             offsets: By tasklet of the layout: where its place begins there.
 
-        Returns:
-            The same, its tasklets with payloads instead of gradients, and no codec.
+        Yields:
+            Each of its tasklets, with a payload instead of gradients, in a batch without codec.
 
         Raises:
             CudaError: The device has no memory for it.
         """
-        try:
-            encoded = [
-                self._encoded(tasklet, payloads[offsets[tasklet.index] :], batch.residual_scale)
-                for tasklet in batch.tasklets
-            ]
-        except torch.OutOfMemoryError as error:
-            raise CudaError(
-                f"There is no memory on {self._device} to choose what is sent of one tasklet: {error}.",
-                "Use smaller tasklets (TransferConfig(tasklet_bytes=...)), or a smaller batch.",
-            ) from error
-        return native.Batch(batch.operation, encoded, batch.steps, batch.stream)
+        for tasklet in batch.tasklets:
+            try:
+                encoded = self._encoded(tasklet, payloads[offsets[tasklet.index] :], batch.residual_scale)
+            except torch.OutOfMemoryError as error:
+                raise CudaError(
+                    f"There is no memory on {self._device} to choose what is sent of one tasklet: {error}.",
+                    "Use smaller tasklets (TransferConfig(tasklet_bytes=...)), or a smaller batch.",
+                ) from error
+            yield native.Batch(batch.operation, [encoded], batch.steps)
 
     def _encoded(self, tasklet: native.Tasklet, place: torch.Tensor, scale: float) -> native.Tasklet:
         where = slice(tasklet.offset, tasklet.offset + tasklet.numel)

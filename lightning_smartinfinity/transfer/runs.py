@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from lightning_smartinfinity import native
@@ -16,8 +16,8 @@ from lightning_smartinfinity.transfer.staging import StagingBuffer, waves_of
 
 __all__ = ["BatchMaker", "DirectRun", "Run", "StagedRun"]
 
-BatchMaker = Callable[[Sequence[int], Memory], native.Batch]
-"""Makes the batch of some tasklets whose parameters lie in some memory."""
+BatchMaker = Callable[[Sequence[int], Memory], Iterable[native.Batch]]
+"""Makes the batch of some tasklets whose parameters lie in some memory, in parts; each when it is asked for."""
 
 
 class Run(ABC):
@@ -50,36 +50,37 @@ class DirectRun(Run):
 
     Args:
         device: Open and free.
-        batch: The work.
-        tasklets: Its tasklets in the batch's order, as numbered by the layout.
+        parts: The work: a batch, and others with more of its tasklets, made while the device works.
+        tasklets: Its tasklets in the parts' order, as numbered by the layout.
         partition: Where its parameters are, if in a CUDA device's memory.
     """
 
     def __init__(
         self,
         device: StorageDevice,
-        batch: native.Batch,
+        parts: Iterable[native.Batch],
         tasklets: Sequence[int],
         *,
         partition: CudaPartition | None = None,
     ) -> None:
         self._device = device
-        self._batch = batch
+        self._parts = parts
         self._tasklets = tasklets
         self._partition = partition
         self._positions = {tasklet: position for position, tasklet in enumerate(tasklets)}
         self._active = False
 
-    def extend(self, batch: native.Batch, tasklets: Sequence[int]) -> None:
+    def extend(self, parts: Iterable[native.Batch], tasklets: Sequence[int]) -> None:
         """Start more tasklets, behind those there are; return at once. Parameters are in host memory."""
         assert self._partition is None
         first = len(self._positions)
         self._positions.update((tasklet, first + number) for number, tasklet in enumerate(tasklets))
-        if self._active:
-            self._device.extend(batch)
-        else:
-            self._active = True
-            self._device.submit(batch)
+        for part in parts:
+            if self._active:
+                self._device.extend(part)
+            else:
+                self._active = True
+                self._device.submit(part)
 
     def prefer(self, tasklets: Sequence[int]) -> None:
         """Begin these of its tasklets, as far as they have not begun, before the others, in this order."""
@@ -91,7 +92,10 @@ class DirectRun(Run):
             self._active = True
             if self._partition is not None:
                 self._partition.take()
-            self._device.submit(self._batch)
+            parts = iter(self._parts)
+            self._device.submit(next(parts))
+            for part in parts:
+                self._device.extend(part)
             if self._partition is not None:
                 self._partition.link.warn_of_unregistered()
 

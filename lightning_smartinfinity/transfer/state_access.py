@@ -218,7 +218,7 @@ class StateAccess:
         self._work(batch, tasklets)
 
     def _work(self, batch: native.Batch, tasklets: Sequence[int], partition: CudaPartition | None = None) -> None:
-        run = DirectRun(self._device, batch, tasklets, partition=partition)
+        run = DirectRun(self._device, [batch], tasklets, partition=partition)
         try:
             run.start()
             run.drain()

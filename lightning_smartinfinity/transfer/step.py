@@ -118,11 +118,11 @@ class Step:
         assert isinstance(self._outputs, Sequence)
         if not tasklets:
             return
-        batch = self._updating(FlatMemory(self._layout, self._gradients))(
+        parts = self._updating(FlatMemory(self._layout, self._gradients))(
             tasklets, FlatMemory(self._layout, self._outputs)
         )
         self._tasklets += tasklets
-        self._guarded(lambda: self._direct_run.extend(batch, tasklets))
+        self._guarded(lambda: self._direct_run.extend(parts, tasklets))
 
     @property
     def _direct_run(self) -> DirectRun:
@@ -217,7 +217,7 @@ class Step:
             raise
 
     def _updating(self, gradients: Memory) -> BatchMaker:
-        def make_batch(tasklets: Sequence[int], outputs: Memory) -> native.Batch:
+        def make_batch(tasklets: Sequence[int], outputs: Memory) -> Iterable[native.Batch]:
             batch = update_batch(
                 self._layout,
                 self._pieces,
@@ -234,7 +234,7 @@ class Step:
                 loss_scale=self._loss_scale,
             )
             if self._compressed is None:
-                return batch
+                return [batch]
             if self._compressed.residual is not None:
                 self._sent += batch.tasklets
             return self._compressed.encoded(batch)
@@ -242,16 +242,15 @@ class Step:
         return make_batch
 
     def _restoring(self) -> BatchMaker:
-        def make_batch(tasklets: Sequence[int], outputs: Memory) -> native.Batch:
-            return restore_batch(self._layout, self._pieces, tasklets, self._places, outputs=outputs)
+        def make_batch(tasklets: Sequence[int], outputs: Memory) -> Iterable[native.Batch]:
+            return [restore_batch(self._layout, self._pieces, tasklets, self._places, outputs=outputs)]
 
         return make_batch
 
     def _make_run(self, make_batch: BatchMaker) -> Run:
         if isinstance(self._outputs, CudaPartition):
             outputs = FlatMemory(self._layout, self._outputs.flats, stream=self._outputs.stream)
-            batch = make_batch(self._tasklets, outputs)
-            return DirectRun(self._device, batch, self._tasklets, partition=self._outputs)
+            return DirectRun(self._device, make_batch(self._tasklets, outputs), self._tasklets, partition=self._outputs)
         if isinstance(self._outputs, Sequence):
             outputs = FlatMemory(self._layout, self._outputs)
             return DirectRun(self._device, make_batch(self._tasklets, outputs), self._tasklets)

@@ -121,7 +121,7 @@ class WindowWalk:
             return tuple(array.ctypes.data + skipped for array in window.arrays)
 
         batch = array_batch(operation, self._layout, self._pieces, tasklets, self._places, addresses=addresses)
-        run = DirectRun(self._device, batch, tasklets)
+        run = DirectRun(self._device, [batch], tasklets)
         # Whatever happens, nothing may move to or from the buffer after it is gone.
         in_flight.callback(run.stop)
         run.start()

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
-from lightning_smartinfinity.transfer.cuda import link_to
+from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
@@ -118,7 +118,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         zero_padding(self, layout)
         link = link_to(torch.device(get_accelerator().current_device_name()))
         self.rank_state.hold_arena(layout, GradientArena(layout, dtype=self.gradient_accumulation_dtype, link=link))
-        self.rank_state.compressed = self._compressed(layout)
+        self.rank_state.compressed = self._compressed(layout, link)
         handler = open_storage(
             self._offload,
             layout,
@@ -132,7 +132,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         )
         self.rank_state.hold_handler(handler)
 
-    def _compressed(self, layout: PartitionLayout) -> CompressedGradients | None:
+    def _compressed(self, layout: PartitionLayout, link: CudaLink | None) -> CompressedGradients | None:
         codec = self._offload.compression
         if codec is None:
             return None
@@ -141,8 +141,9 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             layout,
             codec,
             gradients=self.arena.buffer,
-            num_threads=self._offload.transfer.compute_threads,
+            num_threads=self._offload.feed_back_threads,
             device=device if device.type == "cuda" else None,
+            link=link,
         )
 
     def _outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:

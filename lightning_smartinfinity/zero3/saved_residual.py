@@ -37,7 +37,8 @@ def begin_residual(optimizer: Any) -> None:
     """Let it begin at zero, and say so."""
     residual = _residual_of(optimizer)
     if residual is not None:
-        _log.info("No residual of compressed gradients was saved: it begins at zero.")
+        if torch.distributed.get_rank() == 0:
+            _log.warning("The residual of compressed gradients begins at zero: the checkpoint gives none.")
         residual.zero_()
 
 

@@ -35,6 +35,7 @@ class OffloadSettings:
         cards: That it runs on; None: the host.
         gradient_itemsize: Bytes of a gradient's element, before there is an arena to ask; unless known, the most.
         parameter_itemsize: The same of a parameter's.
+        feed_back_threads: That put what compression did not send into the residual.
     """
 
     storage: tuple[Path, ...]
@@ -47,6 +48,7 @@ class OffloadSettings:
     cards: CardPlan | None = None
     gradient_itemsize: int = 4
     parameter_itemsize: int = 4
+    feed_back_threads: int = 1
 
     def gradient_bytes(self, numel: int) -> int:
         """The most that the gradient of so many elements takes on its way to the update."""

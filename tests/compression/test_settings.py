@@ -12,11 +12,27 @@ import pytest
 from lightning_smartinfinity import BlockScaled, ConfigError, SmartInfinityStrategy, TopK
 
 
-@pytest.mark.parametrize("ratio", [0, -0.1, 1.1, math.nan, math.inf, True, "0.01", None])
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.1, 10**400, Fraction(1, 10**400), math.nan, math.inf])
 def test_ratio_is_a_share(ratio: Any) -> None:
     """Above 0 and at most 1."""
-    with pytest.raises(ConfigError, match=r"TopK\(ratio=.*Pass a number above 0"):
+    with pytest.raises(ConfigError, match=r"TopK\(ratio=.*is out of range.*Pass a number above 0"):
         TopK(ratio)
+
+
+@pytest.mark.parametrize("ratio", [True, "0.01", None, np.array([0.01])])
+def test_ratio_is_a_number(ratio: Any) -> None:
+    """And no text of one."""
+    with pytest.raises(ConfigError, match=r"TopK\(ratio=.*is no number.*Pass a number above 0"):
+        TopK(ratio)
+
+
+@pytest.mark.parametrize("setting", [{"value_dtype": "bf16"}, {"exact": False}])
+def test_what_is_ignored_is_said(setting: dict[str, Any]) -> None:
+    """All gradients are sent in the dtype that they have, and leave no residual."""
+    with pytest.warns(UserWarning, match=r"TopK\(ratio=1\.0.*value_dtype and exact are ignored"):
+        codec = TopK(1.0, **setting)
+    assert codec.error_feedback and not codec.keeps_residual
+    assert TopK(0.5).keeps_residual
 
 
 @pytest.mark.parametrize("ratio", [np.float64(0.5), np.float32(0.5), np.float16(0.5), Fraction(1, 2)])
@@ -27,7 +43,14 @@ def test_ratio_of_any_kind_of_number(ratio: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"error_feedback": 1}, {"exact": "no"}, {"value_dtype": "fp8"}, {"value_dtype": 16}]
+    "setting",
+    [
+        {"error_feedback": 1},
+        {"exact": "no"},
+        {"value_dtype": "fp8"},
+        {"value_dtype": 16},
+        {"value_dtype": np.array(["bf16"] * 2)},
+    ],
 )
 def test_other_settings_are_checked(setting: dict[str, Any]) -> None:
     """Flags are bools, and there are three types of values."""

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from lightning_smartinfinity import TopK
 from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.plan.cost import Setting, gain_of
+from lightning_smartinfinity.plan.gradients import Dense
+from lightning_smartinfinity.plan.handler import Route
+from lightning_smartinfinity.plan.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "simulation.md").read_text()
@@ -33,3 +38,16 @@ def test_the_example_is_what_the_command_prints(capsys: pytest.CaptureFixture[st
     arguments, printed = PAGE.partition("```console\n$ smart-infinity ")[2].partition("\n```")[0].split("\n", 1)
     assert main(arguments.split()) == 0
     assert capsys.readouterr().out == printed + "\n"
+
+
+def test_gains_are_as_predicted() -> None:
+    """Of the top percent, by the cost model."""
+    head, _, *rows = (line.strip("| ").split(" | ") for line in PAGE.rpartition("64 cores:\n\n")[2].splitlines())
+    assert len(rows) == 12
+    for route, bits, error_feedback, *gains in rows:
+        gradient, parameter = (int(text) // 8 for text in bits.split(", "))
+        dense = Workload(numel=1, gradients=Dense(gradient), parameter_bytes=parameter)
+        codec = TopK(0.01, error_feedback=error_feedback == "yes")
+        for num_cards, gain in zip(head[3:], gains, strict=True):
+            setting = Setting(num_cards=int(num_cards), num_cores=64, num_threads=8, route=Route(route.strip("`")))
+            assert gain == f"{gain_of(codec, dense, setting).ratio:.2f}"

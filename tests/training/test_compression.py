@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_smartinfinity import BlockScaled, CudaError, SmartInfinityStrategy, TopK
+from lightning_smartinfinity import BlockScaled, CudaError, SmartInfinityStrategy, TopK, TransferConfig
+from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.transfer import device_selection
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.device_selection import DeviceSelection
@@ -62,7 +63,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str | N
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_sending_everything_changes_no_bit(precision: str, error_feedback: bool, straight: Any, tmp_path: Path) -> None:
     """ratio=1 is no compression, whatever else is asked for."""
-    codec = TopK(1.0, error_feedback=error_feedback, value_dtype="bf16")
+    with pytest.warns(UserWarning, match="value_dtype and exact are ignored"):
+        codec = TopK(1.0, error_feedback=error_feedback, value_dtype="bf16")
     assert_same(result(run_of(tmp_path, precision, codec)), straight(precision, None)[0])
 
 
@@ -97,37 +99,54 @@ def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_pat
 def test_selecting_on_a_device_changes_no_bit(
     name: str, precision: str, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's selection, which GPUs make, is the native core's."""
+    """Torch's selection, which GPUs make, is the native core's; tasklets are chosen from while others are updated."""
+    select_on_cpu(monkeypatch)
+    done: list[str] = []
 
-    def on_device(*args: Any, **kwargs: Any) -> CompressedGradients:
-        return CompressedGradients(*args, **{**kwargs, "device": torch.device("cpu")})
+    def noting(owner: Any, method: str) -> None:
+        call = getattr(owner, method)
+        monkeypatch.setattr(owner, method, lambda *args: done.append(method) or call(*args))
 
-    encoded: list[int] = []
-    monkeypatch.setattr(optimizer, "CompressedGradients", on_device)
-    select = DeviceSelection.batch
-    monkeypatch.setattr(
-        DeviceSelection, "batch", lambda self, batch, *rest: encoded.append(1) or select(self, batch, *rest)
-    )
+    noting(DeviceSelection, "_encoded")
+    noting(HostDevice, "submit")
+    noting(HostDevice, "extend")
     assert_same(result(run_of(tmp_path, precision, CODECS[name])), straight(precision, name)[0])
-    assert encoded
+    assert done.count("extend") > 0
+    for step in " ".join(done).split("submit"):
+        num_more = step.count("extend")
+        assert step.split()[: 2 * num_more] == ["_encoded", "extend"] * num_more
 
 
-def test_no_memory_to_select_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of ours, before anything has begun: the training can be saved."""
+def select_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch, as on a GPU."""
 
     def on_device(*args: Any, **kwargs: Any) -> CompressedGradients:
         return CompressedGradients(*args, **{**kwargs, "device": torch.device("cpu")})
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("too much")
-
     monkeypatch.setattr(optimizer, "CompressedGradients", on_device)
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_no_memory_to_select_on_a_device(begun: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of ours; what has begun is undone, and the training can be saved."""
+    select_on_cpu(monkeypatch)
+    select, selected = device_selection.top_k_payload, []
+
+    def fail(*args: Any, **settings: Any) -> torch.Tensor:
+        if len(selected) == begun:
+            raise torch.OutOfMemoryError("too much")
+        selected.append(1)
+        return select(*args, **settings)
+
     monkeypatch.setattr(device_selection, "top_k_payload", fail)
-    strategy = SmartInfinityStrategy(tmp_path / "state", compression=TopK(0.05), overlap="none")
+    strategy = SmartInfinityStrategy(
+        tmp_path / "state", compression=TopK(0.05), overlap="none", transfer=TransferConfig(**SMALL_RING)
+    )
     with pytest.raises(CudaError, match=r"no memory on cpu.*too much.*smaller tasklets"):
         fit(LitTiny(Recipe(depth=1, max_steps=1)), tmp_path, strategy, max_steps=1)
     assert strategy._near_storage_optimizer is not None
     assert strategy._near_storage_optimizer.rank_state.handler.generation == 0
+    assert len(selected) == begun
 
 
 def sent(gradients: dict[str, torch.Tensor], ratio: float) -> dict[str, torch.Tensor]:

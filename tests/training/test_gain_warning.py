@@ -13,6 +13,7 @@ import torch
 from lightning_smartinfinity import TopK, TransferConfig
 from lightning_smartinfinity.near_storage import _warn_of_no_gain
 from lightning_smartinfinity.plan import cost
+from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from tests.helpers.card_runs import plan_of
 
@@ -53,7 +54,13 @@ def test_warns_where_it_does_not(reasons: Any) -> None:
     assert "to 4 device(s)" in few
     assert "not for the channel" in few
     (slow,) = reasons(TopK(0.01), 14)
-    assert "takes the CPU longer" in slow
+    assert "takes longer than it saves" in slow
+
+
+@pytest.mark.parametrize(("compute", "processes", "threads"), [(1, 1, 8), (1, 4, 2), (1, 100, 1), (12, 1, 12)])
+def test_all_cores_feed_the_residual(compute: int, processes: int, threads: int, reasons: Any) -> None:
+    """At most eight of a machine; never fewer than update."""
+    assert feed_back_threads(compute, processes) == threads
 
 
 def test_processes_share_the_channel(reasons: Any) -> None:
@@ -67,5 +74,5 @@ def test_choosing_on_the_gpu_takes_no_core(reasons: Any, monkeypatch: pytest.Mon
     """However slow a core would be."""
     monkeypatch.setitem(cost._SELECT, False, 1e-7)
     (slow,) = reasons(QUICK, 14)
-    assert "takes the CPU longer" in slow
+    assert "takes longer than it saves" in slow
     assert reasons(QUICK, 14, on_gpu=True) == []

@@ -12,6 +12,7 @@ import pytest
 from lightning_smartinfinity import BlockScaled, ConfigError, SmartInfinityStrategy, TopK
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit
+from tests.training.test_compression import select_on_cpu
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.test_training import BASE, RECIPES, Reporting, assert_same, on_cards, on_host, trained
 
@@ -69,6 +70,14 @@ def test_trains_as_on_the_host(
     # Of 4 bytes, accumulated: a twentieth of the elements with 2 bytes of index, and some beats for each tasklet.
     assert 0 < traffic.shared_write_bytes < 0.5 * traffic.numel
     assert all(emulated_cards.counter("runs_completed", card) >= recipe.max_steps for card in range(2))
+
+
+def test_selecting_on_a_device(emulated_cards: EmulatedCards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards begin with what torch has selected, as on a GPU, while it selects more."""
+    expected = trained(BASE, tmp_path / "host", compressed_on_host(tmp_path))
+    select_on_cpu(monkeypatch)
+    strategy = on_cards(emulated_cards, tmp_path / "cards", compression=CODEC)
+    assert_same(trained(BASE, tmp_path / "cards", strategy), expected)
 
 
 def test_cards_that_fail(emulated_cards: EmulatedCards, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
