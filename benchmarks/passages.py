@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +37,9 @@ class Task:
     held_out: list[tuple[str, int]]
 
 
-def task(*, per_package: int, tuning_per_package: int, held_out_per_package: int) -> Task:
-    """The task with at most so many passages of each package; the same for the same versions of the packages."""
-    packages = tuple(name for name in PACKAGES if importlib.util.find_spec(name) is not None)
+def task(names: Sequence[str], *, per_package: int, tuning_per_package: int, held_out_per_package: int) -> Task:
+    """At most so many passages of each of these packages that is there; the same for the same versions of them."""
+    packages = tuple(name for name in names if importlib.util.find_spec(name) is not None)
     training: list[tuple[str, int]] = []
     tuning: list[tuple[str, int]] = []
     held_out: list[tuple[str, int]] = []

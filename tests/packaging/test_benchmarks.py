@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -105,6 +106,32 @@ def test_benchmark_prints_its_table_with_the_machine(
     if script in PLOTTED:
         assert_plotted(tmp_path / "figures.json", PLOTTED[script])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of a benchmark that wants pretrained weights, with others; figures that are there are not made again."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    weights = tmp_path / "weights"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
+    weights.mkdir()
+    (weights / "vocab.txt").write_text("\n".join([*words, *(f"##{letter}" for letter in words[5:])]))
+    BertTokenizerFast(vocab_file=str(weights / "vocab.txt")).save_pretrained(weights)
+    config = BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    BertModel(config).save_pretrained(weights)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(core.__file__).parents[2]), str(REPOSITORY)]))
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, BENCHMARKS / "compression_accuracy.py", "--json", "figures.json"]
+    command += ["--tasks", "fine-tuning", "--weights", weights, "--packages", "jsonargparse", "packaging"]
+    command += ["--per-package", "16", "--steps", "2", "--seeds", "1", "--ratios", "0.1", "--rates", "1e-3"]
+    printed = run(*command).stdout
+    assert "32 passages of 2 packages, " in printed
+    assert "| 10.0%, without error feedback | 1.0e-03 (at the end of those tried) |" in printed
+    figures = tmp_path / "figures.json"
+    kept = json.loads(figures.read_text())
+    assert len(kept) == 6
+    figures.write_text(json.dumps(dict.fromkeys(kept, 12.5)))
+    assert run(*command).stdout.count("| 12.50 | 12.50 |") == 3
 
 
 def assert_plotted(figures: Path, plots: dict[str, list[str]]) -> None:
