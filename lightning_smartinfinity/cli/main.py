@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from lightning_smartinfinity.cli import convert, selftest, simulate, universal
+from lightning_smartinfinity.cli.output import OutputError, checked_output
 from lightning_smartinfinity.errors import SmartInfinityError
 
 __all__ = ["main"]
 
-_INTERRUPTED = 130  # as a shell says it of SIGINT
+_INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell says it of SIGINT and SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; None: those of the process.
 
     Returns:
-        Exit status: 0, 1 after an error of this package or a self-test that finds one, 130 after Ctrl-C. argparse exits
-        with 2 by itself.
+        Exit status: 0, 1 after an error of this package, a self-test that finds one or output that cannot be written,
+        130 after Ctrl-C, 141 where the reader of the output has gone. argparse exits with 2 by itself.
     """
     parser = argparse.ArgumentParser(
         prog="smart-infinity", description="Optimizer state and checkpoints of lightning-smartinfinity."
@@ -32,13 +35,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     universal.add_to(commands)
     selftest.add_to(commands)
     simulate.add_to(commands)
+    try:
+        with checked_output():
+            return _run(parser, arguments)
+    except OutputError as error:
+        return _tell_unwritten(error)
+
+
+def _run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     options = parser.parse_args(arguments)
     try:
-        status = options.run(options)
+        return int(options.run(options))
     except SmartInfinityError as error:
         print(f"smart-infinity: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("smart-infinity: interrupted; nothing is left of what was begun.", file=sys.stderr)
         return _INTERRUPTED
-    return int(status)
+
+
+def _tell_unwritten(error: OutputError) -> int:
+    if error.errno == errno.EPIPE:  # its reader has what it wanted
+        return _BROKEN_PIPE
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(f"smart-infinity: the output cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
+    return 1

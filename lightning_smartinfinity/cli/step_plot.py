@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_plot", "write_plot"]
 
+_FORMS = {".svg": "matplotlib.backends.backend_svg", ".png": "matplotlib.backends.backend_agg"}
+"""Of files, with what of matplotlib writes them."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "simulate",  # or names of parts depend on chance
@@ -32,16 +34,19 @@ def check_plot(path: Path) -> None:
         path: Of the plot; its ending says which form it has.
 
     Raises:
-        UnsupportedError: matplotlib is not installed.
+        UnsupportedError: matplotlib cannot be imported.
         ConfigError: The ending is of no form that is written here, or there is no such folder.
     """
-    if find_spec("matplotlib") is None:
-        raise UnsupportedError(
-            "smart-infinity simulate --plot needs matplotlib, which is not installed.",
-            "pip install 'lightning-smartinfinity[benchmarks]', or leave --plot out.",
-        )
-    if path.suffix not in (".svg", ".png"):
+    if path.suffix not in _FORMS:
         raise ConfigError(f"smart-infinity simulate --plot {path} is of no known form.", "Use a name in .svg or .png.")
+    try:
+        for module in ("matplotlib", "matplotlib.figure", _FORMS[path.suffix]):
+            import_module(module)
+    except ImportError as error:  # not installed, or not as a whole
+        raise UnsupportedError(
+            f"smart-infinity simulate --plot needs matplotlib, which cannot be imported: {error}.",
+            "pip install 'lightning-smartinfinity[benchmarks]', or leave --plot out.",
+        ) from None
     if not path.parent.is_dir():
         raise _unwritable(path, "there is no such folder")
 

@@ -157,9 +157,10 @@ def test_a_plot_that_cannot_be_had(
     assert "steps.txt is of no known form" in capsys.readouterr().err
     assert main([*few, "--plot", str(tmp_path / "none" / "steps.svg")]) == 1
     assert "steps.svg cannot be written: there is no such folder" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([*few, "--plot", str(tmp_path / "steps.svg")]) == 1
-    assert "pip install 'lightning-smartinfinity[benchmarks]'" in capsys.readouterr().err
+    for missing, form in (("matplotlib.backends.backend_agg", "png"), ("matplotlib", "svg")):
+        monkeypatch.setitem(sys.modules, missing, None)
+        assert main([*few, "--plot", str(tmp_path / f"steps.{form}")]) == 1
+        assert "pip install 'lightning-smartinfinity[benchmarks]'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
 
 

@@ -1,0 +1,78 @@
+"""What commands print, on streams that may fail: a full disk, a pipe whose reader has gone, a stream that is closed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, NoReturn
+
+__all__ = ["OutputError", "checked_output"]
+
+
+class OutputError(OSError):
+    """Standard output or standard error cannot be written; of the commands' other errors of the system none is one."""
+
+
+class _Checked:
+    """A stream whose failures are told apart from those of other files.
+
+    Args:
+        stream: Standard output or standard error; None: the process has none.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._error: OutputError | None = None
+
+    def write(self, text: str) -> int:
+        if self._stream is None or self._stream.closed:
+            self._fail(errno.EBADF)
+        with self._failing():
+            return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        if self._error is not None:  # argparse goes on after a write that failed
+            raise self._error
+        if self._stream is not None and not self._stream.closed:
+            with self._failing():
+                self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._discard()
+            self._fail(error.errno)
+
+    def _fail(self, number: int | None) -> NoReturn:
+        self._error = OutputError(number, os.strerror(number or errno.EIO))
+        raise self._error from None
+
+    def _discard(self) -> None:
+        """What it still holds would fail again when the interpreter exits."""
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextmanager
+def checked_output() -> Iterator[None]:
+    """All that is printed meanwhile is written when this ends.
+
+    Raises:
+        OutputError: It was not.
+    """
+    output = _Checked(sys.stdout)
+    with redirect_stdout(output), redirect_stderr(_Checked(sys.stderr)):
+        try:
+            yield
+        finally:
+            output.flush()
