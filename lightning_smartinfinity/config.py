@@ -18,6 +18,7 @@ __all__ = [
     "SmartSSDConfig",
     "TransferConfig",
     "require_one_of",
+    "shown",
 ]
 
 HOST_TASKLET_BYTES = 4 * 1024 * 1024
@@ -154,7 +155,7 @@ class SmartSSDConfig:
         require_one_of("binding", self.binding, _BINDINGS, of="SmartSSDConfig")
         if not _is_number(self.timeout) or not 0 < self.timeout <= _MAX_TIMEOUT:  # a comparison with NaN is false
             raise ConfigError(
-                f"SmartSSDConfig(timeout={_shown(self.timeout)}) is out of range.",
+                f"SmartSSDConfig(timeout={shown(self.timeout)}) is out of range.",
                 f"Pass seconds above 0 and up to {_MAX_TIMEOUT}.",
             )
 
@@ -175,7 +176,7 @@ def _cards(devices: object) -> tuple[str | int, ...] | None:
     cards = tuple(card for card in named if card is not None)
     if not cards or len(cards) != len(named):
         raise ConfigError(
-            f"SmartSSDConfig(devices={_shown(devices)}) names no cards.",
+            f"SmartSSDConfig(devices={shown(devices)}) names no cards.",
             "Pass a list with the PCI address of one card for each storage folder, or its number from 0 to"
             f" {MAX_CARD_NUMBER}.",
         )
@@ -193,7 +194,8 @@ def _card(value: Any) -> str | int | None:
     return number if 0 <= number <= MAX_CARD_NUMBER and not isinstance(value, bool) else None
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """For a message."""
     try:
         return repr(value)
     except ValueError:  # Python writes out no integers of many thousand digits

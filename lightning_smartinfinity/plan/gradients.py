@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.plan.checks import ITEM_BYTES, require, share
 
 __all__ = ["Dense", "GradientForm", "Pairs", "TopKPayload"]
 
@@ -16,6 +16,7 @@ _COUNT_BYTES = 4
 _INDEX_BYTES = 2
 
 
+@runtime_checkable
 class GradientForm(Protocol):
     """How large gradients are on their way."""
 
@@ -36,6 +37,9 @@ class Dense:
     """
 
     item_bytes: int
+
+    def __post_init__(self) -> None:
+        require(self, item_bytes=ITEM_BYTES)
 
     @property
     def compressed(self) -> bool:
@@ -59,10 +63,7 @@ class TopKPayload:
     value_bytes: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ConfigError(
-                f"TopKPayload(ratio={self.ratio!r}) is out of range.", "Pass the part of the elements that are kept."
-            )
+        require(self, ratio=share(1), value_bytes=ITEM_BYTES)
 
     @property
     def compressed(self) -> bool:
@@ -79,10 +80,13 @@ class Pairs:
     """Indices and values in 4 bytes each, as published.
 
     Args:
-        volume: Of a dense gradient in fp32: 0.02 keeps 1 % of the elements.
+        volume: Of a dense gradient in fp32, above 0 and at most 2: 0.02 keeps 1 % of the elements.
     """
 
     volume: float
+
+    def __post_init__(self) -> None:
+        require(self, volume=share(2))
 
     @property
     def compressed(self) -> bool:

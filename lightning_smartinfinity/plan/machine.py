@@ -4,11 +4,14 @@ where they are (:mod:`~lightning_smartinfinity.plan.paper`, :mod:`~lightning_sma
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.plan.checks import COUNT, FLAG, RATE, SECONDS, between, instance, optional, require
 
-__all__ = ["Channel", "Device", "Gpu", "Host", "Machine"]
+__all__ = ["MOST_DEVICES", "Channel", "Device", "Gpu", "Host", "Machine"]
+
+MOST_DEVICES = 1024
+"""Of a machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,8 @@ class Device:
     depth: int = 64
 
     def __post_init__(self) -> None:
-        _require_positive(self)
+        kernel = optional(RATE)
+        require(self, read=RATE, write=RATE, duplex=FLAG, kernel=kernel, sparse_kernel=kernel, depth=COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class Channel:
     together: float | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(self)
+        require(self, down=RATE, up=RATE, together=optional(RATE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,9 @@ class Gpu:
     forward: float
     backward: float
     top_k: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self, forward=SECONDS, backward=SECONDS, top_k=SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +91,9 @@ class Host:
     select: float = 0.0
     cores: int = 1
 
+    def __post_init__(self) -> None:
+        require(self, update=SECONDS, receive=SECONDS, select=SECONDS, cores=COUNT)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -100,16 +110,11 @@ class Machine:
     host: Host
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1:
-            raise ConfigError(
-                f"Machine(num_devices={self.num_devices}) has no storage device.", "Pass a number from 1 on."
-            )
-
-
-def _require_positive(figures: Device | Channel) -> None:
-    for field in fields(figures):
-        value = getattr(figures, field.name)
-        if value is not None and not isinstance(value, bool) and not 0 < value < float("inf"):
-            raise ConfigError(
-                f"{type(figures).__name__}({field.name}={value!r}) is out of range.", "Pass a number above 0."
-            )
+        require(
+            self,
+            device=instance(Device),
+            num_devices=between(1, MOST_DEVICES),
+            channel=instance(Channel),
+            gpu=instance(Gpu),
+            host=instance(Host),
+        )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_smartinfinity.plan.virtual_time import Process, Simulation
 from lightning_smartinfinity.plan.wiring import HostPaths, Lane
-from lightning_smartinfinity.plan.workload import Workload
+from lightning_smartinfinity.plan.workload import ENOUGH_TASKLETS, Workload
 
 __all__ = ["smart_update", "zero_infinity"]
 
@@ -31,7 +31,7 @@ def smart_update(
         numel: Parameters of each device.
         optimized: With the published handler (SU+O); False: without (SU).
     """
-    sizes = [min(_TASKLET_NUMEL, numel - begin) for begin in range(0, numel, _TASKLET_NUMEL)]
+    sizes = _sizes(numel, _TASKLET_NUMEL)
     gradients = [workload.gradients.nbytes(size) for size in sizes]
     none = [0.0] * len(sizes)
     alone, beside = (none, [*gradients[1:], 0.0]) if optimized else (gradients, none)
@@ -67,7 +67,12 @@ def zero_infinity(simulation: Simulation, lane: Lane, *, workload: Workload, num
         workload: Of the step.
         numel: Parameters of each device.
     """
-    for begin in range(0, numel, _SUB_GROUP_NUMEL):
-        size = min(_SUB_GROUP_NUMEL, numel - begin)
+    for size in _sizes(numel, _SUB_GROUP_NUMEL):
         yield simulation.work(lane.load, workload.array_bytes * size + workload.gradients.nbytes(size))
         yield simulation.work(lane.store, workload.array_bytes * size)
+
+
+def _sizes(numel: int, usual: int) -> list[int]:
+    """Of pieces that go one after the other; in large models larger ones."""
+    size = max(usual, -(-numel // ENOUGH_TASKLETS))
+    return [min(size, numel - begin) for begin in range(0, numel, size)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.plan.checks import instance, require_one
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.machine import Machine
 from lightning_smartinfinity.plan.systems import BEGIN, Run, System, Update
@@ -80,8 +81,16 @@ def simulate_step(
         route: Of gradients with :attr:`System.CARDS`; the published systems have :attr:`Route.BACKWARD`.
 
     Raises:
-        ConfigError: They do not go together.
+        ConfigError: One is of another type, or they do not go together.
     """
+    for name, value, kind in (
+        ("machine", machine, Machine),
+        ("workload", workload, Workload),
+        ("system", system, System),
+        ("overlap", overlap, Overlap),
+        ("route", route, Route),
+    ):
+        require_one("simulate_step", name, value, instance(kind))
     _require_possible(machine, workload, system, overlap)
     run = Run.of(machine, workload, system, route)
     update = BEGIN[system](run)

@@ -80,7 +80,7 @@ class Update:
 
 
 def _on_cards(run: Run) -> Update:
-    tasklets = tasklets_of_device(run.workload.card_layout(run.machine.num_devices), 0)
+    tasklets = tasklets_of_device(run.workload.simulated_card_layout(run.machine.num_devices), 0)
     update = update_on_cards(
         run.simulation,
         run.lanes[0],

@@ -8,17 +8,26 @@ from types import MappingProxyType
 
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.plan.checks import ITEM_BYTES, Rule, between, optional, require
 from lightning_smartinfinity.plan.gradients import GradientForm
 from lightning_smartinfinity.store.extents import BLOCK_BYTES, STATE_FORMATS
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 
-__all__ = ["NUM_ARRAYS", "Workload"]
+__all__ = ["ENOUGH_TASKLETS", "NUM_ARRAYS", "Workload"]
 
 NUM_ARRAYS: Mapping[str, int] = MappingProxyType({"adamw": 3, "adagrad": 2, "sgd": 2})
 """fp32 arrays per element on storage: the master, and the moments, the sum or the momentum buffer."""
 
 _FP32_BYTES = 4
-_ENOUGH_TASKLETS = 4096  # filling and emptying the ring is then below 1 % of a step
+_MOST_PARAMETERS = 10**12
+_MOST_ARRAYS = 8
+_LEAST_TASKLET_BYTES, _MOST_TASKLET_BYTES = 64 * 1024, 1 << 40
+_MOST_BUFFERS = 4096
+_FORM = Rule("Dense(...), TopKPayload(...) or Pairs(...)", lambda value: isinstance(value, GradientForm))
+_FORMAT = Rule(f"one of {', '.join(STATE_FORMATS)}", lambda value: isinstance(value, str) and value in STATE_FORMATS)
+
+ENOUGH_TASKLETS = 4096
+"""Filling and emptying a ring is then far below 1 % of a step: of larger models no more are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +53,27 @@ class Workload:
     num_buffers: int = 16
 
     def __post_init__(self) -> None:
-        if self.numel < 1:
-            raise ConfigError(f"Workload(numel={self.numel}) has no parameters.", "Pass a number from 1 on.")
-        if self.state_format not in STATE_FORMATS:
-            raise ConfigError(
-                f"Workload(state_format={self.state_format!r}) is unknown.", f"Use one of: {', '.join(STATE_FORMATS)}."
-            )
+        require(
+            self,
+            numel=between(1, _MOST_PARAMETERS),
+            gradients=_FORM,
+            num_arrays=between(1, _MOST_ARRAYS),
+            parameter_bytes=ITEM_BYTES,
+            state_format=_FORMAT,
+            tasklet_bytes=optional(between(_LEAST_TASKLET_BYTES, _MOST_TASKLET_BYTES)),
+            num_buffers=between(1, _MOST_BUFFERS),
+        )
         if self.state_format != "fp32" and self.num_arrays != 3:
             raise ConfigError(
                 f"Workload(state_format={self.state_format!r}, num_arrays={self.num_arrays}) is no state of this"
                 " package.",
                 "Only Adam's state has other formats than fp32.",
+            )
+        if self.state_format == "int8_remainder" and self.parameter_bytes != 2:
+            raise ConfigError(
+                f"Workload(state_format='int8_remainder', parameter_bytes={self.parameter_bytes}) does not exist: half"
+                " of the masters are parameters in bf16.",
+                "Use parameter_bytes=2, or state_format='int8'.",
             )
 
     @property
@@ -71,15 +90,22 @@ class Workload:
         """Tasklets as they are cut for accelerators."""
         return self._layout(num_devices, CARD_TASKLET_BYTES)
 
+    def simulated_card_layout(self, num_devices: int) -> PartitionLayout:
+        """The same; in large models larger ones, of which each accelerator has enough."""
+        return self._layout(num_devices, max(CARD_TASKLET_BYTES, self._enough_bytes(num_devices)))
+
     def host_layout(self, num_devices: int) -> PartitionLayout:
         """Tasklets as they are cut for the host; in large models larger ones, of which there are enough."""
-        enough = -(-self.array_bytes * self.numel // _ENOUGH_TASKLETS)
-        return self._layout(num_devices, max(HOST_TASKLET_BYTES, enough))
+        return self._layout(num_devices, max(HOST_TASKLET_BYTES, self._enough_bytes(1)))
 
     def skipped_bytes(self, numel: int) -> int:
         """Of an extent of so many elements that the host does not read: the parameters in its memory hold them."""
         first, *_ = STATE_FORMATS[self.state_format].item_bytes or (_FP32_BYTES,)
         return -(-first * numel // BLOCK_BYTES) * BLOCK_BYTES if first == self.parameter_bytes else 0
+
+    def _enough_bytes(self, num_rings: int) -> int:
+        """Of tasklets of which each ring still has enough."""
+        return -(-self.array_bytes * self.numel // (num_rings * ENOUGH_TASKLETS))
 
     def _layout(self, num_devices: int, usual_bytes: int) -> PartitionLayout:
         whole = ParameterSlice(name="all", numel=self.numel, real_numel=self.numel, group=0, sub_group=0)

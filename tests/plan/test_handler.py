@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -259,3 +260,36 @@ def test_an_empty_batch_ends_at_once() -> None:
     run = ScheduleRun(simulation, num_tasklets=0, num_buffers=2, works={"read": nothing, "compute": nothing})
     assert simulation.run() == 0
     assert run.finished.happened
+
+
+@pytest.mark.parametrize("system", System)
+def test_large_models_have_larger_tasklets(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
+    """However large, what begins is bounded; and a step takes what it takes in tasklets as they are cut in training."""
+    begun = 0
+    work = Simulation.work
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return work(*arguments)
+
+    monkeypatch.setattr(Simulation, "work", counting)
+    of = workload(numel=6 * 10**9, tasklet_bytes=None)
+    exact, cut = simulate_step(machine(num_devices=1), of, system).step, begun
+    for module in ("workload", "published"):
+        monkeypatch.setattr(f"lightning_smartinfinity.plan.{module}.ENOUGH_TASKLETS", 50)
+    for numel in (6 * 10**9, 10**12):
+        begun = 0
+        step = simulate_step(machine(num_devices=1), workload(numel=numel, tasklet_bytes=None), system).step
+        assert begun < 50 * 8 + 40
+        assert step / numel == pytest.approx(exact / of.numel, rel=0.04)
+    assert begun < cut
+
+
+def test_tasklets_of_usual_models_are_those_of_training() -> None:
+    """Up to 4096 on each card."""
+    for numel in (10**9, 20 * 10**9):
+        of = workload(numel=numel, tasklet_bytes=None)
+        assert of.simulated_card_layout(1) == of.card_layout(1)
+    of = workload(numel=10**12, tasklet_bytes=None)
+    assert of.simulated_card_layout(1).extents.num_tasklets in range(4096, 4105)
