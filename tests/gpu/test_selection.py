@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_smartinfinity import TopK
 from lightning_smartinfinity.compression.selection import top_k_payload, with_residual
+from tests.helpers.models import Recipe
 from tests.helpers.runif import RunIf
+from tests.training.worker import Run, launch
 
 pytestmark = RunIf(cuda_devices=1)
 
@@ -38,3 +43,23 @@ def test_what_was_not_sent_is_added_as_on_the_host(scale: float) -> None:
     gradient, residual = values_of(100_000, seed=1), values_of(100_000, seed=2).clamp(-1e30, 1e30)
     total = with_residual(gradient.cuda(), residual.cuda(), scale).cpu()
     assert torch.equal(total.view(torch.int32), with_residual(gradient, residual, scale).view(torch.int32))
+
+
+@pytest.mark.parametrize("offload", [{}, {"offload_param": {"device": "cpu"}}])
+def test_a_training_is_the_same_wherever_is_selected(offload: dict[str, Any], tmp_path: Path) -> None:
+    """With exact=False the host selects, and of so few elements exactly."""
+    recipe = Recipe(precision="bf16-mixed", clip=0.5, accumulate=2, max_steps=4)
+    by_device, by_host = (
+        launch(
+            Run(
+                out=str(tmp_path / f"{exact}"),
+                recipe=recipe,
+                accelerator="cuda",
+                deterministic=True,
+                options={"compression": TopK(0.05, exact=exact), "zero": offload},
+            )
+        )[0]
+        for exact in (True, False)
+    )
+    assert by_device.losses == by_host.losses
+    assert all(torch.equal(by_device.masters[name], master) for name, master in by_host.masters.items())
