@@ -8,11 +8,11 @@ from contextlib import suppress
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
-from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.transfer.batches import Memory, Piece
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.plan import CudaPartition, StagedPartition
-from lightning_smartinfinity.transfer.staging import StagingBuffer, waves_of
+from lightning_smartinfinity.transfer.staging import StagingBuffer, Wave, waves_of
 
 __all__ = ["BatchMaker", "DirectRun", "Run", "StagedRun"]
 
@@ -126,7 +126,8 @@ class StagedRun(Run):
     """Wave after wave through the two halves of the staging buffer.
 
     The caller's waits drive it: a wave is copied to the partition, and the next one started, when somebody waits. While
-    a wave runs, its predecessor's parameters travel to the partition.
+    a wave runs, its predecessor's parameters travel to the partition. What an interrupt broke off the next wait takes
+    up, but for a wave of which nobody knows whether the device has it.
 
     Args:
         device: Open and free.
@@ -155,23 +156,21 @@ class StagedRun(Run):
         self._partition = partition
         self._waves = waves_of(layout, tasklets, staging)
         self._wave_of = {tasklet: number for number, wave in enumerate(self._waves) for tasklet in wave.tasklets}
-        self._next = 0
+        self._num_begun = 0
+        self._num_put = 0
+        # Of the wave that was begun last.
         self._current: DirectRun | None = None
+        self._is_handed_out = True
 
     def start(self) -> None:
-        self._start_next()
+        self._begin_next()
 
     def wait(self, tasklets: Sequence[int]) -> None:
         last = max((self._wave_of[tasklet] for tasklet in tasklets if tasklet in self._wave_of), default=-1)
-        # Whatever the waves before the one in flight hold is in the partition, or on its way there.
-        while self._current is not None and self._next - 1 <= last:
-            self._finish_wave()
-        self._partition.synchronize()
+        self._finish_waves(last + 1)
 
     def drain(self) -> None:
-        while self._current is not None:
-            self._finish_wave()
-        self._partition.synchronize()
+        self._finish_waves(len(self._waves))
 
     def stop(self) -> None:
         if self._current is not None:
@@ -180,20 +179,31 @@ class StagedRun(Run):
         with suppress(SmartInfinityError):  # as in DirectRun: the caller knows, or abandons the work anyway
             self._partition.synchronize()
 
-    def _finish_wave(self) -> None:
-        assert self._current is not None
-        wave = self._waves[self._next - 1]
-        self._current.drain()
-        # Before the next wave overwrites the other half; its copies had all this wave's time.
+    def _finish_waves(self, count: int) -> None:
+        """Return when so many are in the partition."""
+        while self._num_put < count:
+            if not self._is_handed_out:
+                raise StorageError("An interrupt came while a part of the step began.", "Undo it.")
+            self._finish_wave(self._waves[self._num_put])
         self._partition.synchronize()
-        self._start_next()
-        wave.put(self._pieces, self._partition)
 
-    def _start_next(self) -> None:
-        if self._next == len(self._waves):
-            self._current = None
+    def _finish_wave(self, wave: Wave) -> None:
+        if self._num_begun == self._num_put + 1:
+            assert self._current is not None
+            self._current.drain()
+            # Before the next wave overwrites the other half; its copies had all this wave's time.
+            self._partition.synchronize()
+            self._begin_next()
+        wave.put(self._pieces, self._partition)
+        self._num_put += 1
+
+    def _begin_next(self) -> None:
+        if self._num_begun == len(self._waves):
             return
-        wave = self._waves[self._next]
-        self._current = DirectRun(self._device, self._make_batch(wave.tasklets, wave), wave.tasklets)
-        self._current.start()
-        self._next += 1
+        wave = self._waves[self._num_begun]
+        run = DirectRun(self._device, self._make_batch(wave.tasklets, wave), wave.tasklets)
+        self._is_handed_out = False
+        self._current = run
+        self._num_begun += 1
+        run.start()
+        self._is_handed_out = True

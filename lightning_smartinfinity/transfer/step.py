@@ -60,7 +60,8 @@ class Step:
         self._outputs = plan.outputs
         self._compressed = plan.compressed
         self._loss_scale = plan.loss_scale
-        self._sent: list[native.Tasklet] = []
+        # By index: what an interrupt broke off is made twice.
+        self._sent: dict[int, native.Tasklet] = {}
         self._staging = staging
         # Once: a step that grows must not change its mind.
         self._places = places_of(store)
@@ -182,10 +183,19 @@ class Step:
             steps = self._updates.counts_after(self._store.steps)
             self._guarded(lambda: commit_next(self._store, self._places, self._tasklets, steps))
 
+    @property
+    def has_residual(self) -> bool:
+        """Whether :meth:`feed_back` has anything to do: alike on all ranks."""
+        return self._compressed is not None and self._compressed.residual is not None
+
     def feed_back(self) -> None:
-        """After :meth:`commit`, on all ranks: keep what compression left out of the gradients."""
+        """After :meth:`commit`, on all ranks: keep what compression left out of the gradients.
+
+        Raises:
+            StorageError: It cannot be kept; no residual has changed.
+        """
         if self._compressed is not None:
-            self._compressed.feed_back(self._sent, scale=self._loss_scale)
+            self._compressed.feed_back(list(self._sent.values()), scale=self._loss_scale)
 
     def stop(self) -> None:
         """Abandon what has not begun; return when nothing is in flight. The step cannot be committed any more."""
@@ -236,7 +246,7 @@ class Step:
             if self._compressed is None:
                 return [batch]
             if self._compressed.residual is not None:
-                self._sent += batch.tasklets
+                self._sent |= {tasklet.index: tasklet for tasklet in batch.tasklets}
             return self._compressed.encoded(batch)
 
         return make_batch

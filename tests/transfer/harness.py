@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
 from lightning_smartinfinity.store import StateStore, StoreDescription
 from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
@@ -56,6 +58,7 @@ class Case:
     compute_threads: int = 1
     cache_bytes: int = 0
     keep: bool = False
+    compression: GradientCodec | None = None
     rank: int = 0
     job_id: bytes = bytes(16)  # so that two runs write the same bytes
     shapes: tuple[tuple[int, int, int, int], ...] = SHAPES
@@ -89,6 +92,7 @@ class Run:
             **case.defaults,
         )
         self.arena = self.make_arena()
+        self.compressed = self._compressed()
         self.folders = [folder / f"disk{index}" for index in range(case.num_devices)]
         self.device = (device or _host_device)(self)
         rule = rule_for(self.optimizer)
@@ -134,6 +138,13 @@ class Run:
     def make_arena(self) -> GradientArena:
         return GradientArena(self.layout, dtype=self.case.gradient_dtype)
 
+    def _compressed(self) -> CompressedGradients | None:
+        if self.case.compression is None:
+            return None
+        return CompressedGradients(
+            self.layout, self.case.compression, gradients=self.arena.buffer, num_threads=self.case.compute_threads
+        )
+
     def send(self, parameter: int, gradient: torch.Tensor) -> None:
         """Let a gradient arrive."""
         self.arena.arrive(parameter, gradient)
@@ -158,6 +169,8 @@ class Run:
             outputs=self.outputs(),
             groups=self.optimizer.param_groups,
             gradient_scale=1 / SCALE,
+            compressed=self.compressed,
+            loss_scale=SCALE,
         )
 
     def step(self, number: int) -> None:
@@ -170,12 +183,14 @@ class Run:
             self.step(number)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything: the partition, the arrays and the step counts."""
+        """Everything: the partition, the arrays, the step counts and, if there is one, the residual."""
         arrays = self.read()
         names = self.case.rule.arrays
         state = {name: torch.cat([arrays[group][k] for group in range(len(arrays))]) for k, name in enumerate(names)}
+        residual = self.compressed.residual if self.compressed is not None else None
         return {
             **state,
+            **({} if residual is None else {"residual": residual.clone()}),
             "partition": torch.cat(self.partition).clone(),
             "steps": torch.from_numpy(self.handler.steps),
         }

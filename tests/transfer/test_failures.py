@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_smartinfinity import TopK
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
 from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.transfer.plan import StepPlan
@@ -26,8 +27,10 @@ CASES = [
     Case(dtype=torch.float16, num_devices=2),
     Case(staged=True, num_buffers=2),
     Case(staged=True, dtype=torch.bfloat16, num_buffers=2),
+    Case(dtype=torch.bfloat16, num_devices=2, compression=TopK(0.05)),
+    Case(staged=True, num_buffers=2, compression=TopK(0.05)),
 ]
-IDS = ["fp32", "bf16", "fp16-two-folders", "fp32-staged", "bf16-staged"]
+IDS = ["fp32", "bf16", "fp16-two-folders", "fp32-staged", "bf16-staged", "bf16-compressed", "fp32-staged-compressed"]
 
 
 def undisturbed(folder: Path, case: Case, num_steps: int) -> dict[str, torch.Tensor]:
@@ -95,12 +98,14 @@ def test_failed_step_can_be_done_again(
     seed=st.integers(0, 1 << 16),
     position=st.integers(0, 5),
     staged=st.booleans(),
+    compressed=st.booleans(),
 )
 def test_any_order_of_failures(
-    tmp_path: Path, number: int, events: list[str], seed: int, position: int, staged: bool
+    tmp_path: Path, number: int, events: list[str], seed: int, position: int, staged: bool, compressed: bool
 ) -> None:
     """Whatever fails or is abandoned, and wherever tasklets go meanwhile, committed steps alone count."""
-    case = Case(dtype=torch.bfloat16, staged=staged, num_devices=2)
+    codec = TopK(0.05) if compressed else None
+    case = Case(dtype=torch.bfloat16, staged=staged, num_devices=2, compression=codec)
     folder = tmp_path / f"{number}-{seed}-{len(events)}"
     expected = undisturbed(folder / "undisturbed", case, len(events))
     with running(folder / "disturbed", case) as run:

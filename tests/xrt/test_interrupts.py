@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +13,7 @@ from lightning_smartinfinity.devices.smartssd import device, worker
 from lightning_smartinfinity.transfer import runs
 from lightning_smartinfinity.transfer.plan import StepPlan
 from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.interrupts import Interrupt
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
@@ -25,32 +21,7 @@ from tests.xrt.cards import EmulatedCards
 pytestmark = RunIf(xrt=True)
 
 CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)))
-FILES = {module.__file__ for module in (device, worker, host, runs)}
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt before one of the lines that the devices execute."""
-
-    def __init__(self, line: int) -> None:
-        self.left = line
-
-    def trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename not in FILES or self.left < 0:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left < 0:
-                raise KeyboardInterrupt
-        return self.trace
-
-    @contextmanager
-    def coming(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self.trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+MODULES = (device, worker, host, runs)
 
 
 @pytest.mark.parametrize(("growing", "goes_on"), [(False, True), (True, False)])
@@ -90,7 +61,7 @@ def interrupted_step(run: Run, line: int, *, growing: bool) -> bool:
     """Whether there was such a line."""
     plan = plan_of(run, line)
     try:
-        with Interrupt(line).coming():
+        with Interrupt(line, MODULES).coming():
             if growing:
                 run.handler.begin_growing(plan)
                 run.handler.extend([4, 3])

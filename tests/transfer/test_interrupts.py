@@ -1,0 +1,69 @@
+"""Ctrl-C on any line of a step with compressed gradients: gone on with or made again, nothing counts twice."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smartinfinity import StorageError, TopK
+from lightning_smartinfinity.transfer import compressed_gradients, handler, runs, staging, step
+from tests.helpers.interrupts import Interrupt
+from tests.transfer.harness import Case, Run, assert_equal, running
+
+MODULES = (compressed_gradients, handler, runs, staging, step)
+CASE = Case(
+    num_buffers=2,
+    shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)),
+    compression=TopK(0.05),
+)
+
+
+@pytest.mark.parametrize(
+    ("staged", "goes_on"), [(False, False), (True, True)], ids=["direct, made again", "staged, gone on with"]
+)
+def test_on_every_line(tmp_path: Path, staged: bool, goes_on: bool) -> None:
+    """All is as if it had not come: parameters, state, and what compression left out."""
+    case = CASE.but(staged=staged)
+    with running(tmp_path / "interrupted", case) as run, running(tmp_path / "straight", case) as straight:
+        number, came = 0, True
+        while came:
+            came = interrupted_step(run, number)
+            if came:
+                finish(run, number, goes_on=goes_on)
+            straight.step(number)
+            assert_equal(in_memory(run), in_memory(straight))
+            number += 1
+        assert number > 100
+        assert_equal(run.state(), straight.state())
+
+
+def interrupted_step(run: Run, line: int) -> bool:
+    """Whether there was such a line."""
+    plan = run.collect(line)
+    try:
+        with Interrupt(line, MODULES).coming():
+            run.handler.begin_step(plan)
+            run.handler.wait([0])
+            run.handler.commit()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def finish(run: Run, step: int, *, goes_on: bool) -> None:
+    if run.handler.in_flight and goes_on:
+        # Not if nobody knows whether the device was given all of it.
+        with suppress(StorageError):
+            run.handler.commit()
+    if run.handler.in_flight:
+        run.handler.rollback()
+    if run.handler.generation == step:  # that of the step before it
+        run.step(step)
+
+
+def in_memory(run: Run) -> dict[str, torch.Tensor]:
+    assert run.compressed is not None and run.compressed.residual is not None
+    return {"partition": torch.cat(run.partition), "residual": run.compressed.residual}
