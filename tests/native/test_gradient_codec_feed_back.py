@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -106,6 +111,31 @@ def test_any_number_of_threads(threads: int) -> None:
     for compressing, residual in zip(compressings, expected, strict=True):
         assert compressing.residual is not None
         assert_same_bits(compressing.residual, residual)
+
+
+def test_when_there_are_no_more_threads() -> None:
+    """Those there are do all of it: half of it would be fed again by the next call."""
+    compressings = [compressing_of(seed=seed) for seed in range(40)]
+    pairs = [(one, one.encode(CODECS["top_k"])) for one in compressings]
+    expected = [fed_back(one.source, decoded(payload, NUMEL)) for one, payload in pairs]
+    tasklets = [one.tasklet(len(payload)) for one, payload in pairs]
+    with _room_for(64 << 20):  # far less than the stacks of forty threads take
+        feed_back(tasklets, residual_scale=8.0, threads=40)
+    for compressing, residual in zip(compressings, expected, strict=True):
+        assert compressing.residual is not None
+        assert_same_bits(compressing.residual, residual)
+
+
+@contextmanager
+def _room_for(nbytes: int) -> Iterator[None]:
+    """The process can have so many bytes of address space more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize("name", ["top_k", "8_bits"])

@@ -19,8 +19,8 @@
 namespace smart_infinity {
 namespace {
 
-// Calls work(index) for each index below `count`, on several threads. What is thrown by one of them is thrown in the
-// end.
+// Calls work(index) for each index below `count`, on several threads, or on as many of them as can be had. What is
+// thrown by one of them is thrown in the end.
 template <class Work>
 void for_each_index(std::size_t count, std::size_t threads, const Work& work) {
     std::atomic<std::size_t> next{0};
@@ -37,7 +37,12 @@ void for_each_index(std::size_t count, std::size_t threads, const Work& work) {
     {
         const BlockedSignals blocked;
         std::vector<std::jthread> others;
-        while (others.size() + 1 < std::min(threads, count)) others.emplace_back(run);
+        others.reserve(std::min(threads, count));
+        try {
+            while (others.size() + 1 < std::min(threads, count)) others.emplace_back(run);
+        } catch (const std::exception&) {
+            // No more threads are to be had. Those there are have begun, and there is no going back.
+        }
         run();
     }
     if (error) std::rethrow_exception(error);
@@ -66,9 +71,18 @@ std::unique_ptr<GradientPayload> checked_payload(const Tasklet& tasklet) {
     return payload;
 }
 
-void feed(const Tasklet& tasklet, const GradientPayload& payload, float scale) {
+// One tasklet's: made with all that can fail, so that nothing fails once the first residual changes.
+struct Feeding {
+    Feeding(const Tasklet& tasklet, float scale) : payload(checked_payload(tasklet)), source(tasklet, scale) {}
+
+    std::unique_ptr<GradientPayload> payload;
+    GradientSource source;
+};
+
+void feed(const Feeding& feeding, float scale) {
     const KeepSubnormals keep;
-    const GradientSource source(tasklet, scale);
+    const GradientSource& source = feeding.source;
+    const GradientPayload& payload = *feeding.payload;
     const Kernels& table = kernels();
     const auto feed_residual = table.feed_residual[static_cast<std::size_t>(source.dtype())];
     const auto widen = table.widen[static_cast<std::size_t>(payload.dtype())];
@@ -93,10 +107,11 @@ void feed_back(const std::vector<Tasklet>& tasklets, float residual_scale, std::
     }
     validate_gradients(batch);
     std::erase_if(fed, [](const Tasklet* tasklet) { return is_fed(*tasklet); });
-    std::vector<std::unique_ptr<GradientPayload>> payloads(fed.size());
-    for_each_index(fed.size(), threads, [&](std::size_t index) { payloads[index] = checked_payload(*fed[index]); });
-    for_each_index(fed.size(), threads,
-                   [&](std::size_t index) { feed(*fed[index], *payloads[index], residual_scale); });
+    std::vector<std::unique_ptr<Feeding>> feedings(fed.size());
+    for_each_index(fed.size(), threads, [&](std::size_t index) {
+        feedings[index] = std::make_unique<Feeding>(*fed[index], residual_scale);
+    });
+    for_each_index(fed.size(), threads, [&](std::size_t index) { feed(*feedings[index], residual_scale); });
     for (const Tasklet* tasklet : fed) std::memcpy(memory_of(*tasklet), &kFedMagic, sizeof kFedMagic);
 }
 
