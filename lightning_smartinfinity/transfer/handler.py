@@ -220,18 +220,22 @@ class TransferHandler:
         """Make the step in flight the current generation; waits for all its writes.
 
         Args:
-            together: Entered around waiting and committing. With several ranks it must raise on each of them if its
-                body raised on one; so none keeps a generation that another could not commit.
+            together: Entered around waiting and committing, and once more where compression has a residual. With
+                several ranks it must raise on each of them if its body raised on one; so none keeps a generation that
+                another could not commit, and all are told of a residual that one could not keep.
 
         Raises:
             StorageError: As :meth:`wait`, or the commit record could not be written, or ``together`` raised; the
                 previous generation is current: roll back. With one place each that cannot be done, and the generation
                 is the one that was written last.
+            StorageError: What compression left out cannot be kept, here or elsewhere. The generation is committed;
+                here the step stays in flight, and a rollback says the same.
         """
         step = self._require_step()
         with committing(self._store, step.generation, together):
             step.commit()
-        self._finish(step)
+        with together() if step.has_residual else nullcontext():
+            self._finish(step)
 
     def _finish(self, step: Step) -> None:
         """What follows a commit."""

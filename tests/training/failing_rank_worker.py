@@ -2,9 +2,10 @@
 
 ``python -m tests.training.failing_rank_worker FOLDER OVERLAP``
 
-First a write of state fails, then, in a second fit, that of the commit record. With ``backward`` there is a fit before
-them in which a guess that was wrong cannot be undone; with ``forward`` a loop in Fabric behind them that ends with a
-step in flight. Every rank writes what it met into ``rank-<n>.json``.
+First a write of state fails, then, in a second fit, that of the commit record. With ``none`` there is a fit before them
+whose compressed gradients are damaged in memory; with ``backward`` one in which a wrong guess cannot be undone; with
+``forward`` a loop in Fabric behind them that ends with a step in flight. Every rank writes what it met into
+``rank-<n>.json``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import deepspeed
 import lightning.pytorch as pl
 import torch
 
-from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError
+from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError, TopK
 from lightning_smartinfinity.native import testing
 from tests.fabric.worker import _window, quiet_fabric
 from tests.helpers.models import LitTiny, Recipe
@@ -65,14 +66,30 @@ def fail_undo(optimizer: Any) -> None:
     optimizer.rank_state.handler.rollback = unreadable
 
 
-def fit(root: Path, failure: FailOnRankOne, clip: float | None = None) -> tuple[pl.Trainer, str]:
+def damage_payload(optimizer: Any) -> None:
+    """The next step is committed, and then nobody knows what it has sent."""
+    state = optimizer.rank_state
+    commit = state.handler._store.commit
+
+    def damaging(**settings: Any) -> None:
+        state.compressed._payloads.tensor[4] ^= 1  # the version, in the header of the first
+        commit(**settings)
+
+    state.handler._store.commit = damaging
+
+
+def fit(
+    root: Path, failure: FailOnRankOne, clip: float | None = None, compression: TopK | None = None
+) -> tuple[pl.Trainer, str]:
     """Train and note the error of this rank."""
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
         precision="bf16-mixed",
         # Gradients leave within backward.
-        strategy=SmartInfinityStrategy(root / "storage", overlap=sys.argv[2], zero={"reduce_bucket_size": 4000}),
+        strategy=SmartInfinityStrategy(
+            root / "storage", overlap=sys.argv[2], compression=compression, zero={"reduce_bucket_size": 4000}
+        ),
         max_steps=5,
         gradient_clip_val=clip,
         callbacks=[failure],
@@ -117,7 +134,10 @@ def _gathered(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def main() -> None:
     """All fits; what the last has left is saved."""
-    root, seen = Path(sys.argv[1]), {}
+    root = Path(sys.argv[1])
+    seen: dict[str, Any] = {}
+    if sys.argv[2] == "none":
+        _, seen["damage_payload"] = fit(root, FailOnRankOne(damage_payload, step=1), compression=TopK(0.05))
     if sys.argv[2] == "backward":
         # Every guess is wrong, for every step is clipped; the third would be the last for a while.
         _, seen["fail_undo"] = fit(root, FailOnRankOne(fail_undo, step=1), clip=1e-3)

@@ -90,12 +90,14 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap:
     """Rank 0, whose storage is sound, raises rank 1's error and stays at the generation that both have.
 
     Also where rank 0 has committed when rank 1 fails to; what is left can be saved. Where rank 1 cannot undo a wrong
-    guess, its state is lost, and both ranks are told.
+    guess, or does not know what compression left out, its state is lost, and both ranks are told.
     """
     done = run_module("tests.training.failing_rank_worker", tmp_path, overlap, ranks=2, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert seen[0] == seen[1]
+    if overlap == "none":
+        assert "What was not sent of the gradients cannot be kept" in seen[0]["damage_payload"]
     if overlap == "backward":
         assert seen[0]["fail_undo"].startswith("StorageError: The optimizer state of this training is lost")
         assert "rank-00001" in seen[0]["fail_undo"]
