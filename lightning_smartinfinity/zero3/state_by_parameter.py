@@ -41,6 +41,7 @@ class StateByParameter:
     dp_process_group: Any
     _fp32_state_allgather: Callable[..., torch.Tensor]
     _get_param_partition_rank: Callable[..., int]
+    _settle_residual: Callable[[], None]
 
     # ---- masters and optimizer state
 
@@ -154,6 +155,7 @@ class StateByParameter:
         """
         if not self._has_state(param):
             return
+        self._settle_residual()
         with raising_together(self.dp_process_group):
             self._write_gradient(param, self._own_slice(param, _checked(value, param.ds_numel)))
 
@@ -161,6 +163,7 @@ class StateByParameter:
         """As :meth:`set_fp32_grad_for_param`, but ``value`` is this rank's slice, with its padding."""
         if not self._has_state(param):
             return
+        self._settle_residual()
         with raising_together(self.dp_process_group):
             self._write_gradient(param, _checked(value, param.ds_tensor.numel()))
 

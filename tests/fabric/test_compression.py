@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_set_full_grad
 from lightning.fabric import Fabric
 
 from lightning_smartinfinity import SmartInfinityFabricStrategy, TopK, TransferConfig
+from lightning_smartinfinity.zero3.gradient_path import GradientPath
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
 
 SMALL_RING = TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3)
+
+
+def batch_of(number: int) -> torch.Tensor:
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
 
 
 class Training:
@@ -23,12 +30,17 @@ class Training:
         root: For the state.
         precision: Fabric's.
         error_feedback: Of the codec.
+        **settings: Of the strategy.
     """
 
-    def __init__(self, root: Path, *, precision: str = "32-true", error_feedback: bool = True) -> None:
+    def __init__(self, root: Path, *, precision: str = "32-true", error_feedback: bool = True, **settings: Any) -> None:
         codec = TopK(0.05, error_feedback=error_feedback)
         strategy = SmartInfinityFabricStrategy(
-            root / "state", compression=codec, transfer=SMALL_RING, overlap="none", initial_scale_power=8
+            root / "state",
+            compression=codec,
+            transfer=SMALL_RING,
+            initial_scale_power=8,
+            **{"overlap": "none", **settings},
         )
         self.fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision=precision)  # type: ignore[arg-type]
         self.fabric.launch()
@@ -39,8 +51,7 @@ class Training:
 
     def step(self, number: int, factor: float = 1.0) -> None:
         """Forward, backward and the update."""
-        batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
-        self.fabric.backward(self.model(batch).square().mean() * factor)
+        self.fabric.backward(self.model(batch_of(number)).square().mean() * factor)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -86,3 +97,26 @@ def test_loading_replaces_the_residual(tmp_path: Path) -> None:
     assert saved.any() and torch.equal(training.residual, saved)
     training.fabric.load(tmp_path / "without.ckpt", training.state)
     assert not training.residual.any()
+
+
+def set_gradient(training: Training) -> None:
+    safe_set_full_grad(training.model.module[0].weight, torch.ones(200, 64))
+
+
+def go_backward_elsewhere(training: Training) -> None:
+    training.model.module(batch_of(1)).square().mean().backward()  # nobody is told: the step would refuse it
+
+
+@pytest.mark.parametrize("write", [set_gradient, go_backward_elsewhere])
+def test_gradients_that_come_beside_the_update(
+    write: Callable[[Training], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the step in flight left out is of its own gradients, not of those that take their place."""
+    monkeypatch.setattr(GradientPath, "bypasses_buckets", False)  # as on a GPU, or with several processes
+    expected = Training(tmp_path / "expected")
+    expected.step(0)
+    training = Training(tmp_path / "overlapped", overlap="forward", zero={"reduce_bucket_size": 13_000})
+    training.step(0)
+    write(training)
+    training.fabric.strategy.drain()  # type: ignore[attr-defined]
+    assert torch.equal(training.residual, expected.residual)
