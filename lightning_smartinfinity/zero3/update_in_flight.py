@@ -196,7 +196,9 @@ class UpdateInFlight:
         """Commit on all ranks: where one fails to, those that have committed take it back, and all raise."""
         together = self._optimizer.failing_together
         if self._failure is None:
-            self._handler.commit(together=together)
+            # An interrupt may have come when it was done but for our knowing.
+            if self._handler.in_flight:
+                self._handler.commit(together=together)
             return
         with together():
             raise self._failure

@@ -87,25 +87,31 @@ def test_a_failed_step_leaves_it(tmp_path: Path) -> None:
     assert torch.equal(residual_of(strategy), module.seen[-1])
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-def test_ctrl_c_right_after_a_commit(tmp_path: Path, overlap: str) -> None:
-    """The step counts: what it did not send is kept, and training goes on as if nothing had been."""
+INTERRUPTED = [("none", "record"), ("forward", "record"), ("backward", "record"), ("forward", "all")]
+
+
+@pytest.mark.parametrize(("overlap", "done"), INTERRUPTED)
+def test_ctrl_c_right_after_a_commit(tmp_path: Path, overlap: str, done: str) -> None:
+    """Once its record is written the step counts: what it did not send is kept, and training goes on as if nothing had
+    been. Also where there is nothing left to do but to know it.
+    """
     straight = Watching(RECIPE)
     fit(straight, tmp_path, strategy_in(tmp_path / "straight", overlap=overlap), max_steps=4)
     strategy = strategy_in(tmp_path, overlap=overlap)
 
     class Interrupted(Watching):
         def on_train_batch_start(self, *args: Any) -> None:
-            store = self.trainer.strategy._near_storage_optimizer.rank_state.handler._store
+            handler = self.trainer.strategy._near_storage_optimizer.rank_state.handler
+            owner = handler._store if done == "record" else handler
             if self.trainer.global_step == 1 and not hasattr(self, "commit"):
-                self.commit = store.commit
+                self.commit = owner.commit
 
                 def interrupted(**settings: Any) -> None:
                     self.commit(**settings)
-                    store.commit = self.commit
+                    owner.commit = self.commit
                     raise KeyboardInterrupt
 
-                store.commit = interrupted
+                owner.commit = interrupted
 
     module = Interrupted(RECIPE)
     trainer = quiet_trainer(tmp_path, strategy, max_steps=2)
