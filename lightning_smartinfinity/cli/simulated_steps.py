@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,11 +10,19 @@ if TYPE_CHECKING:
     from lightning_smartinfinity.plan.step import StepTime
     from lightning_smartinfinity.plan.workload import Workload
 
-__all__ = ["Case", "Simulated"]
+__all__ = ["Case", "Simulated", "in_figures"]
 
 _ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _OURS = ("smartssd", "host")
 _PARTS = ("forward", "backward", "update", "step")
+
+
+def in_figures(parameters: int) -> str:
+    """As on the command line: 8.4e9, 124e6, 1000."""
+    for unit in (9, 6):
+        if parameters >= 10**unit:
+            return f"{parameters / 10**unit:g}e{unit}"
+    return str(parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +37,10 @@ class Case:
         ratio: Of the elements whose gradients are sent; None: all.
         overlap: ``"none"`` or ``"forward"``.
         optimizer: Whose state it is.
-        dtype: Of gradients and parameters; published systems have fp32.
+        dtype: Of gradients and parameters of this package; published systems have fp32.
         route: Of gradients to this package's accelerators.
-        error_feedback: Compressed gradients have a residual.
+        error_feedback: What this package does not send, it keeps.
+        gpu: Its name.
     """
 
     parameters: int
@@ -43,23 +52,33 @@ class Case:
     optimizer: str
     dtype: str
     route: str
-    error_feedback: bool = True
+    error_feedback: bool
+    gpu: str
 
     @property
     def is_possible(self) -> bool:
-        """Whether the system has it."""
+        """Whether the system has it; where it is of this package, whether that trains so."""
         compresses = self.system in ("smartssd", "su", "su+o")
+        rounds = self.system == "host" and self.optimizer == "adamw"
         return (
-            (self.state == "fp32" or (self.system == "host" and self.optimizer == "adamw"))
+            (self.state == "fp32" or rounds)
+            and (self.state != "int8_remainder" or self.dtype == "bf16")
             and (self.ratio is None or compresses)
             and (self.overlap == "none" or self.system in _OURS)
         )
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether anything is left to keep."""
+        return self.system == "smartssd" and self.error_feedback and self.ratio is not None and self.ratio < 1
 
     def simulate(self, machine: Machine) -> Simulated:
         """Its step on a machine."""
         from lightning_smartinfinity.plan.handler import Route
         from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
 
+        if not self.keeps_residual:
+            machine = replace(machine, host=replace(machine.host, feed_back=0.0))
         time = simulate_step(
             machine, self._workload(), System(self.system), overlap=Overlap(self.overlap), route=Route(self.route)
         )
@@ -76,7 +95,7 @@ class Case:
             arena_item_bytes=_ITEM_BYTES[self.dtype],
             num_cards=self.devices if self.system == "smartssd" else 0,
             route=Route(self.route),
-            error_feedback=self.error_feedback,
+            error_feedback=self.keeps_residual,
         )
 
     def _workload(self) -> Workload:
@@ -115,7 +134,7 @@ class Simulated:
         """Of a table."""
         case = self.case
         return {
-            "parameters": f"{case.parameters / 1e9:g}e9",
+            "parameters": in_figures(case.parameters),
             "devices": str(case.devices),
             "system": case.system,
             "state": case.state,
@@ -138,15 +157,21 @@ class Simulated:
         return ", ".join(named + [f"beside {columns['overlap']}"] * (columns["overlap"] != "none"))
 
     def as_json(self) -> dict[str, Any]:
-        """For programs: seconds, and bytes per parameter."""
+        """For programs, as docs/simulation.md lists it."""
         case, traffic = self.case, self.time.traffic
+        ours, on_cards = case.system in _OURS, case.system == "smartssd"
         return {
             "parameters": case.parameters,
             "devices": case.devices,
             "system": case.system,
             "state_format": case.state,
             "ratio": case.ratio,
+            "error_feedback": case.keeps_residual if on_cards and case.ratio is not None else None,
             "overlap": case.overlap,
+            "optimizer": case.optimizer,
+            "dtype": case.dtype if ours else "fp32",
+            "gradient_route": case.route if on_cards else None,
+            "gpu": case.gpu,
             "host_bytes": self.host_bytes,
             "seconds": {part: getattr(self.time, part) for part in _PARTS},
             "bytes_per_parameter": {

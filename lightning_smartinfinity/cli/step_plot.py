@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.cli.simulated_steps import Simulated
+from lightning_smartinfinity.cli.simulated_steps import Simulated, in_figures
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -93,5 +93,5 @@ def _draw(figure: Figure, rows: Sequence[Simulated]) -> None:
         axes.set(xlabel="storage devices" if by_devices else "10^9 parameters", ylabel="seconds per step")
         axes.set_ylim(bottom=0)
         if size is not None:
-            axes.set_title(f"{size / 1e9:g}e9 parameters")
+            axes.set_title(f"{in_figures(size)} parameters")
     panels[0].legend()

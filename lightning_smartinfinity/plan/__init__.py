@@ -10,8 +10,44 @@ time, the paper's tables, and a cost model.
     handler        our update on it                     published             SmartUpdate, ZeRO-Infinity
     systems        whoever updates                      step                  a whole step of any of them
     paper          its tables as data                   fit, reproduction     the same numbers, simulated
-    cost           whether compression gains
+    cost           whether compression gains            host_memory           what an update holds there
+    checks         what all of these may be
 
 Numbers only: no torch, no I/O. What is simulated is what runs: tasklets are those of ``transfer.layout``, and the state
 machine that orders them is the one that orders real steps.
 """
+
+from lightning_smartinfinity.plan.cost import CompressionGain, Setting, gain_of
+from lightning_smartinfinity.plan.fit import PaperMachine, fit
+from lightning_smartinfinity.plan.gradients import Dense, GradientForm, Pairs, TopKPayload
+from lightning_smartinfinity.plan.handler import Route
+from lightning_smartinfinity.plan.host_memory import host_bytes
+from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.step import Overlap, StepTime, System, Traffic, simulate_step
+from lightning_smartinfinity.plan.workload import NUM_ARRAYS, Workload
+
+__all__ = [
+    "NUM_ARRAYS",
+    "Channel",
+    "CompressionGain",
+    "Dense",
+    "Device",
+    "Gpu",
+    "GradientForm",
+    "Host",
+    "Machine",
+    "Overlap",
+    "Pairs",
+    "PaperMachine",
+    "Route",
+    "Setting",
+    "StepTime",
+    "System",
+    "TopKPayload",
+    "Traffic",
+    "Workload",
+    "fit",
+    "gain_of",
+    "host_bytes",
+    "simulate_step",
+]

@@ -15,6 +15,7 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout, TaskletSlic
 
 __all__ = [
     "CARD_COMPUTE_THREADS",
+    "MOST_FEED_BACK_THREADS",
     "Route",
     "tasklets_of_device",
     "update_on_cards",
@@ -23,6 +24,9 @@ __all__ = [
 
 CARD_COMPUTE_THREADS = 2
 """As devices/smartssd/device.py has them; its threads of I/O are as many as buffers."""
+
+MOST_FEED_BACK_THREADS = 8
+"""Of a machine, as transfer/compressed_gradients.py has them: more move no more."""
 
 
 class Route(Enum):

@@ -84,15 +84,17 @@ class Host:
         receive: Converting and copying it after an accelerator has updated it.
         select: Choosing what a compressed gradient keeps by one core, where the GPU does not.
         cores: That choose, each for one tasklet.
+        feed_back: Keeping what was not sent, by all threads that do; after the update, beside nothing else of it.
     """
 
     update: float = 0.0
     receive: float = 0.0
     select: float = 0.0
     cores: int = 1
+    feed_back: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self, update=SECONDS, receive=SECONDS, select=SECONDS, cores=COUNT)
+        require(self, update=SECONDS, receive=SECONDS, select=SECONDS, cores=COUNT, feed_back=SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class StepTime:
     Args:
         forward: Of the GPU, without waiting.
         backward: With storing gradients.
-        update: From its start until all is written.
+        update: From its start until all is written, and what was not sent is kept.
         step: From one step to the next.
         traffic: What was moved.
     """
@@ -95,8 +95,10 @@ def simulate_step(
     run = Run.of(machine, workload, system, route)
     update = BEGIN[system](run)
     stores_gradients = system not in _OURS or (system is System.CARDS and route is Route.BACKWARD)
+    keeps_rest = system is System.CARDS and workload.gradients.compressed
     marks: dict[str, float] = {}
-    run.simulation.start(_step(run, update, overlap, stores_gradients, marks))
+    timed = run.simulation.start(_timed(run, update.finished, keeps_rest, marks))
+    run.simulation.start(_step(run, update, timed, overlap, stores_gradients, marks))
     step = run.simulation.run()
     forward = machine.gpu.forward * workload.numel
     return StepTime(forward=forward, step=step, traffic=_traffic(run, update), **marks)
@@ -116,9 +118,10 @@ def _require_possible(machine: Machine, workload: Workload, system: System, over
         raise ConfigError(f"System {system.value!r} has no compressed gradients.", "Use Dense gradients.")
 
 
-def _step(run: Run, update: Update, overlap: Overlap, stores_gradients: bool, marks: dict[str, float]) -> Process:
+def _step(
+    run: Run, update: Update, timed: Event, overlap: Overlap, stores_gradients: bool, marks: dict[str, float]
+) -> Process:
     """In the order update, forward, backward: with an overlap the update is that of the step before."""
-    timed = run.simulation.start(_timed(run, update.finished, marks))
     if overlap is Overlap.NONE:
         yield timed
     yield from _forward(run, update)
@@ -128,8 +131,11 @@ def _step(run: Run, update: Update, overlap: Overlap, stores_gradients: bool, ma
     yield timed
 
 
-def _timed(run: Run, finished: Event, marks: dict[str, float]) -> Process:
+def _timed(run: Run, finished: Event, keeps_rest: bool, marks: dict[str, float]) -> Process:
+    """The update, and what has to follow before the next one."""
     yield finished
+    if keeps_rest:
+        yield run.simulation.work(run.host.feed_back, run.workload.numel)
     marks["update"] = run.simulation.now
 
 

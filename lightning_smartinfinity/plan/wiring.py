@@ -50,6 +50,7 @@ class HostPaths:
     update: Path
     receive: Path
     select: Callable[[], Path]
+    feed_back: Path
     forward: Path
     backward: Path
     top_k: Path
@@ -71,6 +72,7 @@ def connect(machine: Machine, num_lanes: int) -> tuple[list[Lane], HostPaths]:
         update=Path(((cpu, machine.host.update),)),
         receive=Path(((cpu, machine.host.receive),)),
         select=lambda: Path(((Resource("core"), of_one), (cores, of_all))),
+        feed_back=Path(((Resource("memory"), machine.host.feed_back),)),
         forward=Path(((gpu, machine.gpu.forward),)),
         backward=Path(((gpu, machine.gpu.backward),)),
         top_k=Path(((gpu, machine.gpu.top_k),)),

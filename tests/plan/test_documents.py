@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity import TopK
+from lightning_smartinfinity import TopK, plan
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.plan.cost import Setting, gain_of
 from lightning_smartinfinity.plan.gradients import Dense
@@ -38,6 +39,17 @@ def test_the_example_is_what_the_command_prints(capsys: pytest.CaptureFixture[st
     arguments, printed = PAGE.partition("```console\n$ smart-infinity ")[2].partition("\n```")[0].split("\n", 1)
     assert main(arguments.split()) == 0
     assert capsys.readouterr().out == printed + "\n"
+
+
+def test_the_library_prints_what_its_example_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """To the letter, too; with names that the package offers."""
+    code, printed = PAGE.partition("```python\n")[2].partition("\n```")[0::2]
+    exec(compile(code, "docs/simulation.md", "exec"), {})
+    assert capsys.readouterr().out == printed.partition("\n```\n")[2].partition("```")[0]
+    imported = re.findall(r"^from lightning_smartinfinity.plan import (.*)$", code, re.MULTILINE)
+    assert set(imported[0].split(", ")) <= set(plan.__all__)
+    assert all(getattr(plan, name) is not None for name in plan.__all__)
+    assert len(set(plan.__all__)) == len(plan.__all__) > 20
 
 
 def test_gains_are_as_predicted() -> None:

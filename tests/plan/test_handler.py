@@ -22,6 +22,7 @@ from lightning_smartinfinity.plan.virtual_time import Process, Simulation
 from lightning_smartinfinity.plan.wiring import connect
 from lightning_smartinfinity.plan.workload import NUM_ARRAYS, Workload
 from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.transfer import compressed_gradients
 
 MIB = 1 << 20
 NUMEL = 6 * MIB  # whole tasklets of half a MiB of elements, as many on two devices
@@ -240,8 +241,9 @@ def test_a_duplex_ssd_reads_while_it_writes(num_devices: int) -> None:
 
 
 def test_threads_are_those_of_the_device() -> None:
-    """A card's pipeline and its simulation have the same."""
+    """A card's pipeline and its simulation have the same, and so does what feeds residuals."""
     assert handler.CARD_COMPUTE_THREADS == device._COMPUTE_THREADS
+    assert handler.MOST_FEED_BACK_THREADS == compressed_gradients._MOST_THREADS
 
 
 def test_a_simulation_is_the_same_every_time() -> None:
