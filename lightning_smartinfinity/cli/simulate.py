@@ -71,7 +71,7 @@ def _machine(machine: Machine, options: argparse.Namespace) -> Machine:
         rate = _GIGA * options.channel
         channel = replace(channel, down=rate, up=rate, together=rate)
     feed_back = FEED_BACK / min(options.cores, MOST_FEED_BACK_THREADS)
-    host = replace(machine.host, update=1 / (_GIGA * options.cpu), feed_back=feed_back)
+    host = replace(machine.host, update=1 / (_GIGA * options.cpu), feed_back=feed_back, cores=options.cores)
     return replace(machine, device=replace(machine.device, **given), channel=channel, host=host)
 
 

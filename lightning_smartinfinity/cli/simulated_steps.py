@@ -19,7 +19,7 @@ _PARTS = ("forward", "backward", "update", "step")
 
 def in_figures(parameters: int) -> str:
     """As on the command line: 8.4e9, 124e6, 1000."""
-    for unit in (9, 6):
+    for unit in (12, 9, 6):
         if parameters >= 10**unit:
             return f"{parameters / 10**unit:g}e{unit}"
     return str(parameters)

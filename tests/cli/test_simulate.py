@@ -88,7 +88,7 @@ def test_what_is_not_sent_is_kept_after_the_update(capsys: pytest.CaptureFixture
 
 def test_sizes_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
     """Without an exponent where there is nothing to shorten."""
-    sizes = ["1", "1000", "124e6", "8.4e9"]
+    sizes = ["1", "1000", "124e6", "8.4e9", "1e12"]
     assert main(["simulate", "--parameters", *sizes, "--devices", "1", "--systems", "zero-infinity"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == sizes
 
@@ -112,6 +112,7 @@ def test_json_is_as_documented(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert fields(found) == documented
     rows = {(row["system"], row["ratio"]): row for row in found["rows"]}
+    assert found["machine"]["host"]["cores"] == 8
     assert {row["gpu"] for row in rows.values()} == {"A100"}
     assert {row["optimizer"] for row in rows.values()} == {"sgd"}
     assert {of: (row["dtype"], row["gradient_route"], row["error_feedback"]) for of, row in rows.items()} == {
