@@ -1,7 +1,8 @@
 """Is killed while it saves: ``python -m tests.training.killed_save_worker FOLDER DEVICES WHEN``.
 
 It saves to ``last.ckpt`` after the first step, keeps a copy of that in ``first.ckpt``, and saves to the same path after
-the second; WHEN names the moment of the second save at which the last rank that gets there kills itself.
+the second; WHEN names the moment of the second save at which the last rank that gets there kills itself. What
+compressed gradients have left out is saved, too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
+from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
 from lightning_smartinfinity.zero3 import folder_swap, tensor_file
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 
 RECIPE = Recipe(precision="bf16-mixed", max_steps=4)
+CODEC = TopK(0.05)
+TRANSFER = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
 
 
 def die_before(owner: Any, name: str, *, rank: int, count: int = 0) -> None:
@@ -63,12 +67,13 @@ class SaveTwice(pl.Callback):
 
 def main() -> None:
     folder, devices, when = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    strategy = SmartInfinityStrategy(folder / "storage", compression=CODEC, transfer=TransferConfig(**TRANSFER))
     trainer = quiet_trainer(
         folder,
+        strategy,
         devices=devices,
         max_steps=RECIPE.max_steps,
         callbacks=[SaveTwice(folder, devices, when)],
-        transfer={"tasklet_bytes": 64 * 1024, "num_buffers": 2},
     )
     trainer.fit(LitTiny(RECIPE))
 
