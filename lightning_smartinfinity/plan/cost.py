@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.compression import GradientCodec, TopK
+from lightning_smartinfinity.plan.checks import COUNT, between, instance, require
 from lightning_smartinfinity.plan.gradients import GradientForm, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
@@ -56,6 +57,9 @@ class Setting:
         num_threads: That put what was not sent into the residual.
         num_gpus: That choose what is sent; 0: the CPU does.
         route: Of gradients to cards.
+
+    Raises:
+        ConfigError: One of them is out of range.
     """
 
     num_cards: int
@@ -63,6 +67,10 @@ class Setting:
     num_threads: int = 1
     num_gpus: int = 0
     route: Route = Route.HOST
+
+    def __post_init__(self) -> None:
+        some = between(0, 1_000_000)
+        require(self, num_cards=some, num_cores=COUNT, num_threads=COUNT, num_gpus=some, route=instance(Route))
 
 
 def gain_of(codec: GradientCodec, workload: Workload, setting: Setting) -> CompressionGain:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_smartinfinity.compression import TopK
+from lightning_smartinfinity import ConfigError, TopK
 from lightning_smartinfinity.plan.cost import Setting, gain_of, gain_on_cards, gain_on_host, published_smartssds
 from lightning_smartinfinity.plan.gradients import Dense, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
@@ -128,3 +128,10 @@ def test_choosing_can_cost_more_than_it_saves() -> None:
     assert slow.ratio < 1
     assert not slow.gains
     assert "takes longer than it saves" in slow.reason
+
+
+@pytest.mark.parametrize("wrong", [{"num_cores": 0}, {"num_cards": -1}, {"num_threads": 0}, {"num_gpus": 1.5}])
+def test_settings_are_checked(wrong: dict[str, Any]) -> None:
+    """An error of ours names what is wrong."""
+    with pytest.raises(ConfigError, match=rf"Setting\({next(iter(wrong))}=.*is out of range"):
+        Setting(**{"num_cards": 1, "num_cores": 1} | wrong)
