@@ -128,13 +128,13 @@ class CompressedGradients:
             scale: Of the gradients: the loss scale.
 
         Raises:
-            StorageError: A payload is not what was written: the memory has been damaged.
+            StorageError: A payload is not what was written: the memory has been damaged. Or there is none left.
         """
         if self._residual is None:
             return
         try:
             native.feed_back(list(tasklets), residual_scale=scale, threads=self._num_threads)
-        except ValueError as error:
+        except (ValueError, MemoryError) as error:
             raise StorageError(
                 f"What was not sent of the gradients cannot be kept: {error}.",
                 "Check the memory, and resume from a checkpoint.",

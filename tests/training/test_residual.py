@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TopK, TransferConfig
+from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TopK, TransferConfig, native
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit, quiet_trainer
 
@@ -143,6 +143,17 @@ def test_a_damaged_payload(tmp_path: Path) -> None:
         fit(Damaging(RECIPE), tmp_path, strategy, max_steps=3)
     with pytest.raises(StorageError, match="is lost"):
         _ = strategy._near_storage_optimizer.rank_state.handler
+
+
+def test_no_memory_to_keep_what_was_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of ours, which ranks tell each other of."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(native, "feed_back", fail)
+    with pytest.raises(StorageError, match=r"cannot be kept: std::bad_alloc.*resume from a checkpoint"):
+        fit(LitTiny(RECIPE), tmp_path, strategy_in(tmp_path), max_steps=1)
 
 
 def test_memory_is_reported(tmp_path: Path) -> None:
