@@ -1,8 +1,8 @@
 """How fast the sequential C simulation of the SmartSSD's kernels is, and whether it keeps to numpy's bits at length.
 
-Every kernel with every gradient, dense and top 1 %, runs for some steps over one tasklet, whose values include
-subnormals, infinities and NaNs at the start. With ``--verify`` each bit of each step is compared with numpy, which
-takes far longer than the simulation. Usage::
+Every kernel with every gradient, dense, top 1 % and in 8 bits, runs for some steps over one tasklet, whose values
+include subnormals, infinities and NaNs at the start. With ``--verify`` each bit of each step is compared with numpy,
+which takes far longer than the simulation. Usage::
 
     python benchmarks/csim.py [--rules adamw adagrad sgd_nesterov] [--numel 1048576] [--steps 5] [--verify]
 """
@@ -26,6 +26,10 @@ from tests.hls.simulation import Library, built
 from tests.hls.tasklet import Form, Tasklet, make_tasklet
 
 RULES = ("adamw", "adagrad", "sgd_nesterov")
+FORMS = (
+    *((kind, Form(dtype, dtype, ratio)) for dtype in DType for kind, ratio in (("dense", None), ("top 1 %", 0.01))),
+    *(("8 bits", Form(DType.FLOAT32, dtype, block_scaled=True)) for dtype in DType),
+)
 
 
 def main() -> None:
@@ -39,13 +43,11 @@ def main() -> None:
     simulation = Library(built("sequential"))
     print(f"{'step':14}{'gradient':10}{'':8}{'parameter':11}{'M elements/s':>12}")
     for name in options.rules:
-        for dtype in DType:
-            for ratio in (None, 0.01):
-                form = Form(dtype, dtype, ratio)
-                tasklet = make_tasklet(STEPS[name], options.numel, form, seed=1, special=True)
-                rate = pace(simulation, tasklet, steps=options.steps, verify=options.verify)
-                kind = "dense" if ratio is None else "top 1 %"
-                print(f"{name:14}{dtype.name.lower():10}{kind:8}{dtype.name.lower():11}{rate / 1e6:12.1f}", flush=True)
+        for kind, form in FORMS:
+            tasklet = make_tasklet(STEPS[name], options.numel, form, seed=1, special=True)
+            rate = pace(simulation, tasklet, steps=options.steps, verify=options.verify)
+            gradient, parameter = (dtype.name.lower() for dtype in (form.gradient, form.parameter))
+            print(f"{name:14}{gradient:10}{kind:8}{parameter:11}{rate / 1e6:12.1f}", flush=True)
 
 
 def pace(simulation: Library, tasklet: Tasklet, *, steps: int, verify: bool) -> float:

@@ -19,13 +19,14 @@ from enum import Enum
 __all__ = [
     "ADAGRAD",
     "ADAMW",
-    "COMPRESSED_FORM",
+    "BLOCK_SCALED_FORM",
     "ERROR_BITS",
     "INTERFACE_VERSION",
     "KERNELS",
     "MAX_MASTERS",
     "SGD",
     "SMARTSSD",
+    "SPARSE_FORM",
     "STATUS_MAGIC",
     "STATUS_WORDS",
     "Argument",
@@ -40,8 +41,9 @@ __all__ = [
 # Of the arguments, the status beat and the payload of a compressed gradient; kernels report it in the status beat.
 INTERFACE_VERSION = 1
 
-# Beside the dtype of a gradient's values, if it is compressed.
-COMPRESSED_FORM = 0x100
+# Of a compressed gradient: beside the dtype of its values, or in place of it.
+SPARSE_FORM = 0x100
+BLOCK_SCALED_FORM = 0x200
 
 # The beat that every run ends with, word by word: what it counts and found, and checksums of what it moved.
 STATUS_MAGIC = 0x5349534C
@@ -51,7 +53,14 @@ STATUS_WORDS = (
     *("parameter_written", "array0_written", "array1_written", "array2_written"),
     *("indices_read", "header_read", "kernel", "zero"),
 )
-ERROR_BITS = {"bad_index": 1, "bad_header": 2, "bad_range": 4, "unknown_form": 8, "wrong_counts": 16}
+ERROR_BITS = {
+    "bad_index": 1,
+    "bad_header": 2,
+    "bad_range": 4,
+    "unknown_form": 8,
+    "wrong_counts": 16,
+    "bad_code": 32,
+}
 
 # Kernel interfaces that may share one memory bank (UG1393).
 MAX_MASTERS = 15

@@ -47,8 +47,11 @@ _MULTIPLEXER_LUTS = 2 * 32 * 2
 # is settled; a half widened and narrowed; an adapter of 512 bits; the tile's and the processes' control.
 _MASK_LUTS, _SETTLED_LUTS, _WIDENED_LUTS, _NARROWED_LUTS = 32 * 2 * 6 + _BEAT_BITS // 2, 80, 70, 110
 _MASTER_LUTS, _CONTROL_LUTS = 2_400, 5_000
-# `Run` (run.hpp): ten words, two flags and the status.
-_RUN_BITS = 10 * 32 + 2 + _BEAT_BITS
+# A lane's code: which of four bytes it is, its number in fp32, and whether it is of the run, as in a mask; and which of
+# the 64 exponents of a beat is its block's, sixteen LUTs for each of eight bits.
+_SCALED_LUTS, _EXPONENT_LUTS = 8 + 35 + 2 * 6, 8 * 16
+# `Run` (run.hpp): ten words, three flags and the status.
+_RUN_BITS = 10 * 32 + 3 + _BEAT_BITS
 
 
 def beat_columns() -> list[list[int]]:
@@ -72,7 +75,10 @@ def network_luts() -> int:
 
 
 def _networks(kernel: Kernel) -> int:
-    """Of a gradient: dense, header, counts, indices, values; of each array twice; of the parameter's two loops."""
+    """Of a gradient: dense, header, counts, indices, values; of each array twice; of the parameter's two loops.
+
+    The beats of a block-scaled one pass the networks of a sparse one.
+    """
     return 5 + 2 * len(kernel.arrays) + 2
 
 
@@ -98,6 +104,9 @@ def _luts(kernel: Kernel) -> dict[str, int]:
         ),
         f"fp16, bf16: 33 halves widened ({_WIDENED_LUTS} each), 32 narrowed ({_NARROWED_LUTS})": (
             33 * _WIDENED_LUTS + 32 * _NARROWED_LUTS
+        ),
+        f"8-bit codes: {_LANES} scaled ({_SCALED_LUTS} each), their exponent ({_EXPONENT_LUTS})": (
+            _LANES * _SCALED_LUTS + _EXPONENT_LUTS
         ),
         f"streams: 512 bits x 32 in shift registers, {_either(_streams)} of them; as many links of the run's chain,"
         f" {_RUN_BITS} bits each": _streams(kernel) * (_BEAT_BITS + _RUN_BITS),

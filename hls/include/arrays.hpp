@@ -71,7 +71,7 @@ inline void store_parameter(Words* parameter, hls::stream<Floats>& masters, hls:
 inline void write_status(Words* status, hls::stream<std::uint32_t>& findings, hls::stream<Run>& runs) {
 #pragma HLS INLINE off
     const Run order = runs.read();
-    const std::uint32_t num_findings = order.active && order.compressed ? order.num_blocks : 0;
+    const std::uint32_t num_findings = order.active && order.sparse ? order.num_blocks : 0;
     std::uint32_t errors = 0;
 gather:
     for (std::uint32_t block = 0; block < num_findings; ++block) {

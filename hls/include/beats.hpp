@@ -67,4 +67,10 @@ inline std::uint32_t half_of(const Words& words, std::uint32_t number) {
     return (words[number / 2] >> (number % 2 * 16)) & 0xffffu;
 }
 
+// Number 0 to 63 of a beat of bytes.
+inline std::uint32_t byte_of(const Words& words, std::uint32_t number) {
+#pragma HLS INLINE
+    return (words[number / 4] >> (number % 4 * 8)) & 0xffu;
+}
+
 }  // namespace card

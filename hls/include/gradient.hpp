@@ -4,25 +4,18 @@
 //                 --indices--->                 --entries-->    (a tile)
 //                 --counts---------------------------------->
 //
-// A dense gradient passes through `values` and `dense` only. A compressed one is scattered over a tile on the chip,
-// block after block: nothing of it lies in card memory in dense form.
+// A dense gradient passes through `values` and `dense` only. A block-scaled one likewise, as codes at first, to which
+// `indices` has the exponents. A sparse one is scattered over a tile on the chip, block after block. Nothing of either
+// lies in card memory in dense form.
 #pragma once
 
 #include "crc32c.hpp"
+#include "decode_gradient.hpp"
 #include "payload.hpp"
 
 namespace card {
 
-// An element that a compressed gradient keeps.
-struct Entry {
-    std::uint16_t index;
-    float value;
-};
-
 // ---- read
-
-// Beats of indices that are fetched in one burst, and then the values to them. The streams hold a burst of either.
-constexpr std::uint32_t kIndexBurst = 16;
 
 inline void read_dense(const Words* gradient, hls::stream<Words>& values, Run& run) {
 #pragma HLS INLINE
@@ -40,49 +33,42 @@ dense:
     run.status[kWordGradientRead] = checksum.value();
 }
 
+// A sparse gradient's. Returns whether they sum to how many elements are kept.
+inline bool read_counts(const Words* gradient, const Payload& payload, hls::stream<std::uint32_t>& counts,
+                        Checksum& checksum) {
+#pragma HLS INLINE
+    std::uint64_t total = 0;
+    Words words;
+counts:
+    for (std::uint32_t block = 0; block < payload.num_blocks; ++block) {
+#pragma HLS PIPELINE II = 1
+#pragma HLS LOOP_TRIPCOUNT min = 1 max = 8192
+        if (block % kLanes == 0) {
+            words = gradient[1 + block / kLanes];
+            checksum.add(words);
+        }
+        total += words[block % kLanes];
+        counts.write(words[block % kLanes]);
+    }
+    return total == payload.numel;
+}
+
 // Header and counts, before anything else moves: a run with a bad payload writes nothing.
 inline Payload read_payload_front(const Words* gradient, hls::stream<std::uint32_t>& counts, Run& run) {
 #pragma HLS INLINE
     Checksum checksum;
     const Words header = gradient[0];
     checksum.add(header);
-    const Payload payload = plan_payload(run, header[4]);
-    if (describes(header, run, payload)) {
-        std::uint64_t total = 0;
-        Words words;
-    counts:
-        for (std::uint32_t block = 0; block < payload.num_blocks; ++block) {
-#pragma HLS PIPELINE II = 1
-#pragma HLS LOOP_TRIPCOUNT min = 1 max = 8192
-            if (block % kLanes == 0) {
-                words = gradient[1 + block / kLanes];
-                checksum.add(words);
-            }
-            total += words[block % kLanes];
-            counts.write(words[block % kLanes]);
-        }
-        run.num_blocks = payload.num_blocks;
-        run.count = payload.count;
-        if (total != payload.count) refuse(run, kWrongCounts);
-    } else {
+    const Payload payload = plan_payload(run, header);
+    if (!describes(header, run, payload)) {
         refuse(run, kBadHeader);
+    } else if (run.sparse) {
+        run.num_blocks = payload.num_blocks;
+        run.count = payload.numel;
+        if (!read_counts(gradient, payload, counts, checksum)) refuse(run, kWrongCounts);
     }
     run.status[kWordHeaderRead] = checksum.value();
     return payload;
-}
-
-// A burst from `begin` on, of `limit` beats at most.
-inline void read_burst(const Words* from, std::uint32_t begin, std::uint32_t end, hls::stream<Words>& beats,
-                       Checksum& checksum) {
-#pragma HLS INLINE
-burst:
-    for (std::uint32_t beat = begin; beat < end; ++beat) {
-#pragma HLS PIPELINE II = 1
-#pragma HLS LOOP_TRIPCOUNT min = 1 max = 32
-        const Words words = from[beat];
-        checksum.add(words);
-        beats.write(words);
-    }
 }
 
 inline std::uint32_t smaller(std::uint32_t left, std::uint32_t right) {
@@ -90,22 +76,33 @@ inline std::uint32_t smaller(std::uint32_t left, std::uint32_t right) {
     return left < right ? left : right;
 }
 
-inline void read_entries(const Words* gradient, const Payload& payload, hls::stream<Words>& values,
-                         hls::stream<Words>& indices, Run& run) {
+// A burst of a part, from its beat `begin` on.
+inline void read_burst(const Words* gradient, const Part& part, std::uint32_t begin, hls::stream<Words>& beats,
+                       Checksum& checksum) {
 #pragma HLS INLINE
-    const std::uint32_t first_index = 1 + payload.count_beats;
-    const std::uint32_t first_value = first_index + payload.index_beats;
-    const std::uint32_t value_burst = run.gradient_dtype == kFloat32 ? 2 * kIndexBurst : kIndexBurst;
+    const std::uint32_t end = smaller(begin + part.burst, part.beats);
+burst:
+    for (std::uint32_t beat = begin; beat < end; ++beat) {
+#pragma HLS PIPELINE II = 1
+#pragma HLS LOOP_TRIPCOUNT min = 1 max = 256
+        const Words words = gradient[part.offset + beat];
+        checksum.add(words);
+        if (beat >= part.begin && beat < part.end) beats.write(words);
+    }
+}
+
+inline void read_parts(const Words* gradient, const Payload& payload, hls::stream<Words>& values,
+                       hls::stream<Words>& indices, Run& run) {
+#pragma HLS INLINE
     Checksum of_indices;
     Checksum of_values;
     std::uint32_t value = 0;
 bursts:
-    for (std::uint32_t index = 0; index < payload.index_beats; index += kIndexBurst) {
+    for (std::uint32_t index = 0; index < payload.indices.beats; index += payload.indices.burst) {
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 4096
-        read_burst(gradient + first_index, index, smaller(index + kIndexBurst, payload.index_beats), indices,
-                   of_indices);
-        read_burst(gradient + first_value, value, smaller(value + value_burst, payload.value_beats), values, of_values);
-        value += value_burst;
+        read_burst(gradient, payload.indices, index, indices, of_indices);
+        read_burst(gradient, payload.values, value, values, of_values);
+        value += payload.values.burst;
     }
     run.status[kWordIndicesRead] = of_indices.value();
     run.status[kWordGradientRead] = of_values.value();
@@ -119,63 +116,11 @@ inline void read_gradient(const Words* gradient, hls::stream<Words>& values, hls
 #pragma HLS INLINE off
     Run run = plan_run(kernel, numel, first, last, gradient_form, parameter_form, active);
     Payload payload = {};
-    if (run.active && run.compressed) payload = read_payload_front(gradient, counts, run);
+    if (run.active && is_compressed(run)) payload = read_payload_front(gradient, counts, run);
     runs.write(run);
-    if (run.active && run.compressed) read_entries(gradient, payload, values, indices, run);
-    if (run.active && !run.compressed) read_dense(gradient, values, run);
+    if (run.active && is_compressed(run)) read_parts(gradient, payload, values, indices, run);
+    if (run.active && !is_compressed(run)) read_dense(gradient, values, run);
     runs.write(run);
-}
-
-// ---- decode
-
-inline void widen_dense(hls::stream<Words>& values, hls::stream<Floats>& dense, const Run& run) {
-#pragma HLS INLINE
-    if (run.gradient_dtype == kFloat32) {
-    same:
-        for (std::uint32_t beat = run.begin; beat < run.end; ++beat) {
-#pragma HLS PIPELINE II = 8
-#pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
-            dense.write(floats_of(values.read()));
-        }
-    } else {
-    groups:
-        for (std::uint32_t beat = run.begin; beat < run.end; beat += kGroup / kLanes) {
-#pragma HLS PIPELINE II = 16
-#pragma HLS LOOP_TRIPCOUNT min = 0 max = 131072
-            const Words halves = values.read();
-            dense.write(widen_part(halves, 0, run.gradient_dtype));
-            dense.write(widen_part(halves, 1, run.gradient_dtype));
-        }
-    }
-}
-
-inline void pair_entries(hls::stream<Words>& values, hls::stream<Words>& indices, hls::stream<Entry>& entries,
-                         const Run& run) {
-#pragma HLS INLINE
-    const bool wide = run.gradient_dtype == kFloat32;
-    Words index_beat;
-    Words value_beat;
-pairs:
-    for (std::uint32_t number = 0; number < run.count; ++number) {
-#pragma HLS PIPELINE II = 1
-#pragma HLS LOOP_TRIPCOUNT min = 0 max = 4194304
-        if (number % kGroup == 0) index_beat = indices.read();
-        if (number % (wide ? kLanes : kGroup) == 0) value_beat = values.read();
-        const std::uint32_t half = half_of(value_beat, number % kGroup);
-        Entry entry;
-        entry.index = static_cast<std::uint16_t>(half_of(index_beat, number % kGroup));
-        entry.value = wide ? float_of(value_beat[number % kLanes]) : widen_half(half, run.gradient_dtype);
-        entries.write(entry);
-    }
-}
-
-inline void decode_gradient(hls::stream<Words>& values, hls::stream<Words>& indices, hls::stream<Floats>& dense,
-                            hls::stream<Entry>& entries, hls::stream<Run>& runs_in, hls::stream<Run>& runs_out) {
-#pragma HLS INLINE off
-    const Run run = pass_on(runs_in, runs_out);
-    if (run.active && run.compressed) pair_entries(values, indices, entries, run);
-    if (run.active && !run.compressed) widen_dense(values, dense, run);
-    report(runs_in, runs_out);
 }
 
 // ---- expand
@@ -257,7 +202,7 @@ inline void expand_gradient(hls::stream<Floats>& dense, hls::stream<std::uint32_
                             hls::stream<Run>& runs_in, hls::stream<Run>& runs_out) {
 #pragma HLS INLINE off
     const Run run = pass_on(runs_in, runs_out);
-    if (run.active && run.compressed) {
+    if (run.active && run.sparse) {
         expand_blocks(counts, entries, gradients, findings, run.num_blocks, run.numel, run.begin, run.end);
     } else {
     drop:
@@ -267,7 +212,7 @@ inline void expand_gradient(hls::stream<Floats>& dense, hls::stream<std::uint32_
             counts.read();  // of a payload that was refused
         }
     }
-    if (run.active && !run.compressed) {
+    if (run.active && !run.sparse) {
     forward:
         for (std::uint32_t beat = run.begin; beat < run.end; ++beat) {
 #pragma HLS PIPELINE II = 8

@@ -1,4 +1,4 @@
-// fp16 and bf16 by integer logic: an operator for half may flush fp16 subnormals.
+// fp16, bf16 and 8-bit codes by integer logic: an operator for half may flush fp16 subnormals, and codes need none.
 #pragma once
 
 #include "beats.hpp"
@@ -103,6 +103,29 @@ words:
         halves[word] = narrow_to_half(part[lane], dtype) | narrow_to_half(part[lane + 1], dtype) << 16;
     }
     return halves;
+}
+
+constexpr std::uint32_t kLargestScale = 248;  // 127 times it is finite
+constexpr std::uint32_t kNoCode = 0x80;       // -128
+
+// The bits of code * 2**(scale - 127) in fp32; the code is a signed byte but kNoCode, the scale from 1 to
+// kLargestScale.
+inline std::uint32_t scaled_code(std::uint32_t code, std::uint32_t scale) {
+#pragma HLS INLINE
+    const bool is_negative = (code & 0x80u) != 0;
+    const std::uint32_t magnitude = is_negative ? 0x100u - code : code;
+    std::uint32_t mantissa = magnitude;
+    std::uint32_t shift = 0;
+    // Left until bit 6, the implicit one, is set.
+normalise:
+    for (std::uint32_t step = 4; step > 0; step /= 2) {
+#pragma HLS UNROLL
+        const bool fits = mantissa < (1u << (7 - step));
+        mantissa = fits ? mantissa << step : mantissa;
+        shift += fits ? step : 0;
+    }
+    const std::uint32_t number = ((scale + 6u - shift) << 23) | ((mantissa & 0x3fu) << 17);
+    return (is_negative ? 0x80000000u : 0u) | (magnitude == 0 ? 0u : number);
 }
 
 }  // namespace card

@@ -1,5 +1,10 @@
-// The payload of a compressed gradient: a header of one beat, how many elements each block of 65,536 keeps (uint32),
-// their indices in the block (uint16, ascending), their values. Each part ends on a beat, filled up with zeros.
+// The payload of a compressed gradient: a header of one beat, then parts, each of which ends on a beat, filled up with
+// zeros.
+//
+// Sparse: how many elements each block of 65,536 keeps (uint32), their indices in the block (uint16, ascending), their
+// values. Block-scaled: an exponent for each block of 256 elements (uint8), a code for each element (int8).
+//
+// Exponents take the way of indices, and codes that of values.
 #pragma once
 
 #include "run.hpp"
@@ -8,37 +13,93 @@ namespace card {
 
 constexpr std::uint32_t kBlock = 65536;  // elements: a tile on the chip, and what 16 bits of index reach
 constexpr std::uint32_t kMostBlocks = kLargestNumel / kBlock;
-constexpr std::uint32_t kPayloadMagic = 0x4749534cu;
+constexpr std::uint32_t kScaledBlock = 256;  // elements that share an exponent
+constexpr std::uint32_t kSparseMagic = 0x4749534cu;
+constexpr std::uint32_t kBlockScaledMagic = 0x4249534cu;
 constexpr std::uint32_t kPayloadVersion = 1;
+
+constexpr std::uint32_t kBytes = 64;  // of a beat
+// What a beat of codes makes, and what those make that a beat of exponents is for: beats of fp32.
+constexpr std::uint32_t kBeatsOfCodes = kBytes / kLanes;
+constexpr std::uint32_t kBeatsOfBlock = kScaledBlock / kLanes;
+constexpr std::uint32_t kBeatsOfExponents = kBytes * kBeatsOfBlock;
+
+// Beats of indices that are fetched in one burst, and then the values to them. The streams hold a burst of either.
+constexpr std::uint32_t kIndexBurst = 16;
 
 static_assert(kMostBlocks == 8192, "the depth of the stream of counts in the tops, which holds them all");
 
-struct Payload {
-    std::uint32_t num_blocks;
-    std::uint32_t count;  // of elements
-    std::uint32_t count_beats;
-    std::uint32_t index_beats;
-    std::uint32_t value_beats;
+// Indices or values.
+struct Part {
+    std::uint32_t offset;  // beats before it
+    std::uint32_t beats;
+    std::uint32_t burst;  // beats that are fetched before as much of the other part
+    // The beats that the run needs; it reads all of them.
+    std::uint32_t begin;
+    std::uint32_t end;
 };
 
-// Of a run with so many elements kept.
-inline Payload plan_payload(const Run& run, std::uint32_t count) {
+struct Payload {
+    std::uint32_t magic;
+    std::uint32_t num_blocks;
+    std::uint32_t numel;  // that are kept, or of a block
+    std::uint32_t count_beats;
+    Part indices;
+    Part values;
+};
+
+inline std::uint32_t beats_of(std::uint32_t count, std::uint32_t per_beat) {
 #pragma HLS INLINE
-    const std::uint32_t per_beat = run.gradient_dtype == kFloat32 ? kLanes : kGroup;
+    return (count + per_beat - 1) / per_beat;
+}
+
+// Of a run with so many elements kept.
+inline Payload plan_sparse(const Run& run, std::uint32_t count) {
+#pragma HLS INLINE
+    const bool wide = run.gradient_dtype == kFloat32;
     Payload payload;
-    payload.num_blocks = (run.numel + kBlock - 1) / kBlock;
-    payload.count = count;
-    payload.count_beats = (payload.num_blocks + kLanes - 1) / kLanes;
-    payload.index_beats = (count + kGroup - 1) / kGroup;
-    payload.value_beats = (count + per_beat - 1) / per_beat;
+    payload.magic = kSparseMagic;
+    payload.num_blocks = beats_of(run.numel, kBlock);
+    payload.numel = count;
+    payload.count_beats = beats_of(payload.num_blocks, kLanes);
+    const std::uint32_t index_beats = beats_of(count, kGroup);
+    const std::uint32_t value_beats = beats_of(count, wide ? kLanes : kGroup);
+    const std::uint32_t offset = 1 + payload.count_beats;
+    payload.indices = {offset, index_beats, kIndexBurst, 0, index_beats};
+    payload.values = {offset + index_beats, value_beats, wide ? 2 * kIndexBurst : kIndexBurst, 0, value_beats};
     return payload;
+}
+
+// One beat of exponents, and then the codes to them. The run needs those of its beats of fp32 only.
+inline Payload plan_block_scaled(const Run& run) {
+#pragma HLS INLINE
+    Payload payload;
+    payload.magic = kBlockScaledMagic;
+    payload.num_blocks = beats_of(run.numel, kScaledBlock);
+    payload.numel = kScaledBlock;
+    payload.count_beats = 0;
+    const std::uint32_t exponent_beats = beats_of(payload.num_blocks, kBytes);
+    payload.indices = {1, exponent_beats, 1, run.begin / kBeatsOfExponents, beats_of(run.end, kBeatsOfExponents)};
+    payload.values = {1 + exponent_beats, beats_of(run.numel, kBytes), kScaledBlock, run.begin / kBeatsOfCodes,
+                      beats_of(run.end, kBeatsOfCodes)};
+    return payload;
+}
+
+static_assert(kScaledBlock == kBeatsOfExponents / kBeatsOfCodes, "beats of codes to a beat of exponents");
+
+inline Payload plan_payload(const Run& run, const Words& header) {
+#pragma HLS INLINE
+    return run.sparse ? plan_sparse(run, header[4]) : plan_block_scaled(run);
 }
 
 inline bool describes(const Words& header, const Run& run, const Payload& payload) {
 #pragma HLS INLINE
-    return header[0] == kPayloadMagic && header[1] == kPayloadVersion && header[2] == run.numel &&
-           header[3] == payload.num_blocks && payload.count <= run.numel && header[5] == run.gradient_dtype &&
-           header[6] == payload.count_beats && header[7] == payload.index_beats && header[8] == payload.value_beats;
+    const bool same_parts = run.sparse ? header[6] == payload.count_beats && header[7] == payload.indices.beats &&
+                                             header[8] == payload.values.beats
+                                       : header[6] == payload.indices.beats && header[7] == payload.values.beats;
+    return header[0] == payload.magic && header[1] == kPayloadVersion && header[2] == run.numel &&
+           header[3] == payload.num_blocks && header[4] == payload.numel && header[5] == run.gradient_dtype &&
+           same_parts && (payload.numel <= run.numel || run.block_scaled);
 }
 
 }  // namespace card

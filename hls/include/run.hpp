@@ -37,7 +37,11 @@ enum Error : std::uint32_t {
     kBadRange = 4,
     kUnknownForm = 8,
     kWrongCounts = 16,
+    kBadCode = 32,
 };
+
+// How a gradient is compressed, if it is: beside the dtype of its values, and in place of it.
+enum Compression : std::uint32_t { kSparse = 0x100, kBlockScaled = 0x200 };
 
 struct Run {
     // Elements.
@@ -47,9 +51,10 @@ struct Run {
     // The gradient and the parameter.
     std::uint32_t gradient_dtype;
     std::uint32_t parameter_dtype;
-    bool compressed;
+    bool sparse;        // compressed: some of the elements, with their places,
+    bool block_scaled;  // or all of them in 8 bits
     bool active;
-    // A compressed gradient's blocks and values.
+    // A sparse gradient's blocks and values.
     std::uint32_t num_blocks;
     std::uint32_t count;
     // Beats of an array: [begin, end) are read, [begin, stored_end) are written.
@@ -76,16 +81,18 @@ inline void refuse(Run& run, std::uint32_t errors) {
 inline Run plan_run(std::uint32_t kernel, std::uint32_t numel, std::uint32_t first, std::uint32_t last,
                     std::uint32_t gradient_form, std::uint32_t parameter_form, std::uint32_t active) {
 #pragma HLS INLINE
-    constexpr std::uint32_t kCompressed = 0x100;
     const bool bad_range = first > last || last > numel || numel > kLargestNumel;
-    const bool known_form = (gradient_form & ~kCompressed) < kNumDTypes && parameter_form < kNumDTypes;
+    const bool block_scaled = gradient_form == kBlockScaled;
+    const bool known_gradient = block_scaled || (gradient_form & ~kSparse) < kNumDTypes;
+    const bool known_form = known_gradient && parameter_form < kNumDTypes;
     Run run = {};
     run.numel = numel;
     run.first = first;
     run.last = last;
-    run.gradient_dtype = gradient_form & ~kCompressed;
+    run.gradient_dtype = block_scaled ? kFloat32 : gradient_form & ~kSparse;
     run.parameter_dtype = parameter_form;
-    run.compressed = (gradient_form & kCompressed) != 0;
+    run.sparse = (gradient_form & kSparse) != 0;
+    run.block_scaled = block_scaled;
     run.active = active != 0 && first != last;
     if (first != last) {
         run.begin = first / kGroup * (kGroup / kLanes);
@@ -99,6 +106,11 @@ inline Run plan_run(std::uint32_t kernel, std::uint32_t numel, std::uint32_t fir
     if (bad_range) refuse(run, kBadRange);
     if (!known_form) refuse(run, kUnknownForm);
     return run;
+}
+
+inline bool is_compressed(const Run& run) {
+#pragma HLS INLINE
+    return run.sparse || run.block_scaled;
 }
 
 // Whether the run updates this element.
@@ -140,6 +152,13 @@ inline void report(hls::stream<Run>& runs_in, hls::stream<Run>& runs_out, std::u
 #pragma HLS INLINE
     Run run = runs_in.read();
     run.status[word] = value;
+    runs_out.write(run);
+}
+
+inline void report_errors(hls::stream<Run>& runs_in, hls::stream<Run>& runs_out, std::uint32_t errors) {
+#pragma HLS INLINE
+    Run run = runs_in.read();
+    run.status[kWordErrors] |= errors;
     runs_out.write(run);
 }
 

@@ -10,10 +10,19 @@ import numpy.typing as npt
 
 from lightning_smartinfinity.native import DType
 from tests.helpers.golden import Bits, decode, encode
-from tests.helpers.payload import build
+from tests.helpers.payload import Payload, build
 from tests.helpers.update_rules import Floats
 
-__all__ = ["BLOCK_SCALED_MAGIC", "Source", "block_scaled", "fed_back", "rounded", "top_k"]
+__all__ = [
+    "BLOCK_SCALED_MAGIC",
+    "Codes",
+    "Source",
+    "block_scaled",
+    "block_scaled_codes",
+    "fed_back",
+    "rounded",
+    "top_k",
+]
 
 BLOCK_SCALED_MAGIC = 0x4249534C
 _BLOCK = 256
@@ -83,8 +92,39 @@ def fed_back(source: Source, sent: Floats) -> Floats:
     return np.where(source.eligible, rest, source.residual)
 
 
+@dataclass(frozen=True)
+class Codes:
+    """Values in 8 bits.
+
+    Attributes:
+        exponents: uint8 for each block of 256.
+        codes: int8.
+    """
+
+    exponents: npt.NDArray[np.uint8]
+    codes: npt.NDArray[np.int8]
+
+    @property
+    def values(self) -> Floats:
+        """What they stand for, exactly."""
+        scales = np.exp2(self.exponents.astype(np.float64) - 127)
+        return (self.codes * np.repeat(scales, _BLOCK)[: self.codes.size]).astype(np.float32)
+
+    def payload(self) -> Payload:
+        """Exponents are where a sparse gradient's has indices; there are no counts."""
+        parts = [_padded(self.exponents), _padded(self.codes)]
+        sizes = [self.codes.size, self.exponents.size, _BLOCK, 0, *(part.size // 64 for part in parts)]
+        header = _padded(np.array([BLOCK_SCALED_MAGIC, 1, *sizes], np.uint32))
+        return Payload(header, np.zeros(0, np.uint8), *parts)
+
+
 def block_scaled(values: Floats) -> bytes:
-    """The payload of 8 bits for each of these finite values, by exact arithmetic."""
+    """The payload of 8 bits for each of these finite values."""
+    return block_scaled_codes(values).payload().tobytes()
+
+
+def block_scaled_codes(values: Floats) -> Codes:
+    """By exact arithmetic; the values are finite."""
     numel = values.size
     blocks = np.zeros((-(-numel // _BLOCK), _BLOCK), np.float64)
     blocks.reshape(-1)[:numel] = values
@@ -94,9 +134,7 @@ def block_scaled(values: Floats) -> bytes:
     scales = np.where(largest > 0, exponents - 7 + (mantissas >= 127.5 / 128), -126)
     scales = np.clip(scales, -126, 121)
     codes = np.clip(np.rint(blocks / np.exp2(scales)[:, None]), -127, 127).astype(np.int8)
-    parts = [_padded((scales + 127).astype(np.uint8)), _padded(codes.reshape(-1)[:numel])]
-    words = [BLOCK_SCALED_MAGIC, 1, numel, len(blocks), _BLOCK, 0, *(part.size // 64 for part in parts)]
-    return b"".join(part.tobytes() for part in (_padded(np.array(words, np.uint32).view(np.uint8)), *parts))
+    return Codes((scales + 127).astype(np.uint8), codes.reshape(-1)[:numel])
 
 
 def _padded(values: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:

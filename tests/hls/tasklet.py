@@ -11,14 +11,16 @@ import numpy as np
 from hls.description import (
     ADAGRAD,
     ADAMW,
-    COMPRESSED_FORM,
+    BLOCK_SCALED_FORM,
     INTERFACE_VERSION,
     SGD,
+    SPARSE_FORM,
     STATUS_MAGIC,
     STATUS_WORDS,
     Kernel,
 )
 from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, SgdStep, crc32c
+from tests.helpers.compressed import Codes, block_scaled_codes
 from tests.helpers.golden import Bits, assert_same_bits, decode, encode, random_arrays
 from tests.helpers.payload import Payload, compress, expand
 from tests.helpers.update_rules import RULES, Floats
@@ -41,19 +43,30 @@ class Form:
     Attributes:
         gradient: Dtype of the gradient's values.
         parameter: Dtype of the parameter.
-        ratio: Of the elements that a compressed gradient keeps; ``None`` for a dense one.
+        ratio: Of the elements that a sparse gradient keeps; ``None`` for another.
+        block_scaled: In 8 bits; of fp32.
     """
 
     gradient: DType = DType.FLOAT32
     parameter: DType = DType.FLOAT32
     ratio: float | None = None
+    block_scaled: bool = False
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.block_scaled or self.ratio is not None
 
     @property
     def gradient_word(self) -> int:
-        return int(self.gradient.value) | (COMPRESSED_FORM if self.ratio is not None else 0)
+        if self.block_scaled:
+            return BLOCK_SCALED_FORM
+        return int(self.gradient.value) | (SPARSE_FORM if self.ratio is not None else 0)
 
 
-FORMS = [Form(gradient, parameter, ratio) for gradient in DType for parameter in DType for ratio in (None, 0.1)]
+FORMS = [
+    *(Form(gradient, parameter, ratio) for gradient in DType for parameter in DType for ratio in (None, 0.1)),
+    *(Form(DType.FLOAT32, parameter, block_scaled=True) for parameter in DType),
+]
 """Every form there is."""
 
 
@@ -180,13 +193,29 @@ def make_tasklet(step: Any, numel: int, form: Form, *, seed: int = 0, special: b
     values, *state = random_arrays(step, numel, seed, special=special)
     arrays = [_stored(array, rounded_up(numel, PADDING)) for array in state]
     parameter = aligned(rounded_up(numel, GROUP) * item_bytes(form.parameter))
+    if form.block_scaled:
+        codes = _random_codes(numel, seed) if special else block_scaled_codes(values)
+        return _compressed(step, form, codes.payload(), codes.values, arrays, parameter)
     if form.ratio is None:
         encoded = encode(values, form.gradient)
         gradient = _stored(encoded, rounded_up(numel, GROUP))
         return Tasklet(step, numel, form, decode(encoded, form.gradient), gradient, arrays, parameter)
     payload = compress(values, form.ratio, form.gradient)
-    gradient = _stored(np.frombuffer(payload.tobytes(), np.uint8), len(payload.tobytes()))
-    return Tasklet(step, numel, form, expand(payload.tobytes()), gradient, arrays, parameter, payload)
+    return _compressed(step, form, payload, expand(payload.tobytes()), arrays, parameter)
+
+
+def _compressed(
+    step: Any, form: Form, payload: Payload, dense: Floats, arrays: list[Buffer], parameter: Buffer
+) -> Tasklet:
+    content = np.frombuffer(payload.tobytes(), np.uint8)
+    return Tasklet(step, dense.size, form, dense, _stored(content, content.size), arrays, parameter, payload)
+
+
+def _random_codes(numel: int, seed: int) -> Codes:
+    """Of every size, but for those of which products are next to subnormals: numpy may round them to the other side."""
+    random = np.random.default_rng(seed)
+    exponents = random.choice([12, 100, 125, 130, 247, 248], -(-numel // 256)).astype(np.uint8)
+    return Codes(exponents, random.integers(-127, 128, numel, np.int8))
 
 
 def rounded_up(value: int, multiple: int) -> int:

@@ -12,9 +12,10 @@ import torch
 
 from hls.description import ERROR_BITS
 from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, SgdStep, crc32c_combine
+from tests.helpers.compressed import Codes, block_scaled_codes
 from tests.helpers.golden import DTYPES, STEPS, decode, encode
 from tests.helpers.payload import BLOCK, Payload, build, expand
-from tests.helpers.update_rules import adagrad_step, adam_step, sgd_step
+from tests.helpers.update_rules import Floats, adagrad_step, adam_step, sgd_step
 from tests.hls.simulation import Library, aligned
 from tests.hls.tasklet import FORMS, Form, Tasklet, make_tasklet
 
@@ -23,10 +24,9 @@ RULES = pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sg
 LENGTHS = [0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 1000, 1023, 1024, 1025, 2047]
 
 FLOAT32 = DType.FLOAT32
-COMPRESSED = Form(FLOAT32, FLOAT32, 0.0)
-BAD_INDEX, BAD_HEADER, BAD_RANGE, UNKNOWN_FORM, WRONG_COUNTS = (
-    ERROR_BITS[name] for name in ("bad_index", "bad_header", "bad_range", "unknown_form", "wrong_counts")
-)
+SPARSE = Form(FLOAT32, FLOAT32, 0.0)
+BLOCK_SCALED = Form(FLOAT32, DType.BFLOAT16, block_scaled=True)
+BAD_INDEX, BAD_HEADER, BAD_RANGE, UNKNOWN_FORM, WRONG_COUNTS, BAD_CODE = ERROR_BITS.values()
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -45,7 +45,7 @@ def test_the_caller_keeps_its_subnormals(sequential: Library) -> None:
 @RULES
 def test_every_length(sequential: Library, step: Any) -> None:
     """Lengths that end in the middle of a beat, a group of 32 or the padding; ranges likewise."""
-    for numel, form in itertools.product(LENGTHS, [FORMS[0], FORMS[7], FORMS[16]]):
+    for numel, form in itertools.product(LENGTHS, [FORMS[0], FORMS[7], FORMS[16], BLOCK_SCALED]):
         for first in {0, 1, numel // 2, numel}:
             for last in {first, (first + numel + 1) // 2, numel - 1, numel}:
                 if first <= last <= numel:
@@ -53,11 +53,15 @@ def test_every_length(sequential: Library, step: Any) -> None:
 
 
 @RULES
-@pytest.mark.parametrize("ratio", [None, 0.02], ids=["dense", "compressed"])
-def test_several_runs(sequential: Library, step: Any, ratio: float | None) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [Form(DType.FLOAT16, DType.BFLOAT16), Form(DType.FLOAT16, DType.BFLOAT16, 0.02), BLOCK_SCALED],
+    ids=["dense", "sparse", "8 bits"],
+)
+def test_several_runs(sequential: Library, step: Any, form: Form) -> None:
     """Groups with hyperparameters of their own meet in a tasklet; runs' checksums add up to those of the arrays."""
-    edges = [0, 1, 2, 5, 6, 23, 24, 400, 401, 999, 65_530, 65_531, 70_000, 70_001]
-    tasklet = make_tasklet(step, edges[-1], Form(DType.FLOAT16, DType.BFLOAT16, ratio), seed=7)
+    edges = [0, 1, 2, 5, 6, 23, 24, 400, 401, 999, 16_350, 16_384, 49_200, 65_530, 65_531, 70_000, 70_001]
+    tasklet = make_tasklet(step, edges[-1], form, seed=7)
     combined = [0, 0]
     for index, (first, last) in enumerate(itertools.pairwise(edges)):
         other = type(step)(**{**_scalars(step), "gradient_scale": 1.0 + index})
@@ -119,6 +123,13 @@ def test_every_16_bit_gradient(sequential: Library, dtype: DType, ratio: float |
     tasklet.run(sequential)
 
 
+def test_every_code(sequential: Library) -> None:
+    """All scales times all codes."""
+    codes = Codes(np.arange(1, 249, dtype=np.uint8), np.tile(np.arange(-128, 128, dtype=np.int8), 248))
+    codes.codes[::256] = 0  # in place of the one that there is not
+    _with_codes(make_tasklet(STEPS["sgd_first"], codes.codes.size, BLOCK_SCALED), codes).run(sequential)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=["fp16", "bf16"])
 def test_every_rounding_of_the_parameter(sequential: Library, dtype: DType) -> None:
     """To nearest even as torch rounds: each 16-bit number, what lies next to it and half-way to the next one."""
@@ -140,7 +151,9 @@ REFUSED: dict[str, tuple[int, Callable[[list[int]], object]]] = {
     "last behind the end": (BAD_RANGE, lambda words: words.__setitem__(2, words[0] + 1)),
     "more than the card holds": (BAD_RANGE, lambda words: words.__setitem__(0, 2**29 + 1)),
     "an unknown gradient": (UNKNOWN_FORM, lambda words: words.__setitem__(3, 3)),
-    "an unknown bit": (UNKNOWN_FORM, lambda words: words.__setitem__(3, 0x200)),
+    "an unknown bit": (UNKNOWN_FORM, lambda words: words.__setitem__(3, 0x400)),
+    "8 bits of another type than fp32": (UNKNOWN_FORM, lambda words: words.__setitem__(3, 0x201)),
+    "compressed twice": (UNKNOWN_FORM, lambda words: words.__setitem__(3, 0x300)),
     "an unknown parameter": (UNKNOWN_FORM, lambda words: words.__setitem__(4, 3)),
     "both": (BAD_RANGE | UNKNOWN_FORM, lambda words: words.__setitem__(slice(1, 4), [9, 8, 7])),
 }
@@ -168,9 +181,28 @@ def test_bad_header(sequential: Library, step: Any, word: int) -> None:
 
 
 @RULES
+@pytest.mark.parametrize("word", range(8))
+def test_bad_header_of_8_bits(sequential: Library, step: Any, word: int) -> None:
+    """Likewise, of each word that says something."""
+    tasklet = make_tasklet(step, 70_000, BLOCK_SCALED)
+    tasklet.gradient.view(np.uint32)[word] += 1
+    errors, checksums = _refused(tasklet, sequential, tasklet.words(0, 70_000))
+    assert errors == BAD_HEADER and not any(checksums[:9])
+
+
+@RULES
+def test_one_payload_for_the_other(sequential: Library, step: Any) -> None:
+    """A sparse gradient is no block-scaled one, nor the other way round."""
+    sparse, scaled = make_tasklet(step, 100, SPARSE), make_tasklet(step, 100, BLOCK_SCALED)
+    sparse.form, scaled.form = scaled.form, sparse.form
+    for tasklet in (sparse, scaled):
+        assert _refused(tasklet, sequential, tasklet.words(0, 100))[0] == BAD_HEADER
+
+
+@RULES
 def test_more_values_than_elements(sequential: Library, step: Any) -> None:
     """A header may not promise more values than there are elements, even if all the rest fits."""
-    tasklet = make_tasklet(step, 10, COMPRESSED)
+    tasklet = make_tasklet(step, 10, SPARSE)
     payload = build(np.arange(11) % 10, np.ones(11, np.float32), 10, FLOAT32)
     tasklet.gradient = aligned(len(payload.tobytes()))
     tasklet.gradient[:] = np.frombuffer(payload.tobytes(), np.uint8)
@@ -209,15 +241,64 @@ def test_bad_indices(sequential: Library, step: Any, case: str) -> None:
     numel, values = BLOCK + 1_000, np.arange(1, 7, dtype=np.float32)
     positions = np.array([1, 2, *(BLOCK + index for index in indices)])
     good = [number for number in range(6) if number - 2 not in dropped]
-    sound = _with_payload(make_tasklet(step, numel, COMPRESSED), build(positions[good], values[good], numel, FLOAT32))
+    sound = _with_payload(make_tasklet(step, numel, SPARSE), build(positions[good], values[good], numel, FLOAT32))
     sound.run(sequential)
 
     positions[2:] = BLOCK + np.arange(4)
-    broken = _with_payload(make_tasklet(step, numel, COMPRESSED), build(positions, values, numel, FLOAT32))
+    broken = _with_payload(make_tasklet(step, numel, SPARSE), build(positions, values, numel, FLOAT32))
     broken.gradient[128:].view(np.uint16)[2:6] = indices
     assert broken.run_words(sequential, broken.words(0, numel)).errors == BAD_INDEX
     for found, wanted in zip(broken.arrays, sound.arrays, strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+NUMEL_OF_CODES = 17_000
+NO_EXPONENT = [0, 249, 255]
+
+
+@RULES
+@pytest.mark.parametrize("block", [0, 3, 63, 64, 66])
+def test_bad_exponent(sequential: Library, step: Any, block: int) -> None:
+    """Its block's elements are taken for zeros; everything else is updated. Who does not update them does not mind."""
+    first, last = block * 256, min(block * 256 + 256, NUMEL_OF_CODES)
+    for exponent in NO_EXPONENT:
+        broken = _bad_codes(sequential, step, 64 + block, exponent, slice(first, last))
+        for begin, end in ((0, first), (last, NUMEL_OF_CODES)):
+            assert broken.run_words(sequential, broken.words(begin, end)).errors == 0
+        assert broken.run_words(sequential, broken.words(last - 1, last)).errors == BAD_CODE
+
+
+@RULES
+@pytest.mark.parametrize("element", [0, 63, 64, 5_003, 16_384, NUMEL_OF_CODES - 1])
+def test_bad_code(sequential: Library, step: Any, element: int) -> None:
+    """There is no -128: it is taken for zero. Its neighbours in the beat do not mind."""
+    broken = _bad_codes(sequential, step, 192 + element, 0x80, slice(element, element + 1))
+    for begin, end in ((0, element), (element + 1, NUMEL_OF_CODES)):
+        assert broken.run_words(sequential, broken.words(begin, end)).errors == 0
+    assert broken.run_words(sequential, broken.words(element, element + 1)).errors == BAD_CODE
+
+
+def _bad_codes(sequential: Library, step: Any, byte: int, value: int, zeros: slice) -> Tasklet:
+    """Updates all with a byte of the payload changed, and compares with zeros there. Returns the tasklet."""
+    codes = block_scaled_codes(make_tasklet(step, NUMEL_OF_CODES, Form(), seed=3).dense)
+    broken = _with_codes(make_tasklet(step, NUMEL_OF_CODES, BLOCK_SCALED), codes)
+    broken.gradient[byte] = value
+    assert broken.run_words(sequential, broken.words(0, NUMEL_OF_CODES)).errors == BAD_CODE
+    codes.codes[zeros] = 0
+    sound = _with_codes(make_tasklet(step, NUMEL_OF_CODES, BLOCK_SCALED), codes)
+    sound.run(sequential)
+    for found, wanted in zip(broken.arrays, sound.arrays, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    return broken
+
+
+@RULES
+def test_padding_of_codes_is_not_looked_at(sequential: Library, step: Any) -> None:
+    """Only checksums see it."""
+    tasklet = make_tasklet(step, 1_000, BLOCK_SCALED)
+    tasklet.gradient[64 + 4 : 128] = 0
+    tasklet.gradient[128 + 1_000 :] = 0x80
+    assert tasklet.run_words(sequential, tasklet.words(0, 1_000)).errors == 0
 
 
 # ---- torch.optim
@@ -301,9 +382,17 @@ def _scalars(step: Any) -> dict[str, float]:
     return {name: getattr(step, name) for name in names}
 
 
+def _with_codes(tasklet: Tasklet, codes: Codes) -> Tasklet:
+    return _with_content(tasklet, codes.payload(), codes.values)
+
+
 def _with_payload(tasklet: Tasklet, payload: Payload) -> Tasklet:
+    return _with_content(tasklet, payload, expand(payload.tobytes()))
+
+
+def _with_content(tasklet: Tasklet, payload: Payload, dense: Floats) -> Tasklet:
     content = payload.tobytes()
-    tasklet.payload, tasklet.dense = payload, expand(content)
+    tasklet.payload, tasklet.dense = payload, dense
     tasklet.gradient = aligned(len(content))
     tasklet.gradient[:] = np.frombuffer(content, np.uint8)
     return tasklet

@@ -14,12 +14,13 @@ from hls.description import ERROR_BITS, KERNELS, Kernel
 from tests.helpers.golden import STEPS
 from tests.helpers.payload import BLOCK
 from tests.hls.simulation import LIBRARIES, PROGRAMS, ROOT, Library, Program, Simulation, built
-from tests.hls.tasklet import FORMS, make_tasklet
+from tests.hls.tasklet import FORMS, Form, make_tasklet
 
 RANGES = [(0, 0), (0, 1), (17, 40), (31, 33), (0, 1_100), (1_099, 1_100), (5, 1_095)]
 RULE_STEPS = [STEPS["adam"], STEPS["adagrad_without_eps"], STEPS["sgd_nesterov"]]
 MOST_STREAM_ELEMENTS = 65_536
-BAD_INDEX, BAD_HEADER, WRONG_COUNTS = (ERROR_BITS[name] for name in ("bad_index", "bad_header", "wrong_counts"))
+SPARSE, BLOCK_SCALED = FORMS[1], FORMS[-1]
+BAD_INDEX, BAD_HEADER, _, _, WRONG_COUNTS, BAD_CODE = ERROR_BITS.values()
 
 
 @pytest.fixture(scope="module", params=[*LIBRARIES[1:], *PROGRAMS])
@@ -43,19 +44,20 @@ def test_runs(simulation: Simulation, step: object) -> None:
         tasklet.run(simulation, active=False)
 
 
-def test_a_long_run(simulation: Simulation) -> None:
+@pytest.mark.parametrize("form", [FORMS[3], BLOCK_SCALED], ids=["sparse", "8 bits"])
+def test_a_long_run(simulation: Simulation, form: Form) -> None:
     """Every stream is filled to its depth and more, and blocks follow each other."""
-    tasklet = make_tasklet(STEPS["adamw"], BLOCK + 5_000, FORMS[3])
-    assert tasklet.form.ratio is not None
+    tasklet = make_tasklet(STEPS["adamw"], BLOCK + 5_000, form)
     tasklet.run(simulation, BLOCK - 4_000, BLOCK + 4_000)
 
 
 def test_bad_payloads(simulation: Simulation) -> None:
-    """A payload that is refused, or whose indices are, leaves no process waiting."""
-    for byte, error in ((0, BAD_HEADER), (64, WRONG_COUNTS), (128, BAD_INDEX)):
-        tasklet = make_tasklet(STEPS["sgd"], 1_000, FORMS[1])
-        assert tasklet.form.ratio is not None
-        tasklet.gradient[byte] ^= 0xFF
+    """A payload that is refused, or whose indices or exponents are, leaves no process waiting."""
+    sparse = [(SPARSE, byte, error) for byte, error in ((0, BAD_HEADER), (64, WRONG_COUNTS), (128, BAD_INDEX))]
+    scaled = [(BLOCK_SCALED, byte, error) for byte, error in ((0, BAD_HEADER), (64, BAD_CODE))]
+    for form, byte, error in (*sparse, *scaled):
+        tasklet = make_tasklet(STEPS["sgd"], 1_000, form)
+        tasklet.gradient[byte] ^= 0x80
         assert tasklet.run_words(simulation, tasklet.words(0, 1_000)).errors == error
 
 
@@ -127,8 +129,7 @@ def test_a_stream_not_read(broken: Library) -> None:
 
 
 def _message(simulation: Simulation, numel: int) -> str:
-    tasklet = make_tasklet(STEPS["sgd"], numel, FORMS[1])
-    assert tasklet.form.ratio is not None
+    tasklet = make_tasklet(STEPS["sgd"], numel, SPARSE)
     buffers = [tasklet.gradient, *tasklet.arrays, tasklet.parameter, tasklet.status]
     return simulation.run(tasklet.kernel, buffers, tasklet.words(0, numel))
 

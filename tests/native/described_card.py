@@ -9,8 +9,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hls.description import COMPRESSED_FORM, INTERFACE_VERSION, KERNELS, STATUS_MAGIC, STATUS_WORDS, Kernel
+from hls.description import (
+    BLOCK_SCALED_FORM,
+    INTERFACE_VERSION,
+    KERNELS,
+    SPARSE_FORM,
+    STATUS_MAGIC,
+    STATUS_WORDS,
+    Kernel,
+)
 from lightning_smartinfinity.native import DType, crc32c
+from tests.helpers.compressed import BLOCK_SCALED_MAGIC
 from tests.helpers.golden import Bits, encode
 from tests.helpers.payload import Payload
 
@@ -127,8 +136,9 @@ class DescribedCard:
         if self._payload is None:
             stored = call.memory["gradient"].view(encode(np.zeros(1, np.float32), DType(form)).dtype)
             return {"gradient_read": _checksum(stored[call.elements])}
-        assert form == COMPRESSED_FORM | int(self._payload.header.view(np.uint32)[5])
         sent = self._payload
+        header = sent.header.view(np.uint32)
+        assert form == (BLOCK_SCALED_FORM if header[0] == BLOCK_SCALED_MAGIC else SPARSE_FORM | int(header[5]))
         return {
             "gradient_read": _checksum(sent.values),
             "indices_read": _checksum(sent.indices),
