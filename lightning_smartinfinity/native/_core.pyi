@@ -487,8 +487,6 @@ class GradientCodec:
 
     @property
     def name(self) -> str: ...
-    @property
-    def is_read_by_cards(self) -> bool: ...
     def payload_bytes(self, numel: int, gradient_dtype: DType = DType.FLOAT32) -> int:
         """The most that the payload of a tasklet takes."""
 
@@ -527,7 +525,7 @@ class BlockScaled(GradientCodec):
     Sends every element in 8 bits: as the nearest multiple, of 127 at most, of a power of two for each 256.
 
     The error is at most a 127th of the block's largest magnitude (or 2**-127). Values are read as fp32 and
-    are exact in bf16, too. Magnitudes above 127 * 2**121, and NaN, become that. Cards do not read it.
+    are exact in bf16, too. Magnitudes above 127 * 2**121, and NaN, become that.
     """
 
     def __init__(self) -> None: ...

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd import (
     CardPlan,
@@ -113,21 +112,7 @@ def _obstacle(offload: OffloadSettings) -> str | None:
         return "no xclbin for SmartSSDs is named"
     if offload.state_format != "fp32":
         return f"SmartSSDs hold state in fp32 alone, not {offload.state_format!r}"
-    if not _reads(offload.compression):
-        return f"SmartSSDs cannot read {offload.compression}"
     return None
-
-
-def _reads(codec: GradientCodec | None) -> bool:
-    return codec is None or codec.native().is_read_by_cards
-
-
-def _require_codec(codec: GradientCodec | None) -> None:
-    if not _reads(codec):
-        raise ConfigError(
-            f"update_device='smartssd' cannot read compression={codec}.",
-            "Use TopK(ratio=...), or update_device='host'.",
-        )
 
 
 def _tell(obstacle: str | None) -> None:
@@ -146,7 +131,6 @@ def _attempted(work: Callable[[], T]) -> tuple[T | None, SmartInfinityError | No
 
 
 def _find(offload: OffloadSettings, optimizer: str) -> CardPlan:
-    _require_codec(offload.compression)
     _require_direct_io(offload)
     _require_tasklets(offload, kernel_of(optimizer))
     return find_cards(offload.storage, offload.smartssd or SmartSSDConfig(), System())

@@ -30,6 +30,7 @@ from lightning_smartinfinity.native import (
     SgdStep,
 )
 from lightning_smartinfinity.transfer.rules import rule_for
+from tests.helpers.compressed import block_scaled_codes
 from tests.helpers.golden import decode, encode, random_arrays
 from tests.helpers.payload import compress
 from tests.native.described_card import DescribedCard
@@ -77,21 +78,23 @@ def read(stored: StoredState, num_arrays: int) -> tuple[Failure | None, list[Arr
     return stored.drain(commits=False), found
 
 
-@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("form", [1, 256 + 1, 512], ids=["dense", "sparse", "8 bits"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_arguments(tmp_path: Path, kernel: Kernel, compressed: bool) -> None:
+def test_arguments(tmp_path: Path, kernel: Kernel, form: int) -> None:
     """Every one in its place: pointers, ranges, forms, and the rule's words by their names."""
     step = step_of(kernel)
     gradient, *arrays = random_arrays(step, NUMEL, 1, special=False)
-    payload = compress(gradient, 0.1, DType.FLOAT16) if compressed else None
+    payload = None
+    if form != 1:
+        payload = block_scaled_codes(gradient).payload() if form == 512 else compress(gradient, 0.1, DType.FLOAT16)
     binding = DescribedCard(payload)
     parameter = np.zeros(NUMEL, np.int16)
     run = Run(
         FIRST,
         LAST - FIRST,
         0,
-        None if compressed else encode(gradient, DType.FLOAT16)[FIRST:],
-        DType.FLOAT16,
+        encode(gradient, DType.FLOAT16)[FIRST:] if payload is None else None,
+        DType.FLOAT32 if form == 512 else DType.FLOAT16,
         parameter[FIRST:],
         DType.BFLOAT16,
     )
@@ -111,12 +114,12 @@ def test_arguments(tmp_path: Path, kernel: Kernel, compressed: bool) -> None:
     ]
     call = binding.calls[1]
     words = {word: int(np.float32(getattr(step, word)).view(np.uint32)) for word in kernel.words}
-    forms = {"gradient_form": 1 + 256 * compressed, "parameter_form": 2}
+    forms = {"gradient_form": form, "parameter_form": 2}
     assert call.words == {"numel": NUMEL, "first": FIRST, "last": LAST, "active": 1, **forms, **words}
     for name, values in zip(kernel.arrays, arrays, strict=True):
         np.testing.assert_array_equal(call.arrays[name], values)
         assert call.memory[f"{name}_in"].ctypes.data == call.memory[f"{name}_out"].ctypes.data
-    if not compressed:
+    if payload is None:
         sent = decode(call.memory["gradient"].view(np.int16)[FIRST:LAST], DType.FLOAT16)
         np.testing.assert_array_equal(sent, decode(encode(gradient, DType.FLOAT16), DType.FLOAT16)[FIRST:LAST])
 
@@ -134,8 +137,8 @@ PROBLEMS = {
     "array0_written": "",
     "array1_written": "",
     "array2_written": "the kernel has an array 2",
-    "indices_read": "the gradient's indices arrived with another checksum",
-    "header_read": "the gradient's counts arrived with another checksum",
+    "indices_read": "the gradient's indices or exponents arrived with another checksum",
+    "header_read": "the gradient's header or counts arrived with another checksum",
     "kernel": rf"kernel {SGD.number ^ 64} answered, expected {SGD.number}, sgd_update",
     "zero": "a word that should be zero",
 }
@@ -173,6 +176,7 @@ def test_words_of_the_status(tmp_path: Path, word: str) -> None:
         ("bad_range", "the range of elements is wrong"),
         ("unknown_form", "the form is unknown"),
         ("wrong_counts", "the counts do not give the header's sum"),
+        ("bad_code", "an exponent or a code is none"),
     ],
 )
 def test_error_bits(tmp_path: Path, error: str, told: str) -> None:

@@ -23,6 +23,7 @@ from lightning_smartinfinity.native import (
     Tasklet,
 )
 from lightning_smartinfinity.store.extents import extent_bytes
+from tests.helpers.compressed import block_scaled_codes
 from tests.helpers.golden import DTYPES, STEPS, assert_same_bits, encode, random_arrays
 from tests.helpers.payload import BLOCK, compress
 from tests.helpers.runif import RunIf
@@ -331,12 +332,17 @@ def test_the_cards_memory_is_registered_with_nobody(
         assert all(begin + nbytes <= peer.start or peer.stop <= begin for peer in binding.peers)
 
 
-def test_a_compressed_gradient_with_a_bad_index(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+@pytest.mark.parametrize(
+    ("is_sparse", "errors"),
+    [(True, "1: an index is out of range or order"), (False, "32: an exponent or a code is none")],
+    ids=["index", "exponent"],
+)
+def test_a_bad_compressed_gradient(tmp_path: Path, emulated_cards: EmulatedCards, is_sparse: bool, errors: str) -> None:
     """The kernel tells; the host, which takes over, refuses the gradient."""
     step, numel = STEPS["adamw"], 5_000
     gradient, *arrays = random_arrays(step, numel, 13, special=False)
-    payload = compress(gradient, 0.1, DType.FLOAT32)
-    payload.indices.view(np.uint16)[3] = numel
+    payload = compress(gradient, 0.1, DType.FLOAT32) if is_sparse else block_scaled_codes(gradient).payload()
+    payload.indices.view(np.uint16)[3] = 0xFFFF  # or two exponents
     memory, parameter = np.frombuffer(payload.tobytes(), np.uint8).copy(), np.zeros(numel, np.float32)
     runs = [Run(0, numel, 0, parameter=parameter)]
     with card_state(tmp_path, emulated_cards, step, numel) as state:
@@ -344,7 +350,7 @@ def test_a_compressed_gradient_with_a_bad_index(tmp_path: Path, emulated_cards: 
         state.stored.payloads = {0: memory}
         failure = state.update(runs, [step])
         assert failure is not None and failure.kind == "device"
-        assert "the kernel reports errors (1: an index is out of range or order)" in failure.message
+        assert f"the kernel reports errors ({errors})" in failure.message
         assert not parameter.any()
         failure = state.stored.work(Operation.UPDATE, runs, [step])
         assert failure is not None and failure.kind == "gradient"

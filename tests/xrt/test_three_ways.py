@@ -12,7 +12,8 @@ import torch
 
 from lightning_smartinfinity.native import DType, Operation
 from tests.helpers.card_runs import OPTIMIZERS
-from tests.helpers.golden import DTYPES, encode
+from tests.helpers.compressed import Codes
+from tests.helpers.golden import encode
 from tests.helpers.payload import build
 from tests.helpers.runif import RunIf
 from tests.hls.simulation import Library, built
@@ -31,6 +32,11 @@ NAN_BITS = {DType.FLOAT16: 0xFE00, DType.BFLOAT16: 0xFFC0}
 FINITE = np.array([0.0, -0.0, 1e-45, -1e-40, 1.1754942e-38, 1.1754944e-38, -1.2e-38, 6e-8, -3e-8], np.float32)
 SPECIAL = np.concatenate([FINITE, np.array([np.inf, -np.inf, NAN, 3e38, -3e38, 65504, 65520], np.float32)])
 RATIO = 0.01
+FORMS = {
+    **{f"dense {dtype.name.lower()}": Form(dtype, dtype) for dtype in DType},
+    **{f"sparse {dtype.name.lower()}": Form(dtype, dtype, RATIO) for dtype in DType},
+    **{f"8 bits {dtype.name.lower()}": Form(DType.FLOAT32, dtype, block_scaled=True) for dtype in DType},
+}
 
 Steps = list[Any]
 
@@ -80,6 +86,9 @@ class Training:
         random, payloads = np.random.default_rng(number), {}
         for index, begin in enumerate(range(0, self.numel, self.tasklet_numel)):
             numel = min(self.tasklet_numel, self.numel - begin)
+            if self.form.block_scaled:
+                payloads[index] = np.frombuffer(codes_of(random, numel).payload().tobytes(), np.uint8)
+                continue
             positions = np.flatnonzero(random.random(numel, np.float32) < RATIO)
             values = stored(values_of(random, positions.size), self.form.gradient)
             content = build(positions, values, numel, self.form.gradient).tobytes()
@@ -100,6 +109,13 @@ class Training:
             )
             for group, (begin, end) in enumerate(((0, border), (border, self.numel)))
         ]
+
+
+def codes_of(random: np.random.Generator, numel: int) -> Codes:
+    """Around one; in between blocks of the smallest and the largest scales."""
+    exponents = random.integers(110, 128, -(-numel // 256), np.uint8)
+    exponents[3::50], exponents[5::50] = random.integers(1, 9), random.integers(240, 249)
+    return Codes(exponents, random.integers(-127, 128, numel, np.int8))
 
 
 def values_of(random: np.random.Generator, numel: int) -> Array:
@@ -126,23 +142,22 @@ def simulation() -> Library:
 @pytest.mark.parametrize(
     ("numel", "num_steps"), [(170_003, 5), pytest.param(1 << 20, 50, marks=pytest.mark.long)], ids=["short", "long"]
 )
-@pytest.mark.parametrize("ratio", [None, RATIO], ids=["dense", "compressed"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_same_bits(
     tmp_path: Path,
     emulated_cards: EmulatedCards,
     simulation: Library,
     optimizer: str,
-    dtype: DType,
-    ratio: float | None,
+    form: str,
     numel: int,
     num_steps: int,
 ) -> None:
     """State files byte for byte, parameters bit for bit, after each step."""
-    training = Training(optimizer, Form(dtype, dtype, ratio), numel)
+    training = Training(optimizer, FORMS[form], numel)
+    is_dense = not training.form.is_compressed
     arrays = training.first_arrays()
-    stored_type = np.float32 if dtype is DType.FLOAT32 else np.int16
+    stored_type = np.float32 if training.form.parameter is DType.FLOAT32 else np.int16
     places = [np.zeros(numel, stored_type) for _ in range(3)]
     with card_state(
         tmp_path, emulated_cards, training.steps(1)[0], numel, CardCase(tasklet_numel=training.tasklet_numel)
@@ -150,8 +165,8 @@ def test_the_same_bits(
         state.write(*arrays)
         simulated = SimulatedState(simulation, state.host, training.form, arrays)
         for number in range(1, num_steps + 1):
-            gradient = training.dense(number) if ratio is None else None
-            if ratio is not None:
+            gradient = training.dense(number) if is_dense else None
+            if not is_dense:
                 state.stored.payloads = state.host.payloads = training.payloads(number)
             steps = training.steps(number)
             on_card, on_host, in_simulation = (training.runs(gradient, place) for place in places)

@@ -17,7 +17,6 @@ class BlockScaled final : public GradientCodec {
     std::string name() const override { return "BlockScaled"; }
     std::size_t payload_bytes(std::uint64_t numel, DType gradient_dtype) const override;
     DType value_dtype(DType) const override { return DType::kFloat32; }
-    bool is_read_by_cards() const override { return false; }
     std::size_t encode(const GradientSource& source, std::byte* payload) const override;
 };
 

@@ -42,6 +42,12 @@ BlockScaledGradient::BlockScaledGradient(const std::byte* payload, std::size_t b
     require_equal("the payload's size", bytes, parts_.bytes());
 }
 
+PayloadParts BlockScaledGradient::parts() const {
+    return {{payload_, kBeatBytes},
+            {payload_ + kBeatBytes, parts_.exponent_bytes},
+            {payload_ + parts_.codes_at(), parts_.code_bytes}};
+}
+
 const std::uint8_t* BlockScaledGradient::exponents() const {
     return reinterpret_cast<const std::uint8_t*>(payload_ + kBeatBytes);
 }

@@ -32,6 +32,8 @@ class BlockScaledGradient final : public GradientPayload {
     BlockScaledGradient(const std::byte* payload, std::size_t bytes, std::uint64_t numel);
 
     DType dtype() const override { return DType::kFloat32; }
+    std::uint32_t card_form() const override { return kBlockScaledForm; }
+    PayloadParts parts() const override;
     // Looks at every exponent and code.
     std::optional<std::string> check() override;
     void decode(std::uint64_t first, std::uint64_t last, void* out) const override;

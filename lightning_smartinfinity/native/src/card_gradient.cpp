@@ -41,18 +41,18 @@ CardGradient::CardGradient(const Tasklet& tasklet, const CardOptions& options, C
       buffer_(buffer),
       calls_(calls),
       on_card_(ring.buffers(buffer).gradient()) {
-    if (tasklet.payload != 0) sparse_.emplace(memory_at(tasklet.payload), tasklet.payload_bytes, tasklet.numel);
+    if (tasklet.payload == 0) return;
+    payload_ = open_payload(memory_at(tasklet.payload), tasklet.payload_bytes, tasklet.numel);
 }
 
 std::uint32_t CardGradient::form(const CardPass& pass) const {
-    if (sparse_) return kCompressedForm | static_cast<std::uint32_t>(sparse_->dtype());
-    return static_cast<std::uint32_t>(pass.gradient_dtype);
+    return payload_ ? payload_->card_form() : static_cast<std::uint32_t>(pass.gradient_dtype);
 }
 
 // What passes through takes no gradient.
 SentGradient CardGradient::sent_for(const CardPass& pass, const CardRunPlan& run) const {
     if (run.step == kNoStep) return {};
-    if (sparse_) return sent_payload_;
+    if (payload_) return sent_payload_;
     SentGradient sent;
     for (const Segment* segment : run.segments) {
         sent.gradient =
@@ -62,14 +62,15 @@ SentGradient CardGradient::sent_for(const CardPass& pass, const CardRunPlan& run
 }
 
 void CardGradient::send_payload() {
-    if (!sparse_) return;
-    sent_payload_ = {checksum(sparse_->values()), checksum(sparse_->indices()), checksum(sparse_->header_and_counts())};
-    std::memcpy(memory(), memory_at(tasklet_.payload), sparse_->bytes());
-    send_bytes(0, sparse_->bytes(), sparse_->bytes());
+    if (!payload_) return;
+    const PayloadParts parts = payload_->parts();
+    sent_payload_ = {checksum(parts.values), checksum(parts.indices), checksum(parts.header_and_counts)};
+    std::memcpy(memory(), memory_at(tasklet_.payload), parts.bytes());
+    send_bytes(0, parts.bytes(), parts.bytes());
 }
 
 void CardGradient::send(const CardPass& pass) {
-    if (sparse_) return;
+    if (payload_) return;
     const std::size_t item = item_bytes(pass.gradient_dtype);
     for (const CardRunPlan& run : pass.runs) {
         for (const Segment* segment : run.segments) {

@@ -2,7 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
+#include <memory>
 
 #include "card_calls.hpp"
 #include "card_options.hpp"
@@ -10,7 +10,7 @@
 #include "card_ring.hpp"
 #include "card_status.hpp"
 #include "card_traffic.hpp"
-#include "sparse_gradient.hpp"
+#include "gradient_payload.hpp"
 
 namespace smart_infinity {
 
@@ -41,7 +41,7 @@ class CardGradient {
     std::size_t buffer_;
     CardCalls& calls_;
     const MappedBuffer& on_card_;
-    std::optional<SparseGradient> sparse_;
+    std::unique_ptr<const GradientPayload> payload_;
     SentGradient sent_payload_;
     CardTraffic traffic_;
 };

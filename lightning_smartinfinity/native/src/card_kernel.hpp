@@ -37,6 +37,8 @@ struct CardKernelType {
 // Throws std::invalid_argument where there is none.
 const CardKernelType& card_kernel_type(const std::string& name);
 
-constexpr std::uint32_t kCompressedForm = 256;  // beside the type of a gradient's values
+// The form of a compressed gradient: beside the type of its values, or in place of it.
+constexpr std::uint32_t kSparseForm = 256;
+constexpr std::uint32_t kBlockScaledForm = 512;
 
 }  // namespace smart_infinity

@@ -5,10 +5,10 @@ namespace {
 
 std::string number(std::uint32_t value) { return std::to_string(value); }
 
-constexpr std::uint32_t kErrors[] = {1, 2, 4, 8, 16};
-constexpr const char* kErrorTexts[] = {"an index is out of range or order", "the payload's header is wrong",
-                                       "the range of elements is wrong", "the form is unknown",
-                                       "the counts do not give the header's sum"};
+constexpr std::uint32_t kErrors[] = {1, 2, 4, 8, 16, 32};
+constexpr const char* kErrorTexts[] = {"an index is out of range or order",       "the payload's header is wrong",
+                                       "the range of elements is wrong",          "the form is unknown",
+                                       "the counts do not give the header's sum", "an exponent or a code is none"};
 
 std::string errors_in_words(std::uint32_t errors) {
     std::string words;
@@ -20,9 +20,10 @@ std::string errors_in_words(std::uint32_t errors) {
 
 std::optional<std::string> problem_of_gradient(const CardStatus& status, const SentGradient& sent) {
     if (status.gradient != sent.gradient) return "the gradient arrived with another checksum";
-    if (status.indices != sent.indices) return "the gradient's indices arrived with another checksum";
-    if (status.header_and_counts != sent.header_and_counts)
-        return "the gradient's counts arrived with another checksum";
+    if (status.indices != sent.indices) return "the gradient's indices or exponents arrived with another checksum";
+    if (status.header_and_counts != sent.header_and_counts) {
+        return "the gradient's header or counts arrived with another checksum";
+    }
     return std::nullopt;
 }
 

@@ -18,11 +18,11 @@ struct CardStatus {
     std::uint32_t interface_version;
     std::uint32_t count;
     std::uint32_t errors;
-    std::uint32_t gradient;  // compressed: of the beats of values, all of them
+    std::uint32_t gradient;  // compressed: of the beats of values or codes, all of them
     std::array<std::uint32_t, kMostCardArrays> arrays_read;
     std::uint32_t parameters;
     std::array<std::uint32_t, kMostCardArrays> arrays_written;
-    std::uint32_t indices;            // the beats of indices
+    std::uint32_t indices;            // the beats of indices or exponents
     std::uint32_t header_and_counts;  // the beats before them
     std::uint32_t kernel;
     std::uint32_t zero;

@@ -12,7 +12,6 @@
 #include "card_job.hpp"
 #include "compression.hpp"
 #include "gradient_codec.hpp"
-#include "payload_header.hpp"
 #include "still_out.hpp"
 
 namespace smart_infinity {
@@ -77,12 +76,9 @@ class CardUpdater final : public Updater {
         for (const UpdateStep& step : batch.steps) {
             require(type.has(step), std::string("Batch: kernel ") + type.name + " has no " + rule_of(step).step);
         }
-        if (batch.codec && !batch.codec->is_read_by_cards()) {
-            require(false, "Batch: a card reads no gradients that are compressed by " + batch.codec->name());
-        }
         for (const Tasklet& tasklet : batch.tasklets) {
             require_workable(tasklet, type);
-            require_readable(batch, tasklet);
+            require_fitting_payload(batch, tasklet);
         }
     }
 
@@ -135,15 +131,11 @@ class CardUpdater final : public Updater {
         require(condition, "Batch: tasklet " + std::to_string(tasklet.index) + ": " + problem);
     }
 
-    void require_readable(const Batch& batch, const Tasklet& tasklet) const {
+    void require_fitting_payload(const Batch& batch, const Tasklet& tasklet) const {
         if (tasklet.payload == 0) return;
         const std::size_t most =
             batch.codec ? batch.codec->payload_bytes(tasklet.numel, gradient_dtype_of(tasklet)) : tasklet.payload_bytes;
         require_of(tasklet, most <= options_.gradient_bytes, "its payload does not fit gradient_bytes");
-        if (batch.codec || tasklet.payload_bytes < sizeof(PayloadHeader)) return;
-        const auto* const payload = reinterpret_cast<const std::byte*>(tasklet.payload);
-        require_of(tasklet, magic_of(payload, tasklet.payload_bytes) != kBlockScaledMagic,
-                   "a card reads no block-scaled gradient");
     }
 
     void require_workable(const Tasklet& tasklet, const CardKernelType& type) const {

@@ -24,8 +24,6 @@ class GradientCodec {
     virtual std::size_t payload_bytes(std::uint64_t numel, DType gradient_dtype) const = 0;
     // Type of the values that are read from a payload.
     virtual DType value_dtype(DType gradient_dtype) const = 0;
-    // Whether the kernels of a card read its payloads.
-    virtual bool is_read_by_cards() const = 0;
     // Writes the payload, and returns its size.
     virtual std::size_t encode(const GradientSource& source, std::byte* payload) const = 0;
 };

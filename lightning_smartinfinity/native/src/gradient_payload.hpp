@@ -10,6 +10,21 @@
 
 namespace smart_infinity {
 
+// A part of a payload.
+struct PayloadBytes {
+    const std::byte* data;
+    std::size_t bytes;
+};
+
+// The parts of a payload, whose checksums a card tells: padding included, one behind the other.
+struct PayloadParts {
+    std::size_t bytes() const { return header_and_counts.bytes + indices.bytes + values.bytes; }
+
+    PayloadBytes header_and_counts;
+    PayloadBytes indices;  // or exponents
+    PayloadBytes values;   // or codes
+};
+
 // A tasklet's compressed gradient, which comes from outside: nothing is read past its end, nothing written that is not
 // there.
 class GradientPayload {
@@ -21,6 +36,9 @@ class GradientPayload {
 
     // Of the values.
     virtual DType dtype() const = 0;
+    // As a card's kernels are told it.
+    virtual std::uint32_t card_form() const = 0;
+    virtual PayloadParts parts() const = 0;
     // Looks at all that the header does not say, and returns what is wrong with the first that is not in order.
     virtual std::optional<std::string> check() = 0;
     // After a check() that found nothing: elements [first, last), dense.

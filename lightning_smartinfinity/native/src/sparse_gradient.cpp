@@ -65,12 +65,18 @@ SparseGradient::SparseGradient(const std::byte* payload, std::size_t bytes, std:
     require_equal("the payload's size", bytes, parts_.bytes());
 }
 
+PayloadParts SparseGradient::parts() const {
+    return {{payload_, parts_.indices_at()},
+            {payload_ + parts_.indices_at(), parts_.index_bytes},
+            {payload_ + parts_.values_at(), parts_.value_bytes}};
+}
+
 std::uint32_t SparseGradient::count_of(std::size_t block) const {
     return load<std::uint32_t>(payload_ + kBeatBytes, block);
 }
 
 std::uint16_t SparseGradient::index_at(std::size_t position) const {
-    return load<std::uint16_t>(indices().data, position);
+    return load<std::uint16_t>(payload_ + parts_.indices_at(), position);
 }
 
 std::optional<std::string> SparseGradient::check() {
@@ -131,7 +137,7 @@ void SparseGradient::decode(std::uint64_t first, std::uint64_t last, void* out) 
     for (std::size_t position = position_of(first); position < end; ++position) {
         while (position >= starts_[block + 1]) ++block;
         const std::uint64_t element = block * kSparseBlockNumel + index_at(position);
-        std::memcpy(dense + (element - first) * item, values().data + position * item, item);
+        std::memcpy(dense + (element - first) * item, payload_ + parts_.values_at() + position * item, item);
     }
 }
 

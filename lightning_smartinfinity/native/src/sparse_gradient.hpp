@@ -33,12 +33,6 @@ struct SparseParts {
     std::size_t value_bytes;
 };
 
-// A part of a payload.
-struct PayloadBytes {
-    const std::byte* data;
-    std::size_t bytes;
-};
-
 // The largest elements of a gradient: a header, how many there are in each block of 65,536 elements, their indices in
 // their blocks, ascending, and their values. The others are zero.
 class SparseGradient final : public GradientPayload {
@@ -48,13 +42,8 @@ class SparseGradient final : public GradientPayload {
     SparseGradient(const std::byte* payload, std::size_t bytes, std::uint64_t numel);
 
     DType dtype() const override { return parts_.dtype; }
-    std::size_t bytes() const { return parts_.bytes(); }
-
-    // What a card checks by itself: the parts, padding included.
-    PayloadBytes header_and_counts() const { return {payload_, parts_.indices_at()}; }
-    PayloadBytes indices() const { return {payload_ + parts_.indices_at(), parts_.index_bytes}; }
-    PayloadBytes values() const { return {payload_ + parts_.values_at(), parts_.value_bytes}; }
-
+    std::uint32_t card_form() const override { return kSparseForm | static_cast<std::uint32_t>(parts_.dtype); }
+    PayloadParts parts() const override;
     // Looks at every count and index.
     std::optional<std::string> check() override;
     void decode(std::uint64_t first, std::uint64_t last, void* out) const override;

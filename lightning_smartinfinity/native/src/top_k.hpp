@@ -25,7 +25,6 @@ class TopK final : public GradientCodec {
     std::string name() const override { return "TopK"; }
     std::size_t payload_bytes(std::uint64_t numel, DType gradient_dtype) const override;
     DType value_dtype(DType gradient_dtype) const override;
-    bool is_read_by_cards() const override { return true; }
     std::size_t encode(const GradientSource& source, std::byte* payload) const override;
 
  private:

@@ -68,7 +68,6 @@ void bind_top_k(nb::module_& m) {
 void bind_gradient_codecs(nb::module_& m) {
     nb::class_<GradientCodec>(m, "GradientCodec", "A way to compress the gradient of a tasklet into a payload.")
         .def_prop_ro("name", &GradientCodec::name)
-        .def_prop_ro("is_read_by_cards", &GradientCodec::is_read_by_cards)
         .def("payload_bytes", &GradientCodec::payload_bytes, "numel"_a, "gradient_dtype"_a = DType::kFloat32,
              "The most that the payload of a tasklet takes.")
         .def("value_dtype", &GradientCodec::value_dtype, "gradient_dtype"_a = DType::kFloat32,
@@ -78,7 +77,7 @@ void bind_gradient_codecs(nb::module_& m) {
         m, "BlockScaled",
         "Sends every element in 8 bits: as the nearest multiple, of 127 at most, of a power of two for each 256.\n\n"
         "The error is at most a 127th of the block's largest magnitude (or 2**-127). Values are read as fp32 and\n"
-        "are exact in bf16, too. Magnitudes above 127 * 2**121, and NaN, become that. Cards do not read it.")
+        "are exact in bf16, too. Magnitudes above 127 * 2**121, and NaN, become that.")
         .def(nb::init<>());
 }
 
