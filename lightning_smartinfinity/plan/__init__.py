@@ -19,7 +19,7 @@ machine that orders them is the one that orders real steps.
 
 from lightning_smartinfinity.plan.cost import CompressionGain, Setting, gain_of
 from lightning_smartinfinity.plan.fit import PaperMachine, fit
-from lightning_smartinfinity.plan.gradients import Dense, GradientForm, Pairs, TopKPayload
+from lightning_smartinfinity.plan.gradients import BlockScaledPayload, Dense, GradientForm, Pairs, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.host_memory import host_bytes
 from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
@@ -28,6 +28,7 @@ from lightning_smartinfinity.plan.workload import NUM_ARRAYS, Workload
 
 __all__ = [
     "NUM_ARRAYS",
+    "BlockScaledPayload",
     "Channel",
     "CompressionGain",
     "Dense",

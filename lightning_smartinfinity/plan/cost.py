@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.compression import GradientCodec, TopK
+from lightning_smartinfinity.compression import BlockScaled, GradientCodec, TopK
 from lightning_smartinfinity.plan.checks import COUNT, between, instance, require
-from lightning_smartinfinity.plan.gradients import GradientForm, TopKPayload
+from lightning_smartinfinity.plan.gradients import BlockScaledPayload, GradientForm, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.paper import FIGURES
@@ -19,14 +20,30 @@ __all__ = ["CompressionGain", "Setting", "gain_of", "gain_on_cards", "gain_on_ho
 _CHANNEL = 6.3e9  # bytes per second of a switch's uplink; published: 6.3 to 8
 _NUM_TASKLETS = 64  # of each device: enough for the steady state
 _LEAST_GAIN = 0.01
-# Seconds of one core per parameter, docs/gradient_codecs.md: large tasklets, top 1 %; by whether there is a residual.
-_SELECT = {False: 0.65e-9, True: 1.3e-9}
 FEED_BACK = 0.8e-9
-"""Seconds of one core per parameter, docs/gradient_codecs.md."""
+"""Seconds of one core per parameter, docs/gradient_codecs.md: of the top 1 %."""
 _TO_GPU = 20e9  # bytes per second from host memory: PCIe 4.0 x16 gives 32 at most; assumed, not measured
 _FP32_BYTES = 4
 _DTYPES = {2: native.DType.BFLOAT16, 4: native.DType.FLOAT32}
 _ITEM_BYTES = {native.DType.FLOAT32: 4, native.DType.BFLOAT16: 2, native.DType.FLOAT16: 2}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of one core per parameter, docs/gradient_codecs.md: in large tasklets.
+
+    Args:
+        compress: By whether there is a residual.
+        feed_back: What was not sent.
+    """
+
+    compress: Mapping[bool, float]
+    feed_back: float
+
+
+# Of the top 1 %; in 8 bits, which take as long in small ones.
+_TOP_K = _Work({False: 0.65e-9, True: 1.3e-9}, FEED_BACK)
+_BLOCK_SCALED = _Work({False: 0.8e-9, True: 1.1e-9}, 1.1e-9)
 
 
 @dataclass(frozen=True)
@@ -81,22 +98,29 @@ def gain_of(codec: GradientCodec, workload: Workload, setting: Setting) -> Compr
         workload: The step with dense gradients. Its size does not matter.
         setting: What compresses there.
     """
-    if setting.num_cards == 0 or not isinstance(codec, TopK):
+    if setting.num_cards == 0:
         return gain_on_host()
     item_bytes = int(workload.gradients.nbytes(1))
-    value_dtype = codec.native().value_dtype(_DTYPES[item_bytes])
     residual_bytes = codec.keeps_residual * _FP32_BYTES
-    select, cores = _SELECT[codec.keeps_residual], setting.num_cores
-    if codec.exact and setting.num_gpus:
+    work = _BLOCK_SCALED if isinstance(codec, BlockScaled) else _TOP_K
+    select, cores = work.compress[codec.keeps_residual], setting.num_cores
+    if isinstance(codec, TopK) and codec.exact and setting.num_gpus:
         select, cores = (item_bytes + residual_bytes) / _TO_GPU, setting.num_gpus
-    feed_back = FEED_BACK / min(setting.num_threads, setting.num_cores) if residual_bytes else 0.0
+    feed_back = work.feed_back / min(setting.num_threads, setting.num_cores) if residual_bytes else 0.0
     return gain_on_cards(
         published_smartssds(setting.num_cards, select=select, cores=cores),
         workload,
-        TopKPayload(codec.ratio, _ITEM_BYTES[value_dtype]),
+        _form_of(codec, item_bytes),
         route=setting.route,
         feed_back=feed_back,
     )
+
+
+def _form_of(codec: GradientCodec, item_bytes: int) -> GradientForm:
+    """Of gradients with so many bytes of an element before."""
+    if isinstance(codec, TopK):
+        return TopKPayload(codec.ratio, _ITEM_BYTES[codec.native().value_dtype(_DTYPES[item_bytes])])
+    return BlockScaledPayload()
 
 
 def gain_on_host() -> CompressionGain:
@@ -104,7 +128,7 @@ def gain_on_host() -> CompressionGain:
     return CompressionGain(
         1.0,
         "On the host device gradients lie in host memory: they cross no channel to storage that compression could"
-        " relieve, and choosing what is sent takes CPU time.",
+        " relieve, and compressing them takes CPU time.",
     )
 
 
@@ -143,7 +167,7 @@ def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
         part: Of the bytes of dense gradients that are sent.
         num_devices: To which.
         ratio: What is gained.
-        at_best: The same if choosing what is sent and keeping what is not cost nothing.
+        at_best: The same if making what is sent and keeping what is not cost nothing.
     """
     sent = f"Sending {part:.1%} of the gradients' bytes to {num_devices} device(s)"
     made = f"{sent} makes the update {ratio:.2f} times as fast"
@@ -152,10 +176,10 @@ def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
     if part >= 1:
         return f"{made}: values with their places are no fewer bytes than all values without."
     if at_best >= 1 + _LEAST_GAIN:
-        return f"{made}: choosing what is sent, and keeping what is not, takes longer than it saves."
+        return f"{made}: making what is sent, and keeping what is not, takes longer than it saves."
     waits = f"{made}: it waits for what the devices read, compute and write themselves, not for the channel"
     if ratio <= 1 - _LEAST_GAIN:
-        return f"{waits}, and then for choosing what is sent and keeping what is not."
+        return f"{waits}, and then for making what is sent and keeping what is not."
     return f"{waits}."
 
 
@@ -165,8 +189,8 @@ def published_smartssds(num_devices: int, *, duplex: bool = False, select: float
     Args:
         num_devices: How many.
         duplex: Their SSDs read and write side by side.
-        select: Seconds of one core or GPU per parameter, for choosing what a compressed gradient keeps.
-        cores: Or GPUs, that choose.
+        select: Seconds of one core or GPU per parameter, for compressing gradients.
+        cores: Or GPUs, that do.
     """
     return Machine(
         device=Device(

@@ -8,10 +8,11 @@ from typing import Protocol, runtime_checkable
 
 from lightning_smartinfinity.plan.checks import ITEM_BYTES, require, share
 
-__all__ = ["Dense", "GradientForm", "Pairs", "TopKPayload"]
+__all__ = ["BlockScaledPayload", "Dense", "GradientForm", "Pairs", "TopKPayload"]
 
 _BEAT_BYTES = 64
 _BLOCK_NUMEL = 65536
+_SCALED_BLOCK_NUMEL = 256
 _COUNT_BYTES = 4
 _INDEX_BYTES = 2
 
@@ -22,7 +23,11 @@ class GradientForm(Protocol):
 
     @property
     def compressed(self) -> bool:
-        """Whether the accelerator has to expand them."""
+        """Whether fewer bytes have to be made of them before they travel."""
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the accelerator has to scatter elements that were kept."""
 
     def nbytes(self, numel: int) -> float:
         """Of a tasklet of so many elements."""
@@ -43,6 +48,10 @@ class Dense:
 
     @property
     def compressed(self) -> bool:
+        return False
+
+    @property
+    def sparse(self) -> bool:
         return False
 
     def nbytes(self, numel: int) -> float:
@@ -69,10 +78,31 @@ class TopKPayload:
     def compressed(self) -> bool:
         return True
 
+    @property
+    def sparse(self) -> bool:
+        return True
+
     def nbytes(self, numel: int) -> float:
         kept = math.ceil(self.ratio * numel)
-        parts = (_COUNT_BYTES * -(-numel // _BLOCK_NUMEL), _INDEX_BYTES * kept, self.value_bytes * kept)
-        return _BEAT_BYTES + sum(-(-part // _BEAT_BYTES) * _BEAT_BYTES for part in parts)
+        return _payload_bytes(_COUNT_BYTES * -(-numel // _BLOCK_NUMEL), _INDEX_BYTES * kept, self.value_bytes * kept)
+
+
+@dataclass(frozen=True)
+class BlockScaledPayload:
+    """The payload that the kernels of this project scale: a header, and in beats of 64 bytes an exponent for each block
+    of 256 elements and a code for each element.
+    """
+
+    @property
+    def compressed(self) -> bool:
+        return True
+
+    @property
+    def sparse(self) -> bool:
+        return False
+
+    def nbytes(self, numel: int) -> float:
+        return _payload_bytes(-(-numel // _SCALED_BLOCK_NUMEL), numel)
 
 
 @dataclass(frozen=True)
@@ -92,5 +122,14 @@ class Pairs:
     def compressed(self) -> bool:
         return True
 
+    @property
+    def sparse(self) -> bool:
+        return True
+
     def nbytes(self, numel: int) -> float:
         return 4 * self.volume * numel
+
+
+def _payload_bytes(*parts: int) -> int:
+    """With a header; each part is padded."""
+    return _BEAT_BYTES + sum(-(-part // _BEAT_BYTES) * _BEAT_BYTES for part in parts)

@@ -66,7 +66,7 @@ def update_on_cards(
     # One run of the kernel at a time, and one transfer in each direction.
     downward, accelerator, upward = (Pool(simulation, 1) for _ in range(3))
     gradients = workload.gradients
-    kernel = lane.kernel_for(gradients.compressed)
+    kernel = lane.kernel_for(gradients)
 
     def read(number: int) -> Process:
         numel = tasklets[number].numel

@@ -23,7 +23,7 @@ class Device:
         write: The other way.
         duplex: Reads and writes run side by side at their full rates; else they share the SSD's time.
         kernel: Of the accelerator: bytes of arrays and gradient, in fp32, per second; None: there is none.
-        sparse_kernel: The same with a compressed gradient, which it expands; None: as ``kernel``.
+        sparse_kernel: The same with elements of a gradient that it scatters; None: as ``kernel``.
         depth: Requests that it works side by side; further ones wait in their order.
     """
 
@@ -64,7 +64,7 @@ class Gpu:
     Args:
         forward: With what it takes to bring the parameters.
         backward: Without what it takes to store gradients.
-        top_k: Of choosing what a compressed gradient keeps, in backward.
+        top_k: Of choosing what a sparse gradient keeps, in backward.
     """
 
     forward: float
@@ -82,8 +82,8 @@ class Host:
     Args:
         update: Verifying, updating and sealing it by one thread of this package.
         receive: Converting and copying it after an accelerator has updated it.
-        select: Choosing what a compressed gradient keeps by one core, where the GPU does not.
-        cores: That choose, each for one tasklet.
+        select: Making a compressed gradient by one core, where the GPU does not.
+        cores: That do, each for one tasklet.
         feed_back: Keeping what was not sent, by all threads that do; after the update, beside nothing else of it.
     """
 

@@ -49,7 +49,7 @@ def _tasklet(
     before, beside = gradients
     arrays, master = workload.array_bytes * numel, _MASTER_BYTES * numel
     yield simulation.work(lane.read, arrays + before)
-    yield simulation.work(lane.kernel_for(workload.gradients.compressed), workload.kernel_bytes * numel)
+    yield simulation.work(lane.kernel_for(workload.gradients), workload.kernel_bytes * numel)
     yield simulation.work(lane.write, master)
     yield simulation.work(lane.up, workload.parameter_bytes * numel)
     yield simulation.work(host.receive, numel)

@@ -154,7 +154,7 @@ def _backward(run: Run, update: Update, stores_gradients: bool) -> Process:
     """Gradients are stored in their turn: the published seconds of backward are the sum of both."""
     gradients = run.workload.gradients
     yield run.simulation.work(run.host.backward, run.workload.numel)
-    if gradients.compressed:
+    if gradients.sparse:
         yield run.simulation.work(run.host.top_k, run.workload.numel)
     if stores_gradients:
         nbytes = gradients.nbytes(update.numel // len(run.lanes))

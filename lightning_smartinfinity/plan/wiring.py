@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_smartinfinity.plan.gradients import GradientForm
 from lightning_smartinfinity.plan.machine import Channel, Device, Machine
 from lightning_smartinfinity.plan.virtual_time import Path, Resource
 
@@ -35,8 +36,8 @@ class Lane:
     kernel: Path
     sparse_kernel: Path
 
-    def kernel_for(self, compressed: bool) -> Path:
-        return self.sparse_kernel if compressed else self.kernel
+    def kernel_for(self, gradients: GradientForm) -> Path:
+        return self.sparse_kernel if gradients.sparse else self.kernel
 
 
 @dataclass(frozen=True, kw_only=True)

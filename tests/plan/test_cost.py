@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lightning_smartinfinity import ConfigError, TopK
+from lightning_smartinfinity import BlockScaled, ConfigError, TopK
 from lightning_smartinfinity.plan.cost import Setting, gain_of, gain_on_cards, gain_on_host, published_smartssds
-from lightning_smartinfinity.plan.gradients import Dense, TopKPayload
+from lightning_smartinfinity.plan.gradients import BlockScaledPayload, Dense, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.workload import Workload
 
 TOP_K = TopKPayload(0.01, 2)
+EIGHT_BITS = BlockScaledPayload()
 
 
 def dense(item_bytes: int = 2) -> Workload:
@@ -86,6 +88,35 @@ def test_values_of_another_type() -> None:
     assert narrow > wide > 1
 
 
+@pytest.mark.parametrize(("item_bytes", "num_cards", "gains"), [(4, 4, False), (4, 40, True), (2, 40, True)])
+def test_8_bits(item_bytes: int, num_cards: int, gains: bool) -> None:
+    """Where cards wait for their channel, of which gradients are half: it gains what the bytes are fewer, no more."""
+    gain = gain_of(BlockScaled(error_feedback=False), dense(item_bytes), Setting(num_cards=num_cards, num_cores=64))
+    assert gain.gains == gains
+    assert f"Sending {1.004 / item_bytes:.1%} of the gradients' bytes" in gain.reason
+    if gains:
+        assert gain.ratio == pytest.approx(2 * item_bytes / (item_bytes + 1.004), rel=0.1)
+
+
+def test_8_bits_are_made_on_the_cpu() -> None:
+    """Wherever gradients come from; few cores take longer for it, and for the residual, than the channel saves."""
+    on_cpu, on_gpu = (Setting(num_cards=40, num_cores=4, num_gpus=gpus) for gpus in (0, 2))
+    gain = gain_of(BlockScaled(), dense(4), on_cpu)
+    assert gain == gain_of(BlockScaled(), dense(4), on_gpu)
+    assert gain.ratio < 1 and "takes longer than it saves" in gain.reason
+    more = gain_of(BlockScaled(), dense(4), Setting(num_cards=40, num_cores=64, num_threads=64))
+    assert more.gains
+
+
+def test_8_bits_take_the_kernel_no_longer() -> None:
+    """Codes are scaled on their way; only what is scattered over a tile has a rate of its own."""
+    machine = published_smartssds(1)
+    slow = replace(machine, device=replace(machine.device, sparse_kernel=5e8))
+    ratios = [[gain_on_cards(each, dense(4), form).ratio for each in (machine, slow)] for form in (EIGHT_BITS, TOP_K)]
+    assert ratios[0][0] == ratios[0][1]
+    assert ratios[1][0] > 2 * ratios[1][1]
+
+
 def test_never_on_the_host() -> None:
     """Its gradients are where they are used."""
     gain = gain_on_host()
@@ -104,7 +135,7 @@ def test_compression_can_be_a_loss() -> None:
     """Where devices are waited for, whatever it takes makes the step longer; the reason says so."""
     gain = gain_of(TopK(0.01), dense(2), Setting(num_cards=4, num_cores=64))
     assert gain.ratio < 0.9
-    assert "not for the channel, and then for choosing what is sent and keeping what is not." in gain.reason
+    assert "not for the channel, and then for making what is sent and keeping what is not." in gain.reason
 
 
 def test_where_the_channel_is_what_is_waited_for() -> None:

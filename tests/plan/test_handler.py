@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_smartinfinity.compression import TopK
+from lightning_smartinfinity.compression import BlockScaled, TopK
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.native import TransferSchedule
 from lightning_smartinfinity.plan import handler
-from lightning_smartinfinity.plan.gradients import Dense, GradientForm, Pairs, TopKPayload
+from lightning_smartinfinity.plan.gradients import BlockScaledPayload, Dense, GradientForm, Pairs, TopKPayload
 from lightning_smartinfinity.plan.handler import Route, tasklets_of_device, update_on_cards, update_on_host
 from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.schedule_run import ScheduleRun
@@ -158,6 +158,7 @@ def test_payloads_are_those_of_the_codec(numel: int, ratio: float, dtype: tuple[
     name, value_bytes = dtype
     codec = TopK(ratio, value_dtype=name).native()
     assert TopKPayload(ratio, value_bytes).nbytes(numel) == codec.payload_bytes(numel)
+    assert BlockScaledPayload().nbytes(numel) == BlockScaled().native().payload_bytes(numel)
 
 
 PUBLISHED = {  # shared read, shared write, SSD to accelerator, accelerator to SSD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_processes_share_the_channel(reasons: Any) -> None:
 
 def test_choosing_on_the_gpu_takes_no_core(reasons: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow a core would be."""
-    monkeypatch.setitem(cost._SELECT, False, 1e-7)
+    monkeypatch.setattr(cost, "_TOP_K", replace(cost._TOP_K, compress={False: 1e-7, True: 1e-7}))
     (slow,) = reasons(QUICK, 14)
     assert "takes longer than it saves" in slow
     assert reasons(QUICK, 14, on_gpu=True) == []
