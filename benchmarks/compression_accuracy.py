@@ -38,7 +38,7 @@ from transformers import AutoModel, AutoTokenizer
 from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
 
 RATIOS = (0.05, 0.01, 0.005)
-LEARNING_RATES = (1e-4, 3e-4, 9e-4)
+LEARNING_RATES = (1e-4, 3e-4, 9e-4, 2.7e-3)
 TUNING_SEED = 1000
 BATCH, TOKENS = 16, 24
 TASKS = ("fine-tuning", "from-scratch")
