@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.compression import BlockScaled, GradientCodec, TopK
+from lightning_smartinfinity.compression import GradientCodec, TopK
 from lightning_smartinfinity.plan.checks import COUNT, between, instance, require
 from lightning_smartinfinity.plan.gradients import BlockScaledPayload, GradientForm, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
@@ -41,8 +41,10 @@ class _Work:
     feed_back: float
 
 
-# Of the top 1 %; in 8 bits, which take as long in small ones.
+# Of the top 1 %, of more than twice as much, and in 8 bits, which take as long in small ones.
 _TOP_K = _Work({False: 0.65e-9, True: 1.3e-9}, FEED_BACK)
+_FEW = 0.02
+_TOP_OF_MANY = _Work({False: 3.6e-9, True: 3.6e-9}, FEED_BACK)
 _BLOCK_SCALED = _Work({False: 0.8e-9, True: 1.1e-9}, 1.1e-9)
 
 
@@ -102,7 +104,7 @@ def gain_of(codec: GradientCodec, workload: Workload, setting: Setting) -> Compr
         return gain_on_host()
     item_bytes = int(workload.gradients.nbytes(1))
     residual_bytes = codec.keeps_residual * _FP32_BYTES
-    work = _BLOCK_SCALED if isinstance(codec, BlockScaled) else _TOP_K
+    work = _work_of(codec)
     select, cores = work.compress[codec.keeps_residual], setting.num_cores
     if isinstance(codec, TopK) and codec.exact and setting.num_gpus:
         select, cores = (item_bytes + residual_bytes) / _TO_GPU, setting.num_gpus
@@ -114,6 +116,12 @@ def gain_of(codec: GradientCodec, workload: Workload, setting: Setting) -> Compr
         route=setting.route,
         feed_back=feed_back,
     )
+
+
+def _work_of(codec: GradientCodec) -> _Work:
+    if isinstance(codec, TopK):
+        return _TOP_K if codec.ratio <= _FEW else _TOP_OF_MANY
+    return _BLOCK_SCALED
 
 
 def _form_of(codec: GradientCodec, item_bytes: int) -> GradientForm:

@@ -64,6 +64,13 @@ def test_the_residual_takes_time() -> None:
     assert ratios[0] < 1 < ratios[1] < ratios[2] < without
 
 
+def test_choosing_more_takes_longer() -> None:
+    """Of a few cores it is what a step waits for."""
+    setting = Setting(num_cards=40, num_cores=2)
+    few, many = (gain_of(TopK(ratio, error_feedback=False), dense(4), setting).ratio for ratio in (0.02, 0.021))
+    assert few > 2 * many
+
+
 def test_a_card_chooses_with_two_threads() -> None:
     """More cores than its threads do not help it."""
     ratios = [
