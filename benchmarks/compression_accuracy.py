@@ -40,6 +40,7 @@ from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
 RATIOS = (0.05, 0.01, 0.005)
 LEARNING_RATES = (1e-4, 3e-4, 9e-4, 2.7e-3)
 TUNING_SEED = 1000
+PRECISION = "bf16-true"
 BATCH, TOKENS = 16, 24
 TASKS = ("fine-tuning", "from-scratch")
 
@@ -148,7 +149,8 @@ class FineTuning:
             tuning_per_package=per_package // 8,
             held_out_per_package=per_package // 2,
         )
-        self._digest = hashlib.sha256(repr(task).encode()).hexdigest()[:8]
+        whole = (task, (weights / "config.json").read_text(), PRECISION, BATCH, TOKENS)
+        self._digest = hashlib.sha256(repr(whole).encode()).hexdigest()[:8]
         self.packages = task.packages
         tokenizer = AutoTokenizer.from_pretrained(self._path)
         self.training, self.tuning, self.held_out = (
@@ -176,7 +178,7 @@ class FineTuning:
             trainer = quiet_trainer(
                 folder,
                 strategy,
-                precision="bf16-true",
+                precision=PRECISION,
                 max_steps=self._steps,
                 val_check_interval=self._steps,
                 check_val_every_n_epoch=None,

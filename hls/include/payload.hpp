@@ -24,7 +24,8 @@ constexpr std::uint32_t kBeatsOfCodes = kBytes / kLanes;
 constexpr std::uint32_t kBeatsOfBlock = kScaledBlock / kLanes;
 constexpr std::uint32_t kBeatsOfExponents = kBytes * kBeatsOfBlock;
 
-// Beats of indices that are fetched in one burst, and then the values to them. The streams hold a burst of either.
+// Beats of indices that are fetched in one burst, and then the values to them. The streams hold a burst of either. (Not
+// of codes: those come after their beat of exponents, and are used up as they come.)
 constexpr std::uint32_t kIndexBurst = 16;
 
 static_assert(kMostBlocks == 8192, "the depth of the stream of counts in the tops, which holds them all");
@@ -33,7 +34,7 @@ static_assert(kMostBlocks == 8192, "the depth of the stream of counts in the top
 struct Part {
     std::uint32_t offset;  // beats before it
     std::uint32_t beats;
-    std::uint32_t burst;  // beats that are fetched before as much of the other part
+    std::uint32_t burst;  // beats that are fetched before some of the other part
     // The beats that the run needs; it reads all of them.
     std::uint32_t begin;
     std::uint32_t end;

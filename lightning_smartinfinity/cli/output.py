@@ -57,10 +57,8 @@ class _Checked:
 
     def _discard(self) -> None:
         """What it still holds would fail again when the interpreter exits."""
-        with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 @contextmanager
@@ -74,5 +72,7 @@ def checked_output() -> Iterator[None]:
     with redirect_stdout(output), redirect_stderr(_Checked(sys.stderr)):
         try:
             yield
-        finally:
+        except SystemExit:  # after help, for one
             output.flush()
+            raise
+        output.flush()

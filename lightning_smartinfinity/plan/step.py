@@ -98,7 +98,17 @@ def simulate_step(
     keeps_rest = system is System.CARDS and workload.gradients.compressed
     marks: dict[str, float] = {}
     timed = run.simulation.start(_timed(run, update.finished, keeps_rest, marks))
-    run.simulation.start(_step(run, update, timed, overlap, stores_gradients, marks))
+    steps = _step(
+        run,
+        update,
+        timed,
+        stores_gradients,
+        marks,
+        forward_waits=overlap is Overlap.NONE,
+        # What is kept of these gradients is kept before the next ones come.
+        backward_waits=keeps_rest and machine.host.feed_back > 0,
+    )
+    run.simulation.start(steps)
     step = run.simulation.run()
     forward = machine.gpu.forward * workload.numel
     return StepTime(forward=forward, step=step, traffic=_traffic(run, update), **marks)
@@ -119,12 +129,21 @@ def _require_possible(machine: Machine, workload: Workload, system: System, over
 
 
 def _step(
-    run: Run, update: Update, timed: Event, overlap: Overlap, stores_gradients: bool, marks: dict[str, float]
+    run: Run,
+    update: Update,
+    timed: Event,
+    stores_gradients: bool,
+    marks: dict[str, float],
+    *,
+    forward_waits: bool,
+    backward_waits: bool,
 ) -> Process:
     """In the order update, forward, backward: with an overlap the update is that of the step before."""
-    if overlap is Overlap.NONE:
+    if forward_waits:
         yield timed
     yield from _forward(run, update)
+    if backward_waits:
+        yield timed
     began = run.simulation.now
     yield from _backward(run, update, stores_gradients)
     marks["backward"] = run.simulation.now - began

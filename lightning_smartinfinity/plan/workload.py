@@ -23,7 +23,9 @@ _MOST_PARAMETERS = 10**12
 _MOST_ARRAYS = 8
 _LEAST_TASKLET_BYTES, _MOST_TASKLET_BYTES = 64 * 1024, 1 << 40
 _MOST_BUFFERS = 4096
-_FORM = Rule("Dense(...), TopKPayload(...) or Pairs(...)", lambda value: isinstance(value, GradientForm))
+_FORM = Rule(
+    "Dense(...), TopKPayload(...), BlockScaledPayload() or Pairs(...)", lambda value: isinstance(value, GradientForm)
+)
 _FORMAT = Rule(f"one of {', '.join(STATE_FORMATS)}", lambda value: isinstance(value, str) and value in STATE_FORMATS)
 
 ENOUGH_TASKLETS = 4096

@@ -75,14 +75,14 @@ class CompressedGradients:
         self._sizes = [self.codec.payload_bytes(tasklet.numel, native_dtype(gradients.dtype)) for tasklet in tasklets]
         self._offsets = [0, *accumulate(-(-size // _BEAT_BYTES) * _BEAT_BYTES for size in self._sizes)]
         self._payloads = HostTensor(self._offsets[-1], torch.uint8)
-        selects = device is not None and isinstance(codec, TopK) and codec.exact
-        memory = link.host_tensor if link is not None and selects else HostTensor
+        selects = device if isinstance(codec, TopK) and codec.exact else None
+        memory = link.host_tensor if link is not None and selects is not None else HostTensor
         self._residual = memory(layout.numel, torch.float32) if codec.keeps_residual else None
         self._elements = [tasklet.offset for tasklet in tasklets]
         self._padding = _padding_of(layout)
         self._selection = None
-        if device is not None and isinstance(codec, TopK) and codec.exact:
-            self._selection = DeviceSelection(codec, device=device, gradients=gradients, residual=self.residual)
+        if selects is not None and isinstance(codec, TopK):
+            self._selection = DeviceSelection(codec, device=selects, gradients=gradients, residual=self.residual)
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -98,6 +98,11 @@ class CompressedGradients:
     def residual_bytes(self) -> int:
         """Host memory of the residual."""
         return 0 if self._residual is None else self._residual.tensor.nbytes
+
+    def close(self) -> None:
+        """Unregister the residual; idempotent. Tensors handed out keep its memory until they are gone."""
+        if self._residual is not None:
+            self._residual.close()
 
     def of(self, tasklet: int) -> Compression:
         """Of one tasklet of the layout."""

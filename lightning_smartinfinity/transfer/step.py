@@ -92,14 +92,19 @@ class Step:
     def open(self, tasklets: Sequence[int]) -> None:
         """Start tasklets of a step that grows, all of whose parameters are active; return at once."""
         assert self.grows
+        self._is_handed_out = False
         self._extend(tasklets)
+        self._is_handed_out = True
 
     def complete(self, plan: StepPlan) -> bool:
         """Make a step that grows the one of this plan: start what it has beyond what is open, and grow no more.
 
         Returns:
-            False, and nothing else happens, if the plan would have updated a parameter of an open tasklet otherwise.
+            False, and nothing else happens, if the plan would have updated a parameter of an open tasklet otherwise, or
+            if an interrupt came while tasklets were opened.
         """
+        if not self._is_handed_out and self._failure is None:
+            return False
         updates = self._updates_of(plan)
         opened = set(self._tasklets)
         if not updates.agrees(self._updates, self._layout.parameters_in(opened)):
@@ -111,7 +116,7 @@ class Step:
         self._extend([tasklet for tasklet in tasklets if tasklet not in opened])
         if self._tasklets:
             # Those of the last layers came first; the first layers are needed first.
-            self._direct_run.prefer(tasklets)
+            self._guarded(lambda: self._direct_run.prefer(tasklets))
         self._is_handed_out = True
         return True
 

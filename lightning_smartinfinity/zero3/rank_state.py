@@ -157,7 +157,9 @@ class RankState:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-        self.compressed = None
+        if self.compressed is not None:
+            self.compressed.close()
+            self.compressed = None
 
     def closer(self) -> Callable[[], None]:
         """What an exit handler calls: closes the store and holds no reference to arena or optimizer."""

@@ -56,7 +56,7 @@ BAD: list[tuple[Callable[..., Any], str, str, tuple[Any, ...]]] = [
     *((Channel, "Channel", name, RATES) for name in ("down", "up")),
     (Channel, "Channel", "together", RATES[:-1]),
     *((Gpu, "Gpu", name, SECONDS) for name in ("forward", "backward", "top_k")),
-    *((Host, "Host", name, SECONDS) for name in ("update", "receive", "select")),
+    *((Host, "Host", name, SECONDS) for name in ("update", "receive", "select", "feed_back")),
     (Host, "Host", "cores", COUNTS),
     (machine, "Machine", "num_devices", COUNTS),
     *((machine, "Machine", name, (None, 1e9, WORKLOAD)) for name in ("device", "channel", "gpu", "host")),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +39,29 @@ def test_on_every_line(tmp_path: Path, staged: bool, goes_on: bool) -> None:
             assert_equal(in_memory(run), in_memory(straight))
             number += 1
         assert number > 100
+        assert_equal(run.state(), straight.state())
+
+
+def test_opening_tasklets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that grows: nobody knows which of them the device has, and it is not completed but made again."""
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with running(tmp_path / "interrupted", CASE) as run, running(tmp_path / "straight", CASE) as straight:
+        plan = run.collect(1)
+        inactive = [run.layout.tasklets_of(slice(index, index + 1)) for index in np.flatnonzero(~plan.active)]
+        (tasklet, *_) = set(range(len(run.layout.tasklets))).difference(*inactive)
+        run.handler.begin_growing(replace(plan, active=np.ones_like(plan.active)))
+        with monkeypatch.context() as patch:
+            patch.setattr(run.device, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run.handler.extend([tasklet])
+        assert not run.handler.complete(plan)
+        run.handler.rollback()
+        run.step(1)
+        straight.step(1)
+        assert_equal(in_memory(run), in_memory(straight))
         assert_equal(run.state(), straight.state())
 
 
