@@ -95,10 +95,7 @@ def test_benchmark_prints_its_table_with_the_machine(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The script exits with 0, prints the machine above the rows of its table and leaves no file behind."""
-    for name in set(os.environ) - set(fresh_environment()):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(core.__file__).parents[2]), str(REPOSITORY)]))
-    monkeypatch.chdir(tmp_path)
+    begin_in(tmp_path, monkeypatch)
     arguments, rows = (RUNS | ON_CARDS)[script]
     lines = run(sys.executable, BENCHMARKS / script, *arguments).stdout.splitlines()
     assert re.search(r"\d+ cores, .* GiB of memory, Linux \d", lines[0])
@@ -106,6 +103,14 @@ def test_benchmark_prints_its_table_with_the_machine(
     if script in PLOTTED:
         assert_plotted(tmp_path / "figures.json", PLOTTED[script])
     assert list(tmp_path.iterdir()) == []
+
+
+def begin_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, as if no test had trained in this process."""
+    for name in set(os.environ) - set(fresh_environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(core.__file__).parents[2]), str(REPOSITORY)]))
+    monkeypatch.chdir(folder)
 
 
 def test_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +124,7 @@ def test_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BertTokenizerFast(vocab_file=str(weights / "vocab.txt")).save_pretrained(weights)
     config = BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     BertModel(config).save_pretrained(weights)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(core.__file__).parents[2]), str(REPOSITORY)]))
-    monkeypatch.chdir(tmp_path)
+    begin_in(tmp_path, monkeypatch)
     command = [sys.executable, BENCHMARKS / "compression_accuracy.py", "--json", "figures.json"]
     command += ["--tasks", "fine-tuning", "--weights", weights, "--packages", "jsonargparse", "packaging"]
     command += ["--per-package", "16", "--steps", "2", "--seeds", "1", "--ratios", "0.1", "--rates", "1e-3"]
