@@ -200,7 +200,6 @@ class NearStorage:
         from lightning_smartinfinity.zero3.partition import make_contiguous
         from lightning_smartinfinity.zero3.release import end_training, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
-        from lightning_smartinfinity.zero3.update_device import choose_update_device
         from lightning_smartinfinity.zero3.validation import (
             check_dtype,
             check_model,
@@ -208,7 +207,6 @@ class NearStorage:
             check_state_format,
         )
 
-        assert self._storage is not None
         with raising_together():
             refuse_in_fit(model)
             check_model(model)
@@ -219,6 +217,23 @@ class NearStorage:
         end_training(model)
         release_module(model)
         make_contiguous(model)
+        offload = self._offload_for(optimizer)
+        with self._parameters_on_storage(), engine_with(offload):
+            if self._parameters is not None:
+                require_parameter_space(
+                    self._parameters.settings, offload, model, optimizer, in_16_bit=is_16_bit(self.config)
+                )
+            engine, rest = initialize()
+        # At interpreter exit, too: nothing is left on storage unless asked for.
+        weakref.finalize(self, engine.optimizer.rank_state.closer())
+        self._training_engine = engine
+        return engine, rest
+
+    def _offload_for(self, optimizer: Optimizer) -> OffloadSettings:
+        """Settings with the device that is to update; who compresses for nothing is warned."""
+        from lightning_smartinfinity.zero3.update_device import choose_update_device
+
+        assert self._storage is not None
         offload = OffloadSettings(
             storage=self._storage,
             transfer=self._transfer,
@@ -238,16 +253,7 @@ class NearStorage:
             num_processes=self._local_world_size,
             on_gpu=self._on_cuda,
         )
-        with self._parameters_on_storage(), engine_with(offload):
-            if self._parameters is not None:
-                require_parameter_space(
-                    self._parameters.settings, offload, model, optimizer, in_16_bit=is_16_bit(self.config)
-                )
-            engine, rest = initialize()
-        # At interpreter exit, too: nothing is left on storage unless asked for.
-        weakref.finalize(self, engine.optimizer.rank_state.closer())
-        self._training_engine = engine
-        return engine, rest
+        return offload
 
     @contextmanager
     def _parameters_on_storage(self) -> Iterator[None]:

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_smartinfinity.compression import BlockScaled, GradientCodec, TopK
 from lightning_smartinfinity.errors import CudaError, StorageError
 from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.store.parameter_files import whole_blocks
 from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.cuda import link_to
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 from tests.transfer.fake_link import CudaRun, FakeLink
@@ -330,6 +332,20 @@ def test_everything_is_given_back(tmp_path: Path, fake_cuda: FakeCuda) -> None:
     del run, link
     gc.collect()
     assert fake_cuda.held() == {"events": 0, "streams": 0, "registered": 0, "contexts": 0}
+
+
+@pytest.mark.parametrize(("codec", "registered"), [(TopK(0.1), 1), (TopK(0.1, exact=False), 0), (BlockScaled(), 0)])
+def test_a_residual_that_goes_to_the_device(codec: GradientCodec, registered: int, link: FakeLink) -> None:
+    """Registered until it is closed, where the device selects."""
+    layout = layout_of(Case())
+    gradients = torch.zeros(layout.numel)
+    compressed = CompressedGradients(
+        layout, codec, gradients=gradients, num_threads=1, device=torch.device("cpu"), link=link
+    )
+    assert link.fake.held()["registered"] == registered
+    compressed.close()
+    compressed.close()
+    assert link.fake.held()["registered"] == 0
 
 
 def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, link: FakeLink) -> None:
