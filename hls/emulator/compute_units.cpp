@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "flush_subnormals.hpp"
+#include "base/flush_subnormals.hpp"
 
 namespace smart_infinity::emulator {
 namespace {

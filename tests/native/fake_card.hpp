@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "buffer.hpp"
-#include "card_binding.hpp"
-#include "flush_subnormals.hpp"
-#include "worker_pool.hpp"
+#include "base/buffer.hpp"
+#include "base/flush_subnormals.hpp"
+#include "base/worker_pool.hpp"
+#include "card/card_binding.hpp"
 
 // The core has a kernels.hpp too.
 #include <include/kernels.hpp>

@@ -26,13 +26,13 @@
 #include <variant>
 #include <vector>
 
-#include "buffer.hpp"
-#include "cuda_device.hpp"
-#include "fault_injection.hpp"
-#include "file_queue.hpp"
-#include "flush_subnormals.hpp"
-#include "pipeline.hpp"
-#include "system_error.hpp"
+#include "base/buffer.hpp"
+#include "base/flush_subnormals.hpp"
+#include "base/system_error.hpp"
+#include "cuda/cuda_device.hpp"
+#include "io/file_queue.hpp"
+#include "pipeline/pipeline.hpp"
+#include "testing/fault_injection.hpp"
 
 namespace smart_infinity {
 namespace {

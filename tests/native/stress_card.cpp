@@ -21,10 +21,10 @@
 #include <thread>
 #include <vector>
 
-#include "card_kernel.hpp"
+#include "card/card_kernel.hpp"
 #include "fake_card.hpp"
-#include "pipeline.hpp"
-#include "sparse_gradient.hpp"
+#include "gradient/sparse_gradient.hpp"
+#include "pipeline/pipeline.hpp"
 
 namespace {
 

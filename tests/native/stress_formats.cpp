@@ -12,8 +12,8 @@
 #include <random>
 #include <vector>
 
-#include "compute.hpp"
-#include "instruction_set.hpp"
+#include "kernels/instruction_set.hpp"
+#include "pipeline/compute.hpp"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>

@@ -21,14 +21,14 @@
 #include <thread>
 #include <vector>
 
-#include "block_scaled.hpp"
-#include "compression.hpp"
-#include "compute.hpp"
-#include "feed_back.hpp"
-#include "gradient_payload.hpp"
-#include "instruction_set.hpp"
-#include "pipeline.hpp"
-#include "top_k.hpp"
+#include "gradient/block_scaled.hpp"
+#include "gradient/compression.hpp"
+#include "gradient/feed_back.hpp"
+#include "gradient/gradient_payload.hpp"
+#include "gradient/top_k.hpp"
+#include "kernels/instruction_set.hpp"
+#include "pipeline/compute.hpp"
+#include "pipeline/pipeline.hpp"
 
 namespace {
 

@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "batch.hpp"
-#include "cuda_device.hpp"
-#include "gradient_codec.hpp"
-#include "module.hpp"
+#include "cuda/cuda_device.hpp"
+#include "extent/batch.hpp"
+#include "gradient/gradient_codec.hpp"
+#include "module/module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

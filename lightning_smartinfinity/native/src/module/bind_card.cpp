@@ -16,11 +16,11 @@
 #include <string>
 #include <utility>
 
-#include "card_options.hpp"
-#include "module.hpp"
-#include "python_binding.hpp"
-#include "workers.hpp"
-#include "xrt_binding.hpp"
+#include "card/card_options.hpp"
+#include "card/xrt_binding.hpp"
+#include "module/module.hpp"
+#include "module/python_binding.hpp"
+#include "module/workers.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

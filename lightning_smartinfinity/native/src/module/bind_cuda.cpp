@@ -6,8 +6,8 @@
 #include <cstddef>
 #include <memory>
 
-#include "cuda_device.hpp"
-#include "module.hpp"
+#include "cuda/cuda_device.hpp"
+#include "module/module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

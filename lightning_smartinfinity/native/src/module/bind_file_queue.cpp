@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <string>
 
-#include "buffer.hpp"
-#include "module.hpp"
-#include "workers.hpp"
+#include "base/buffer.hpp"
+#include "module/module.hpp"
+#include "module/workers.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -10,12 +10,12 @@
 #include <string>
 #include <vector>
 
-#include "block_scaled.hpp"
-#include "compression.hpp"
-#include "feed_back.hpp"
-#include "gradient_payload.hpp"
-#include "module.hpp"
-#include "top_k.hpp"
+#include "gradient/block_scaled.hpp"
+#include "gradient/compression.hpp"
+#include "gradient/feed_back.hpp"
+#include "gradient/gradient_payload.hpp"
+#include "gradient/top_k.hpp"
+#include "module/module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

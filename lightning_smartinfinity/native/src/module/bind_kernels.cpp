@@ -9,10 +9,10 @@
 #include <stdexcept>
 #include <vector>
 
-#include "crc32c.hpp"
-#include "instruction_set.hpp"
-#include "kernels.hpp"
-#include "module.hpp"
+#include "checksum/crc32c.hpp"
+#include "kernels/instruction_set.hpp"
+#include "kernels/kernels.hpp"
+#include "module/module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

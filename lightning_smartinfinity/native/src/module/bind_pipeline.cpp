@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "module.hpp"
-#include "workers.hpp"
+#include "module/module.hpp"
+#include "module/workers.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

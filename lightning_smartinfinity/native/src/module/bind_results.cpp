@@ -10,10 +10,10 @@
 #include <tuple>
 #include <vector>
 
-#include "counters.hpp"
-#include "failure.hpp"
-#include "io_engines.hpp"
-#include "module.hpp"
+#include "base/failure.hpp"
+#include "io/counters.hpp"
+#include "io/io_engines.hpp"
+#include "module/module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -10,8 +10,8 @@
 #include <tuple>
 #include <vector>
 
-#include "module.hpp"
-#include "schedule.hpp"
+#include "module/module.hpp"
+#include "pipeline/schedule.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "module.hpp"
-#include "update_step.hpp"
+#include "kernels/update_step.hpp"
+#include "module/module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

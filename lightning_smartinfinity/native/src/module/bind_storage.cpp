@@ -10,11 +10,11 @@
 #include <string>
 #include <utility>
 
-#include "buffer.hpp"
-#include "cuda_device.hpp"
-#include "module.hpp"
-#include "state_file.hpp"
-#include "trailer.hpp"
+#include "base/buffer.hpp"
+#include "cuda/cuda_device.hpp"
+#include "extent/trailer.hpp"
+#include "io/state_file.hpp"
+#include "module/module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -12,12 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_driver.hpp"
-#include "fault_injection.hpp"
-#include "hold.hpp"
-#include "module.hpp"
-#include "throttle.hpp"
-#include "workers.hpp"
+#include "cuda/cuda_driver.hpp"
+#include "module/module.hpp"
+#include "module/workers.hpp"
+#include "testing/fault_injection.hpp"
+#include "testing/hold.hpp"
+#include "testing/throttle.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,12 +1,12 @@
 // The Python module: bindings only, of which the other files have the parts.
 
-#include "module.hpp"
+#include "module/module.hpp"
 
 #include <exception>
 #include <system_error>
 
-#include "cuda_device.hpp"
-#include "system_error.hpp"
+#include "base/system_error.hpp"
+#include "cuda/cuda_device.hpp"
 
 namespace nb = nanobind;
 

@@ -2,7 +2,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "batch.hpp"
+#include "extent/batch.hpp"
 
 namespace smart_infinity {
 

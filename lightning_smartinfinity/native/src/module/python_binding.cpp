@@ -1,4 +1,4 @@
-#include "python_binding.hpp"
+#include "module/python_binding.hpp"
 
 #include <cstdint>
 #include <string>

@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "card_binding.hpp"
+#include "card/card_binding.hpp"
 
 namespace smart_infinity {
 

@@ -1,4 +1,4 @@
-#include "workers.hpp"
+#include "module/workers.hpp"
 
 namespace nb = nanobind;
 

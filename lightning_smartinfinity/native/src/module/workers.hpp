@@ -5,9 +5,9 @@
 #include <optional>
 #include <string>
 
-#include "file_queue.hpp"
-#include "io_engines.hpp"
-#include "pipeline.hpp"
+#include "io/file_queue.hpp"
+#include "io/io_engines.hpp"
+#include "pipeline/pipeline.hpp"
 
 namespace smart_infinity {
 

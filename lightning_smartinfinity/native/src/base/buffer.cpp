@@ -1,0 +1,69 @@
+#include "base/buffer.hpp"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+#include "base/system_error.hpp"
+#include "cuda/cuda_device.hpp"
+
+namespace smart_infinity {
+namespace {
+
+void unmap(std::byte* first, std::byte* last) {
+    if (first != last) ::munmap(first, static_cast<std::size_t>(last - first));
+}
+
+// Maps more than needed and gives back what lies outside the alignment.
+std::byte* map_aligned(std::size_t bytes, std::size_t alignment) {
+    const std::size_t mapped = bytes + alignment - kBlockBytes;
+    void* const address = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address == MAP_FAILED) throw SystemError(errno, "HostBuffer: mmap of " + std::to_string(bytes) + " bytes");
+    auto* const first = static_cast<std::byte*>(address);
+    const auto misalignment = reinterpret_cast<std::uintptr_t>(first) % alignment;
+    std::byte* const data = misalignment == 0 ? first : first + (alignment - misalignment);
+    unmap(first, data);
+    unmap(data + bytes, first + mapped);
+    return data;
+}
+
+}  // namespace
+
+HostBuffer::HostBuffer(std::size_t bytes) : data_(nullptr), bytes_(bytes) {
+    if (bytes == 0 || bytes > std::numeric_limits<std::size_t>::max() / 2) {
+        throw std::invalid_argument("HostBuffer: cannot map " + std::to_string(bytes) + " bytes");
+    }
+    const std::size_t mapped = align_up(bytes, kBlockBytes);
+    data_ = map_aligned(mapped, bytes >= kHugePageBytes ? kHugePageBytes : kBlockBytes);
+    // Huge pages are only faster, and a kernel may be built without them.
+    (void)::madvise(data_, mapped, MADV_HUGEPAGE);
+    if (::madvise(data_, mapped, MADV_DONTFORK) != 0) {
+        const int error = errno;
+        unmap(data_, data_ + mapped);
+        throw SystemError(error, "HostBuffer: madvise(MADV_DONTFORK)");
+    }
+}
+
+HostBuffer::~HostBuffer() {
+    unregister();
+    // A forked child never had this mapping; the address may hold something else there.
+    if (process_.is_current()) unmap(data_, data_ + align_up(bytes_, kBlockBytes));
+}
+
+bool HostBuffer::try_register(std::shared_ptr<const CudaDevice> device) {
+    if (registered_with_) throw std::invalid_argument("HostBuffer: it is registered already");
+    if (!device->register_host(data_, align_up(bytes_, kBlockBytes))) return false;
+    registered_with_ = std::move(device);
+    return true;
+}
+
+void HostBuffer::unregister() {
+    if (registered_with_ && process_.is_current()) registered_with_->unregister_host(data_);
+    registered_with_.reset();
+}
+
+}  // namespace smart_infinity

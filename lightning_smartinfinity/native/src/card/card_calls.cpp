@@ -1,0 +1,64 @@
+#include "card/card_calls.hpp"
+
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "base/still_out.hpp"
+
+namespace smart_infinity {
+
+struct CardCalls::Call {
+    std::function<void()> function;
+    std::mutex mutex;  // of what follows
+    std::condition_variable changed;
+    bool returned = false;
+    std::optional<std::pair<std::string, int>> error;  // in words, with an errno
+    std::unique_ptr<StillOut> still_out;               // once it was given up
+};
+
+CardCalls::CardCalls(std::size_t num_callers, std::chrono::milliseconds timeout)
+    : timeout_(timeout),
+      pool_("smart-inf-card", num_callers, [this](const std::shared_ptr<Call>& call) { run(*call); }) {}
+
+void CardCalls::make(const std::string& name, std::function<void()> function) {
+    const auto call = std::make_shared<Call>();
+    call->function = std::move(function);
+    pool_.push(call);
+    std::unique_lock lock(call->mutex);
+    if (!call->changed.wait_for(lock, timeout_, [&call] { return call->returned; })) {
+        call->still_out = std::make_unique<StillOut>();
+        ++num_out_;
+        throw CallNotReturned(name + " did not return within " + std::to_string(timeout_.count()) + " ms");
+    }
+    if (call->error) throw CardError(call->error->first, call->error->second);
+}
+
+void CardCalls::transfer(const std::string& name, const IoRequest& request, std::function<void()> call) {
+    if (!gate_) return make(name, std::move(call));
+    make(name, [gate = gate_, request, call = std::move(call)] {
+        gate(request);
+        call();
+    });
+}
+
+void CardCalls::run(Call& call) {
+    std::optional<std::pair<std::string, int>> problem;
+    try {
+        call.function();
+    } catch (const CardError& error) {
+        problem.emplace(error.what(), error.error());
+    }
+    call.function = nullptr;
+    const std::lock_guard lock(call.mutex);
+    call.error = std::move(problem);
+    call.returned = true;
+    if (call.still_out) {
+        call.still_out.reset();
+        --num_out_;
+    }
+    call.changed.notify_all();
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "card/card_calls.hpp"
+#include "card/card_gradient.hpp"
+#include "card/card_options.hpp"
+#include "card/card_plan.hpp"
+#include "card/card_ring.hpp"
+#include "card/card_status.hpp"
+#include "card/card_traffic.hpp"
+#include "pipeline/updater.hpp"
+
+namespace smart_infinity {
+
+// One tasklet on the card: its gradient goes there, kernels run, its parameters come back.
+class CardJob {
+ public:
+    CardJob(const Job& job, const CardOptions& options, const Identity& identity, CardRing& ring, CardCalls& calls);
+
+    // Returns why the extent is refused, if it is. Throws CardError for what the card did not do.
+    std::optional<Refusal> run();
+
+    // What it moved, however it ended.
+    CardTraffic traffic() const;
+    // A run that has not returned, if there is one; it has its memory until it does.
+    std::shared_ptr<CardRun> run_still_out() { return std::move(still_out_); }
+
+ private:
+    void work(const CardPass& pass, bool is_last);
+    void work(const CardPass& pass, const CardRunPlan& run);
+    void set_arguments(const CardPass& pass, const CardRunPlan& run, CardRun& call);
+    void clear_status();
+    void execute(const std::shared_ptr<CardRun>& call);
+    void start(const std::shared_ptr<CardRun>& call);
+    int state_after(CardRun& call);
+    CardStatus take_status();
+    void take_checksums(const CardStatus& status, const CardRunPlan& run);
+    void check_arrays_read() const;
+    void receive(const CardPass& pass);
+    void give_out(const Segment& segment) const;
+
+    const Job& job_;
+    const CardOptions& options_;
+    const CardKernelType& type_;
+    const Identity& identity_;
+    CardBufferSet& buffers_;
+    CardCalls& calls_;
+    const Regions regions_;
+    CardGradient gradient_;
+    Checksums read_{};
+    Checksums written_{};
+    std::vector<std::uint32_t> parameters_;  // by run of the pass: checksums as the kernel wrote them
+    CardTraffic traffic_;
+    std::shared_ptr<CardRun> still_out_;
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "card/card_binding.hpp"
+#include "io/state_file.hpp"
+
+namespace smart_infinity {
+
+// A card that updates the tasklets of a pipeline.
+struct CardOptions {
+    std::shared_ptr<CardBinding> binding;
+    std::string kernel;
+    std::size_t gradient_bytes;  // on the card, for each buffer of the ring
+    std::size_t parameter_bytes;
+    std::chrono::milliseconds timeout;                      // of a run, a transfer or another call
+    std::optional<std::size_t> dram_bytes = std::nullopt;   // the most that the ring may take
+    std::optional<StateFile> gradient_file = std::nullopt;  // gradients go through it; none: from host memory
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,91 @@
+#include "card/card_plan.hpp"
+
+#include <optional>
+
+namespace smart_infinity {
+namespace {
+
+// What is known so far of a pass: runs that pass elements through, or give no parameters, fit every one.
+struct OpenPass {
+    std::optional<DType> gradient_dtype;
+    std::optional<DType> parameter_dtype;
+    std::vector<CardRunPlan> runs;
+
+    bool fits(const Segment& segment) const {
+        return gradient_dtype.value_or(segment.gradient_dtype) == segment.gradient_dtype &&
+               (segment.parameter == 0 || parameter_dtype.value_or(segment.parameter_dtype) == segment.parameter_dtype);
+    }
+    // Where nothing is given out, the kernel still writes parameters: the shortest.
+    CardPass close() const {
+        return {gradient_dtype.value_or(DType::kFloat32), parameter_dtype.value_or(DType::kBFloat16), runs};
+    }
+};
+
+class Planner {
+ public:
+    explicit Planner(const Tasklet& tasklet) {
+        for (const Segment& segment : tasklet.segments) {
+            if (segment.numel == 0) continue;
+            pass_through(segment.offset);
+            if (segment.step == kNoStep) {
+                pass_through(segment.offset + segment.numel);
+            } else {
+                update(segment);
+            }
+        }
+        pass_through(tasklet.numel);
+        close();
+    }
+
+    std::vector<CardPass> passes;
+
+ private:
+    void pass_through(std::uint64_t end) { run(end, kNoStep); }
+
+    void update(const Segment& segment) {
+        if (!pass_.fits(segment)) close();
+        pass_.gradient_dtype = segment.gradient_dtype;
+        if (segment.parameter != 0) pass_.parameter_dtype = segment.parameter_dtype;
+        run(segment.offset + segment.numel, segment.step);
+        pass_.runs.back().segments.push_back(&segment);
+    }
+
+    // Up to `end`: more of the run before, if it is of the same step.
+    void run(std::uint64_t end, std::int64_t step) {
+        if (end <= end_) return;
+        const auto last = static_cast<std::uint32_t>(end);
+        if (!pass_.runs.empty() && pass_.runs.back().step == step) {
+            pass_.runs.back().last = last;
+        } else {
+            pass_.runs.push_back({static_cast<std::uint32_t>(end_), last, step, {}});
+        }
+        end_ = end;
+    }
+
+    void close() {
+        if (!pass_.runs.empty()) passes.push_back(pass_.close());
+        pass_ = {};
+    }
+
+    OpenPass pass_;
+    std::uint64_t end_ = 0;
+};
+
+}  // namespace
+
+std::vector<Stretch> stretches_of(const CardPass& pass) {
+    std::vector<Stretch> stretches;
+    for (const CardRunPlan& run : pass.runs) {
+        if (run.step == kNoStep) continue;
+        if (!stretches.empty() && stretches.back().last == run.first) {
+            stretches.back().last = run.last;
+        } else {
+            stretches.push_back({run.first, run.last});
+        }
+    }
+    return stretches;
+}
+
+std::vector<CardPass> card_passes(const Tasklet& tasklet) { return Planner(tasklet).passes; }
+
+}  // namespace smart_infinity

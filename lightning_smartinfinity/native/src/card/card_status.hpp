@@ -1,0 +1,44 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "card/card_kernel.hpp"
+
+namespace smart_infinity {
+
+constexpr std::uint32_t kStatusMagic = 0x5349534c;
+constexpr std::size_t kMostCardArrays = 3;
+
+// What a run leaves behind, 64 bytes. Checksums are CRC-32C, of the elements of the run only.
+struct CardStatus {
+    std::uint32_t magic;
+    std::uint32_t interface_version;
+    std::uint32_t count;
+    std::uint32_t errors;
+    std::uint32_t gradient;  // compressed: of the beats of values or codes, all of them
+    std::array<std::uint32_t, kMostCardArrays> arrays_read;
+    std::uint32_t parameters;
+    std::array<std::uint32_t, kMostCardArrays> arrays_written;
+    std::uint32_t indices;            // the beats of indices or exponents
+    std::uint32_t header_and_counts;  // the beats before them
+    std::uint32_t kernel;
+    std::uint32_t zero;
+};
+
+static_assert(sizeof(CardStatus) == 64, "one beat");
+
+// Checksums of a gradient as it was sent, by their place in the status.
+struct SentGradient {
+    std::uint32_t gradient = 0;
+    std::uint32_t indices = 0;
+    std::uint32_t header_and_counts = 0;
+};
+
+// What is wrong with the status of a run of so many elements, if anything is.
+std::optional<std::string> problem_of(const CardStatus& status, const CardKernelType& type, std::uint32_t count,
+                                      const SentGradient& sent);
+
+}  // namespace smart_infinity

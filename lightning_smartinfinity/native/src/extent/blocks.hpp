@@ -1,0 +1,50 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/kernels.hpp"
+
+namespace smart_infinity {
+
+// How a tasklet's elements are cut into the blocks that share an exponent: on a grid of cells, and where parameters
+// meet. Tasklets begin on the grid, so that their size cannot change a block.
+class Blocks {
+ public:
+    // `borders`: elements of the tasklet that begin a parameter, in any order; those on the grid do not matter.
+    explicit Blocks(std::vector<std::uint64_t> borders = {});
+
+    // Blocks that begin before `element`.
+    std::size_t count(std::size_t element) const {
+        return (element + kCellNumel - 1) / kCellNumel +
+               static_cast<std::size_t>(std::lower_bound(borders_.begin(), borders_.end(), element) - borders_.begin());
+    }
+    // Whether a block begins there.
+    bool begins_at(std::size_t element) const {
+        return element % kCellNumel == 0 || std::binary_search(borders_.begin(), borders_.end(), element);
+    }
+
+    // Calls visit(block, begin, end) for the part of every block in elements [first, last).
+    template <class Visit>
+    void for_each(std::size_t first, std::size_t last, const Visit& visit) const {
+        if (first >= last) return;
+        std::size_t block = count(first + 1) - 1;
+        auto border = std::upper_bound(borders_.begin(), borders_.end(), first);
+        while (first < last) {
+            std::size_t end = std::min(last, (first / kCellNumel + 1) * kCellNumel);
+            if (border != borders_.end() && *border <= end) end = *border++;
+            visit(block, first, end);
+            first = end;
+            ++block;
+        }
+    }
+
+    static const Blocks& grid();  // without borders
+
+ private:
+    std::vector<std::uint64_t> borders_;  // ascending, off the grid
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstddef>
+
+#include "extent/batch.hpp"
+#include "extent/extent.hpp"
+#include "kernels/kernels.hpp"
+
+namespace smart_infinity {
+
+// The arrays of an extent as fp32, whatever its format. Elements are numbered as in the tasklet.
+class Codec {
+ public:
+    Codec(const Extent& extent, StateFormat format, const Tasklet& tasklet, const Kernels& kernels)
+        : extent_(extent), format_(format), tasklet_(tasklet), kernels_(kernels) {}
+
+    // An array that the format stores as fp32; null if it has to be decoded.
+    float* in_place(std::size_t array) const;
+    // Any elements.
+    void decode(std::size_t array, std::size_t first, std::size_t numel, float* out) const;
+    // Whole blocks, to nearest: what decode() gave becomes the same values again.
+    void encode(std::size_t array, std::size_t first, std::size_t numel, const float* values) const;
+
+    // What the parameters hold of the masters, which was not read.
+    void take_masters(std::size_t first, std::size_t numel, const void* parameters) const;
+    // Whole blocks. Moments that are not stored as fp32, which only an AdamStep has, are rounded stochastically.
+    void update(const UpdateStep& step, std::size_t first, std::size_t numel, const Segment& segment,
+                const std::byte* gradient, std::byte* parameter) const;
+
+ private:
+    struct Chunk;
+
+    template <class Step>
+    void update_in_place(const Step& step, std::size_t first, std::size_t numel, const Segment& segment,
+                         const std::byte* gradient, std::byte* parameter) const;
+    void update_chunks(const AdamStep& step, std::size_t first, std::size_t numel, const Segment& segment,
+                       const std::byte* gradient, std::byte* parameter) const;
+
+    void open(Chunk& chunk) const;
+    void close(const Chunk& chunk, std::uint32_t seed) const;
+    template <class Item>
+    Item* items(std::size_t region, std::size_t first) const;
+    const Blocks& blocks() const;
+    std::size_t moment_region(std::size_t array) const;
+    Codes codes(std::size_t array, std::size_t block, std::size_t first) const;
+    CellPart cell(std::uint32_t seed, std::size_t first, std::size_t last) const;
+
+    const Extent& extent_;
+    StateFormat format_;
+    const Tasklet& tasklet_;
+    const Kernels& kernels_;
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "extent/batch.hpp"
+#include "extent/state_format.hpp"
+#include "extent/trailer.hpp"
+
+namespace smart_infinity {
+
+// Throws std::invalid_argument for a number that is no format's.
+StateFormat checked_format(std::uint32_t number);
+
+inline const Blocks& blocks_of(const Tasklet& tasklet) { return tasklet.blocks ? *tasklet.blocks : Blocks::grid(); }
+
+inline Regions regions_of(StateFormat format, const Tasklet& tasklet) {
+    return Regions(format, tasklet.num_arrays, tasklet.numel, blocks_of(tasklet));
+}
+
+inline std::size_t extent_bytes(const Regions& regions) { return regions.total_bytes() + kTrailerPageBytes; }
+
+// Of an extent, that its tasklet's reading leaves out: the parameter is the master, or half of it.
+inline std::size_t skipped_bytes(StateFormat format, const Tasklet& tasklet) {
+    return tasklet.master_in_parameter ? regions_of(format, tasklet).offset(1) : 0;
+}
+
+// A tasklet's state in a ring buffer: its regions, then the page whose last bytes are the trailer.
+class Extent {
+ public:
+    Extent(std::byte* data, StateFormat format, const Tasklet& tasklet)
+        : data_(data), tasklet_(tasklet), regions_(regions_of(format, tasklet)) {}
+
+    const Regions& regions() const { return regions_; }
+    std::byte* region(std::size_t index) const { return data_ + regions_.offset(index); }
+    std::uint32_t checksum(std::size_t region) const;
+
+    // Whether it is the extent the tasklet expects, with intact regions from `first_region` on (the others were not
+    // read).
+    std::optional<Refusal> verify(const Identity& identity, std::size_t first_region) const;
+
+    // Fills the padding with zeros, so that no memory of another tasklet reaches storage, and writes the trailer.
+    void seal(const Identity& identity, const Checksums& checksums) const;
+
+ private:
+    TrailerPage trailer_page() const { return TrailerPage(data_ + regions_.total_bytes()); }
+
+    std::byte* data_;
+    const Tasklet& tasklet_;
+    Regions regions_;
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "base/dtype.hpp"
+
+namespace smart_infinity {
+
+class GradientSource;
+
+// A way to compress a tasklet's gradient into a payload, which tells by itself how it is read (gradient_payload.hpp).
+// The same gradient becomes the same bytes on every instruction set, in whatever thread.
+class GradientCodec {
+ public:
+    GradientCodec() = default;
+    GradientCodec(const GradientCodec&) = delete;
+    GradientCodec& operator=(const GradientCodec&) = delete;
+    virtual ~GradientCodec() = default;
+
+    virtual std::string name() const = 0;
+    // The most that a payload takes.
+    virtual std::size_t payload_bytes(std::uint64_t numel, DType gradient_dtype) const = 0;
+    // Type of the values that are read from a payload.
+    virtual DType value_dtype(DType gradient_dtype) const = 0;
+    // Writes the payload, and returns its size.
+    virtual std::size_t encode(const GradientSource& source, std::byte* payload) const = 0;
+};
+
+}  // namespace smart_infinity

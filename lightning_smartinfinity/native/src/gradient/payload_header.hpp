@@ -1,0 +1,45 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "base/buffer.hpp"
+#include "card/card_kernel.hpp"
+
+namespace smart_infinity {
+
+// The first beat of a payload: 32-bit words, of which these are the same for all: magic, version, elements; and from
+// kFirstPart on how many beats each of three parts has that follow.
+using PayloadHeader = std::array<std::uint32_t, kBeatBytes / sizeof(std::uint32_t)>;
+
+static_assert(sizeof(PayloadHeader) == kBeatBytes);
+
+constexpr std::size_t kFirstPart = 6;
+constexpr std::uint32_t kSparseMagic = 0x4749534c;
+constexpr std::uint32_t kBlockScaledMagic = 0x4249534c;
+constexpr std::uint32_t kFedMagic = 0x4649534c;  // of a payload that has been fed back, and is none any more
+constexpr std::uint32_t kPayloadVersion = 1;
+constexpr std::uint64_t kLargestPayloadNumel = 0xffffffff;
+
+inline void require_equal(const char* field, std::uint64_t found, std::uint64_t expected) {
+    if (found == expected) return;
+    throw std::invalid_argument(std::string(field) + " is " + std::to_string(found) + ", expected " +
+                                std::to_string(expected));
+}
+
+inline PayloadHeader header_of(const std::byte* payload, std::size_t bytes) {
+    if (bytes < sizeof(PayloadHeader)) {
+        throw std::invalid_argument("a payload of " + std::to_string(bytes) + " bytes has no header");
+    }
+    PayloadHeader header;
+    std::memcpy(&header, payload, sizeof header);
+    return header;
+}
+
+inline std::uint32_t magic_of(const std::byte* payload, std::size_t bytes) { return header_of(payload, bytes)[0]; }
+
+}  // namespace smart_infinity

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <optional>
+
+#include "gradient/gradient_codec.hpp"
+#include "gradient/selection.hpp"
+
+namespace smart_infinity {
+
+// Sends the elements of largest magnitude as a sparse gradient (sparse_gradient.hpp): of a tasklet of n elements
+// ceil(ratio * n), or less where there are not so many but zeros. By magnitude as the bits of fp32 have it, so that
+// NaN comes before infinity; among equals, the lower index. A ratio of one sends zeros, too, in the gradient's own
+// type.
+//
+// Values are rounded to nearest, ties to even; none becomes infinite that was not.
+class TopK final : public GradientCodec {
+ public:
+    // Without a type of values, they have the gradient's. Throws std::invalid_argument unless 0 < ratio <= 1.
+    TopK(double ratio, std::optional<DType> value_dtype, Precision precision);
+
+    double ratio() const { return ratio_; }
+    Precision precision() const { return precision_; }
+    std::size_t count(std::uint64_t numel) const;
+
+    std::string name() const override { return "TopK"; }
+    std::size_t payload_bytes(std::uint64_t numel, DType gradient_dtype) const override;
+    DType value_dtype(DType gradient_dtype) const override;
+    std::size_t encode(const GradientSource& source, std::byte* payload) const override;
+
+ private:
+    bool sends_all() const { return ratio_ == 1; }
+
+    double ratio_;
+    std::optional<DType> value_dtype_;
+    Precision precision_;
+};
+
+}  // namespace smart_infinity

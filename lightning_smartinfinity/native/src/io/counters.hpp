@@ -1,0 +1,69 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "io/io_engine.hpp"
+
+namespace smart_infinity {
+
+// Of one file.
+struct FileCounters {
+    std::uint64_t read_bytes = 0;
+    std::uint64_t written_bytes = 0;
+    double busy_seconds = 0;  // with at least one request in the system
+
+    void count(Direction direction, const IoResult& result) {
+        const auto bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(result.transferred, 0));
+        (direction == Direction::kRead ? read_bytes : written_bytes) += bytes;
+    }
+};
+
+// Since creation. Seconds are summed over threads; wait_seconds is what callers spent waiting.
+struct Counters {
+    std::uint64_t read_bytes = 0;
+    std::uint64_t written_bytes = 0;
+    std::uint64_t read_calls = 0;
+    std::uint64_t write_calls = 0;
+    std::uint64_t cached_read_bytes = 0;  // of resident tasklets: neither read nor written
+    std::uint64_t cached_write_bytes = 0;
+    // Of cards only: what crosses between host and card, what goes between storage and card, and, of both, what fills
+    // blocks up, and trailers and status beats; and whole blocks that went to the file of gradients and back.
+    std::uint64_t shared_read_bytes = 0;
+    std::uint64_t shared_write_bytes = 0;
+    std::uint64_t internal_read_bytes = 0;
+    std::uint64_t internal_write_bytes = 0;
+    std::uint64_t padding_bytes = 0;
+    std::uint64_t control_bytes = 0;
+    std::uint64_t gradient_file_bytes = 0;
+    double read_seconds = 0;
+    double write_seconds = 0;
+    double compute_seconds = 0;
+    double wait_seconds = 0;
+    std::uint64_t system_calls = 0;      // of the I/O engine
+    double io_cpu_seconds = 0;           // of its threads
+    std::uint64_t registered_bytes = 0;  // of memory pinned for it, now
+    int registration_errno = 0;          // why none is, where the engine asked for it
+    std::vector<FileCounters> files;     // of a pipeline, by index
+
+    // A call has ended.
+    void count(Direction direction, const IoResult& result) {
+        const auto bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(result.transferred, 0));
+        const bool read = direction == Direction::kRead;
+        (read ? read_bytes : written_bytes) += bytes;
+        (read ? read_calls : write_calls) += 1;
+        (read ? read_seconds : write_seconds) += result.seconds;
+    }
+};
+
+inline Counters with_usage(Counters counters, const IoUsage& usage) {
+    counters.system_calls = usage.system_calls;
+    counters.io_cpu_seconds = usage.cpu_seconds;
+    counters.registered_bytes = usage.registered_bytes;
+    counters.registration_errno = usage.registration_errno;
+    return counters;
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,91 @@
+#include "io/deadline_engine.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/worker_pool.hpp"
+
+namespace smart_infinity {
+
+DeadlineEngine::DeadlineEngine(std::unique_ptr<IoEngine> inner, std::chrono::milliseconds timeout)
+    : timeout_(timeout), inner_(std::move(inner)) {
+    const BlockedSignals blocked;
+    watch_ = std::thread([this] { watch(); });
+    pthread_setname_np(watch_.native_handle(), "smart-inf-watch");
+}
+
+DeadlineEngine::~DeadlineEngine() {
+    {
+        const std::lock_guard lock(mutex_);
+        closing_ = true;
+    }
+    changed_.notify_all();
+    watch_.join();
+}
+
+void DeadlineEngine::submit(const IoRequest& request, CompletionHandler& handler) {
+    {
+        const std::lock_guard lock(mutex_);
+        waiting_.insert_or_assign(request.tag, Waiting{request, &handler, Clock::now() + timeout_});
+        // Deadlines come in the order of submission: of several, the watch waits for an earlier one.
+        if (waiting_.size() == 1) changed_.notify_all();
+    }
+    inner_->submit(request, *this);
+}
+
+bool DeadlineEngine::any_out() const {
+    const std::lock_guard lock(mutex_);
+    return !late_.empty();
+}
+
+std::vector<IoRequest> DeadlineEngine::writes_out() const {
+    const std::lock_guard lock(mutex_);
+    std::vector<IoRequest> writes;
+    for (const auto& [tag, late] : late_) {
+        if (late.request.direction == Direction::kWrite) writes.push_back(late.request);
+    }
+    return writes;
+}
+
+void DeadlineEngine::completed(const IoRequest& request, const IoResult& result) {
+    std::unique_lock lock(mutex_);
+    if (late_.erase(request.tag) > 0) return;
+    CompletionHandler* const handler = waiting_.extract(request.tag).mapped().handler;
+    lock.unlock();
+    handler->completed(request, result);
+}
+
+void DeadlineEngine::watch() {
+    for (;;) {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return closing_ || !waiting_.empty(); });
+        if (closing_) return;
+        const auto earliest = std::min_element(waiting_.begin(), waiting_.end(), [](const auto& a, const auto& b) {
+                                  return a.second.deadline < b.second.deadline;
+                              })->second.deadline;
+        changed_.wait_until(lock, earliest, [this] { return closing_; });
+        const std::vector<Waiting> overdue = take_overdue();
+        lock.unlock();
+        const double seconds = std::chrono::duration<double>(timeout_).count();
+        for (const Waiting& waiting : overdue) {
+            waiting.handler->completed(waiting.request, {kNotReturned, seconds});
+        }
+    }
+}
+
+std::vector<DeadlineEngine::Waiting> DeadlineEngine::take_overdue() {
+    std::vector<Waiting> overdue;
+    const auto now = Clock::now();
+    for (auto next = waiting_.begin(); next != waiting_.end();) {
+        if (next->second.deadline > now) {
+            ++next;
+            continue;
+        }
+        overdue.push_back(next->second);
+        late_.try_emplace(next->first, next->second.request);
+        next = waiting_.erase(next);
+    }
+    return overdue;
+}
+
+}  // namespace smart_infinity

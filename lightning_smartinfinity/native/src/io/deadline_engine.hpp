@@ -1,0 +1,69 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/still_out.hpp"
+#include "io/io_engine.hpp"
+
+namespace smart_infinity {
+
+// An engine that gives up requests for their time: their handler is told kNotReturned, and never hears of them again.
+// Until such a request returns, its memory is its own, and so is what it writes in the file.
+//
+// The destructor waits for all that was submitted, as every engine's; while any_out(), it may not be called.
+class DeadlineEngine final : public IoEngine, private CompletionHandler {
+ public:
+    using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
+
+    DeadlineEngine(std::unique_ptr<IoEngine> inner, std::chrono::milliseconds timeout);
+    ~DeadlineEngine() override;
+    void submit(const IoRequest& request, CompletionHandler& handler) override;
+    IoUsage usage() const override { return inner_->usage(); }
+    IoEngineKind kind() const override { return inner_->kind(); }
+
+    // Whether a request that was given up has not returned.
+    bool any_out() const;
+    // Those that write.
+    std::vector<IoRequest> writes_out() const;
+    // Puts an engine behind this one, in front of the one behind it now. Nothing may be in flight.
+    void decorate(const Decorate& decorate) { inner_ = decorate(std::move(inner_)); }
+
+ private:
+    using Clock = std::chrono::steady_clock;
+
+    struct Waiting {
+        IoRequest request;
+        CompletionHandler* handler;
+        Clock::time_point deadline;
+    };
+
+    // Of a request that was given up.
+    struct Late {
+        explicit Late(const IoRequest& given_up) : request(given_up) {}
+        IoRequest request;
+        StillOut still_out;
+    };
+
+    void completed(const IoRequest& request, const IoResult& result) override;
+    void watch();
+    std::vector<Waiting> take_overdue();
+
+    const std::chrono::milliseconds timeout_;
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::map<std::size_t, Waiting> waiting_;  // by tag: one request per tag is in flight
+    std::map<std::size_t, Late> late_;
+    bool closing_ = false;
+    std::unique_ptr<IoEngine> inner_;  // its destructor waits for completions
+    std::thread watch_;
+};
+
+}  // namespace smart_infinity

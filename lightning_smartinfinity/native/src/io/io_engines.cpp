@@ -1,0 +1,71 @@
+#include "io/io_engines.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+
+#include "base/system_error.hpp"
+#include "io/thread_pool_engine.hpp"
+#include "io/uring_engine.hpp"
+
+namespace smart_infinity {
+namespace {
+
+bool is_uring(IoEngineKind kind) { return kind == IoEngineKind::kUring || kind == IoEngineKind::kUringPolled; }
+
+std::unique_ptr<IoEngine> make_thread_pool(const IoOptions& options, PageCache page_cache) {
+    return std::make_unique<ThreadPoolEngine>(options.threads, page_cache);
+}
+
+std::unique_ptr<IoEngine> make_fastest(const IoOptions& options) {
+    // Through the page cache io_uring hands every request to threads of the kernel: nothing gained.
+    const bool buffered = std::any_of(options.files.begin(), options.files.end(),
+                                      [](const StateFile& file) { return file.access() == Access::kBuffered; });
+    if (buffered) return make_thread_pool(options, PageCache::kGiveBack);
+    try {
+        return make_uring_engine(options.files, options.memory, false);
+    } catch (const SystemError&) {  // not in this build or system, or not one more
+        return make_thread_pool(options, PageCache::kLeave);
+    }
+}
+
+}  // namespace
+
+const char* name_of(IoEngineKind kind) {
+    switch (kind) {
+        case IoEngineKind::kUring:
+            return "io_uring";
+        case IoEngineKind::kUringPolled:
+            return "io_uring_sqpoll";
+        case IoEngineKind::kThreads:
+            return "threads";
+        case IoEngineKind::kPlain:
+            break;
+    }
+    return "plain";
+}
+
+IoEngineKind io_engine_named(const std::string& name) {
+    for (const IoEngineKind kind : kIoEngineKinds) {
+        if (name == name_of(kind)) return kind;
+    }
+    throw std::invalid_argument("there is no I/O engine '" + name + "'");
+}
+
+std::optional<std::string> unavailable(IoEngineKind kind) {
+    if (!is_uring(kind)) return std::nullopt;
+    return uring_unavailable(kind == IoEngineKind::kUringPolled);
+}
+
+std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options) {
+    if (options.threads < 1 || options.threads > 1024) {
+        throw std::invalid_argument("io_threads must be in [1, 1024]");
+    }
+    if (!options.kind) return make_fastest(options);
+    const IoEngineKind kind = *options.kind;
+    if (const auto reason = unavailable(kind)) throw SystemError(ENOSYS, std::string(name_of(kind)) + ": " + *reason);
+    if (is_uring(kind)) return make_uring_engine(options.files, options.memory, kind == IoEngineKind::kUringPolled);
+    return make_thread_pool(options, kind == IoEngineKind::kPlain ? PageCache::kGiveBack : PageCache::kLeave);
+}
+
+}  // namespace smart_infinity

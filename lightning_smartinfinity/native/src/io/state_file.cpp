@@ -1,0 +1,51 @@
+#include "io/state_file.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <stdexcept>
+
+#include "base/system_error.hpp"
+
+namespace smart_infinity {
+
+class StateFile::Open {
+ public:
+    explicit Open(int descriptor) : descriptor(descriptor) {}
+    // Nothing can be lost here unnoticed: what must be on storage has been synced, and sync() reports.
+    ~Open() { ::close(descriptor); }
+    Open(const Open&) = delete;
+    Open& operator=(const Open&) = delete;
+
+    const int descriptor;
+};
+
+namespace {
+
+int open_descriptor(const std::string& path, Access access) {
+    const int flags = O_RDWR | O_CLOEXEC | (access == Access::kDirect ? O_DIRECT : 0);
+    for (;;) {
+        const int descriptor = ::open(path.c_str(), flags);
+        if (descriptor >= 0) return descriptor;
+        if (errno != EINTR) throw SystemError(errno, "StateFile: open", path);
+    }
+}
+
+}  // namespace
+
+StateFile::StateFile(std::string path, Access access)
+    : path_(std::move(path)), access_(access), open_(std::make_shared<Open>(open_descriptor(path_, access))) {}
+
+int StateFile::descriptor() const {
+    if (!open_) throw std::runtime_error("StateFile: " + path_ + " is closed");
+    return open_->descriptor;
+}
+
+void StateFile::sync() const {
+    while (::fdatasync(descriptor()) != 0) {
+        if (errno != EINTR) throw SystemError(errno, "StateFile: fdatasync", path_);
+    }
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,43 @@
+#include "io/thread_pool_engine.hpp"
+
+#include <fcntl.h>
+#include <sys/types.h>
+
+#include "io/blocking_transfer.hpp"
+
+namespace smart_infinity {
+namespace {
+
+// Advice, which may be declined: written pages start on their way to storage, clean ones are dropped.
+void give_back(const IoRequest& request) {
+    const auto offset = static_cast<off_t>(request.offset);
+    const auto bytes = static_cast<off_t>(request.bytes);
+    if (request.direction == Direction::kWrite) {
+        (void)::sync_file_range(request.descriptor, offset, bytes, SYNC_FILE_RANGE_WRITE);
+    } else {
+        (void)::posix_fadvise(request.descriptor, offset, bytes, POSIX_FADV_DONTNEED);
+    }
+}
+
+}  // namespace
+
+ThreadPoolEngine::ThreadPoolEngine(std::size_t num_threads, PageCache page_cache)
+    : page_cache_(page_cache), pool_("smart-inf-io", num_threads, [this](const Item& item) { work(item); }) {}
+
+void ThreadPoolEngine::submit(const IoRequest& request, CompletionHandler& handler) {
+    pool_.push(Item{request, &handler});
+}
+
+IoUsage ThreadPoolEngine::usage() const { return {system_calls_, pool_.cpu_seconds(), 0}; }
+
+void ThreadPoolEngine::work(const Item& item) {
+    const IoResult result = attempt(item.request);
+    ++system_calls_;
+    if (page_cache_ == PageCache::kGiveBack && result.transferred > 0) {
+        give_back(item.request);
+        ++system_calls_;
+    }
+    item.handler->completed(item.request, result);
+}
+
+}  // namespace smart_infinity

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <atomic>
+
+#include "base/worker_pool.hpp"
+#include "io/io_engine.hpp"
+
+namespace smart_infinity {
+
+enum class PageCache {
+    kLeave,
+    kGiveBack,  // what was transferred is not needed there again: it would push out what is
+};
+
+// Blocking system calls in threads: works on every file system and in every container.
+class ThreadPoolEngine final : public IoEngine {
+ public:
+    explicit ThreadPoolEngine(std::size_t num_threads, PageCache page_cache = PageCache::kLeave);
+    void submit(const IoRequest& request, CompletionHandler& handler) override;
+    IoUsage usage() const override;
+    IoEngineKind kind() const override {
+        return page_cache_ == PageCache::kGiveBack ? IoEngineKind::kPlain : IoEngineKind::kThreads;
+    }
+
+ private:
+    struct Item {
+        IoRequest request;
+        CompletionHandler* handler;
+    };
+
+    void work(const Item& item);
+
+    const PageCache page_cache_;
+    std::atomic<std::uint64_t> system_calls_ = 0;
+    mutable WorkerPool<Item> pool_;  // last: its destructor waits for threads that use the above
+};
+
+}  // namespace smart_infinity

@@ -1,0 +1,55 @@
+#include "io/transfer.hpp"
+
+#include <sys/resource.h>
+
+#include <cerrno>
+
+#include "base/buffer.hpp"
+
+namespace smart_infinity {
+namespace {
+
+// Attempts without progress that are taken for the end of the file (which may lie inside a block) or a full disk. More
+// than one, because a signal can cut an attempt short as well.
+constexpr int kMaxStalls = 16;
+
+// Whether a write would pass this process's file size limit. The kernel cuts such a write at the limit; inside a block,
+// direct I/O then fails for not being aligned, or stalls there.
+bool beyond_size_limit(const IoRequest& request) {
+    rlimit limit{};
+    return request.direction == Direction::kWrite && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
+           limit.rlim_cur != RLIM_INFINITY && request.offset + request.bytes > limit.rlim_cur;
+}
+
+}  // namespace
+
+Transfer::Progress Transfer::advance(const IoResult& result) {
+    if (result.transferred == smart_infinity::kNotReturned) return Progress::kNotReturned;
+    if (result.transferred == -EINTR) return Progress::kAgain;
+    if (result.transferred == -EINVAL && beyond_size_limit(rest_)) return fail(EFBIG);
+    if (result.transferred < 0) return fail(static_cast<int>(-result.transferred));
+    const auto transferred = static_cast<std::size_t>(result.transferred);
+    if (transferred >= rest_.bytes) return Progress::kDone;
+    // Direct I/O cannot go on inside a block: the block is transferred again.
+    const std::size_t kept = access_ == Access::kDirect ? transferred / kBlockBytes * kBlockBytes : transferred;
+    if (transferred == 0) stalls_ = kMaxStalls;
+    if (kept == 0) return stalled();
+    stalls_ = 0;
+    rest_.offset += kept;
+    rest_.data += kept;
+    rest_.bytes -= kept;
+    return Progress::kAgain;
+}
+
+Transfer::Progress Transfer::stalled() {
+    if (++stalls_ < kMaxStalls) return Progress::kAgain;
+    if (rest_.direction == Direction::kRead) return Progress::kEndOfFile;
+    return fail(beyond_size_limit(rest_) ? EFBIG : EIO);
+}
+
+Transfer::Progress Transfer::fail(int error) {
+    error_ = error;
+    return Progress::kError;
+}
+
+}  // namespace smart_infinity

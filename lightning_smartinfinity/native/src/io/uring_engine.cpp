@@ -1,0 +1,380 @@
+#include "io/uring_engine.hpp"
+
+#include <cerrno>
+
+#include "base/system_error.hpp"
+
+#ifndef SMART_INFINITY_LIBURING
+
+namespace smart_infinity {
+
+std::optional<std::string> uring_unavailable(bool) { return "this build found no liburing"; }
+
+std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>&, const MemoryRange&, bool) {
+    throw SystemError(ENOSYS, "io_uring: this build found no liburing");
+}
+
+}  // namespace smart_infinity
+
+#else
+
+#include <liburing.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "base/stopwatch.hpp"
+#include "base/worker_pool.hpp"
+
+namespace smart_infinity {
+namespace {
+
+constexpr std::size_t kNumSlots = 127;  // requests in flight
+// Twice the slots and the wake-up: a thread of the kernel may have completed entries that it has not given back yet,
+// and gives them back before it takes those that were queued meanwhile.
+constexpr unsigned kEntries = 2 * (kNumSlots + 1);
+constexpr int kMostAttempts = 10'000;  // a millisecond apart
+constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
+constexpr unsigned kPollIdleMilliseconds = 50;
+
+class Descriptor {
+ public:
+    explicit Descriptor(int descriptor) : descriptor_(descriptor) {}
+    ~Descriptor() { ::close(descriptor_); }
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+    int get() const { return descriptor_; }
+
+ private:
+    const int descriptor_;
+};
+
+int make_event(unsigned value) {
+    const int descriptor = ::eventfd(value, EFD_CLOEXEC);
+    if (descriptor < 0) throw SystemError(errno, "io_uring: eventfd");
+    return descriptor;
+}
+
+// The kernel's ring. Its descriptor is close-on-exec, and a forked child does not get its memory.
+class Ring {
+ public:
+    explicit Ring(bool polled) {
+        const int error = set_up(polled);
+        if (error != 0) throw SystemError(error, "io_uring: io_uring_setup");
+        (void)io_uring_ring_dontfork(&ring_);  // a child would only have it for nothing
+    }
+    ~Ring() { io_uring_queue_exit(&ring_); }
+    Ring(const Ring&) = delete;
+    Ring& operator=(const Ring&) = delete;
+    io_uring* get() { return &ring_; }
+
+    // Reads through it: a filter may forbid only to enter a ring, and an old kernel not know the operations. Throws
+    // SystemError.
+    void try_out() {
+        const Descriptor event(make_event(1));
+        std::uint64_t value = 0;
+        io_uring_prep_read(io_uring_get_sqe(&ring_), event.get(), &value, sizeof value, 0);
+        int result = -EINTR;
+        while (result == -EINTR) result = io_uring_submit_and_wait(&ring_, 1);
+        if (result < 0) throw SystemError(-result, "io_uring: io_uring_enter");
+        io_uring_cqe* completion = nullptr;
+        do {
+            result = io_uring_wait_cqe(&ring_, &completion);
+        } while (result == -EINTR);
+        if (result < 0) throw SystemError(-result, "io_uring: io_uring_enter");
+        const int read = completion->res;
+        io_uring_cqe_seen(&ring_, completion);
+        if (read < 0) throw SystemError(-read, "io_uring: IORING_OP_READ");
+    }
+
+ private:
+    // Newer kernels work cheaper when told that one thread alone submits and that it reaps by itself.
+    int set_up(bool polled) {
+        io_uring_params parameters{};
+        parameters.flags = IORING_SETUP_SINGLE_ISSUER | (polled ? IORING_SETUP_SQPOLL : IORING_SETUP_DEFER_TASKRUN);
+        parameters.sq_thread_idle = kPollIdleMilliseconds;
+        const int first = io_uring_queue_init_params(kEntries, &ring_, &parameters);
+        if (first != -EINVAL) return -first;
+        parameters = {};
+        parameters.flags = polled ? IORING_SETUP_SQPOLL : 0;
+        parameters.sq_thread_idle = kPollIdleMilliseconds;
+        return -io_uring_queue_init_params(kEntries, &ring_, &parameters);
+    }
+
+    io_uring ring_{};
+};
+
+class UringEngine final : public IoEngine {
+ public:
+    UringEngine(const std::vector<StateFile>& files, const MemoryRange& memory, bool polled)
+        : kind_(polled ? IoEngineKind::kUringPolled : IoEngineKind::kUring),
+          memory_(memory),
+          wake_(make_event(0)),
+          slots_(kNumSlots) {
+        for (const StateFile& file : files) descriptors_.push_back(file.descriptor());
+        for (std::size_t slot = kNumSlots; slot > 0; --slot) free_.push_back(slot - 1);
+        const BlockedSignals blocked;
+        thread_ = std::thread([this, polled] { run(polled); });
+        pthread_setname_np(thread_.native_handle(), "smart-inf-ring");
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return started_; });
+        lock.unlock();
+        if (!set_up_error_) return;
+        thread_.join();
+        throw SystemError(*set_up_error_);
+    }
+
+    ~UringEngine() override {
+        {
+            const std::lock_guard lock(mutex_);
+            closing_ = true;
+            wake_up();
+        }
+        thread_.join();
+    }
+
+    void submit(const IoRequest& request, CompletionHandler& handler) override { push(Item{request, &handler}); }
+
+    IoUsage usage() const override {
+        IoUsage usage;
+        {
+            const std::lock_guard lock(mutex_);
+            usage = usage_;
+        }
+        usage.cpu_seconds = cpu_seconds(const_cast<std::thread&>(thread_));
+        return usage;
+    }
+
+    IoEngineKind kind() const override { return kind_; }
+
+ private:
+    struct Item {
+        IoRequest request;
+        CompletionHandler* handler;
+        int attempts = 0;
+    };
+    struct Slot {
+        Item item;
+        Stopwatch stopwatch;
+    };
+    struct Completion {
+        std::size_t slot;
+        std::int64_t result;
+    };
+
+    void push(const Item& item) {
+        const std::lock_guard lock(mutex_);
+        queue_.push_back(item);
+        if (asleep_) wake_up();
+    }
+
+    void run(bool polled) {
+        std::optional<Ring> ring;
+        try {
+            ring.emplace(polled);
+            ring->try_out();
+        } catch (const SystemError& error) {
+            set_up_error_ = error;
+            ring.reset();
+        }
+        if (ring) prepare(*ring);
+        {
+            const std::lock_guard lock(mutex_);
+            started_ = true;
+        }
+        changed_.notify_all();
+        if (ring) work();
+    }
+
+    void prepare(Ring& ring) {
+        ring_ = ring.get();
+        files_registered_ =
+            !descriptors_.empty() &&
+            io_uring_register_files(ring_, descriptors_.data(), static_cast<unsigned>(descriptors_.size())) == 0;
+        register_memory();
+        arm_wake_up();
+    }
+
+    // All of it or none: an unprivileged process may lock little memory, and works without.
+    void register_memory() {
+        if (memory_.part_bytes == 0) return;
+        std::vector<iovec> parts;
+        for (std::size_t begin = 0; begin < memory_.bytes; begin += memory_.part_bytes) {
+            parts.push_back({memory_.data + begin, std::min(memory_.part_bytes, memory_.bytes - begin)});
+        }
+        const int result = io_uring_register_buffers(ring_, parts.data(), static_cast<unsigned>(parts.size()));
+        memory_registered_ = result == 0;
+        const std::lock_guard lock(mutex_);
+        if (memory_registered_) usage_.registered_bytes = memory_.bytes;
+        usage_.registration_errno = -result;
+    }
+
+    void work() {
+        while (take_queued()) {
+            const int result = io_uring_submit_and_wait(ring_, 1);
+            // The kernel short of memory, or interrupted: what was not submitted stays queued in the ring.
+            if (result < 0 && result != -EINTR) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            reap();
+        }
+    }
+
+    // Whether there is something to wait for.
+    bool take_queued() {
+        const std::lock_guard lock(mutex_);
+        while (!queue_.empty() && !free_.empty()) {
+            prepare_entry(queue_.front());
+            queue_.pop_front();
+        }
+        asleep_ = true;
+        ++usage_.system_calls;
+        return !closing_ || !queue_.empty() || free_.size() < kNumSlots;
+    }
+
+    void prepare_entry(const Item& item) {
+        const std::size_t slot = free_.back();
+        free_.pop_back();
+        slots_[slot] = Slot{item, Stopwatch{}};
+        const IoRequest& request = item.request;
+        io_uring_sqe* const entry = io_uring_get_sqe(ring_);  // there are as many as slots, and one
+        const auto bytes = static_cast<unsigned>(std::min(request.bytes, kMostBytes));
+        const int part = registered_part(request);
+        const int file = registered_file(request.descriptor);
+        const int descriptor = file >= 0 ? file : request.descriptor;
+        const bool read = request.direction == Direction::kRead;
+        if (part >= 0 && read) {
+            io_uring_prep_read_fixed(entry, descriptor, request.data, bytes, request.offset, part);
+        } else if (part >= 0) {
+            io_uring_prep_write_fixed(entry, descriptor, request.data, bytes, request.offset, part);
+        } else if (read) {
+            io_uring_prep_read(entry, descriptor, request.data, bytes, request.offset);
+        } else {
+            io_uring_prep_write(entry, descriptor, request.data, bytes, request.offset);
+        }
+        if (file >= 0) io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
+        io_uring_sqe_set_data64(entry, slot);
+    }
+
+    // The registered part that holds all of the request's memory, or -1.
+    int registered_part(const IoRequest& request) const {
+        if (!memory_registered_ || request.data < memory_.data) return -1;
+        const auto begin = static_cast<std::size_t>(request.data - memory_.data);
+        if (begin >= memory_.bytes) return -1;
+        const std::size_t part = begin / memory_.part_bytes;
+        const std::size_t end = std::min(memory_.bytes, (part + 1) * memory_.part_bytes);
+        return request.bytes <= end - begin ? static_cast<int>(part) : -1;
+    }
+
+    int registered_file(int descriptor) const {
+        if (!files_registered_) return -1;
+        const auto found = std::find(descriptors_.begin(), descriptors_.end(), descriptor);
+        return found == descriptors_.end() ? -1 : static_cast<int>(found - descriptors_.begin());
+    }
+
+    void arm_wake_up() {
+        io_uring_sqe* const entry = io_uring_get_sqe(ring_);
+        io_uring_prep_read(entry, wake_.get(), &wake_value_, sizeof wake_value_, 0);
+        io_uring_sqe_set_data64(entry, kWakeUp);
+    }
+
+    // With the mutex held.
+    void wake_up() {
+        asleep_ = false;
+        const std::uint64_t one = 1;
+        ++usage_.system_calls;
+        while (::write(wake_.get(), &one, sizeof one) < 0 && errno == EINTR) {
+        }
+    }
+
+    void reap() {
+        completions_.clear();
+        unsigned head = 0;
+        unsigned count = 0;
+        bool woken = false;
+        io_uring_cqe* completion = nullptr;
+        io_uring_for_each_cqe(ring_, head, completion) {
+            ++count;
+            if (completion->user_data == kWakeUp) {
+                woken = true;
+            } else {
+                completions_.push_back({static_cast<std::size_t>(completion->user_data), completion->res});
+            }
+        }
+        io_uring_cq_advance(ring_, count);
+        if (!stay_awake()) woken = false;
+        if (woken) arm_wake_up();
+        for (const Completion& each : completions_) complete(each);
+    }
+
+    // Whether there may be something to be woken for later.
+    bool stay_awake() {
+        const std::lock_guard lock(mutex_);
+        asleep_ = false;
+        return !closing_;
+    }
+
+    void complete(const Completion& completion) {
+        const Slot slot = slots_[completion.slot];
+        free_.push_back(completion.slot);
+        // The kernel could not take it now: no news for the submitter, who would call it a failure.
+        if (completion.result == -EAGAIN && slot.item.attempts < kMostAttempts) return again(slot.item);
+        slot.item.handler->completed(slot.item.request, IoResult{completion.result, slot.stopwatch.seconds()});
+    }
+
+    void again(Item item) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        ++item.attempts;
+        push(item);
+    }
+
+    static constexpr std::size_t kMostBytes = std::size_t{1} << 30;  // of one entry, whose length has 32 bits
+
+    const IoEngineKind kind_;
+    const MemoryRange memory_;
+    std::vector<int> descriptors_;
+    const Descriptor wake_;
+
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<Item> queue_;
+    IoUsage usage_;
+    bool started_ = false;
+    bool asleep_ = false;  // or about to be, having seen the queue as it is
+    bool closing_ = false;
+
+    // Of the thread.
+    io_uring* ring_ = nullptr;
+    std::optional<SystemError> set_up_error_;
+    bool files_registered_ = false;
+    bool memory_registered_ = false;
+    std::uint64_t wake_value_ = 0;
+    std::vector<Slot> slots_;
+    std::vector<std::size_t> free_;
+    std::vector<Completion> completions_;
+
+    std::thread thread_;
+};
+
+}  // namespace
+
+std::optional<std::string> uring_unavailable(bool polled) {
+    try {
+        Ring(polled).try_out();
+        return std::nullopt;
+    } catch (const SystemError& error) {
+        return "the system refuses io_uring (" + error.code().message() + ")";
+    }
+}
+
+std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>& files, const MemoryRange& memory,
+                                            bool polled) {
+    return std::make_unique<UringEngine>(files, memory, polled);
+}
+
+}  // namespace smart_infinity
+
+#endif

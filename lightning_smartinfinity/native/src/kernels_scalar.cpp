@@ -1,4 +1,0 @@
-#include "kernels.hpp"
-
-#define SMART_INFINITY_KERNELS kScalarKernels
-#include "kernels.inl"

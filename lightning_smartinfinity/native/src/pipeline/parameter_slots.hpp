@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "base/buffer.hpp"
+#include "cuda/cuda_device.hpp"
+#include "extent/batch.hpp"
+
+namespace smart_infinity {
+
+// Parameters of a CUDA device on their way through host memory: one slot for each buffer of the ring, so that nothing
+// grows with the model. A slot holds its tasklet's parameters at the tasklet's offsets.
+class ParameterSlots {
+ public:
+    // Throws SystemError without memory, CudaError without events.
+    ParameterSlots(std::shared_ptr<const CudaStream> stream, std::size_t num_slots, std::size_t slot_bytes);
+
+    const std::shared_ptr<const CudaStream>& stream() const { return stream_; }
+    std::size_t slot_bytes() const { return slot_bytes_; }
+    std::size_t bytes() const { return memory_.bytes(); }
+    std::byte* slot(std::size_t index) const { return memory_.data() + index * slot_bytes_; }
+
+    // Starts copying the parameters that the tasklet takes from the device into its slot.
+    void fetch(const Batch& batch, const Tasklet& tasklet, std::size_t index) const;
+    // Starts copying the parameters that the tasklet gave out from its slot to the device.
+    void deliver(const Batch& batch, const Tasklet& tasklet, std::size_t index) const;
+    // Until what was started last in this slot has completed. All three throw CudaError.
+    void wait(std::size_t index) const { events_[index]->synchronize(); }
+
+ private:
+    template <class Copy>
+    void start(std::size_t index, const Copy& copy) const;
+
+    std::shared_ptr<const CudaStream> stream_;
+    std::size_t slot_bytes_;
+    HostBuffer memory_;
+    std::vector<std::unique_ptr<CudaEvent>> events_;  // by slot
+};
+
+// What a slot needs for the largest of the batch's tasklets: zero without parameters.
+std::size_t slot_bytes(const Batch& batch);
+
+// Whether some tasklet takes parameters from memory before it is computed.
+bool takes_parameters(const Batch& batch);
+// Whether tasklets give parameters out once they have been computed.
+constexpr bool gives_parameters(Operation operation) {
+    return operation == Operation::kUpdate || operation == Operation::kRead;
+}
+
+}  // namespace smart_infinity

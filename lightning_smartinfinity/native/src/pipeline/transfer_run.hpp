@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/failure.hpp"
+#include "extent/batch.hpp"
+#include "pipeline/parameter_slots.hpp"
+#include "pipeline/resident_tasklets.hpp"
+#include "pipeline/schedule.hpp"
+
+namespace smart_infinity {
+
+// A tasklet and the part of the batch that it came with. Neither moves while the batch is active.
+struct TransferItem {
+    const Batch* batch = nullptr;
+    const Tasklet* tasklet = nullptr;
+    Residence residence = Residence::kNone;
+};
+
+// A batch that is being worked, with all that was added to it. Nothing here locks.
+struct TransferRun {
+    // Throws std::invalid_argument where a resident tasklet is listed twice.
+    TransferRun(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents);
+    void add(Batch batch, const ResidentTasklets& residents);
+
+    bool delivers() const { return stream != nullptr && gives_parameters(operation); }
+
+    const Operation operation;
+    const std::shared_ptr<const CudaStream> stream;
+    std::vector<std::unique_ptr<const Batch>> parts;
+    std::vector<TransferItem> items;  // by position in the batch
+    std::vector<bool> resident;       // by index: those in the batch
+    TransferSchedule schedule;
+    std::optional<Failure> failure;
+};
+
+}  // namespace smart_infinity

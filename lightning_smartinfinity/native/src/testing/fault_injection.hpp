@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+
+#include "io/io_engine.hpp"
+
+namespace smart_infinity {
+
+// Requests are counted from zero, reads and writes apart.
+struct Faults {
+    std::uint64_t seed = 0;
+    std::int64_t max_delay_us = 0;          // completions wait up to so long, and so overtake each other
+    std::int64_t fail_read_at = -1;         // the read that fails
+    std::int64_t fail_write_at = -1;        // the write that fails, after its first block: a torn extent
+    std::int64_t short_transfer_every = 0;  // every so many transfers stop somewhere in the middle
+    int error = EIO;
+};
+
+// An engine that misbehaves, for tests.
+class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
+ public:
+    FaultInjectingEngine(std::unique_ptr<IoEngine> inner, const Faults& faults);
+    void submit(const IoRequest& request, CompletionHandler& handler) override;
+    IoUsage usage() const override { return inner_->usage(); }
+    IoEngineKind kind() const override { return inner_->kind(); }
+
+ private:
+    struct Pending {
+        IoRequest request;
+        CompletionHandler* handler;
+        std::int64_t at_most;  // what the result is cut to: bytes, or a negative errno
+        std::int64_t delay_us;
+    };
+
+    void completed(const IoRequest& request, const IoResult& result) override;
+    Pending plan(const IoRequest& request, CompletionHandler& handler);
+    std::int64_t random(std::int64_t first, std::int64_t last);
+
+    const Faults faults_;
+    std::mutex mutex_;
+    std::mt19937_64 generator_;
+    std::int64_t num_reads_ = 0;
+    std::int64_t num_writes_ = 0;
+    std::map<std::size_t, Pending> pending_;  // by tag: one request per tag is in flight
+    std::unique_ptr<IoEngine> inner_;         // last: its destructor waits for completions
+};
+
+}  // namespace smart_infinity

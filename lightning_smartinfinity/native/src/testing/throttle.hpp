@@ -1,0 +1,59 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "base/stopwatch.hpp"
+#include "base/worker_pool.hpp"
+#include "io/io_engine.hpp"
+
+namespace smart_infinity {
+
+// How fast open files may be, all together; 0: as fast as they are.
+struct Throttle {
+    explicit Throttle(std::set<int> files) : descriptors(std::move(files)) {}
+    const std::set<int> descriptors;
+    std::atomic<double> bytes_per_second{0};
+};
+
+// An engine in which requests to some files take turns, from their submission on, and the time of a slow device or of a
+// slow channel to several, for tests. What they really take is part of that time, and so is that of a throttle within
+// this one: a request passes through both at once. Other files are left alone.
+class ThrottledEngine final : public IoEngine, private CompletionHandler {
+ public:
+    ThrottledEngine(std::unique_ptr<IoEngine> inner, std::shared_ptr<const Throttle> throttle);
+    void submit(const IoRequest& request, CompletionHandler& handler) override;
+    IoUsage usage() const override { return inner_->usage(); }
+    IoEngineKind kind() const override { return inner_->kind(); }
+
+ private:
+    using Clock = std::chrono::steady_clock;
+
+    struct Pending {
+        CompletionHandler* handler;
+        Stopwatch stopwatch;
+        Clock::time_point end_of_turn;
+    };
+    struct Done {
+        IoRequest request;
+        IoResult result;
+    };
+
+    Clock::time_point take_turn(std::size_t bytes);
+    void completed(const IoRequest& request, const IoResult& result) override { slow_.push({request, result}); }
+    void pass_on(const Done& done);
+
+    const std::shared_ptr<const Throttle> throttle_;
+    std::mutex mutex_;
+    Clock::time_point end_of_turns_;
+    std::map<std::size_t, Pending> pending_;  // by tag: one request per tag is in flight
+    WorkerPool<Done> slow_;                   // of one thread
+    std::unique_ptr<IoEngine> inner_;         // last: its destructor waits for completions
+};
+
+}  // namespace smart_infinity
