@@ -35,7 +35,7 @@ from lightning_smartinfinity.devices.smartssd import CardRing, SmartSSDDevice, k
 from lightning_smartinfinity.native import DType
 from lightning_smartinfinity.native.testing import Throttle
 from lightning_smartinfinity.plan.gradients import Dense, GradientForm, TopKPayload
-from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.step import System, simulate_step
 from lightning_smartinfinity.plan.workload import Workload
 from lightning_smartinfinity.transfer.layout import PartitionLayout

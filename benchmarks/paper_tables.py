@@ -17,7 +17,7 @@ from machine import describe
 from lightning_smartinfinity.plan.fit import fit, published_workload
 from lightning_smartinfinity.plan.gradients import Dense
 from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.machine import Machine
+from lightning_smartinfinity.plan.hardware import Machine
 from lightning_smartinfinity.plan.paper import SCALING, SPARSE_KERNEL_SHOWN
 from lightning_smartinfinity.plan.reproduction import (
     SYSTEMS,

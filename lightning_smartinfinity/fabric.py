@@ -23,9 +23,9 @@ from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
-from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.settings import check_save_path
+from lightning_smartinfinity.strategy_base import NearStorage
 
 __all__ = ["SmartInfinityFabricStrategy"]
 
@@ -216,7 +216,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        from lightning_smartinfinity.zero3.clipping import clip_norm, norm_as_torch
+        from lightning_smartinfinity.zero3.step.clipping import clip_norm, norm_as_torch
 
         if float(norm_type) != 2.0:
             raise UnsupportedError(
@@ -228,7 +228,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float | int) -> None:
-        from lightning_smartinfinity.zero3.clipping import clip_values
+        from lightning_smartinfinity.zero3.step.clipping import clip_values
 
         clip_values(self._near_storage_optimizer, float(clip_val))
 
@@ -240,8 +240,8 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        from lightning_smartinfinity.zero3.client_state import refuse_reserved
-        from lightning_smartinfinity.zero3.engine_checkpoint import save_engine
+        from lightning_smartinfinity.zero3.checkpoints.client_state import refuse_reserved
+        from lightning_smartinfinity.zero3.checkpoints.load_save import save_engine
 
         _refuse_options(storage_options=storage_options, filter=filter)
         check_save_path(path)
@@ -265,7 +265,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        from lightning_smartinfinity.zero3.engine_checkpoint import load_engine
+        from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
 
         if isinstance(state, Module):  # fabric.load_raw
             engine, _ = self._split({"model": state})
@@ -301,12 +301,12 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         return contents
 
     def _load_weights(self, weights: Mapping[str, Any], engine: Any, *, strict: bool) -> None:
-        from lightning_smartinfinity.zero3.engine_checkpoint import load_weights
+        from lightning_smartinfinity.zero3.checkpoints.load_save import load_weights
 
         load_weights(weights, engine, trained=engine is self._training_engine, strict=strict)
 
     def _read_file(self, path: str | Path) -> Mapping[str, Any]:
-        from lightning_smartinfinity.zero3.checkpoint_folder import reading_checkpoint
+        from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
         from lightning_smartinfinity.zero3.collectives import raising_together
 
         contents: Any = None

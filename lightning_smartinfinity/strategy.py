@@ -31,11 +31,11 @@ from lightning_smartinfinity.compression import GradientCodec
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
-from lightning_smartinfinity.near_storage import NearStorage
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.resume import continue_epoch
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path
+from lightning_smartinfinity.strategy_base import NearStorage
 
 __all__ = ["SmartInfinityStrategy"]
 
@@ -269,10 +269,10 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        from lightning_smartinfinity.zero3.checkpoint_folder import reading_checkpoint
+        from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
+        from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict
+        from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
         from lightning_smartinfinity.zero3.collectives import raising_together
-        from lightning_smartinfinity.zero3.engine_checkpoint import load_engine
-        from lightning_smartinfinity.zero3.full_weights import full_state_dict
 
         if self.load_full_weights:
             with raising_together(), reading_checkpoint(checkpoint_path):
@@ -303,7 +303,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def _restore_zero_state(self, ckpt: Mapping[str, Any], strict: bool) -> None:
-        from lightning_smartinfinity.zero3.full_weights import load_full_weights
+        from lightning_smartinfinity.zero3.checkpoints.full_weights import load_full_weights
 
         assert self.lightning_module is not None
         optimizer = self._near_storage_optimizer if self.model is self._training_engine else None

@@ -15,7 +15,7 @@ from lightning_smartinfinity.cli.simulated_steps import Case, Simulated
 from lightning_smartinfinity.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.plan.machine import Machine
+    from lightning_smartinfinity.plan.hardware import Machine
 
 __all__ = ["add_to"]
 

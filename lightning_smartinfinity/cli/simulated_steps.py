@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_smartinfinity.plan.machine import Machine
+    from lightning_smartinfinity.plan.hardware import Machine
     from lightning_smartinfinity.plan.step import StepTime
     from lightning_smartinfinity.plan.workload import Workload
 
@@ -86,7 +86,7 @@ class Case:
 
     def _host_bytes(self) -> dict[str, int]:
         from lightning_smartinfinity.plan.handler import Route
-        from lightning_smartinfinity.plan.host_memory import host_bytes
+        from lightning_smartinfinity.plan.memory import host_bytes
 
         if self.system not in _OURS:
             return {}

@@ -33,7 +33,7 @@ def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.zero3 import prepare_environment  # DeepSpeed, which takes its time
 
     prepare_environment("cpu", local_world_size=1)
-    from lightning_smartinfinity.zero3.universal_conversion import convert_checkpoint
+    from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 
     progress = Progress(shown=not options.quiet)
     convert_checkpoint(

@@ -11,7 +11,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
 from lightning_smartinfinity.errors import ConfigError, CudaError, SmartInfinityError, StorageCorruptError, StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.faults import failure_error, require_io_engine, storage_errors
+from lightning_smartinfinity.store.os_errors import failure_error, require_io_engine, storage_errors
 
 __all__ = ["HostDevice"]
 

@@ -21,8 +21,8 @@ from lightning_smartinfinity.plan.cost import CompressionGain, Setting, gain_of
 from lightning_smartinfinity.plan.fit import PaperMachine, fit
 from lightning_smartinfinity.plan.gradients import BlockScaledPayload, Dense, GradientForm, Pairs, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.host_memory import host_bytes
-from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.memory import host_bytes
 from lightning_smartinfinity.plan.step import Overlap, StepTime, System, Traffic, simulate_step
 from lightning_smartinfinity.plan.workload import NUM_ARRAYS, Workload
 

@@ -10,7 +10,7 @@ from lightning_smartinfinity.compression import GradientCodec, TopK
 from lightning_smartinfinity.plan.checks import COUNT, between, instance, require
 from lightning_smartinfinity.plan.gradients import BlockScaledPayload, GradientForm, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.paper import FIGURES
 from lightning_smartinfinity.plan.step import System, simulate_step
 from lightning_smartinfinity.plan.workload import Workload

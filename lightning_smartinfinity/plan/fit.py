@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_smartinfinity.plan.checks import Rule, require_one
 from lightning_smartinfinity.plan.gradients import Dense, Pairs
-from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.paper import FIGURES, SCALING, SECONDS, Figure, Row
 from lightning_smartinfinity.plan.step import System, simulate_step
 from lightning_smartinfinity.plan.workload import Workload

@@ -9,7 +9,7 @@ from statistics import mean
 
 from lightning_smartinfinity.plan.fit import FITTED_DEVICES, PaperMachine, published_workload, seconds_of
 from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.machine import Machine
+from lightning_smartinfinity.plan.hardware import Machine
 from lightning_smartinfinity.plan.paper import SCALING, SECONDS, SPEEDUPS, Row
 from lightning_smartinfinity.plan.step import Overlap, StepTime, System, simulate_step
 

@@ -8,7 +8,7 @@ from enum import Enum
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.plan.checks import instance, require_one
 from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.machine import Machine
+from lightning_smartinfinity.plan.hardware import Machine
 from lightning_smartinfinity.plan.systems import BEGIN, Run, System, Update
 from lightning_smartinfinity.plan.virtual_time import Event, Process
 from lightning_smartinfinity.plan.workload import Workload

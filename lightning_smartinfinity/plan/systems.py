@@ -8,7 +8,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from lightning_smartinfinity.plan.handler import Route, tasklets_of_device, update_on_cards, update_on_host
-from lightning_smartinfinity.plan.machine import Machine
+from lightning_smartinfinity.plan.hardware import Machine
 from lightning_smartinfinity.plan.published import smart_update, zero_infinity
 from lightning_smartinfinity.plan.virtual_time import Event, Simulation
 from lightning_smartinfinity.plan.wiring import HostPaths, Lane, connect

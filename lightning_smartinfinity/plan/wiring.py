@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_smartinfinity.plan.gradients import GradientForm
-from lightning_smartinfinity.plan.machine import Channel, Device, Machine
+from lightning_smartinfinity.plan.hardware import Channel, Device, Machine
 from lightning_smartinfinity.plan.virtual_time import Path, Resource
 
 __all__ = ["HostPaths", "Lane", "connect"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.faults import storage_errors
+from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = ["choose_direct", "open_state_file", "refusal"]
 

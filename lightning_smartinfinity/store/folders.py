@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.lock import FolderLock, is_locked
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, read_manifest
+from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = [
     "COMMIT_NAME",

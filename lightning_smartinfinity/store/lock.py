@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageLockedError
-from lightning_smartinfinity.store.faults import storage_errors
+from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = ["FolderLock", "is_locked"]
 

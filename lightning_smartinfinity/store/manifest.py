@@ -13,7 +13,7 @@ from typing import Any
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import StorageCorruptError
 from lightning_smartinfinity.store.extents import STATE_FORMATS, ExtentMap
-from lightning_smartinfinity.store.faults import storage_errors
+from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "StoreDescription", "read_manifest", "write_manifest"]
 

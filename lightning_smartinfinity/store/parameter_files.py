@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.folders import PARAMETERS_NAME, RankFolder, parameter_folder_path
+from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = ["ParameterFiles", "Place", "deal", "whole_blocks"]
 

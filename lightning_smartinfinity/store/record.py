@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.faults import storage_errors
+from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.spread import Placement
 
 __all__ = ["CommitRecord", "erase_record", "no_record", "record_bytes", "read_records", "write_record"]

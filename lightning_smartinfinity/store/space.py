@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageFullError
 from lightning_smartinfinity.store.extents import ExtentMap
-from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path, reclaimable_bytes
+from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.parameter_files import deal
 from lightning_smartinfinity.store.record import record_bytes
 

@@ -20,7 +20,6 @@ from lightning_smartinfinity.store.capacities import Capacities
 from lightning_smartinfinity.store.claiming import claim_folders, fill_folders
 from lightning_smartinfinity.store.direct import open_state_file
 from lightning_smartinfinity.store.extents import ExtentMap
-from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder
 from lightning_smartinfinity.store.manifest import (
     MANIFEST_NAME,
@@ -28,6 +27,7 @@ from lightning_smartinfinity.store.manifest import (
     StoreDescription,
     write_manifest,
 )
+from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, no_record, write_record
 from lightning_smartinfinity.store.recovery import common_manifest, newest_complete, require_recoverable
 from lightning_smartinfinity.store.space import measure_space, require_space

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.store.extents import ExtentMap
-from lightning_smartinfinity.store.faults import storage_errors
+from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import CommitRecord
 
 __all__ = ["TRAILER_BYTES", "first_mismatch"]

@@ -15,8 +15,8 @@ from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.extents import STATE_FORMATS
-from lightning_smartinfinity.store.faults import storage_errors
 from lightning_smartinfinity.store.manifest import Manifest
+from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.state_access import StateAccess
 from lightning_smartinfinity.transfer.windows import Window

@@ -16,7 +16,7 @@ from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store import ParameterFiles, Place
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
-from lightning_smartinfinity.store.faults import failure_error, require_io_engine, storage_errors
+from lightning_smartinfinity.store.os_errors import failure_error, require_io_engine, storage_errors
 from lightning_smartinfinity.store.parameter_files import whole_blocks
 
 __all__ = ["ParameterStore", "PartTransfers", "StoredParameter"]

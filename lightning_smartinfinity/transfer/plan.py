@@ -71,7 +71,7 @@ class StagedPartition(Protocol):
     """Parameters that only their owner can reach: they travel through a small host buffer, wave by wave.
 
     ``transfer.staging.TensorPartition`` implements it for torch tensors on any device, by copies that block,
-    ``zero3.stored_partition`` for parameters on storage, whose methods may raise a StorageError.
+    ``zero3.parameters.stored_partition`` for parameters on storage, whose methods may raise a StorageError.
     """
 
     dtype: native.DType

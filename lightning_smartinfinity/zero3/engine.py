@@ -22,15 +22,15 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.checkpoint_engine import SmartInfinityCheckpointEngine
-from lightning_smartinfinity.zero3.folder_swap import replacing
-from lightning_smartinfinity.zero3.foreign_step import refuse_foreign_steps
-from lightning_smartinfinity.zero3.full_weights import refuse_plain_loading
-from lightning_smartinfinity.zero3.late_uses import learn_late_uses
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
+from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
-from lightning_smartinfinity.zero3.param_swapper import stored_parameter
+from lightning_smartinfinity.zero3.parameters.external_parameters import learn_late_uses
+from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
 from lightning_smartinfinity.zero3.validation import check_dtype
 
 __all__ = [

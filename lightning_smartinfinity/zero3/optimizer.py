@@ -29,25 +29,25 @@ from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
 from lightning_smartinfinity.transfer.rules import rule_for
-from lightning_smartinfinity.zero3 import checkpoint
-from lightning_smartinfinity.zero3.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.collectives import failing_together, raise_together, raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory
-from lightning_smartinfinity.zero3.gradient_path import GradientPath
-from lightning_smartinfinity.zero3.outside_writes import OutsideWrites
-from lightning_smartinfinity.zero3.overlap_choice import OverlapChoice
-from lightning_smartinfinity.zero3.partition import (
+from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.parameters.outside_writes import OutsideWrites
+from lightning_smartinfinity.zero3.parameters.partition import (
     describe_partition,
     lies_in_host_memory,
     outputs_of,
     zero_padding,
 )
-from lightning_smartinfinity.zero3.rank_state import RankState, warn_of_undone_step
 from lightning_smartinfinity.zero3.settings import OffloadSettings
-from lightning_smartinfinity.zero3.speculation import Speculation
-from lightning_smartinfinity.zero3.state_by_parameter import StateByParameter
+from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.step.overlap_choice import OverlapChoice
+from lightning_smartinfinity.zero3.step.rank_state import RankState, warn_of_undone_step
+from lightning_smartinfinity.zero3.step.speculation import Speculation
+from lightning_smartinfinity.zero3.step.state_by_parameter import StateByParameter
+from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.storage import open_storage, with_cache
-from lightning_smartinfinity.zero3.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.validation import find_ignored
 
 __all__ = ["SmartInfinityOptimizer"]
@@ -335,10 +335,10 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
         self.update.settle()
 
     def _rigid_state_dict(self) -> dict[str, Any]:
-        return checkpoint.state_dict(self)
+        return optimizer_state.state_dict(self)
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        checkpoint.load_state_dict(self, state_dict, load_optimizer_states=load_optimizer_states)
+        optimizer_state.load_state_dict(self, state_dict, load_optimizer_states=load_optimizer_states)
 
     @torch.no_grad()
     def _restore_from_bit16_weights(self) -> None:

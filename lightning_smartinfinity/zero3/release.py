@@ -9,8 +9,8 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from lightning_smartinfinity.zero3.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 
 __all__ = ["end_training", "release_module", "trainings_of"]
 

@@ -27,9 +27,9 @@ from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kern
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
 from lightning_smartinfinity.devices.smartssd.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
+from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.zero3.collectives import gather, raise_together
-from lightning_smartinfinity.zero3.machine import machine_identity
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 
 __all__ = ["choose_update_device"]

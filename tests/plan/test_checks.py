@@ -12,8 +12,8 @@ import pytest
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.plan.fit import fit
 from lightning_smartinfinity.plan.gradients import Dense, Pairs, TopKPayload
-from lightning_smartinfinity.plan.host_memory import host_bytes
-from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.memory import host_bytes
 from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
 from lightning_smartinfinity.plan.workload import Workload
 

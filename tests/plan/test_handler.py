@@ -15,7 +15,7 @@ from lightning_smartinfinity.native import TransferSchedule
 from lightning_smartinfinity.plan import handler
 from lightning_smartinfinity.plan.gradients import BlockScaledPayload, Dense, GradientForm, Pairs, TopKPayload
 from lightning_smartinfinity.plan.handler import Route, tasklets_of_device, update_on_cards, update_on_host
-from lightning_smartinfinity.plan.machine import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.schedule_run import ScheduleRun
 from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
 from lightning_smartinfinity.plan.virtual_time import Process, Simulation

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_smartinfinity.compression import TopK
 from lightning_smartinfinity.plan.gradients import Dense, TopKPayload
-from lightning_smartinfinity.plan.host_memory import host_bytes
+from lightning_smartinfinity.plan.memory import host_bytes
 from lightning_smartinfinity.plan.workload import Workload
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from tests.transfer.harness import Case, Run

@@ -74,7 +74,7 @@ def fit(module: Built, root: Path, **settings: Any) -> Built:
 
 
 def main() -> None:
-    from lightning_smartinfinity.zero3 import gather_on_use
+    from lightning_smartinfinity.zero3.parameters import gather_on_use
 
     # Parameters are partitioned again as soon as others are touched.
     gather_on_use._GATHERED_BYTES = 0

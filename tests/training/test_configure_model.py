@@ -36,7 +36,7 @@ def test_every_way_to_initialise_gives_the_values_of_torch(
 
     Whether parameters are partitioned again at once or stay gathered until the model is built.
     """
-    monkeypatch.setattr("lightning_smartinfinity.zero3.gather_on_use._GATHERED_BYTES", gathered_bytes)
+    monkeypatch.setattr("lightning_smartinfinity.zero3.parameters.gather_on_use._GATHERED_BYTES", gathered_bytes)
     module, expected = fit(Built(Initialised, squares), tmp_path), built_whole()
     assert_same_weights(module.weights, expected)
     assert module.losses[0] == pytest.approx(float(squares(expected, inputs()[:2]).detach()), abs=1e-6)

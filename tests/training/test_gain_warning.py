@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import TopK, TransferConfig
-from lightning_smartinfinity.near_storage import _warn_of_no_gain
 from lightning_smartinfinity.plan import cost
+from lightning_smartinfinity.strategy_base import _warn_of_no_gain
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from tests.helpers.card_runs import plan_of

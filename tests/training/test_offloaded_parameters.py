@@ -14,7 +14,7 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageFullError
 from lightning_smartinfinity.native import testing
-from lightning_smartinfinity.transfer.host_memory import HostMemory
+from lightning_smartinfinity.transfer.host_buffers import HostMemory
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_lives import Evaluated

@@ -16,8 +16,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError
 from lightning_smartinfinity.native import testing
-from lightning_smartinfinity.zero3 import overlap_choice
-from lightning_smartinfinity.zero3.update_in_flight import UpdateInFlight, _Awaited
+from lightning_smartinfinity.zero3.step import overlap_choice
+from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight, _Awaited
 from tests.fabric import worker as fabric_worker
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer

@@ -16,7 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_s
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy, StorageError
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.step import Step
-from lightning_smartinfinity.zero3.speculation import Speculation
+from lightning_smartinfinity.zero3.step.speculation import Speculation
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_overlap import BF16, CASES, SMALL_RING, FailAt, assert_same, result

@@ -19,8 +19,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_s
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TransferConfig
 from lightning_smartinfinity.native import testing
 from lightning_smartinfinity.transfer import handler as handler_module
-from lightning_smartinfinity.zero3 import overlap_choice
-from lightning_smartinfinity.zero3.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.step import overlap_choice
+from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.transfer.wandering import Wandering

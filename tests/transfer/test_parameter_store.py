@@ -13,7 +13,7 @@ import torch
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError
 from lightning_smartinfinity.native.testing import inject
-from lightning_smartinfinity.transfer.host_memory import HostMemory
+from lightning_smartinfinity.transfer.host_buffers import HostMemory
 from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers, StoredParameter
 from tests.native.test_interrupt import interrupted
 

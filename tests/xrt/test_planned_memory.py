@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.host_memory import host_bytes
+from lightning_smartinfinity.plan.memory import host_bytes
 from tests.helpers.card_runs import cards
 from tests.helpers.runif import RunIf
 from tests.plan.test_host_memory import CASE, DENSE

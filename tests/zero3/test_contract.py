@@ -105,7 +105,7 @@ def test_overridden_methods_of_the_engine_exist(name: str) -> None:
 
 
 def test_rank_of_a_partition_is_asked_of_the_optimizer() -> None:
-    """zero3/partition.py and state_by_parameter.py ask which slice of a parameter is this rank's."""
+    """parameters/partition.py and state_by_parameter.py ask which slice of a parameter is this rank's."""
     parameters = inspect.signature(DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank).parameters
     assert list(parameters) == ["self", "param"], "slices of other ranks would be taken for this one's"
 

@@ -25,7 +25,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_s
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_smartinfinity import SmartInfinityStrategy
-from lightning_smartinfinity.zero3.client_state import RESERVED_KEYS
+from lightning_smartinfinity.zero3.checkpoints.client_state import RESERVED_KEYS
 from lightning_smartinfinity.zero3.release import release_module
 from tests.helpers.models import Recipe
 from tests.helpers.plain import Everything
@@ -140,37 +140,39 @@ def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
 def test_engine_names_parameters_and_hands_the_names_on(seen: Observed) -> None:
     """``param_names`` maps parameters to names, in the engine and in the optimizer that it builds."""
     names = {param: f"{name}" for name, param in seen.engine.module.named_parameters()}
-    assert seen.engine.param_names == names, "names in checkpoints and messages (zero3/partition.py, engine.py)"
+    assert seen.engine.param_names == names, "names in checkpoints and messages (parameters/partition.py, engine.py)"
     assert seen.engine.optimizer.param_names == names
 
 
 def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
     """Attributes of the stage-3 optimizer that describe its partition, its loss scale and its buckets."""
     optimizer = seen.engine.optimizer
-    assert len(optimizer.fp16_groups) == len(optimizer.fp16_partitioned_groups_flat), "zero3/partition.py"
-    assert set(optimizer.sub_group_to_group_id) == set(range(len(optimizer.fp16_groups))), "zero3/partition.py"
+    assert len(optimizer.fp16_groups) == len(optimizer.fp16_partitioned_groups_flat), "parameters/partition.py"
+    assert set(optimizer.sub_group_to_group_id) == set(range(len(optimizer.fp16_groups))), "parameters/partition.py"
     assert optimizer.fp32_partitioned_groups_flat, "zero3/optimizer.py"
     for bucket in optimizer.ipg_buckets.values():
-        assert bucket.params == [] and bucket.elements == 0, "zero_grad of zero3/gradient_path.py empties buckets"
+        assert bucket.params == [] and bucket.elements == 0, "zero_grad of step/gradient_path.py empties buckets"
     assert optimizer.reduce_bucket_size > 0 and optimizer.dtype is torch.bfloat16, "zero3/optimizer.py"
-    assert optimizer.partition_count and optimizer.loss_scaler is not None, "zero3/checkpoint.py"
-    assert optimizer.dynamic_loss_scale is False and optimizer.overflow is False, "zero3/checkpoint.py"
+    assert optimizer.partition_count and optimizer.loss_scaler is not None, "checkpoints/optimizer_state.py"
+    assert optimizer.dynamic_loss_scale is False and optimizer.overflow is False, "checkpoints/optimizer_state.py"
     assert optimizer.clip_grad == 1.0, "precision.py sets it, zero3/optimizer.py reads it"
-    assert optimizer.dp_process_group is not None and optimizer._grad_acc_hooks is not None, "zero3/gradient_path.py"
-    assert optimizer.reduce_and_partition_stream is not None or not torch.cuda.is_available(), "zero3/gradient_path.py"
-    assert isinstance(optimizer.parameter_offload, parameter_offload.DeepSpeedZeRoOffload), "zero3/gradient_path.py"
+    assert optimizer.dp_process_group is not None and optimizer._grad_acc_hooks is not None, "step/gradient_path.py"
+    assert optimizer.reduce_and_partition_stream is not None or not torch.cuda.is_available(), "step/gradient_path.py"
+    assert isinstance(optimizer.parameter_offload, parameter_offload.DeepSpeedZeRoOffload), "step/gradient_path.py"
     assert seen.engine._config is not None, "zero3/engine.py passes it to the checkpoint engine"
 
 
 def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
     """Attributes that zero.Init gives a parameter."""
     param = seen.param
-    assert (param.ds_numel, tuple(param.ds_shape)) == (32, (32,)), "zero3/partition.py, gather_on_use.py"
-    assert param.partition_numel() == param.ds_tensor.numel() == param.ds_tensor.ds_numel == 32, "zero3/partition.py"
-    assert isinstance(param.ds_id, int) and isinstance(param.ds_status, ZeroParamStatus), "zero3/gather_on_use.py"
-    assert param.ds_process_group is not None and param.ds_summary()["shape"], "zero3/gather_on_use.py"
+    assert (param.ds_numel, tuple(param.ds_shape)) == (32, (32,)), "parameters/partition.py, gather_on_use.py"
+    assert param.partition_numel() == param.ds_tensor.numel() == param.ds_tensor.ds_numel == 32, (
+        "parameters/partition.py"
+    )
+    assert isinstance(param.ds_id, int) and isinstance(param.ds_status, ZeroParamStatus), "parameters/gather_on_use.py"
+    assert param.ds_process_group is not None and param.ds_summary()["shape"], "parameters/gather_on_use.py"
     assert param._z3_optimizer is seen.engine.optimizer, "safe_get_* and zero3/release.py find the training by it"
-    assert callable(param.all_gather) and callable(param.partition), "zero3/gather_on_use.py, outside_writes.py"
+    assert callable(param.all_gather) and callable(param.partition), "parameters/gather_on_use.py, outside_writes.py"
 
 
 # ---- gradients and gathers
@@ -187,7 +189,7 @@ def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
 
 
 def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> None:
-    """What zero.Init installs on parameters calls its own methods, replaced for a while (zero3/gather_on_use.py)."""
+    """What zero.Init installs on parameters calls its own methods, replaced for a while (gather_on_use.py)."""
     installed = "Init._convert_to_deepspeed_param.<locals>"
     assert seen.has(f"{installed}.all_gather", "Init._all_gather"), "a read of a new model would not be noticed"
     assert seen.has(f"{installed}.partition", "Init._partition"), "nor that it was partitioned again"
@@ -281,13 +283,13 @@ def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed
 def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observed) -> None:
     """GatheredParameters ends in param.partition, which ours stands before: masters learn of writes."""
     callers = {caller for caller in seen.callers("_Watched.__call__") if caller.startswith("GatheredParameters.")}
-    assert callers, "zero3/outside_writes.py would miss what is written in GatheredParameters"
+    assert callers, "parameters/outside_writes.py would miss what is written in GatheredParameters"
     before, after = seen.masters
     assert (after == 2).all() and (before != 2).any(), "the masters on storage are those before the write"
 
 
 def test_the_watched_partition_method_takes_what_the_original_takes(seen: Observed) -> None:
-    """zero.Init installs ``partition`` on each parameter; that of zero3/outside_writes.py has the same parameters."""
+    """zero.Init installs ``partition`` on each parameter; that of outside_writes.py has the same parameters."""
     original = inspect.signature(seen.param.partition.original).parameters.values()
     ours = list(inspect.signature(seen.param.partition).parameters.values())
     assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in original]
@@ -295,12 +297,12 @@ def test_the_watched_partition_method_takes_what_the_original_takes(seen: Observ
 
 def test_gathered_parameters_are_marked(seen: Observed) -> None:
     """Inside GatheredParameters a parameter carries the mark that lets load_state_dict through, and only there."""
-    assert seen.depths == [1], "zero3/full_weights.py would refuse load_state_dict also inside GatheredParameters"
+    assert seen.depths == [1], "checkpoints/full_weights.py would refuse load_state_dict also inside GatheredParameters"
     assert getattr(seen.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) == 0
 
 
 def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
-    """safe_get_* and safe_set_* end in the methods that zero3/state_by_parameter.py overrides."""
+    """safe_get_* and safe_set_* end in the methods that step/state_by_parameter.py overrides."""
     assert seen.callers("StateByParameter.set_full_hp_param"), "safe_set_full_fp32_param would write into no master"
     assert seen.callers("StateByParameter._get_fp32_opt_state_partition"), "safe_get_full_fp32_param"
     assert seen.callers("StateByParameter.get_fp32_grad_for_param"), "safe_get_full_grad"
@@ -312,13 +314,15 @@ def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
 def test_every_rank_saves_two_files(seen: Observed) -> None:
     """Model states, then optimizer states, by the checkpoint engine: its save is collective."""
     savers = ["DeepSpeedEngine._save_checkpoint", "DeepSpeedEngine._save_zero_checkpoint"]
-    assert seen.callers("SmartInfinityCheckpointEngine.save") == set(savers), "zero3/checkpoint_engine.py would hang"
+    assert seen.callers("SmartInfinityCheckpointEngine.save") == set(savers), (
+        "checkpoints/checkpoint_engine.py would hang"
+    )
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", *savers)
     assert seen.callers("SmartInfinityEngine._configure_checkpointing") == {"DeepSpeedEngine.__init__"}
 
 
 def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(seen: Observed) -> None:
-    """What zero3/checkpoint.py describes is saved, and handed to the optimizer as it was read."""
+    """What checkpoints/optimizer_state.py describes is saved, and handed to the optimizer as it was read."""
     assert seen.callers(f"{OURS}._rigid_state_dict") == {f"{STAGE3}.state_dict"}
     assert seen.has("DeepSpeedEngine._save_zero_checkpoint", f"{STAGE3}.state_dict")
     assert "DeepSpeedEngine._get_all_zero_checkpoint_state_dicts" in seen.callers("SmartInfinityCheckpointEngine.load")
@@ -326,7 +330,7 @@ def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(s
 
 
 def test_names_and_shapes_of_parameters_lie_in_the_model_states(seen: Observed) -> None:
-    """zero3/checkpoint_folder.py compares them before anything is loaded."""
+    """checkpoints/folder_check.py compares them before anything is loaded."""
     assert seen.has("DeepSpeedEngine._common_checkpoint_state", "DeepSpeedEngine._get_zero_param_shapes")
     ((name, shape), *_) = seen.engine._get_zero_param_shapes()[0].items()
     assert name in dict(seen.engine.module.named_parameters()) and isinstance(shape, torch.Size)
@@ -334,7 +338,7 @@ def test_names_and_shapes_of_parameters_lie_in_the_model_states(seen: Observed) 
 
 
 def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed) -> None:
-    """Whatever DeepSpeed puts beside a user's entries, in one dictionary, is reserved (zero3/client_state.py)."""
+    """Whatever DeepSpeed puts beside a user's entries, in one dictionary, is reserved (checkpoints/client_state.py)."""
     names = set(seen.engine._common_checkpoint_state({}, zero_optimizer_state=False, save_frozen_param=True))
     assert "module" in names
     assert names <= RESERVED_KEYS, "a user's entry of that name would be lost or replace DeepSpeed's"
@@ -344,7 +348,7 @@ def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed
 
 
 def test_engine_counts_steps_and_samples(seen: Observed) -> None:
-    """In attributes of the engine, saved by their names; zero3/universal.py sets them."""
+    """In attributes of the engine, saved by their names; checkpoints/universal.py sets them."""
     saved = torch.load(seen.model_states, weights_only=False, mmap=True)
     for name, count in {"global_steps": 2, "global_samples": 2, "skipped_steps": 0}.items():
         assert saved[name] == getattr(seen.engine, name) == count, name
@@ -356,8 +360,8 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
     prologue = "SmartInfinityOptimizer.checkpoint_event_prologue"
     assert seen.in_order("DeepSpeedEngine.load_checkpoint", prologue, "DeepSpeedEngine._load_checkpoint", epilogue)
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", prologue, "DeepSpeedEngine._save_checkpoint", epilogue)
-    assert seen.has(base, f"{OURS}._partition_all_parameters"), "zero3/universal.py would load into gathered ones"
-    # Ours stands before the method that zero.Init installs (zero3/update_in_flight.py).
+    assert seen.has(base, f"{OURS}._partition_all_parameters"), "checkpoints/universal.py would load into gathered ones"
+    # Ours stands before the method that zero.Init installs (step/update_in_flight.py).
     assert seen.has(epilogue, "_Awaited.__call__"), "zero3/optimizer.py, skipped step"
     assert seen.has("_Awaited.__call__", "Init._convert_to_deepspeed_param.<locals>.all_gather")
 

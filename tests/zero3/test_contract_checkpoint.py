@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from lightning_smartinfinity.zero3.checkpoint_engine import SmartInfinityCheckpointEngine
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
-from lightning_smartinfinity.zero3.gather_on_use import _OWN_REFERENCES, _is_unused
+from lightning_smartinfinity.zero3.parameters.gather_on_use import _OWN_REFERENCES, _is_unused
 from tests.helpers.runif import RunIf
 
 

@@ -31,7 +31,7 @@ def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
 
 
 def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None:
-    """What bypasses_buckets of zero3/gradient_path.py leaves out: see what every step of the way does there."""
+    """What bypasses_buckets of step/gradient_path.py leaves out: see what every step of the way does there."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads)
     assert 'getattr(param, "ds_grad_is_ready", True)' in source, "gradients that are not complete would leave"
     assert source.count("(param)") == 5, "something new is done to a gradient on its way into the bucket"
@@ -76,7 +76,7 @@ def test_autograd_tells_whether_its_graph_is_retained() -> None:
 
 
 def test_the_order_of_gathering_can_be_learnt_anew() -> None:
-    """zero3/late_uses.py: uses of other modules' parameters are kept on the module, and the trace can be dropped."""
+    """external_parameters.py: uses of other modules' parameters stay on the module; the trace can be dropped."""
     coordinator = PartitionedParameterCoordinator
     assert "_external_params" in inspect.getsource(register_external_parameter), "late uses would go unseen"
     assert list(inspect.signature(coordinator._invalidate_trace).parameters) == ["self"]

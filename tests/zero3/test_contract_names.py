@@ -34,7 +34,7 @@ def test_zero_section_has_the_fields_that_are_read() -> None:
 
 
 def test_keys_of_checkpoints_are_those_of_files_that_exist() -> None:
-    """Files that were saved keep their keys: zero3/checkpoint.py and the readers of universal and stock ones."""
+    """Files that were saved keep their keys: optimizer_state.py and the readers of universal and stock ones."""
     assert (constants.OPTIMIZER_STATE_DICT, constants.FP32_FLAT_GROUPS) == ("optimizer_state_dict", "fp32_flat_groups")
     assert (constants.PARTITION_COUNT, constants.ZERO_STAGE) == ("partition_count", "zero_stage")
     assert (constants.LOSS_SCALER, constants.PARAM_SHAPES) == ("loss_scaler", "param_shapes")
@@ -51,7 +51,7 @@ def test_process_groups_have_a_default_timeout() -> None:
 
 
 def test_a_module_loads_its_own_part_of_a_state_dict() -> None:
-    """zero3/full_weights.py descends as ``load_state_dict`` does, by these; buffers and misfits included."""
+    """checkpoints/full_weights.py descends as ``load_state_dict`` does, by these; buffers and misfits included."""
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     weights = {name: tensor + 1 for name, tensor in module.state_dict().items()}
     missing, unexpected, errors = [], [], []  # type: ignore[var-annotated]

@@ -17,7 +17,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import Strategy
 
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
-from lightning_smartinfinity.zero3.prefetch import GATHER_PARAMS
+from lightning_smartinfinity.zero3.parameters.prefetch import GATHER_PARAMS
 from tests.zero3.test_contract import undecorated
 
 CONVERT = inspect.getsource(Init._convert_to_deepspeed_param)

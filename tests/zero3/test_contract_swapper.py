@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
-from lightning_smartinfinity.zero3.param_swapper import ParameterSwapper
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from tests.zero3.test_contract import undecorated
 
 ENGINE: Any = inspect.getmodule(DeepSpeedEngine)

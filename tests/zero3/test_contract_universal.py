@@ -50,7 +50,7 @@ def test_ours_makes_the_same(checkpoint: Path, universal: Path, tmp_path: Path) 
 
 
 def test_converter_makes_flat_tensors_of_what_our_checkpoints_hold(universal: Path) -> None:
-    """Per parameter one file for each array, without padding (zero3/universal_folder.py)."""
+    """Per parameter one file for each array, without padding (checkpoints/universal_folder.py)."""
     expected = {
         f"{name}/{array}": values + offset
         for name, values in WHOLE.items()
@@ -96,4 +96,4 @@ def test_engine_loads_buffers_and_frozen_fragments() -> None:
     checkpoint = {"module": saved, "frozen_param_fragments": {"weight": torch.tensor([5.0, 6.0])}}
     DeepSpeedEngine.load_module_state_dict(engine, checkpoint=checkpoint, strict=True)
     assert module.running_mean is not None and module.running_mean.tolist() == [3.0, 4.0]
-    assert weight.ds_tensor.tolist() == [5.0, 6.0], "zero3/universal.py hands frozen slices over so"
+    assert weight.ds_tensor.tolist() == [5.0, 6.0], "checkpoints/universal.py hands frozen slices over so"

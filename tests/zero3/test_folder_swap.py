@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3 import folder_swap
-from lightning_smartinfinity.zero3.folder_swap import exchange, replacing, restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints import folder_swap
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import exchange, replacing, restore_interrupted
 
 TAG = "checkpoint"
 SYSTEM_CALLS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.plan import StepPlan
-from lightning_smartinfinity.zero3.speculation import Speculation
+from lightning_smartinfinity.zero3.step.speculation import Speculation
 
 NUM_PARAMETERS = 1000
 

@@ -16,8 +16,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3 import saved_weights, tensor_file, universal_conversion
-from lightning_smartinfinity.zero3.universal_conversion import convert_checkpoint
+from lightning_smartinfinity.zero3.checkpoints import saved_weights, tensor_file, universal_conversion
+from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.universal import save_of_two, tensors
 
@@ -176,8 +176,10 @@ def test_what_a_killed_conversion_left_is_removed(
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_smartinfinity.zero3.universal_conversion.shutil.rmtree", lambda *_, **__: None)
-        patched.setattr("lightning_smartinfinity.zero3.universal_conversion._write_optimizer_state", killed)
+        patched.setattr(
+            "lightning_smartinfinity.zero3.checkpoints.universal_conversion.shutil.rmtree", lambda *_, **__: None
+        )
+        patched.setattr("lightning_smartinfinity.zero3.checkpoints.universal_conversion._write_optimizer_state", killed)
         with pytest.raises(CheckpointError, match="killed"):
             convert_checkpoint(checkpoint, tmp_path / "new")
     assert len(list(tmp_path.iterdir())) == 2

@@ -12,8 +12,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3 import saved_weights
-from lightning_smartinfinity.zero3.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.checkpoints import saved_weights
+from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 
 SHAPES = {"one": torch.Size([1]), "three": torch.Size([3]), "many": torch.Size([5, 7]), "even": torch.Size([2, 6])}
 FROZEN = {"base": torch.Size([11])}

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.store.faults import storage_errors
+from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = ["open_gradient_file"]
 

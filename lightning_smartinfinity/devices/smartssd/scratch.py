@@ -15,7 +15,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.devices.smartssd.opening import remedy_for
 from lightning_smartinfinity.errors import DeviceError, StorageError
-from lightning_smartinfinity.store.faults import storage_error, storage_errors
+from lightning_smartinfinity.store.os_errors import storage_error, storage_errors
 
 __all__ = ["Scratch", "scratch_folder"]
 

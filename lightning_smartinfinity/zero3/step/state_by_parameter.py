@@ -13,10 +13,10 @@ from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.transfer.layout import ParameterSlice
 from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.partition import write_range
-from lightning_smartinfinity.zero3.rank_state import RankState
-from lightning_smartinfinity.zero3.speculation import Speculation
-from lightning_smartinfinity.zero3.update_in_flight import UpdateInFlight
+from lightning_smartinfinity.zero3.parameters.partition import write_range
+from lightning_smartinfinity.zero3.step.rank_state import RankState
+from lightning_smartinfinity.zero3.step.speculation import Speculation
+from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 
 __all__ = ["StateByParameter"]
 

@@ -13,9 +13,9 @@ from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3 import checkpoint
+from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.tensor_file import saved_with_room
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import saved_with_room
 
 __all__ = ["SmartInfinityCheckpointEngine"]
 
@@ -35,7 +35,7 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
     def save(self, state_dict: Mapping[str, Any], path: str) -> None:
         """Write one file to the device. Collective: if it fails on one rank, it raises on every rank."""
         with raising_together(), _writing(path):
-            if checkpoint.is_described(state_dict.get(OPTIMIZER_STATE_DICT)):
+            if optimizer_state.is_described(state_dict.get(OPTIMIZER_STATE_DICT)):
                 self._save_optimizer(state_dict, Path(path))
             else:
                 torch.save(state_dict, path)
@@ -44,14 +44,14 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one file; its tensors come from the page cache when they are used, those of the optimizer in windows."""
         state = torch.load(path, map_location=map_location, mmap=True, weights_only=False)
-        optimizer_state = state.get(OPTIMIZER_STATE_DICT)
-        if optimizer_state is not None:
-            optimizer_state[checkpoint.FILE] = path
+        saved = state.get(OPTIMIZER_STATE_DICT)
+        if saved is not None:
+            saved[optimizer_state.FILE] = path
         return state
 
     def _save_optimizer(self, state_dict: Mapping[str, Any], path: Path) -> None:
         with closing(saved_with_room(state_dict, path)) as file:
-            checkpoint.write_arrays(self._optimizer, file)
+            optimizer_state.write_arrays(self._optimizer, file)
             file.flush()
 
 

@@ -14,8 +14,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
-from lightning_smartinfinity.zero3.rank_state import RankState
-from lightning_smartinfinity.zero3.retained_graphs import RetainedGraphs
+from lightning_smartinfinity.zero3.step.rank_state import RankState
+from lightning_smartinfinity.zero3.step.retained_graphs import RetainedGraphs
 
 __all__ = ["GradientPath"]
 

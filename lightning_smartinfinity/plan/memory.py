@@ -7,7 +7,7 @@ from dataclasses import replace
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES
 from lightning_smartinfinity.plan.checks import FLAG, ITEM_BYTES, between, instance, require_one
 from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.machine import MOST_DEVICES
+from lightning_smartinfinity.plan.hardware import MOST_DEVICES
 from lightning_smartinfinity.plan.workload import Workload
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID
+from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID
 
 __all__ = ["RESERVED_KEYS", "of_user", "refuse_reserved"]
 

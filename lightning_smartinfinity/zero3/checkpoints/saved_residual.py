@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_smartinfinity.zero3.tensor_file import TensorFile, room_for
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, room_for
 
 __all__ = ["SavedResidual", "begin_residual", "describe_residual", "write_residual"]
 

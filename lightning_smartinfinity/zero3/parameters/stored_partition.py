@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_smartinfinity.transfer.tensors import native_dtype
-from lightning_smartinfinity.zero3.param_swapper import ParameterSwapper, stored_parameter
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 
 __all__ = ["StoredPartition", "has_stored_parameters", "release_prefetched"]
 

@@ -12,8 +12,8 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
 from lightning_smartinfinity.transfer.staging import TensorPartition
 from lightning_smartinfinity.transfer.tensors import flat_of
-from lightning_smartinfinity.zero3.param_swapper import stored_parameter
-from lightning_smartinfinity.zero3.stored_partition import StoredPartition, has_stored_parameters
+from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
+from lightning_smartinfinity.zero3.parameters.stored_partition import StoredPartition, has_stored_parameters
 
 __all__ = [
     "describe_partition",

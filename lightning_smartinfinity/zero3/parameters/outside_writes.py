@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.partition import read_range, write_range
+from lightning_smartinfinity.zero3.parameters.partition import read_range, write_range
 
 __all__ = ["OutsideWrites", "unwatch"]
 

@@ -16,8 +16,8 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
-from lightning_smartinfinity.zero3.folder_swap import restore_interrupted
-from lightning_smartinfinity.zero3.tensor_file import check_records
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
 
 __all__ = [
     "SAVE_ID",

@@ -40,8 +40,8 @@ from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_confi
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
-    from lightning_smartinfinity.zero3.param_swapper import ParameterSwapper
-    from lightning_smartinfinity.zero3.rank_state import RankState
+    from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
+    from lightning_smartinfinity.zero3.step.rank_state import RankState
 
 __all__ = ["NearStorage"]
 
@@ -197,7 +197,7 @@ class NearStorage:
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
         from lightning_smartinfinity.zero3.engine import engine_with, refuse_in_fit
-        from lightning_smartinfinity.zero3.partition import make_contiguous
+        from lightning_smartinfinity.zero3.parameters.partition import make_contiguous
         from lightning_smartinfinity.zero3.release import end_training, release_module
         from lightning_smartinfinity.zero3.storage import require_parameter_space
         from lightning_smartinfinity.zero3.validation import (
@@ -268,7 +268,7 @@ class NearStorage:
         if settings is None:
             yield
             return
-        from lightning_smartinfinity.zero3.param_swapper import swapper_for, swapping_with
+        from lightning_smartinfinity.zero3.parameters.param_swapper import swapper_for, swapping_with
 
         self._parameters = swapper_for(settings)
         with swapping_with(self._parameters):
@@ -284,8 +284,8 @@ class NearStorage:
             sharded: Makes that context, which takes what holds the parameters as soon as it is made.
             module: What is built into, if it is there already.
         """
-        from lightning_smartinfinity.zero3.gather_on_use import gathering_on_use
-        from lightning_smartinfinity.zero3.pretrained import loading_pretrained
+        from lightning_smartinfinity.zero3.parameters.gather_on_use import gathering_on_use
+        from lightning_smartinfinity.zero3.parameters.pretrained import loading_pretrained
 
         with self._parameters_on_storage(), sharded(), gathering_on_use(module), loading_pretrained(self.config):
             yield
@@ -309,7 +309,7 @@ class NearStorage:
 
     def _name_save(self, client_state: dict[str, Any]) -> None:
         """Give the files of one save one random name, so that a mixture of two can be told."""
-        from lightning_smartinfinity.zero3.checkpoint_folder import SAVE_ID
+        from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID
         from lightning_smartinfinity.zero3.collectives import gather
 
         optimizer = self._near_storage_optimizer

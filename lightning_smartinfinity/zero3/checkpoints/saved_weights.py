@@ -14,7 +14,7 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 
 __all__ = ["WINDOW_NUMEL", "Piece", "Put", "SavedWeights", "Wanted", "pieces_of", "read_pieces", "reaches", "windows"]
 

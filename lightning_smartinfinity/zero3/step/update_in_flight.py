@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.plan import CudaPartition, StepPlan
-from lightning_smartinfinity.zero3.prefetch import skip_in_prefetch
-from lightning_smartinfinity.zero3.stored_partition import release_prefetched
+from lightning_smartinfinity.zero3.parameters.prefetch import skip_in_prefetch
+from lightning_smartinfinity.zero3.parameters.stored_partition import release_prefetched
 
 __all__ = ["UpdateInFlight"]
 
