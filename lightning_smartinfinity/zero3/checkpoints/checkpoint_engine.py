@@ -14,8 +14,8 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
-from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import saved_with_room
+from lightning_smartinfinity.zero3.collectives import raising_together
 
 __all__ = ["SmartInfinityCheckpointEngine"]
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
-from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
 
 __all__ = [
     "SAVE_ID",

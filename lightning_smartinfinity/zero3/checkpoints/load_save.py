@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.zero3.checkpoints.folder_check import check_checkpoint, check_same_save, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import of_user
+from lightning_smartinfinity.zero3.checkpoints.folder_check import check_checkpoint, check_same_save, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.full_weights import load_full_weights
 from lightning_smartinfinity.zero3.checkpoints.universal import load_universal
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import is_universal

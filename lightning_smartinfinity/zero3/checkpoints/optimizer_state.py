@@ -27,11 +27,11 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
-from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.parameters.partition import write_range
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import SavedResidual, describe_residual, write_residual
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import WITHOUT_ARRAYS, describe_stock
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, room_for
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.parameters.partition import write_range
 
 __all__ = ["EXTRA_KEY", "FILE", "is_described", "load_state_dict", "state_dict", "write_arrays"]
 

@@ -15,19 +15,19 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.zero3.checkpoints.client_state import of_user
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     SAVE_ID,
     check_frozen,
     check_needed,
     reading_checkpoint,
 )
-from lightning_smartinfinity.zero3.checkpoints.client_state import of_user
-from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.parameters.partition import write_range
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import begin_residual
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import check_groups
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE, UniversalFolder
 from lightning_smartinfinity.zero3.checkpoints.weight_loading import check_names
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.parameters.partition import write_range
 
 __all__ = ["load_universal"]
 

@@ -27,10 +27,17 @@ from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
-from lightning_smartinfinity.zero3.collectives import gather
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put, SavedWeights, Wanted, pieces_of, reaches, read_pieces
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
+    Put,
+    SavedWeights,
+    Wanted,
+    pieces_of,
+    reaches,
+    read_pieces,
+)
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, check_records
+from lightning_smartinfinity.zero3.collectives import gather
 
 __all__ = ["MASTER_FILE", "UniversalFolder", "is_universal"]
 

@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.transfer.windows import Window
-from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_weights, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import of_user
+from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_weights, reading_checkpoint
+from lightning_smartinfinity.zero3.checkpoints.renamed_keys import saved_names
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import SavedWeights
+from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder, is_universal
+from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.parameters.partition import write_range
 from lightning_smartinfinity.zero3.release import trainings_of
-from lightning_smartinfinity.zero3.checkpoints.renamed_keys import saved_names
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import SavedWeights
-from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder, is_universal
-from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 
 __all__ = ["check_names", "load_saved_weights"]
 

@@ -13,9 +13,16 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, optimizer_files
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put, SavedWeights, Wanted, pieces_of, reaches, read_pieces
+from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
+    Put,
+    SavedWeights,
+    Wanted,
+    pieces_of,
+    reaches,
+    read_pieces,
+)
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 
 __all__ = ["ZeroFolder"]
