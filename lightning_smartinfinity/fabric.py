@@ -216,7 +216,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        from lightning_smartinfinity.zero3.step.clipping import clip_norm, norm_as_torch
+        from lightning_smartinfinity.zero3.clipping import clip_norm, norm_as_torch
 
         if float(norm_type) != 2.0:
             raise UnsupportedError(
@@ -228,7 +228,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float | int) -> None:
-        from lightning_smartinfinity.zero3.step.clipping import clip_values
+        from lightning_smartinfinity.zero3.clipping import clip_values
 
         clip_values(self._near_storage_optimizer, float(clip_val))
 

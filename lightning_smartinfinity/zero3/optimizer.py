@@ -33,7 +33,6 @@ from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.collectives import failing_together, raise_together, raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
-from lightning_smartinfinity.zero3.parameters.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.parameters.partition import (
     describe_partition,
     lies_in_host_memory,
@@ -41,11 +40,12 @@ from lightning_smartinfinity.zero3.parameters.partition import (
     zero_padding,
 )
 from lightning_smartinfinity.zero3.settings import OffloadSettings
+from lightning_smartinfinity.zero3.state_by_parameter import StateByParameter
 from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
+from lightning_smartinfinity.zero3.step.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.step.overlap_choice import OverlapChoice
 from lightning_smartinfinity.zero3.step.rank_state import RankState, warn_of_undone_step
 from lightning_smartinfinity.zero3.step.speculation import Speculation
-from lightning_smartinfinity.zero3.step.state_by_parameter import StateByParameter
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
 from lightning_smartinfinity.zero3.storage import open_storage, with_cache
 from lightning_smartinfinity.zero3.validation import find_ignored

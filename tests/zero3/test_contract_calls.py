@@ -283,7 +283,7 @@ def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed
 def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observed) -> None:
     """GatheredParameters ends in param.partition, which ours stands before: masters learn of writes."""
     callers = {caller for caller in seen.callers("_Watched.__call__") if caller.startswith("GatheredParameters.")}
-    assert callers, "parameters/outside_writes.py would miss what is written in GatheredParameters"
+    assert callers, "step/outside_writes.py would miss what is written in GatheredParameters"
     before, after = seen.masters
     assert (after == 2).all() and (before != 2).any(), "the masters on storage are those before the write"
 
@@ -302,7 +302,7 @@ def test_gathered_parameters_are_marked(seen: Observed) -> None:
 
 
 def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
-    """safe_get_* and safe_set_* end in the methods that step/state_by_parameter.py overrides."""
+    """safe_get_* and safe_set_* end in the methods that state_by_parameter.py overrides."""
     assert seen.callers("StateByParameter.set_full_hp_param"), "safe_set_full_fp32_param would write into no master"
     assert seen.callers("StateByParameter._get_fp32_opt_state_partition"), "safe_get_full_fp32_param"
     assert seen.callers("StateByParameter.get_fp32_grad_for_param"), "safe_get_full_grad"

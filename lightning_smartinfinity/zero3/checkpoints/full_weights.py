@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CON
 
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.parameters.outside_writes import OutsideWrites
+from lightning_smartinfinity.zero3.step.outside_writes import OutsideWrites
 
 __all__ = ["full_state_dict", "load_full_weights", "refuse_plain_loading"]
 
