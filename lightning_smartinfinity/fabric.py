@@ -223,14 +223,18 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 f"fabric.clip_gradients(norm_type={norm_type!r}) does not work with the smart_infinity strategy.",
                 "Use norm_type=2.0, or clip by value.",
             )
-        norm = clip_norm(self._near_storage_optimizer, float(max_norm))
+        trained = self._near_storage_optimizer
+        assert trained is not None, "gradients are clipped in a training"
+        norm = clip_norm(trained, float(max_norm))
         return norm_as_torch(norm, error_if_nonfinite=error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float | int) -> None:
         from lightning_smartinfinity.zero3.clipping import clip_values
 
-        clip_values(self._near_storage_optimizer, float(clip_val))
+        trained = self._near_storage_optimizer
+        assert trained is not None, "gradients are clipped in a training"
+        clip_values(trained, float(clip_val))
 
     @override
     def save_checkpoint(

@@ -128,7 +128,7 @@ class NearStorage:
         """
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
-            optimizer.update.settle()
+            optimizer.update.drain()
 
     def _close_state(self) -> None:
         optimizer = self._near_storage_optimizer
