@@ -93,7 +93,7 @@ def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
         with _GatherOnUse(pool):
             yield
         # Not after an error: the other ranks may not get here.
-        pool.settle_all()
+        pool.partition_all()
 
 
 class _GatherOnUse(TorchFunctionMode):
@@ -153,10 +153,10 @@ class _Pool:
             param.all_gather()
             self._held[param.ds_id] = param
 
-    def settle_all(self) -> None:
+    def partition_all(self) -> None:
         """Partition all again, whatever else refers to their memory."""
         for param in list(self._held.values()):
-            self._settle(param)
+            self._partition(param)
 
     def around_all_gather(
         self,
@@ -223,9 +223,9 @@ class _Pool:
                 break
             oldest.append(param)
             surplus -= _num_bytes(param)
-        self._settle_unused(oldest)
+        self._partition_unused(oldest)
 
-    def _settle_unused(self, params: list[ZeroParameter]) -> None:
+    def _partition_unused(self, params: list[ZeroParameter]) -> None:
         """Partition those whose memory nothing else refers to, on any rank."""
         if not params:
             return
@@ -235,9 +235,9 @@ class _Pool:
             dist.all_reduce(unused, op=dist.ReduceOp.MIN)
         for param, flag in zip(params, unused.tolist(), strict=True):
             if flag:
-                self._settle(param)
+                self._partition(param)
 
-    def _settle(self, param: ZeroParameter) -> None:
+    def _partition(self, param: ZeroParameter) -> None:
         with torch._C.DisableTorchFunction():
             del self._held[param.ds_id]
             if param.shape != param.ds_shape:
