@@ -60,7 +60,7 @@ $(REQUIREMENTS): constraints-dev.txt $(CREATED)
 $(INSTALLED): $(BUILD_INPUTS) $(REQUIREMENTS)
 	@tools/system_packages.sh $(PYTHON)
 	@echo "Building and installing lightning-smartinfinity"
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@$(PIP_INSTALL) --no-build-isolation --config-settings cmake.define.SMART_INFINITY_TESTING=ON --editable '.[dev]'
 	@touch $@
 
 demo: setup ## Train a small language model on text found on this machine (about two minutes on two cores)
@@ -78,8 +78,9 @@ types: $(INSTALLED) ## mypy --strict on the package and on examples of user code
 	mypy
 	mypy --strict tests/typing
 
-contracts: $(INSTALLED) ## Who may import whom (import-linter)
+contracts: $(INSTALLED) ## Who may import whom (import-linter), and which room of the core may include which
 	lint-imports --no-logo
+	python tools/include_contracts.py
 
 # In the order of folders: by the number of tests, as xdist would have it, long files of few tests came last.
 unit: $(INSTALLED) ## The tests; skipped ones print why

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "card/card_kernel.hpp"
+#include "card/card_updater.hpp"
 #include "fake_card.hpp"
 #include "gradient/sparse_gradient.hpp"
 #include "pipeline/pipeline.hpp"
@@ -189,8 +190,7 @@ class Scenario {
             gradients_descriptor_ = card.gradient_file->descriptor();
         }
         if (is_impatient()) card.timeout = std::chrono::milliseconds(20);
-        options.card = std::move(card);
-        return std::make_unique<Pipeline>(std::move(options));
+        return std::make_unique<Pipeline>(with_card(std::move(options), std::move(card)));
     }
 
     Tasklet tasklet(std::size_t index) const {

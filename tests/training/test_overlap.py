@@ -15,10 +15,10 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError
-from lightning_smartinfinity.native import testing
 from lightning_smartinfinity.zero3.step import overlap_choice
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight, _Awaited
 from tests.fabric import worker as fabric_worker
+from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.worker import Run, launch, train

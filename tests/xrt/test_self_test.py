@@ -27,10 +27,10 @@ from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTE
 from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, self_test, unreturned
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE
-from lightning_smartinfinity.native import testing
 from lightning_smartinfinity.zero3 import collectives, update_device
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.update_device import choose_update_device
+from tests.helpers import native_testing as testing
 from tests.helpers.card_runs import plan_of
 from tests.helpers.runif import RunIf
 from tests.xrt.cards import EmulatedCards

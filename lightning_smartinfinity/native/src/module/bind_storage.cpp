@@ -38,9 +38,14 @@ void bind_host_buffer(nb::module_& m) {
         .def(nb::init<std::size_t>(), "nbytes"_a)
         .def_prop_ro("address", [](const HostBuffer& self) { return reinterpret_cast<Address>(self.data()); })
         .def_prop_ro("nbytes", &HostBuffer::bytes)
-        .def("register", &HostBuffer::try_register, "device"_a, WithoutGil(),
-             "Let copies from and to the device be asynchronous, until unregister() or the end of the memory.\n\n"
-             "Returns whether it worked; if not, the device's registration_failure says why.")
+        .def(
+            "register",
+            [](HostBuffer& self, std::shared_ptr<const CudaDevice> device) {
+                return self.try_register(std::move(device));
+            },
+            "device"_a, WithoutGil(),
+            "Let copies from and to the device be asynchronous, until unregister() or the end of the memory.\n\n"
+            "Returns whether it worked; if not, the device's registration_failure says why.")
         .def("unregister", &HostBuffer::unregister, WithoutGil(), "Idempotent.")
         .def(
             "memoryview",

@@ -58,5 +58,7 @@ NB_MODULE(_core, m) {
     bind_card(m);
     bind_pipeline(m);
     bind_file_queue(m);
+#ifdef SMART_INFINITY_TESTING
     bind_testing(m);
+#endif
 }

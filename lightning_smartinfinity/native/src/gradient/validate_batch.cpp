@@ -1,4 +1,4 @@
-#include "extent/batch.hpp"
+#include "gradient/validate_batch.hpp"
 
 #include <stdexcept>
 #include <string>
