@@ -183,6 +183,65 @@ class StateFile:
     def close(self) -> None:
         """Idempotent."""
 
+BLOCK_BYTES: int = 4096
+
+CELL_NUMEL: int = 256
+
+TRAILER_BYTES: int = 128
+
+class StateFormat:
+    """
+    How an extent holds the state of its elements.
+
+    Attributes:
+        number: Stands in every extent's trailer.
+        name: The name that users choose.
+        arrays: The arrays that it holds; empty: any.
+        step: Class name of the only step that can update it; None: any step can.
+        parameter_dtype: A parameter of this type is the first region of an extent, which a
+            step then does not read.
+        required_parameters: The only type that parameters can have, since the master is a
+            parameter and a remainder; None: any type.
+        has_blocks: Whether blocks of elements share an exponent.
+        in_place: Whether every array is stored in fp32, so that nothing is rounded.
+        on_cards: Whether SmartSSDs can update it.
+        granule: Tasklets hold a multiple of this many elements: no region of elements needs
+            padding, and no cell is cut.
+    """
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def arrays(self) -> tuple[str, ...]: ...
+    @property
+    def step(self) -> str | None: ...
+    @property
+    def parameter_dtype(self) -> DType: ...
+    @property
+    def required_parameters(self) -> str | None: ...
+    @property
+    def has_blocks(self) -> bool: ...
+    @property
+    def in_place(self) -> bool: ...
+    @property
+    def on_cards(self) -> bool: ...
+    @property
+    def granule(self) -> int: ...
+    def item_bytes(self, num_arrays: int) -> tuple[int, ...]:
+        """Bytes of an element in each region, but for the region of exponents."""
+
+    def extent_bytes(self, numel: int, num_arrays: int, num_borders: int = 0) -> int:
+        """
+        Bytes of an extent: its block-aligned regions and the page that ends in the trailer.
+
+        num_borders are blocks beyond one for each cell.
+        """
+
+def state_formats() -> list[StateFormat]:
+    """Every state format, by number."""
+
 class Identity:
     """
     What the extents of a store carry.
@@ -198,6 +257,11 @@ class Identity:
     def rank(self) -> int: ...
     @property
     def state_format(self) -> int: ...
+
+def is_trailer_of(
+    trailer: bytes, identity: Identity, *, index: int, generation: int, numel: int, num_arrays: int, extent_bytes: int
+) -> bool:
+    """Whether these are the TRAILER_BYTES that end a tasklet's extent of this generation."""
 
 class AdamStep:
     """
@@ -373,8 +437,8 @@ class Tasklet:
     """
     One extent, read at one place and written at another, of the same file or not.
     Segments are in ascending order and do not overlap; elements outside are carried over
-    (WRITE: zeros). With master_in_parameter (UPDATE, fp32 parameters; INT8_REMAINDER: bf16) the master
-    is not read, or only its remainder: it is the parameter, and segments cover the whole tasklet.
+    (WRITE: zeros). With master_in_parameter (UPDATE; parameters of the format's parameter_dtype) the
+    first region is not read: it is the parameter, and segments cover the whole tasklet.
     `offset` is that of the first element in the partition, a multiple of 256: stochastic rounding
     depends on it. `blocks` tells where parameters meet, for formats that have blocks. `payload` is the
     address of a compressed gradient, for segments that have the type of its values and no gradient.
@@ -813,6 +877,10 @@ class CardOptions:
         dram_bytes: int | None = None,
         gradient_file: StateFile | None = None,
     ) -> None: ...
+
+MAX_BUFFERS: int = 4096
+
+MAX_THREADS: int = 1024
 
 class Pipeline:
     """

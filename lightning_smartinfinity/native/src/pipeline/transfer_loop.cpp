@@ -22,7 +22,7 @@ void require(bool condition, const std::string& problem) {
 void require_card_fits(PipelineOptions& options) {
     require(options.files.size() == 1, "a card has one file");
     require(options.resident.extent_bytes.empty(), "a card has no resident tasklets");
-    require(options.identity.format() == StateFormat::kFp32, "a card updates fp32 state only");
+    require(options.identity.format().on_cards, "a card updates fp32 state only");
     const bool direct = options.files.front().access() == Access::kDirect;
     const IoEngineKind kind = options.io_engine.value_or(direct ? IoEngineKind::kThreads : IoEngineKind::kPlain);
     require(kind == IoEngineKind::kThreads || kind == IoEngineKind::kPlain, "a card's I/O runs in threads");
@@ -31,12 +31,16 @@ void require_card_fits(PipelineOptions& options) {
 
 PipelineOptions checked(PipelineOptions options) {
     require(!options.files.empty(), "at least one file is needed");
-    require(options.num_buffers >= 1 && options.num_buffers <= 4096, "num_buffers must be in [1, 4096]");
+    require(options.num_buffers >= 1 && options.num_buffers <= kMaxBuffers,
+            "num_buffers must be in [1, " + std::to_string(kMaxBuffers) + "]");
     require(options.buffer_bytes >= 2 * kBlockBytes && options.buffer_bytes % kBlockBytes == 0 &&
                 options.buffer_bytes <= std::size_t{1} << 40,
-            "buffer_bytes must be a multiple of 4096, from 8192 on");
-    require(options.io_threads >= 1 && options.io_threads <= 1024, "io_threads must be in [1, 1024]");
-    require(options.compute_threads >= 1 && options.compute_threads <= 1024, "compute_threads must be in [1, 1024]");
+            "buffer_bytes must be a multiple of " + std::to_string(kBlockBytes) + ", from " +
+                std::to_string(2 * kBlockBytes) + " on");
+    require(options.io_threads >= 1 && options.io_threads <= kMaxThreads,
+            "io_threads must be in [1, " + std::to_string(kMaxThreads) + "]");
+    require(options.compute_threads >= 1 && options.compute_threads <= kMaxThreads,
+            "compute_threads must be in [1, " + std::to_string(kMaxThreads) + "]");
     (void)checked_format(options.identity.state_format);
     for (const StateFile& file : options.files) (void)file.descriptor();
     if (options.card) require_card_fits(options);
