@@ -88,7 +88,7 @@ def _possible(options: argparse.Namespace) -> list[Case]:
         raise ConfigError(
             f"smart-infinity simulate has nothing of {asked} --compression {ratios} --overlap"
             f" {' '.join(options.overlap)} --optimizer {options.optimizer} --dtype {options.dtype}.",
-            f"Compress gradients of su, su+o and smartssd alone; list {FORMATS_OF_HOST}, and overlap forward for"
+            f"Compress gradients of su, su+o and smartssd alone; {FORMATS_OF_HOST}, and overlap forward for"
             " smartssd and host.",
         )
     for name, listed, found in (

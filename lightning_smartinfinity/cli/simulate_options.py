@@ -27,7 +27,7 @@ _SHOWN = 40  # characters
 
 _BOUND = [f"{name} with {form.required_parameters}" for name, form in STATE_FORMATS.items() if form.required_parameters]
 FORMATS_OF_HOST = ", ".join(
-    [f"other state formats than {names_where(lambda form: form.in_place)} for host with adamw alone", *_BOUND]
+    [f"list other state formats than {names_where(lambda form: form.in_place)} for host with adamw alone", *_BOUND]
 )
 """Says which systems have which formats."""
 

@@ -69,7 +69,7 @@ class Manifest:
 
     @property
     def identity(self) -> native.Identity:
-        """What every extent carries."""
+        """The mark that every extent carries."""
         return native.Identity(job=self.job, rank=self.rank, state_format=self.extents.format.number)
 
     @property

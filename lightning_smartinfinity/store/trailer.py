@@ -21,12 +21,12 @@ def first_mismatch(
 
     Args:
         paths: The state file of each device.
-        extents: Of the tasklets.
+        extents: The extents of the tasklets.
         record: The generation to verify.
-        identity: What every extent carries.
+        identity: The mark that every extent carries.
 
     Returns:
-        What is wrong with the first extent that does not fit, naming path and offset; None when all fit.
+        A sentence about the first extent that does not fit, with its path and offset; None when all fit.
 
     Raises:
         StorageError: A file cannot be read.

@@ -18,7 +18,7 @@ inline Regions regions_of(const StateFormat& format, const Tasklet& tasklet) {
 
 inline std::size_t extent_bytes(const Regions& regions) { return regions.total_bytes() + kTrailerPageBytes; }
 
-// Of an extent, that its tasklet's reading leaves out: the parameter is the master, or half of it.
+// The bytes at the start of an extent that a read leaves out, since the parameter is the master, or half of it.
 inline std::size_t skipped_bytes(const StateFormat& format, const Tasklet& tasklet) {
     return tasklet.master_in_parameter ? regions_of(format, tasklet).offset(1) : 0;
 }

@@ -101,8 +101,8 @@ inline constexpr const StateFormat& kFp32 = kStateFormats[0];
 // Throws std::invalid_argument for a number that is no format's.
 const StateFormat& checked_format(std::uint32_t number);
 
-// Where the bytes of a tasklet's elements are in its extent: block-aligned regions, one behind the other. The first is
-// what an update need not read if the parameter holds it.
+// The block-aligned regions of a tasklet's extent, one behind the other. An update need not read the first if the
+// parameter holds it.
 class Regions {
  public:
     Regions(const StateFormat& format, std::size_t num_arrays, std::size_t numel, const Blocks& blocks);
@@ -110,11 +110,11 @@ class Regions {
     std::size_t count() const { return count_; }
     std::size_t offset(std::size_t region) const { return offsets_[region]; }
     std::size_t bytes(std::size_t region) const { return bytes_before(region, numel_); }
-    // Up to the next region.
+    // The padding included.
     std::size_t padded_bytes(std::size_t region) const { return offsets_[region + 1] - offsets_[region]; }
-    // Of the elements before `element`, which begins a block.
+    // The bytes of the elements before `element`, which begins a block.
     std::size_t bytes_before(std::size_t region, std::size_t element) const;
-    // Of all regions.
+    // The bytes of all regions, padding included.
     std::size_t total_bytes() const { return offsets_[count_]; }
 
  private:
@@ -125,7 +125,7 @@ class Regions {
     std::array<std::size_t, kMaxRegions + 1> offsets_{};
 };
 
-// Bytes of a tasklet's regions, each in whole blocks of storage, where `num_blocks` share an exponent.
+// The bytes of all regions, padding included, of a tasklet whose codes lie in `num_blocks` blocks.
 std::size_t regions_bytes(const StateFormat& format, std::size_t num_arrays, std::size_t numel, std::size_t num_blocks);
 
 }  // namespace smart_infinity

@@ -17,13 +17,13 @@ constexpr std::size_t kTrailerPageBytes = kBlockBytes;
 constexpr std::size_t kTrailerBytes = 128;
 constexpr std::size_t kJobBytes = 16;
 
-// What every extent of a store must carry.
+// The mark that every extent of a store carries.
 struct Identity {
     std::array<std::uint8_t, kJobBytes> job{};
     std::uint32_t rank = 0;
     std::uint32_t state_format = 0;
 
-    const StateFormat& format() const { return kStateFormats[state_format]; }
+    const StateFormat& format() const { return checked_format(state_format); }
 };
 
 using Checksums = std::array<std::uint32_t, kMaxRegions>;

@@ -41,7 +41,7 @@ PipelineOptions checked(PipelineOptions options) {
             "io_threads must be in [1, " + std::to_string(kMaxThreads) + "]");
     require(options.compute_threads >= 1 && options.compute_threads <= kMaxThreads,
             "compute_threads must be in [1, " + std::to_string(kMaxThreads) + "]");
-    (void)checked_format(options.identity.state_format);
+    (void)options.identity.format();
     for (const StateFile& file : options.files) (void)file.descriptor();
     if (options.card) require_card_fits(options);
     return options;
