@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.native import MAX_BUFFERS, MAX_THREADS
 
 __all__ = [
     "CARD_TASKLET_BYTES",
@@ -32,8 +33,6 @@ MAX_CARD_NUMBER = 65_535
 
 
 _MIN_TASKLET_BYTES = 64 * 1024
-_MAX_BUFFERS = 4096  # the native core's own limits
-_MAX_COMPUTE_THREADS = 1024
 _IO_ENGINES = ("auto", "io_uring", "io_uring_sqpoll", "threads", "plain")
 _DURABILITIES = ("none", "step", "power")
 _DIRECT_IO = ("auto", "on", "off")
@@ -89,8 +88,8 @@ class TransferConfig:
     def __post_init__(self) -> None:
         if self.tasklet_bytes is not None:
             _require_int("tasklet_bytes", self.tasklet_bytes, _MIN_TASKLET_BYTES)
-        _require_int("num_buffers", self.num_buffers, 2, _MAX_BUFFERS)
-        _require_int("compute_threads", self.compute_threads, 1, _MAX_COMPUTE_THREADS)
+        _require_int("num_buffers", self.num_buffers, 2, MAX_BUFFERS)
+        _require_int("compute_threads", self.compute_threads, 1, MAX_THREADS)
         require_one_of("io_engine", self.io_engine, _IO_ENGINES)
         require_one_of("durability", self.durability, _DURABILITIES)
         require_one_of("direct_io", self.direct_io, _DIRECT_IO)

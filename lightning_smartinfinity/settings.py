@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 
 __all__ = [
     "check_absent",
@@ -37,7 +38,7 @@ _NUMBERS: dict[str, tuple[type, int, float]] = {
 }
 _CHOICES = {
     "update_device": ("auto", "host", "smartssd"),
-    "state_format": ("fp32", "bf16", "int8", "int8_remainder"),
+    "state_format": tuple(STATE_FORMATS),
     "overlap": ("auto", "none", "forward", "backward"),
 }
 
@@ -134,10 +135,12 @@ def checked_smartssd(
             f"smartssd={smartssd!r} of the smart_infinity strategy is not a SmartSSDConfig.",
             "Pass smartssd=SmartSSDConfig(...).",
         )
-    if update_device == "smartssd" and state_format != "fp32":
+    if update_device == "smartssd" and not STATE_FORMATS[state_format].on_cards:
+        on_cards = names_where(lambda form: form.on_cards)
         raise ConfigError(
-            f"update_device='smartssd' holds optimizer state in fp32 alone, not in state_format={state_format!r}.",
-            "Use state_format='fp32', or update_device='host'.",
+            f"update_device='smartssd' holds optimizer state in {on_cards} alone, not in"
+            f" state_format={state_format!r}.",
+            f"Use state_format={on_cards}, or update_device='host'.",
         )
     if update_device == "host" and smartssd is not None:
         warnings.warn("smartssd=... is ignored with update_device='host'.", stacklevel=4)

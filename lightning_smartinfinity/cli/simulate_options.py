@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 
-__all__ = ["add_options"]
+__all__ = ["FORMATS_OF_HOST", "add_options"]
 
 _SYSTEMS = {
     "zero-infinity": "the CPU, over a RAID0",
@@ -24,6 +24,12 @@ _MOST_DEVICES = 256
 _MOST_CORES = 4096
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e9
 _SHOWN = 40  # characters
+
+_BOUND = [f"{name} with {form.required_parameters}" for name, form in STATE_FORMATS.items() if form.required_parameters]
+FORMATS_OF_HOST = ", ".join(
+    [f"list other state formats than {names_where(lambda form: form.in_place)} for host with adamw alone", *_BOUND]
+)
+"""Says which systems have which formats."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +54,7 @@ def _add_lists(listed: Any) -> None:
     add("devices", [1, 2, 4, 6, 8, 10], "storage devices", type=_devices, metavar="N")
     systems = "; ".join(f"{name}: {who}" for name, who in _SYSTEMS.items())
     add("systems", ["zero-infinity", "su+o", "smartssd"], systems, choices=tuple(_SYSTEMS))
-    formats = "of the state on storage; other than fp32 host alone has, of adamw, and int8_remainder with bf16"
+    formats = f"of the state on storage; {FORMATS_OF_HOST}"
     add("state-formats", ["fp32"], formats, choices=tuple(STATE_FORMATS))
     compression = (
         'TopK(ratio=...), or "none": all is sent; su and su+o send twice that volume, as published. The GPU chooses'

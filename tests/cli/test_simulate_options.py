@@ -12,9 +12,9 @@ import torch
 
 from lightning_smartinfinity.cli import main, simulate
 from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.fit import fit
 from lightning_smartinfinity.settings import checked_smartssd
-from lightning_smartinfinity.store.extents import STATE_FORMATS
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

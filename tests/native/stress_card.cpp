@@ -155,7 +155,7 @@ class Scenario {
 
  private:
     std::size_t extent_of(std::size_t numel) const {
-        return extent_bytes(Regions(StateFormat::kFp32, rule_.num_arrays, numel, Blocks::grid()));
+        return extent_bytes(Regions(kFp32, rule_.num_arrays, numel, Blocks::grid()));
     }
     std::size_t extent() const { return extent_of(tasklet_numel_); }
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.settings import check_choices
-from lightning_smartinfinity.store.extents import STATE_FORMATS
 from tests.helpers import reference
 from tests.helpers.models import LitTiny, Recipe
 from tests.training.test_bad_input import assert_helpful, fit

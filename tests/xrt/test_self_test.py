@@ -263,7 +263,7 @@ def test_host_is_chosen_and_the_reason_told(
         record.getMessage() for record in caplog.records if record.name.endswith("update_device")
     ]
     assert "no xclbin for SmartSSDs is named" in no_file
-    assert "in fp32 alone, not 'int8'" in no_format
+    assert "in 'fp32' alone, not 'int8'" in no_format
     assert "the host updates, since SmartSSDs cannot: The emulated card 0" in no_p2p
     with pytest.raises(DeviceError, match="p2p enable"):
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")

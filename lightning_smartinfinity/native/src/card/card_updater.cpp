@@ -171,7 +171,7 @@ class CardUpdater final : public Updater {
 PipelineOptions with_card(PipelineOptions options, CardOptions card) {
     require(options.files.size() == 1, "Pipeline: a card has one file");
     require(options.resident.extent_bytes.empty(), "Pipeline: a card has no resident tasklets");
-    require(options.identity.format() == StateFormat::kFp32, "Pipeline: a card updates fp32 state only");
+    require(options.identity.format().on_cards, "Pipeline: a card updates fp32 state only");
     // The card's memory goes to system calls of threads: io_uring would register it, which newer kernels refuse.
     const bool direct = options.files.front().access() == Access::kDirect;
     const IoEngineKind kind = options.io_engine.value_or(direct ? IoEngineKind::kThreads : IoEngineKind::kPlain);

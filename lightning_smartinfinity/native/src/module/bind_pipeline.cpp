@@ -32,6 +32,8 @@ std::vector<std::pair<std::uint64_t, std::size_t>> writes_out(const PythonPipeli
 }  // namespace
 
 void bind_pipeline(nb::module_& m) {
+    m.attr("MAX_BUFFERS") = kMaxBuffers;
+    m.attr("MAX_THREADS") = kMaxThreads;
     nb::class_<PythonPipeline>(
         m, "Pipeline",
         "Works batches of tasklets in a ring of buffers: reads, compute and writes overlap.\n\n"

@@ -1,18 +1,14 @@
-// Host memory, files and what extents carry.
+// Host memory and files.
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
 #include <cstddef>
-#include <cstdint>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "base/buffer.hpp"
 #include "cuda/cuda_device.hpp"
-#include "extent/trailer.hpp"
 #include "io/state_file.hpp"
 #include "module/module.hpp"
 
@@ -81,38 +77,11 @@ void bind_state_file(nb::module_& m) {
         .def("close", &StateFile::close, "Idempotent.");
 }
 
-Identity make_identity(const nb::bytes& job, std::uint32_t rank, std::uint32_t state_format) {
-    Identity identity{{}, rank, state_format};
-    if (job.size() != kJobBytes) {
-        throw std::invalid_argument("Identity: job has " + std::to_string(job.size()) + " bytes, it must have 16");
-    }
-    std::copy_n(static_cast<const std::uint8_t*>(job.data()), kJobBytes, identity.job.begin());
-    return identity;
-}
-
-void bind_identity(nb::module_& m) {
-    nb::class_<Identity>(m, "Identity",
-                         "What the extents of a store carry.\n\nRaises:\n    ValueError: job is not 16 bytes.")
-        .def(
-            "__init__",
-            [](Identity* self, const nb::bytes& job, std::uint32_t rank, std::uint32_t state_format) {
-                new (self) Identity(make_identity(job, rank, state_format));
-            },
-            nb::kw_only(), "job"_a, "rank"_a, "state_format"_a)
-        .def_prop_ro("job",
-                     [](const Identity& self) {
-                         return nb::bytes(reinterpret_cast<const char*>(self.job.data()), self.job.size());
-                     })
-        .def_ro("rank", &Identity::rank)
-        .def_ro("state_format", &Identity::state_format);
-}
-
 }  // namespace
 
 void bind_storage(nb::module_& m) {
     bind_host_buffer(m);
     bind_state_file(m);
-    bind_identity(m);
 }
 
 }  // namespace smart_infinity

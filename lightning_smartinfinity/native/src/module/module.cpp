@@ -50,6 +50,7 @@ NB_MODULE(_core, m) {
     bind_kernels(m);
     bind_cuda(m);
     bind_storage(m);
+    bind_extents(m);
     bind_steps(m);
     bind_batch(m);
     bind_gradients(m);
