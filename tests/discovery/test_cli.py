@@ -57,7 +57,7 @@ def strategy_from(*arguments: str) -> SmartInfinityStrategy:
 )
 def test_strategy_on_the_command_line(arguments: list[str]) -> None:
     """The name and the class path both give our strategy, with default settings."""
-    assert strategy_from(*arguments)._storage is None
+    assert strategy_from(*arguments)._settings.storage is None
 
 
 def test_settings_on_the_command_line(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_settings_on_the_command_line(tmp_path: Path) -> None:
         f"--trainer.strategy.storage={tmp_path}",
         "--trainer.strategy.transfer.num_buffers=4",
     )
-    assert strategy._storage == (tmp_path,)
-    assert strategy._transfer.num_buffers == 4
+    assert strategy._settings.storage == (tmp_path,)
+    assert strategy._settings.transfer.num_buffers == 4
 
 
 def test_settings_in_a_file(tmp_path: Path) -> None:
@@ -76,10 +76,38 @@ def test_settings_in_a_file(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(YAML.format(folder=tmp_path))
     strategy = strategy_from(f"--config={config}")
-    assert strategy._storage == (tmp_path / "nvme0", tmp_path / "nvme1")
-    assert (strategy._transfer.num_buffers, strategy._transfer.durability) == (8, "power")
-    assert strategy._compression == TopK(0.02, error_feedback=False)
+    assert strategy._settings.storage == (tmp_path / "nvme0", tmp_path / "nvme1")
+    assert (strategy._settings.transfer.num_buffers, strategy._settings.transfer.durability) == (8, "power")
+    assert strategy._settings.compression == TopK(0.02, error_feedback=False)
     assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 1_000_000  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("argument", "words", "kind", "default"),
+    [
+        ("storage", "A folder, or one per storage device", "str | Path | Sequence[str | Path] | null", "null"),
+        ("update_device", "Where the update runs", "str", "auto"),
+        ("smartssd", "The xclbin and the cards", "SmartSSDConfig | null", "null"),
+        ("state_format", "How optimizer state lies on storage", "str", "fp32"),
+        ("overlap", "What the update may run beside", "str", "auto"),
+        ("compression", "How gradients travel to the update", "GradientCodec | null", "null"),
+        ("activations", "Not available in this version", "null | object", "null"),
+        ("transfer", "Ring size, I/O engine", "TransferConfig | null", "null"),
+        ("zero", "Further keys of DeepSpeed's", "Optional[Mapping[str, Any]]", "null"),
+    ],
+)
+def test_help_of_an_argument(
+    argument: str, words: str, kind: str, default: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line tells what it is, its type and its default."""
+    with pytest.raises(SystemExit) as ended:
+        strategy_from(f"--trainer.strategy.help={CLASS_PATH}")
+    assert ended.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    _, _, of_argument = told.partition(f"--trainer.strategy.{argument} {argument.upper()}")
+    of_argument, _, _ = of_argument.partition("--trainer.strategy.")
+    assert words in of_argument
+    assert f"type: {kind}, default: {default}" in of_argument
 
 
 def test_wrong_setting_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """One of two ranks of a machine, each in a container with a host name of its own: ``... containers_worker FOLDER``.
 
-Every rank writes ``FOLDER/rank<n>.json``: by case, the bytes of its resident tasklets, and what came of asking for disk.
+Every rank writes ``FOLDER/rank<n>.json``: by case the bytes of its resident tasklets, and what came of asking for disk.
 ``FOLDER/<case>/rank<n>`` holds the ``proc`` and ``sys`` that the rank sees.
 """
 
@@ -64,9 +64,9 @@ def main() -> None:
     name = f"container-{rank}"
     disk: Any = SimpleNamespace(f_bavail=FREE_DISK_BYTES, f_frsize=1)
     with (
-        mock.patch.object(platform, "node", lambda: name),
-        mock.patch.object(socket, "gethostname", lambda: name),
-        mock.patch.object(os, "statvfs", lambda path: disk),
+        mock.patch.object(platform, "node", return_value=name),
+        mock.patch.object(socket, "gethostname", return_value=name),
+        mock.patch.object(os, "statvfs", return_value=disk),
     ):
         found = {
             "name": platform.node(),
