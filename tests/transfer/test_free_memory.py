@@ -169,6 +169,23 @@ def test_no_limit_is_exceeded(ranks: list[MemoryReport], order: random.Random) -
 
 
 @settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.integers(0, 20)), min_size=1, max_size=4),
+    st.integers(0, 400),
+    st.integers(0, 400),
+)
+def test_ranks_of_one_container(seen: list[tuple[int, int, int]], total: int, limit: int) -> None:
+    """Each has an equal part of what the tightest limit leaves."""
+    ranks = [
+        report_of("one", machine=(total, of_machine), group=(limit, of_group), reserved=reserved)
+        for of_machine, of_group, reserved in seen
+    ]
+    least = min(min(of_machine, of_group) for of_machine, of_group, _ in seen)
+    free = least - min(total, limit) // 4 - sum(reserved for *_, reserved in seen)
+    assert {share_of_memory(ranks, own) for own in ranks} == {max(0, free) // len(ranks)}
+
+
+@settings(deadline=None)
 @given(jobs())
 def test_a_rank_is_charged_for_no_limit_but_its_own(ranks: list[MemoryReport]) -> None:
     """Some limit alone explains its share: with one more byte for each rank under it, that one would be exceeded."""
