@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from lightning_smartinfinity.checks import check, instance
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
-from lightning_smartinfinity.plan.checks import instance, require_one
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.hardware import Machine
 from lightning_smartinfinity.plan.systems import BEGIN, Run, System, Update
@@ -91,7 +91,7 @@ def simulate_step(
         ("overlap", overlap, Overlap),
         ("route", route, Route),
     ):
-        require_one("simulate_step", name, value, instance(kind))
+        check("simulate_step", name, value, instance(kind))
     _require_possible(machine, workload, system, overlap)
     run = Run.of(machine, workload, system, route)
     update = BEGIN[system](run)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from lightning_smartinfinity.checks import Rule, between, one_of, optional, require
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native import MAX_BUFFERS
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
-from lightning_smartinfinity.plan.checks import ITEM_BYTES, Rule, between, optional, require
-from lightning_smartinfinity.plan.gradients import GradientForm
+from lightning_smartinfinity.plan.gradients import ITEM_BYTES, GradientForm
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 
@@ -25,9 +25,10 @@ _MOST_PARAMETERS = 10**12
 _MOST_ARRAYS = 8
 _LEAST_TASKLET_BYTES, _MOST_TASKLET_BYTES = 64 * 1024, 1 << 40
 _FORM = Rule(
-    "Dense(...), TopKPayload(...), BlockScaledPayload() or Pairs(...)", lambda value: isinstance(value, GradientForm)
+    "Pass Dense(...), TopKPayload(...), BlockScaledPayload() or Pairs(...)",
+    lambda value: isinstance(value, GradientForm),
+    "is no form of gradients",
 )
-_FORMAT = Rule(f"one of {', '.join(STATE_FORMATS)}", lambda value: isinstance(value, str) and value in STATE_FORMATS)
 
 ENOUGH_TASKLETS = 4096
 """Filling and emptying a ring is then far below 1 % of a step: of larger models no more are simulated."""
@@ -62,7 +63,7 @@ class Workload:
             gradients=_FORM,
             num_arrays=between(1, _MOST_ARRAYS),
             parameter_bytes=ITEM_BYTES,
-            state_format=_FORMAT,
+            state_format=one_of(*STATE_FORMATS),
             tasklet_bytes=optional(between(_LEAST_TASKLET_BYTES, _MOST_TASKLET_BYTES)),
             num_buffers=between(1, MAX_BUFFERS),
         )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_smartinfinity.checks import check, one_of, require_distinct
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
@@ -77,13 +78,10 @@ def convert_store(
 
 
 def _check_folders(folders: Sequence[Path], into: Sequence[Path]) -> None:
-    common = {os.path.realpath(folder) for folder in folders} & {os.path.realpath(folder) for folder in into}
-    if common or not folders or not into:
-        raise ConfigError(
-            f"convert_store(into={[str(folder) for folder in into]!r}) does not name folders apart from those of the"
-            f" old state, {[str(folder) for folder in folders]!r}.",
-            "Name other storage folders for the new one.",
-        )
+    call = f"convert_store({[str(folder) for folder in folders]!r}, into={[str(folder) for folder in into]!r})"
+    if not folders or not into:
+        raise ConfigError(f"{call} names no folder of the old state, or none of the new.", "Name one of each.")
+    require_distinct(call, [*folders, *into])
 
 
 def _ranks_in(folder: Path, job: str) -> tuple[int, ...]:
@@ -127,10 +125,7 @@ def _convert(
 
 
 def _check_format(state_format: str, manifest: Manifest) -> None:
-    if state_format not in STATE_FORMATS:
-        raise ConfigError(
-            f"convert_store(state_format={state_format!r}) is unknown.", f"Use one of: {', '.join(STATE_FORMATS)}."
-        )
+    check("convert_store", "state_format", state_format, one_of(*STATE_FORMATS))
     form = STATE_FORMATS[state_format]
     if form.arrays not in ((), manifest.description.arrays):
         raise UnsupportedError(
