@@ -258,7 +258,7 @@ def test_an_interrupt_while_the_update_is_waited_for(tmp_path: Path, monkeypatch
     wait = UpdateInFlight._wait_for
 
     def interrupted(self: UpdateInFlight, wanted: Any) -> None:
-        if self._optimizer.rank_state.handler.generation == 1:
+        if self._rank_state.handler.generation == 1:
             monkeypatch.setattr(UpdateInFlight, "_wait_for", wait)
             raise KeyboardInterrupt
         wait(self, wanted)
