@@ -1,6 +1,6 @@
-"""Hugging Face's transformers told of ZeRO-3 while a model is built, so that it loads pretrained weights into it.
+"""Tells Hugging Face's transformers of ZeRO-3 while a model is built, so that it loads pretrained weights correctly.
 
-Left to itself ``from_pretrained`` builds on the meta device, from which nothing can be partitioned.
+By default ``from_pretrained`` builds on the meta device, from which nothing can be partitioned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODELING = "transformers.modeling_utils"
 
 @contextmanager
 def loading_pretrained(config: Mapping[str, Any]) -> Iterator[None]:
-    """Let transformers know, whether it is imported already or within this context.
+    """Tell transformers of ZeRO-3, whether it is imported already or within this context.
 
     Args:
         config: DeepSpeed's configuration.
@@ -45,7 +45,7 @@ def _told(config: Mapping[str, Any]) -> Iterator[None]:
     zero3 = _Zero3(config)  # transformers keeps a weak reference
     integration.set_hf_deepspeed_config(zero3)
     try:
-        # zero.Init has been entered: the model is to be built in it, not in another one.
+        # zero.Init has been entered: the model must be built in it, not in another one.
         with (
             modeling_utils.set_zero3_state(),
             _without_needless_initialisation(modeling_utils.PreTrainedModel),
@@ -57,7 +57,7 @@ def _told(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 class _Zero3:
-    """What transformers asks of its ``HfDeepSpeedConfig``, which needs accelerate."""
+    """The part of ``HfDeepSpeedConfig`` that transformers uses; the original needs accelerate."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -68,7 +68,7 @@ class _Zero3:
 
 @contextmanager
 def _without_needless_initialisation(model_class: Any) -> Iterator[None]:
-    """As transformers does where it enters zero.Init itself: weights that are loaded next are not drawn first."""
+    """Skip drawing weights that are loaded next, as transformers does if it enters zero.Init itself."""
     original = model_class.__dict__.get("get_init_context")
     initialization = sys.modules.get("transformers.initialization")
     if original is None or initialization is None:  # before version 5
@@ -88,9 +88,9 @@ def _without_needless_initialisation(model_class: Any) -> Iterator[None]:
 
 @contextmanager
 def _with_stand_ins(model_class: Any) -> Iterator[None]:
-    """Within ``from_pretrained``, which wants no more than the names, state dicts hold ZeRO-3's empty stand-ins.
+    """Within ``from_pretrained``, which needs only names, let state dicts hold ZeRO-3's empty parameters.
 
-    They would gather the whole model.
+    Otherwise a state dict would gather the whole model.
     """
     original = model_class.__dict__["from_pretrained"]
 
