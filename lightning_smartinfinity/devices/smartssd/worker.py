@@ -74,7 +74,7 @@ class CardWorker:
         self._failure: native.Failure | None = None
         self._ending = False
         self._warned = False
-        self._num_failures = 0  # of consecutive batches
+        self._num_failures = 0  # consecutive batches that failed
         self._closed = False
 
     @property
@@ -93,7 +93,7 @@ class CardWorker:
         return self._failure.message if self._failure is not None else "an interrupt came before it could be told why"
 
     def holds(self, tasklet: native.Tasklet) -> bool:
-        """Whether a tasklet's extents lie on its SSD."""
+        """Return whether a tasklet's extents lie on the card's SSD."""
         return tasklet.read_file == tasklet.write_file == self.file
 
     def usable(self) -> bool:

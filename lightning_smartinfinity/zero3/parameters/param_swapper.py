@@ -219,7 +219,6 @@ class ParameterSwapper:
         params = list(dict.fromkeys(params))
         if async_op:
             later = self.leaves_for_later
-            # As above: DeepSpeed names a parameter once for each coming use.
             self._start_reads([param for param in dict.fromkeys(params) if later is None or not later(param)])
             return
         with self._together():
