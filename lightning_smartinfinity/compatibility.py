@@ -114,7 +114,7 @@ class OptimizerList(list[Any]):
     """
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name not in _OF_AN_OPTIMIZER:
+        if name not in _OPTIMIZER_NAMES:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise UnsupportedError(
             f"self.optimizers(use_pl_optimizer=False).{name}: with the smart_infinity strategy this is the list of "
@@ -123,7 +123,7 @@ class OptimizerList(list[Any]):
         )
 
 
-_OF_AN_OPTIMIZER = ("add_param_group", "load_state_dict", "param_groups", "state", "state_dict", "step", "zero_grad")
+_OPTIMIZER_NAMES = ("add_param_group", "load_state_dict", "param_groups", "state", "state_dict", "step", "zero_grad")
 
 
 class _AnyStrategy:

@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["continue_epoch"]
 
-_LIGHTNINGS_OWN = "You're resuming from a checkpoint that ended before the epoch ended"
+_LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 def continue_epoch(trainer: Any) -> None:
@@ -37,7 +37,7 @@ def continue_epoch(trainer: Any) -> None:
     elif progress.current.ready > 0 and not _goes_on_within_an_epoch(fit_loop):
         lost.append("Lightning replays the epoch's batches from the first, since the DataLoader has no state")
         remedies.append("use one with state_dict and load_state_dict, such as torchdata's StatefulDataLoader")
-        warnings.filterwarnings("ignore", message=_LIGHTNINGS_OWN)
+        warnings.filterwarnings("ignore", message=_LIGHTNING_WARNING)
     elif progress.current.ready > 0 and any(getattr(loader, "num_workers", 0) for loader in _loaders(fit_loop)):
         lost.append("DataLoader workers draw the rest of the epoch's augmentations, if any, from new seeds")
     if epoch_loop.restarted_on_train_batch_end and _validation_is_due(trainer):

@@ -28,17 +28,17 @@ def loading_pretrained(config: Mapping[str, Any]) -> Iterator[None]:
     Args:
         config: DeepSpeed's configuration.
     """
-    with ExitStack() as told:
-        tell = _Once(lambda: told.enter_context(_told(config)))
+    with ExitStack() as contexts:
+        enable = _Once(lambda: contexts.enter_context(_zero3_enabled(config)))
         if _MODELING in sys.modules:
-            tell()
+            enable()
         else:
-            told.enter_context(_calling_after_import(tell))
+            contexts.enter_context(_calling_after_import(enable))
         yield
 
 
 @contextmanager
-def _told(config: Mapping[str, Any]) -> Iterator[None]:
+def _zero3_enabled(config: Mapping[str, Any]) -> Iterator[None]:
     modeling_utils: Any = sys.modules[_MODELING]
     integration: Any = import_module("transformers.integrations.deepspeed")
     before = integration._hf_deepspeed_config_weak_ref
@@ -49,7 +49,7 @@ def _told(config: Mapping[str, Any]) -> Iterator[None]:
         with (
             modeling_utils.set_zero3_state(),
             _without_needless_initialisation(modeling_utils.PreTrainedModel),
-            _with_stand_ins(modeling_utils.PreTrainedModel),
+            _with_empty_state_dicts(modeling_utils.PreTrainedModel),
         ):
             yield
     finally:
@@ -87,7 +87,7 @@ def _without_needless_initialisation(model_class: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _with_stand_ins(model_class: Any) -> Iterator[None]:
+def _with_empty_state_dicts(model_class: Any) -> Iterator[None]:
     """Within ``from_pretrained``, which needs only names, let state dicts hold ZeRO-3's empty parameters.
 
     Otherwise a state dict would gather the whole model.
@@ -97,11 +97,11 @@ def _with_stand_ins(model_class: Any) -> Iterator[None]:
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         state_dict = torch.nn.Module.state_dict
 
-        def of_stand_ins(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def empty_state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             with torch._C.DisableTorchFunction():
                 return state_dict(self, *args, **kwargs)
 
-        torch.nn.Module.state_dict = of_stand_ins  # type: ignore[method-assign]
+        torch.nn.Module.state_dict = empty_state_dict  # type: ignore[method-assign]
         try:
             return original.__func__(cls, *args, **kwargs)
         finally:
