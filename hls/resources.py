@@ -67,7 +67,7 @@ def beat_columns() -> list[list[int]]:
 
 
 def network_luts() -> int:
-    """Return the 6-input LUTs of a checksum's network: a tree of XORs for each bit of the register, not shared."""
+    """Return the 6-input LUTs of a checksum's network: a separate tree of XORs for each bit of the register."""
     columns = beat_columns()
     inputs = [column for word in (columns[0], *columns) for column in word]  # the register adds to the first word
     terms = [sum(column >> bit & 1 for column in inputs) for bit in range(32)]

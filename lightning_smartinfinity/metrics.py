@@ -159,7 +159,7 @@ class StorageCounters(Metric):
     """
 
     is_differentiable = False
-    # Wall time adds up over updates but not over ranks, so torchmetrics may not merge states.
+    # Wall time adds up over updates but not over ranks, so torchmetrics' shortcut of merging states would be wrong.
     full_state_update = True
 
     counters: Tensor

@@ -7,7 +7,7 @@
 
 namespace sim {
 
-// Kernels are named by the number in their status beat.
+// Kernels are identified by the number in their status beat.
 std::size_t num_arrays(std::uint32_t kernel);
 
 // `buffers` are gradient, the arrays, parameter and status, aligned to 64 bytes; arrays are updated in place. `words`

@@ -62,6 +62,6 @@ def host_bytes(
 
 
 def _few_tasklets(workload: Workload) -> Workload:
-    """Return a workload of few tasklets, no larger than in training, where a simulated large model has larger ones."""
+    """Return a small workload with tasklets as large as in training; simulations of large models use larger ones."""
     nbytes = workload.tasklet_bytes or HOST_TASKLET_BYTES
     return replace(workload, tasklet_bytes=nbytes, numel=min(workload.numel, nbytes))

@@ -64,7 +64,7 @@ def predictions(machine: PaperMachine) -> list[Prediction]:
 
 
 def relative_to_one_device(found: Iterable[Prediction]) -> list[Prediction]:
-    """Convert scaling to the paper's own unit: speed relative to ZeRO-Infinity on one device, simulated by simulated.
+    """Convert scaling to the paper's own unit: speed relative to ZeRO-Infinity on one device.
 
     Args:
         found: Result of :func:`predictions`.

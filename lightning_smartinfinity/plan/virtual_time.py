@@ -35,7 +35,7 @@ class Event:
         self._waiting.clear()
 
     def then(self, resume: Callable[[], None]) -> None:
-        """Call this as soon as the event has happened."""
+        """Call ``resume`` as soon as the event has happened."""
         if self.happened:
             self._simulation.soon(resume)
         else:
@@ -94,7 +94,7 @@ class Simulation:
         self._changed = False
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Call this at the present instant, after calls that are already due."""
+        """Make this call at the present instant, after calls that are already due."""
         self._soon.append(call)
 
     def event(self) -> Event:

@@ -30,7 +30,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 
 __all__ = ["gathering_on_use"]
 
-# Parameters that may stay gathered at once, in bytes, beyond those that a single operation needs.
+# Bytes of parameters that may stay gathered at once, beyond those that a single operation needs.
 _GATHERED_BYTES = 64 * 1024 * 1024
 # References to the storage of a parameter that nothing else uses: the parameter, and the storage object that counts.
 _OWN_REFERENCES = 2
