@@ -1,8 +1,8 @@
-"""What the way of gradients costs in backward: this package's beside plain autograd, of the same GPT-2 in bf16.
+"""Cost of collecting gradients in backward: this package against plain autograd, with the same GPT-2 in bf16.
 
-Both models live in one process and take turns: the speed of a shared machine drifts. Of both only backward is timed,
-with every gradient where the optimizer's step takes it from: in ``grad``, or in the gradient arena. Nothing is updated,
-and gradients are dropped after each turn. Usage::
+Both models live in one process and take turns, since the speed of a shared machine drifts. Only backward is timed,
+until every gradient is where the optimizer's step takes it from: in ``grad``, or in the gradient arena. Nothing is
+updated, and gradients are dropped after each turn. Usage::
 
     python benchmarks/backward.py [--size 124m] [--storage .] [--runs 15] [--tokens 32] [--json figures.json]
 """
@@ -28,7 +28,7 @@ PLAIN, OURS = "plain autograd", "smart_infinity"
 
 
 def measure(size: str, folder: str, *, runs: int, num_tokens: int) -> dict[str, list[float]]:
-    """Seconds of every backward after the warm-up, by system."""
+    """Return the seconds of every backward after the warm-up, by system."""
     import lightning.pytorch as pl
 
     from lightning_smartinfinity import SmartInfinityStrategy
@@ -75,7 +75,7 @@ def measure(size: str, folder: str, *, runs: int, num_tokens: int) -> dict[str, 
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="124m")
     parser.add_argument("--storage", default=".", help="the state is made there, and removed again")

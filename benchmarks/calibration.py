@@ -1,12 +1,12 @@
-"""The simulator against real steps on throttled devices: what it predicts from rates that were measured one by one.
+"""Compares the simulator with real steps on throttled devices; it predicts from rates that were measured one by one.
 
     python benchmarks/calibration.py --folder /mnt/nvme0 [--runs 3] [--tiny]
 
-Real tasklets with real bytes go through the native pipeline, whose requests are slowed down: those to each file, as by
-a slow device, and those to all files together, as by a slow channel. On the host one to four such devices lie behind
+Real tasklets with real bytes go through the native pipeline, whose requests are slowed down: requests to each file, as
+by a slow device, and requests to all files together, as by a slow channel. On the host one to four such devices share
 one channel. On emulated SmartSSDs, which need XRT 2.13 and no card, each card's kernel is slow, too, and so is the
-channel that the transfers of all cards share; gradients are dense, or compressed. The rate of every device, channel and
-kernel is measured alone, where nothing else is slow. What is predicted is how long a step takes when they work
+channel that the transfers of all cards share; gradients are dense or compressed. The rate of every device, channel and
+kernel is measured alone, where nothing else is slow. The simulator predicts how long a step takes when all work
 together: this checks scheduling, not hardware.
 """
 
@@ -45,11 +45,11 @@ from tests.xrt import api
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
-FAST = 1e12  # bytes per second: no bound
+FAST = 1e12  # bytes per second: no limit
 DEVICE, CHANNEL = 40e6, 110e6  # bytes per second: two devices do not fill the channel, four do
 TASKLET_BYTES = 256 << 10
-# Of cards; the last two in MiB per second. A tasklet takes 61 ms to read and write, 51 in the kernel, and those of
-# four cards 66 in the channel: all of that matters, and all of it takes far more than the CPU.
+# Rates of cards; the last two in MiB per second. A tasklet takes 61 ms to read and write and 51 ms in the kernel; those
+# of four cards take 66 ms in the channel. So all of these matter, and all take far longer than the CPU.
 CARD_DEVICE, CHANNEL_MIB, KERNEL_MIB = 17e6, 10, 13
 CARD_TASKLET_BYTES = 512 << 10
 CARD_TASKLET_NUMEL = 43008
@@ -58,14 +58,14 @@ TOP_K = TopK(0.01, error_feedback=False)
 
 @dataclass(frozen=True)
 class Row:
-    """One case.
+    """A case, measured and simulated.
 
     Args:
-        name: What was slow.
-        devices: How many.
-        buffers: Of the ring.
+        name: Name of what was slow.
+        devices: Number of devices.
+        buffers: Number of buffers in the ring.
         measured: Seconds of the fastest step.
-        simulated: The same.
+        simulated: Seconds of the simulated step.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Row:
 def on_host(
     folder: Path, numel: int, *, devices: int, buffers: int, device: float, channel: float
 ) -> Iterator[SteppedState]:
-    """A state whose update the host computes, on files that are slowed down (0: as fast as they are)."""
+    """Yield a state that the host updates, on files that are slowed down (0: not slowed down)."""
     made: list[HostDevice] = []
 
     def make(layout: PartitionLayout) -> HostDevice:
@@ -104,13 +104,13 @@ def on_host(
 
 
 def fastest_step(state: SteppedState, runs: int) -> dict[str, float]:
-    """After one that does not count: whatever else runs on the machine only makes a throttled step slower."""
+    """Measure the fastest step after one warm-up; other load on the machine can only make a throttled step slower."""
     state.step()
     return min((state.step() for _ in range(runs)), key=lambda step: step["seconds"])
 
 
 def host_machine(folder: Path, numel: int, runs: int) -> Machine:
-    """Rates of one device alone, of the channel alone, and of the CPU."""
+    """Measure the rates of one device alone, of the channel alone, and of the CPU."""
 
     def rate(**slow: float) -> float:
         with on_host(folder, numel, devices=1, buffers=4, **({"device": 0.0, "channel": 0.0} | slow)) as state:
@@ -130,7 +130,7 @@ def host_machine(folder: Path, numel: int, runs: int) -> Machine:
 
 
 def host_rows(folder: Path, numel: int, runs: int, *, tiny: bool) -> Iterator[Row]:
-    """Devices behind a channel, with few buffers and many."""
+    """Measure and simulate devices behind a channel, with few buffers and many."""
     machine = host_machine(folder, numel, runs)
     print(
         f"measured alone: a device {machine.device.read / 1e6:.1f} MB/s, the channel"
@@ -156,16 +156,16 @@ def on_cards(
     slow: Callable[[], None],
     codec: TopK | None = None,
 ) -> Iterator[SteppedState]:
-    """A state whose update emulated cards compute, each with as many parameters, on files that are slowed down.
+    """Yield a state that emulated cards update, each with ``numel`` parameters, on files that are slowed down.
 
     Args:
-        folder: Where it lies meanwhile.
+        folder: Folder for the files.
         numel: Parameters of each card.
-        devices: Cards.
-        buffers: Of each ring.
+        devices: Number of cards.
+        buffers: Number of buffers in each ring.
         device: Bytes per second of each file.
-        slow: Slows cards down, once the state is there.
-        codec: Compresses gradients.
+        slow: Function that slows cards down, called when the state has been created.
+        codec: Codec that compresses gradients.
     """
     made: list[SmartSSDDevice] = []
 
@@ -191,7 +191,7 @@ def on_cards(
 
 
 def upload_rate(nbytes: int, runs: int) -> float:
-    """Bytes per second of transfers to a card, each as large as a tasklet's gradient."""
+    """Measure the bytes per second of transfers to a card, each as large as a tasklet's gradient."""
     with api.opened(0, build().xclbin) as device:
         buffer, seconds = device.allocate(nbytes), []
         for _ in range(runs):
@@ -202,16 +202,16 @@ def upload_rate(nbytes: int, runs: int) -> float:
 
 
 def slow_cards(cards: EmulatedCards, *, channel: int = 0, kernel: int = 0) -> None:
-    """In MiB per second; 0: as fast as they are."""
+    """Set rates in MiB per second; 0 means not slowed down."""
     cards.set("channel_mib_per_s", channel)
     cards.set("kernel_mib_per_s", kernel)
 
 
 def card_machine(folder: Path, cards: EmulatedCards, num_tasklets: int, runs: int) -> Machine:
-    """Rates of the channel, a card's storage and its kernel with dense and compressed gradients, each alone."""
+    """Measure the channel, and a card's storage and kernel with dense and compressed gradients, each alone."""
 
     def alone(*, device: float = 0, kernel: int = 0, codec: TopK | None = None) -> float:
-        """Seconds per parameter: of two sizes, so that filling and emptying the ring does not count."""
+        """Measure seconds per parameter with two sizes, so that filling and emptying the ring does not count."""
         seconds, sizes = [], (num_tasklets // 2, num_tasklets)
         slowly = partial(slow_cards, cards, kernel=kernel)
         for size in sizes:
@@ -237,7 +237,7 @@ def card_machine(folder: Path, cards: EmulatedCards, num_tasklets: int, runs: in
 
 
 def card_rows(folder: Path, num_tasklets: int, runs: int, *, tiny: bool) -> Iterator[Row]:
-    """Cards with slow storage and kernels behind a slow channel: dense gradients, and compressed ones on most cards."""
+    """Measure and simulate cards with slow storage, kernels and channel, with dense and with compressed gradients."""
     cards, most = EmulatedCards(build()), 1 if tiny else 4
     cards.reset(most)
     machine = card_machine(folder, cards, num_tasklets, runs)
@@ -262,7 +262,7 @@ def card_rows(folder: Path, num_tasklets: int, runs: int, *, tiny: bool) -> Iter
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """In Markdown."""
+    """Print a table in Markdown."""
     print("\n| update by | devices | buffers | measured s | simulated s | simulated is off by |")
     print("|---|---|---|---|---|---|")
     for row in rows:
@@ -272,7 +272,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(), help="where state lies meanwhile")
     parser.add_argument("--runs", type=int, default=5, help="steps of each case; the fastest counts")

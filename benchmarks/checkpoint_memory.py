@@ -2,12 +2,12 @@
 
     python benchmarks/checkpoint_memory.py --size 355m --systems smart_infinity stock
 
-Each system trains one step in bf16 and saves in one process, resumes in another, and loads the weights alone, as for
-an evaluation, in a third. ``stock`` is Lightning's DeepSpeedStrategy(stage=3) with CPU offload and torch's AdamW: it
-holds the whole state in memory, so its share of the peaks is what a checkpoint adds to that.
+Each system trains one step in bf16 and saves in one process, resumes in another, and loads only the weights, as for an
+evaluation, in a third. ``stock`` is Lightning's DeepSpeedStrategy(stage=3) with CPU offload and torch's AdamW: it
+holds the whole state in memory, so its growth shows what a checkpoint adds to that.
 
-Measured are the anonymous memory (RssAnon, every 5 ms) and the resident set's high-water mark (VmHWM, reset before),
-each as growth over the moment before; the file's pages that a process maps count in the second only.
+The benchmark measures anonymous memory (RssAnon, every 5 ms) and the resident set's high-water mark (VmHWM, reset
+before), each as growth over the moment before. File pages that a process maps count in the second only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLING_SECONDS = 0.005
 
 
 class Watch:
-    """Growth of this process's memory within a context, and the time it took."""
+    """Measures the growth of this process's memory within a context, and the time it took."""
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
@@ -43,7 +43,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._before = {key: resident(key) for key in ("RssAnon", "VmRSS")}
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
         self._begin = time.perf_counter()
@@ -66,7 +66,7 @@ class Watch:
 
 
 def strategy_of(system: str, folder: str) -> Any:
-    """The strategy under test."""
+    """Create the strategy under test."""
     if system == "smart_infinity":
         from lightning_smartinfinity import SmartInfinityStrategy
 
@@ -77,7 +77,7 @@ def strategy_of(system: str, folder: str) -> Any:
     from lightning_smartinfinity.zero3.environment import forbid_jit_builds
 
     class StockOnCpu(DeepSpeedStrategy):
-        """Lightning's strategy as it is, but for what keeps it from starting on a CPU."""
+        """Lightning's strategy, changed only so that it starts on a CPU."""
 
         @property
         def root_device(self) -> torch.device:
@@ -129,7 +129,7 @@ def run(system: str, phase: str, size: str, folder: str) -> dict[str, float]:
     return {**watch.figures, "file_mb": sum(file.stat().st_size for file in path.rglob("*.pt")) / 1e6}
 
 
-COLUMNS = {  # of the table: key of the figures, digits
+COLUMNS = {  # key of the figures and number of digits
     "seconds": ("seconds", 1),
     "resident before, MB": ("before_mb", 0),
     "anonymous memory added, MB": ("anonymous_mb", 0),
@@ -139,7 +139,7 @@ COLUMNS = {  # of the table: key of the figures, digits
 
 
 def main() -> int:
-    """Measures each system and prints a table below the machine.
+    """Measure each system and print a table below the machine.
 
     Returns:
         Exit status: 1 if a system failed.

@@ -1,4 +1,4 @@
-"""Systems that train GPT-2, side by side: each in a process of its own, with a table of what they measured."""
+"""Compares systems that train GPT-2: runs each in a process of its own and prints a table of their figures."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gpt2 import SIZES
 from training import WARMUP
 
 Figures = dict[str, Any]
-Columns = dict[str, tuple[str, int]]  # of a table: key of the figures, digits
+Columns = dict[str, tuple[str, int]]  # heading -> key of the figures, digits
 
 
 def parse_options(
     description: str | None, *, size: str, systems: Sequence[str], default: Sequence[str]
 ) -> argparse.Namespace:
-    """The command line.
+    """Parse the command line.
 
     Args:
-        description: Of the script.
-        size: The model that is trained by default.
-        systems: What can be compared.
-        default: What is, by default.
+        description: Description of the script.
+        size: Default size of the model.
+        systems: Systems that can be compared.
+        default: Systems that are compared by default.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default=size)
@@ -50,14 +50,14 @@ def compare(
     columns: Columns,
     heading: Callable[[], str],
 ) -> int:
-    """Measures each system and prints a table, or is one such measurement.
+    """Measure each system and print a table; with ``--child``, make one such measurement instead.
 
     Args:
-        script: The file to start for a system.
+        script: File to start for a system.
         options: The command line.
-        run: Measures a system (name, size, steps, folder) in this process.
-        columns: Of the table. What a system has no figure of stays empty.
-        heading: What stands above the table: the machine, and what was trained.
+        run: Function that measures a system (name, size, steps, folder) in this process.
+        columns: Columns of the table; a cell stays empty if a system has no such figure.
+        heading: Function that describes the machine and the training, to stand above the table.
 
     Returns:
         Exit status: 1 if a system failed.
@@ -79,12 +79,12 @@ def compare(
 
 
 def report(figures: Figures) -> None:
-    """What :func:`measure` reads of the process that it started."""
+    """Print figures so that :func:`measure` finds them in the output of a child process."""
     print("FIGURES " + json.dumps(figures))
 
 
 def measure(name: str, script: str, *arguments: str) -> Figures | None:
-    """What a script reports in a process of its own; None if it fails, having said why."""
+    """Run a script in a process of its own and return its figures; None if it fails, which is printed."""
     done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
     if done.returncode:
         print(f"{name} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}", file=sys.stderr)
@@ -95,7 +95,7 @@ def measure(name: str, script: str, *arguments: str) -> Figures | None:
 
 
 def table(rows: dict[str, Figures], columns: Columns, *, head: str = "system") -> str:
-    """Markdown."""
+    """Format a table in Markdown."""
     lines = ["| " + " | ".join([head, *columns]) + " |", "|---" * (1 + len(columns)) + "|"]
     for system, row in rows.items():
         cells = [f"{row[key]:.{digits}f}" if key in row else "" for key, digits in columns.values()]

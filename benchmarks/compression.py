@@ -1,8 +1,8 @@
-"""How long the compression of gradients takes, with and without the feeding of residuals, and how small they become.
+"""Measures how long the compression of gradients and the update of residuals take, and how small gradients become.
 
-A whole partition of gradients lies in memory, as for a step on the host: normal numbers of another scale in each row,
-with a residual of as many elements. Every tasklet is compressed as the compute threads of a step do it, and then the
-residual is fed. Usage::
+A whole partition of gradients lies in memory, as in a step on the host: normal numbers with a different scale in each
+row, and a residual of the same length. Every tasklet is compressed as the compute threads of a step do it; then the
+residual is updated. Usage::
 
     python benchmarks/compression.py [--parameters 124e6] [--tasklet 4e6] [--threads 2] [--tiny]
 """
@@ -39,7 +39,7 @@ ROW = 768
 
 @dataclass(frozen=True)
 class Case:
-    """A codec, the type of the gradients, and whether what is not sent is kept."""
+    """A codec, the type of the gradients, and whether there is a residual."""
 
     name: str
     codec: GradientCodec
@@ -62,7 +62,7 @@ CASES = (
 
 
 def main() -> None:
-    """Prints one table."""
+    """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=float, default=124e6)
     parser.add_argument("--tasklet", type=float, default=4e6, help="elements of a tasklet")
@@ -98,11 +98,11 @@ class Memory:
         return np.frombuffer(self._buffers[index].memoryview(), dtype, self.numel)
 
     def refill(self) -> None:
-        """The residual is what a case finds."""
+        """Reset the residual to the values with which each case starts."""
         np.multiply(self.fp32[::-1], np.float32(0.5), out=self.residual)
 
     def tasklets(self, case: Case, numel: int) -> Iterator[Tasklet]:
-        """Every tasklet, with payloads behind each other: none takes more than 7 bytes of an element."""
+        """Yield every tasklet, with consecutive payloads, none of which takes more than 7 bytes per element."""
         gradient = self._buffers[0 if case.dtype is DType.FLOAT32 else 1].address
         payload = self._buffers[3].address
         for index, first in enumerate(range(0, self.numel, numel)):
@@ -136,7 +136,7 @@ class Memory:
 
 
 def measure(case: Case, memory: Memory, tasklet: int, threads: int) -> tuple[float, float, int]:
-    """Seconds to compress and to feed, and bytes of all payloads."""
+    """Return the seconds to compress and to update residuals, and the bytes of all payloads."""
     tasklets = list(memory.tasklets(case, tasklet))
     compress, feed, nbytes = [], [], 0
     memory.refill()

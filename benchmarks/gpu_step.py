@@ -1,11 +1,11 @@
-"""Seconds of a training step and of its copies on a CUDA device, beside stock DeepSpeed's ZeRO-Offload and -Infinity.
+"""Times a training step and its copies on a CUDA device, beside stock DeepSpeed's ZeRO-Offload and ZeRO-Infinity.
 
     python benchmarks/gpu_step.py --size 355m --storage /mnt/nvme0
 
-Each system trains GPT-2 in bf16 in a process of its own. Parts of a step are measured between waits for the device,
-which the systems themselves do without. The copies are this package's, on their own: gradients to the host as fp32 and
-parameters to the device as bf16, from registered memory and in pieces of a tasklet. Stock systems build cpu_adam and
-async_io when they first run; one that fails is left out of the table.
+Each system trains GPT-2 in bf16 in a process of its own. The parts of a step are measured with a wait for the device
+after each, which the systems themselves do not make. This package's copies are also measured alone: gradients to the
+host as fp32 and parameters to the device as bf16, from registered memory and in pieces of a tasklet. Stock systems
+build cpu_adam and async_io when they first run; one that fails is left out of the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from training import PARTS, Probe, tokens, train_near_storage, train_stock
 
 SYSTEMS = ("smart_infinity", "zero_offload", "zero_infinity")
 PIECE_NUMEL = 1 << 20
-COLUMNS = {  # of the table: key of a system's figures, digits
+COLUMNS = {  # key of a system's figures and number of digits
     **{f"{part} s": (part, 3) for part in PARTS},
     "step s": ("total", 3),
     "gradient copies s": ("gradients", 3),
@@ -31,7 +31,7 @@ COLUMNS = {  # of the table: key of a system's figures, digits
 
 
 def stock_config(folder: str, *, device: str) -> dict[str, Any]:
-    """DeepSpeed's settings for optimizer state on the CPU or on NVMe."""
+    """Return DeepSpeed's settings for optimizer state on the CPU or on NVMe."""
     offload: dict[str, Any] = {"device": device, "pin_memory": True}
     if device == "nvme":
         offload |= {"nvme_path": folder, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
@@ -43,7 +43,7 @@ def stock_config(folder: str, *, device: str) -> dict[str, Any]:
 
 
 def copies(size: str) -> dict[str, float]:
-    """Seconds of a step's copies, alone on a stream: a lower bound of what they can take."""
+    """Measure a step's copies alone on a stream: a lower bound of their time."""
     from lightning_smartinfinity.transfer.cuda import link_to
 
     link = link_to(torch.device("cuda", torch.cuda.current_device()))
@@ -55,7 +55,7 @@ def copies(size: str) -> dict[str, float]:
         on_device = torch.empty(PIECE_NUMEL, dtype=dtype, device="cuda")
         where = {"host": host.tensor.data_ptr(), "device": on_device.data_ptr(), "stream": link.current_stream()}
         copy = link.device.copy_to_host if name == "gradients" else link.device.copy_to_device
-        for _ in range(2):  # the first warms up
+        for _ in range(2):  # the first round warms up
             torch.cuda.synchronize()
             began = time.perf_counter()
             for begin in range(0, numel, PIECE_NUMEL):
@@ -67,7 +67,7 @@ def copies(size: str) -> dict[str, float]:
 
 
 def run(system: str, size: str, steps: int, folder: str) -> dict[str, Any]:
-    """One system in this process; 4 x 512 tokens on the device."""
+    """Run one system in this process, with 4 x 512 tokens on the device."""
     probe = Probe(torch.cuda.synchronize)
 
     def batches(step: int) -> torch.Tensor:
@@ -82,7 +82,7 @@ def run(system: str, size: str, steps: int, folder: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measures each system and prints a table below the machine.
+    """Measure each system and print a table below the machine.
 
     Returns:
         Exit status: 1 if a system failed, 2 without a CUDA device.

@@ -1,8 +1,8 @@
-"""What this package adds to ``import torch``.
+"""Measures what this package adds to the time of ``import torch``.
 
 Torch looks for ``torch.backends`` entry points at the end of its import and calls this package's
-(``lightning_smartinfinity._autoload:install``). Each sample is a fresh interpreter; samples with and without
-(``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) alternate, and the parts are timed apart in a third. Usage::
+(``lightning_smartinfinity._autoload:install``). Each sample is a fresh interpreter. Samples with and without it
+(``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) alternate, and a third kind times its parts separately. Usage::
 
     python benchmarks/import_time.py [--runs 15]
 """
@@ -39,7 +39,7 @@ print(scanned - start, time.perf_counter() - scanned)
 
 
 def main() -> None:
-    """Prints medians and spreads in milliseconds."""
+    """Print medians and spreads in milliseconds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=15, help="samples of each kind")
     runs = parser.parse_args().runs
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def fresh_python(code: str, *, autoload: bool) -> list[float]:
-    """Runs code in a new interpreter and returns the numbers it prints."""
+    """Run code in a new interpreter and return the numbers that it prints."""
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(autoload))}
     completed = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
@@ -72,7 +72,7 @@ def fresh_python(code: str, *, autoload: bool) -> list[float]:
 
 
 def print_row(name: str, seconds: list[float]) -> None:
-    """Prints one row: median, minimum and maximum."""
+    """Print one row: median, minimum and maximum."""
     print(
         f"{name:<36} median {statistics.median(seconds) * 1e3:8.2f}"
         f"   min {min(seconds) * 1e3:8.2f}   max {max(seconds) * 1e3:8.2f}"

@@ -1,4 +1,4 @@
-"""The machine and the versions that a benchmark's numbers belong to."""
+"""Describes the machine and the versions that a benchmark's numbers belong to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def describe(*packages: str) -> str:
-    """One line: CPU model, cores, memory, kernel, Python and the versions of these packages.
+    """Return one line: CPU model, cores, memory, kernel, Python and the versions of these packages.
 
-    Cores are those that this process may use; a virtual machine or a container may share them with others.
+    Only cores that this process may use are counted; a virtual machine or a container may share them with others.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     parts = [
@@ -25,7 +25,7 @@ def describe(*packages: str) -> str:
 
 
 def cpu_model() -> str:
-    """As the kernel names it, or else the architecture."""
+    """Return the kernel's name for the CPU, or else the architecture."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

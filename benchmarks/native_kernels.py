@@ -1,9 +1,9 @@
-"""How fast the native core's parts are on this machine.
+"""Measures the speed of the native core's parts on this machine.
 
-Norms, checksums and the compute of a step run in one thread. The compute of a step is what the pipeline itself
-measures: verification, update and checksums of tasklets that fit the second-level cache, read from the page cache. The
-last table sets a whole step against a raw loop of direct reads and writes of the same extents in the same folder, with
-as many threads. Usage::
+Norms, checksums and the compute of a step run in one thread. The compute of a step is measured by the pipeline itself:
+verification, update and checksums of tasklets that fit the second-level cache, read from the page cache. The last table
+compares a whole step with a raw loop of direct reads and writes of the same extents in the same folder, with the same
+number of threads. Usage::
 
     python benchmarks/native_kernels.py [--folder .] [--state-mib 1536] [--tiny]
 """
@@ -72,7 +72,7 @@ SGD = SgdStep(
 
 @dataclass(frozen=True)
 class Rule:
-    """A step, and the arrays that it updates: the master among them."""
+    """An update step and the arrays that it updates, including the master weights."""
 
     name: str
     step: UpdateStep
@@ -84,7 +84,7 @@ RULES = (Rule("AdamW", ADAMW, 3), Rule("Adagrad", ADAGRAD, 2), Rule("SGD", SGD, 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The state that is worked, and with how many buffers and threads."""
+    """The size of the state, and the numbers of buffers and threads."""
 
     tasklet_numel: int
     num_tasklets: int
@@ -94,12 +94,12 @@ class Sizes:
 
     @property
     def extent_bytes(self) -> int:
-        """A multiple of 4096."""
+        """Bytes of an extent, a multiple of 4096."""
         return self.num_arrays * (-(-4 * self.tasklet_numel // BLOCK) * BLOCK) + BLOCK
 
 
 def main() -> None:
-    """Prints four tables."""
+    """Print four tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(), help="where the state file is made, and removed again")
     parser.add_argument("--state-mib", type=int, default=1536, help="state of the whole step, each of its two slots")
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def norms(numel: int, repeats: int) -> None:
-    """Sums of squares by instruction set and type."""
+    """Measure sums of squares by instruction set and type."""
     values = np.random.default_rng(0).standard_normal(numel).astype(np.float32)
     header("sum of squares, G elements/s", [dtype.name for dtype in DType])
     for choice in instruction_sets():
@@ -159,7 +159,7 @@ def checksum_cost(memory: HostBuffer, nbytes: int, width: int) -> float:
 
 
 def compute(path: Path, sizes: Sizes, repeats: int) -> None:
-    """The compute of a step by instruction set and type of gradients and parameters."""
+    """Measure the compute of a step by instruction set and type of gradients and parameters."""
     header("step compute, G parameters/s", [dtype.name for dtype in DType])
     for choice in instruction_sets():
         for rule in RULES:
@@ -168,7 +168,7 @@ def compute(path: Path, sizes: Sizes, repeats: int) -> None:
 
 
 def compute_rate(path: Path, sizes: Sizes, rule: Rule, dtype: DType, repeats: int) -> float:
-    """Parameters per nanosecond."""
+    """Return parameters per nanosecond."""
     state = State(path, sizes, rule, dtype, direct=False)
     seconds = []
     for _ in range(repeats):
@@ -180,11 +180,11 @@ def compute_rate(path: Path, sizes: Sizes, rule: Rule, dtype: DType, repeats: in
 
 
 def whole_step(path: Path, sizes: Sizes, rule: Rule, repeats: int) -> None:
-    """A step of bf16 training against the disk."""
+    """Measure a step of bf16 training against the disk."""
     direct = takes_direct(path.parent)
     state = State(path, sizes, rule, DType.BFLOAT16, direct=direct)
     steps, raws = [], []
-    for _ in range(repeats):  # in turn: the speed of a shared disk drifts
+    for _ in range(repeats):  # they take turns, since the speed of a shared disk drifts
         steps.append(elapsed(lambda: state.work(Operation.UPDATE)))
         raws.append(elapsed(lambda: raw_loop(path, sizes, direct=direct)))
     state.pipeline.close()
@@ -195,7 +195,7 @@ def whole_step(path: Path, sizes: Sizes, rule: Rule, repeats: int) -> None:
 
 
 class State:
-    """A state file with two slots per tasklet, gradients and parameters in memory, and the pipeline that works them."""
+    """A state file with two places per tasklet, gradients and parameters in memory, and the pipeline over them."""
 
     def __init__(self, path: Path, sizes: Sizes, rule: Rule, dtype: DType, *, direct: bool) -> None:
         self.sizes, self.rule, self.dtype, self.generation = replace(sizes, num_arrays=rule.num_arrays), rule, dtype, 0
@@ -213,7 +213,7 @@ class State:
         self.work(Operation.WRITE)
 
     def work(self, operation: Operation) -> None:
-        """Works every tasklet from the current slot to the other."""
+        """Work every tasklet, from its current place to the other."""
         tasklets = [self.tasklet(index) for index in range(self.sizes.num_tasklets)]
         self.pipeline.submit(Batch(operation, tasklets, [self.rule.step]))
         failure = self.pipeline.drain()
@@ -222,7 +222,7 @@ class State:
         self.generation += 1
 
     def tasklet(self, index: int) -> Tasklet:
-        """One segment over all of it."""
+        """Make a tasklet with one segment over all of its elements."""
         numel, nbytes = self.sizes.tasklet_numel, self.sizes.extent_bytes
         slot = self.generation % 2
         segment = Segment(
@@ -250,7 +250,7 @@ class State:
 
 
 def raw_loop(path: Path, sizes: Sizes, *, direct: bool) -> None:
-    """Reads every extent and writes it back to where it came from: the state stays valid for the pipeline."""
+    """Read every extent and write it back to the same place, so that the state stays valid for the pipeline."""
     ring = HostBuffer(sizes.num_threads * sizes.extent_bytes)
     descriptor = os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
     offsets: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -276,7 +276,7 @@ def raw_loop(path: Path, sizes: Sizes, *, direct: bool) -> None:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether the folder's file system takes direct I/O."""
+    """Return whether the folder's file system supports direct I/O."""
     try:
         os.close(os.open(folder / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
     except OSError:
@@ -285,31 +285,31 @@ def takes_direct(folder: Path) -> bool:
 
 
 def instruction_sets() -> Iterator[InstructionSet]:
-    """Selects each one of this CPU in turn, and the best at the end."""
+    """Select each instruction set of this CPU in turn, and the best at the end."""
     for choice in supported_instruction_sets():
         yield select_instruction_set(choice)
     select_instruction_set(None)
 
 
 def fastest(function: Callable[..., object], *arguments: object, repeats: int) -> float:
-    """Seconds of the fastest of many calls."""
+    """Return the seconds of the fastest of many calls."""
     return min(elapsed(lambda: function(*arguments)) for _ in range(5 * repeats))
 
 
 def elapsed(work: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def header(title: str, columns: list[str]) -> None:
-    """Begins a table."""
+    """Print the head of a table."""
     print(f"\n{title:<32}" + "".join(f"{column:>12}" for column in columns))
 
 
 def row(name: str, values: list[float]) -> None:
-    """Prints one row of it."""
+    """Print one row of a table."""
     print(f"{name:<32}" + "".join(f"{value:>12.2f}" for value in values))
 
 

@@ -1,8 +1,8 @@
-"""The Smart-Infinity paper's tables beside what the simulator makes of them, and this package on the same machine.
+"""Prints the Smart-Infinity paper's tables beside simulated values, and this package on the same machine.
 
     python benchmarks/paper_tables.py
 
-Nothing is measured: the figures are the same on every machine. Tables are in Markdown, for docs/reproduction.md.
+Nothing is measured, so the figures are the same on every machine. Tables are in Markdown, for docs/reproduction.md.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ BILLIONS, NUM_DEVICES = 8.4, 10
 
 
 def print_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """In Markdown."""
+    """Print a table in Markdown."""
     print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for row in rows:
         print(f"| {' | '.join(row)} |")
 
 
 def print_parameters() -> None:
-    """What the paper's machine is made of."""
+    """Print the figures of the paper's machine."""
     of = {duplex: fit(duplex=duplex).parameters for duplex in SSD_TIME}
     rows = []
     for name, figure in of[False].items():
@@ -55,7 +55,7 @@ def print_parameters() -> None:
 
 
 def print_paper(duplex: bool) -> list[Prediction]:
-    """The paper's tables: number / simulated, in brackets what a parameter was fitted to."""
+    """Print the paper's tables: number / simulated; simulated values that were fitted stand in brackets."""
     found = predictions(fit(duplex=duplex))
     for table, title in (
         ("seconds", "Seconds per iteration"),
@@ -75,7 +75,7 @@ def print_paper(duplex: bool) -> list[Prediction]:
 
 
 def print_errors(found: dict[bool, list[Prediction]]) -> None:
-    """Means, and every prediction that is far off."""
+    """Print mean errors, and every prediction that is far off."""
     for duplex, of in found.items():
         rows = [[part, *(errors(numbers, name) for name in SYSTEMS)] for part, numbers in parts(of, duplex).items()]
         title = f"Mean error of what is predicted / of all, SSD time {SSD_TIME[duplex]}"
@@ -94,7 +94,7 @@ def print_errors(found: dict[bool, list[Prediction]]) -> None:
 
 
 def parts(found: list[Prediction], duplex: bool) -> dict[str, list[Prediction]]:
-    """Numbers by where they stand; then all of them, as simulated with the kernel's own figure, too."""
+    """Group the numbers by table; then all of them, also as simulated with the kernel's own figure."""
     relative = relative_to_one_device(found)
     shown = predictions(fit(duplex=duplex, sparse_kernel=SPARSE_KERNEL_SHOWN))
     return {
@@ -113,13 +113,13 @@ def parts(found: list[Prediction], duplex: bool) -> dict[str, list[Prediction]]:
 
 
 def errors(found: list[Prediction], system: str) -> str:
-    """Of what is predicted / of all."""
+    """Format the mean errors of predicted numbers / of all numbers."""
     means = (mean_error(found, system, fitted=False), mean_error(found, system))
     return " / ".join("-" if isnan(error) else f"{error:.1%}" for error in means)
 
 
 def print_headroom() -> None:
-    """Only overlap changed."""
+    """Print the gain if only overlap differs."""
     of = {duplex: headroom(fit(duplex=duplex).machine(NUM_DEVICES)) for duplex in SSD_TIME}
     rows = []
     for duplex, one in of.items():
@@ -146,7 +146,7 @@ def print_headroom() -> None:
 
 
 def print_sensitivity() -> None:
-    """How far the gains depend on the figures."""
+    """Print how far the gains depend on the figures."""
     rows = []
     for duplex in SSD_TIME:
         machine = fit(duplex=duplex).machine(NUM_DEVICES)
@@ -158,7 +158,7 @@ def print_sensitivity() -> None:
 
 
 def variants(machine: Machine) -> dict[str, Machine]:
-    """A machine with one figure changed at a time."""
+    """Return machines with one figure changed at a time."""
     device, host, gpu, channel = machine.device, machine.host, machine.gpu, machine.channel
     serial = replace(gpu, backward=gpu.backward + host.receive)
     return {
@@ -175,7 +175,7 @@ def variants(machine: Machine) -> dict[str, Machine]:
 
 
 def print_ours(devices: Sequence[int]) -> None:
-    """This package beside the published systems, by the number of devices."""
+    """Print this package beside the published systems, by the number of devices."""
     ways = {
         "ours, bytes as published": (published_workload(4.0), Overlap.NONE, Route.BACKWARD),
         "ours, bf16": (Workload(numel=4 * 10**9, gradients=Dense(2)), Overlap.NONE, Route.HOST),
@@ -201,7 +201,7 @@ def print_ours(devices: Sequence[int]) -> None:
 
 
 def main() -> None:
-    """Prints the tables below the machine."""
+    """Print the tables below the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     print(describe("numpy"))

@@ -1,7 +1,7 @@
-"""A text task from what is installed: which package does this passage of documentation come from?
+"""A text task made from installed packages: which package does this passage of documentation come from?
 
-Passages are the beginnings of docstrings. The package's own name is masked, and passages of one file are all used for
-training or all held out.
+Passages are the beginnings of docstrings. The package's own name is masked. The passages of one file are either all
+used for training or all held out.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 
 PACKAGES = ("matplotlib", "networkx", "numpy", "sympy", "torch", "transformers")
 SHORTEST, LONGEST = 100, 400  # characters
-HELD_OUT_SHARE = 3  # every so many-th file
+HELD_OUT_SHARE = 3  # one file in this many is held out
 
 
 @dataclass(frozen=True)
 class Task:
-    """Passages and the number of their package.
+    """Passages, each with the number of its package.
 
     Args:
-        packages: By number.
-        training: Shuffled.
-        tuning: Others of the same files, to choose settings by.
-        held_out: Of other files.
+        packages: Packages by number.
+        training: Passages for training, shuffled.
+        tuning: Other passages of the same files, for choosing settings.
+        held_out: Passages of other files.
     """
 
     packages: tuple[str, ...]
@@ -38,7 +38,7 @@ class Task:
 
 
 def task(names: Sequence[str], *, per_package: int, tuning_per_package: int, held_out_per_package: int) -> Task:
-    """At most so many passages of each of these packages that is there; the same for the same versions of them."""
+    """Collect passages of the installed packages, up to these numbers; the same versions give the same passages."""
     packages = tuple(name for name in names if importlib.util.find_spec(name) is not None)
     training: list[tuple[str, int]] = []
     tuning: list[tuple[str, int]] = []

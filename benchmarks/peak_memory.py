@@ -4,7 +4,7 @@
 
 Each system trains in a process of its own, bf16, batch 1 x 32 tokens. smart_infinity_parameters is smart_infinity with
 the parameters on storage too. ZeRO-Infinity needs libaio's headers and a C++ compiler: DeepSpeed builds async_io and
-cpu_adam when it first runs (minutes; TORCH_EXTENSIONS_DIR keeps them).
+cpu_adam when it first runs, which takes minutes (TORCH_EXTENSIONS_DIR keeps them).
 
 There are two peaks, because building a model may take more than training it: the resident set's high-water mark (VmHWM)
 is read after set-up and the warm-up steps, reset to the present size, and read again after the measured steps.
@@ -25,7 +25,7 @@ from machine import describe
 from training import WARMUP, Batches, Probe, tokens, train_near_storage, train_stock
 
 SYSTEMS = ("smart_infinity", "smart_infinity_parameters", "adamw", "zero_infinity", "zero_infinity_pipelined")
-COLUMNS = {  # of the table: key of a system's figures, digits
+COLUMNS = {  # key of a system's figures and number of digits
     "forward s": ("forward", 2),
     "backward s": ("backward", 2),
     "update s": ("update", 2),
@@ -38,7 +38,7 @@ COLUMNS = {  # of the table: key of a system's figures, digits
 
 
 class MemoryProbe(Probe):
-    """The clock and the kernel's counters through training steps."""
+    """Records the clock and the kernel's counters during training steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,15 +46,15 @@ class MemoryProbe(Probe):
         self._setup_peak = 0
 
     def begin(self) -> None:
-        """A step begins. After the warm-up the peak so far is noted and starts anew from the present size."""
+        """Begin a step. After the warm-up, record the peak so far and restart it at the present size."""
         if len(self.steps) == WARMUP:
             self._setup_peak = resident("VmHWM")
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see proc(5)
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
             self._io = system_io()
         super().begin()
 
     def report(self, numel: int) -> dict[str, Any]:
-        """Medians and figures per parameter of the steps after the warm-up."""
+        """Return medians and figures per parameter of the steps after the warm-up."""
         io, now = self._io, system_io()
         per_update = numel * len(self.steps[WARMUP:])
         return {
@@ -68,26 +68,26 @@ class MemoryProbe(Probe):
 
 
 def system_io() -> dict[str, int]:
-    """What the kernel counts for this process: bytes that storage really moved."""
+    """Return the kernel's counters for this process: bytes that storage really moved."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
 def resident(key: str) -> int:
-    """A memory figure of this process in bytes."""
+    """Return a memory figure of this process in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def train_in_memory(size: str, steps: int, *, probe: Probe, batches: Batches, clip: float | None = None) -> int:
-    """bf16 model, fp32 masters, torch's fused AdamW; returns the number of parameters.
+    """Train a bf16 model with fp32 master weights and torch's fused AdamW; return the number of parameters.
 
     Args:
         size: One of ``gpt2.SIZES``.
-        steps: How many.
-        probe: Takes the times.
-        batches: The tokens of a step.
-        clip: Largest norm of the gradients; None: any.
+        steps: Number of steps.
+        probe: Probe that takes the times.
+        batches: Function that makes the tokens of a step.
+        clip: Largest norm of the gradients; None means that they are not clipped.
     """
     model = GPT2(size).bfloat16()
     params = list(model.parameters())
@@ -112,7 +112,7 @@ def train_in_memory(size: str, steps: int, *, probe: Probe, batches: Batches, cl
 
 
 def zero_infinity_config(folder: str, *, pipelined: bool) -> dict[str, Any]:
-    """DeepSpeed's settings for optimizer state on NVMe; pipelined: also deeper queues and larger blocks."""
+    """Return DeepSpeed's settings for optimizer state on NVMe; ``pipelined`` adds deeper queues and larger blocks."""
     offload: dict[str, Any] = {"device": "nvme", "nvme_path": folder, "buffer_count": 4, "pin_memory": False}
     aio = {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
     if pipelined:
@@ -127,7 +127,7 @@ def zero_infinity_config(folder: str, *, pipelined: bool) -> dict[str, Any]:
 
 
 def run(system: str, size: str, steps: int, folder: str) -> dict[str, Any]:
-    """One system in this process; 1 x 32 tokens."""
+    """Run one system in this process, with 1 x 32 tokens."""
     probe = MemoryProbe()
     batches = partial(tokens, size=size, shape=(1, 32))
     if system == "adamw":
@@ -142,7 +142,7 @@ def run(system: str, size: str, steps: int, folder: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measures each system and prints a table below the machine.
+    """Measure each system and print a table below the machine.
 
     Returns:
         Exit status: 1 if a system failed.

@@ -1,9 +1,9 @@
-"""Plots of what the other benchmarks measured, from the files that they wrote with --json.
+"""Plots the figures of other benchmarks, from the files that they wrote with --json.
 
     pip install '.[benchmarks]'
     python benchmarks/plots.py step.json update.json scaling.json --output docs/figures
 
-Each file becomes plots of the same name; the same figures give the same SVG, byte for byte, with the same matplotlib.
+Each file becomes plots of the same name. With the same matplotlib the same figures give the same SVG, byte for byte.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "benchmarks",  # or names of parts depend on chance
+    "svg.fonttype": "none",  # keep text as text
+    "svg.hashsalt": "benchmarks",  # otherwise the names of parts are random
     "axes.spines.top": False,
     "axes.spines.right": False,
     "font.size": 9,
     "legend.frameon": False,
 }
 PARTS = ("forward", "backward", "update")
-Plots = Iterator[tuple[str, Figure]]  # what is added to the file's name, and the plot
+Plots = Iterator[tuple[str, Figure]]  # suffix of the file's name, and the plot
 
 
 def step_plots(found: dict[str, Any]) -> Plots:
-    """Of step.py: for each table the parts of a step, and its peak memory."""
+    """Plot step.py: for each table the parts of a step, and its peak memory."""
     for one in found["tables"]:
         rows = one["rows"]
         clip = "on" if one["clip"] else "off"
@@ -55,7 +55,7 @@ def step_plots(found: dict[str, Any]) -> Plots:
 
 
 def update_plots(found: dict[str, Any]) -> Plots:
-    """Of update.py: throughput of every format and engine beside the raw disk's."""
+    """Plot update.py: throughput of every format and engine beside the raw disk's."""
     rows = found["rows"]
     figure, axes = _bars(2 * len(rows), f"Update of {found['million']} M parameters", "GB/s, reads and writes together")
     places = range(len(rows))
@@ -67,7 +67,7 @@ def update_plots(found: dict[str, Any]) -> Plots:
 
 
 def scaling_plots(found: dict[str, Any]) -> Plots:
-    """Of scaling.py: seconds of a step against each size."""
+    """Plot scaling.py: seconds of a step against each size."""
     series = found["series"]
     columns = min(2, len(series))
     lines = math.ceil(len(series) / columns)
@@ -91,7 +91,7 @@ PLOTS: dict[str, Callable[[dict[str, Any]], Plots]] = {
 
 
 def _bars(number: int, title: str, unit: str) -> tuple[Figure, Any]:
-    """Axes for so many horizontal bars, the first on top."""
+    """Make axes for this many horizontal bars, the first at the top."""
     figure = Figure(figsize=(8, 1.3 + 0.3 * number), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel=unit, title=title)
@@ -100,15 +100,15 @@ def _bars(number: int, title: str, unit: str) -> tuple[Figure, Any]:
 
 
 def write_plots(path: Path, output: Path, form: str) -> Iterator[Path]:
-    """The plots of one file of figures.
+    """Write the plots of one file of figures.
 
     Args:
         path: JSON that a benchmark wrote.
-        output: The folder of the plots.
+        output: Folder of the plots.
         form: ``"svg"`` or ``"png"``.
 
     Yields:
-        Each plot that was written.
+        The path of each plot.
     """
     found = json.loads(path.read_text())
     if not isinstance(found, dict) or found.get("benchmark") not in PLOTS:
@@ -121,7 +121,7 @@ def write_plots(path: Path, output: Path, form: str) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Writes the plots and prints their names below the machine."""
+    """Write the plots and print their names below the machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", nargs="+", type=Path, help="JSON files of step.py, update.py and scaling.py")
     parser.add_argument("--output", type=Path, default=Path("docs/figures"))

@@ -1,7 +1,7 @@
-"""The raw disk: what a folder's disk moves at a given mix of reads and writes, without anything of the transfer path.
+"""Measures the raw disk: how fast it moves a given mix of reads and writes without any part of the transfer path.
 
 Direct reads and writes run from plain threads (``os.preadv``, ``os.pwritev``) or through the native request queue with
-io_uring, from memory on huge pages or on pages of 4 KiB. The best of a sweep is what a benchmark compares with.
+io_uring, from memory on huge pages or on pages of 4 KiB. Benchmarks compare with the best of a sweep.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Setting:
 
     Args:
         method: ``"threads"`` or ``"io_uring"``.
-        pages: Of the memory, one of ``PAGES``.
+        pages: Pages of the memory, one of ``PAGES``.
         block: Bytes of a request.
-        depth: Requests in flight.
+        depth: Requests in progress at a time.
     """
 
     method: str
@@ -49,30 +49,30 @@ class Setting:
 
 @dataclass(frozen=True)
 class Rate:
-    """What was measured: GB/s of reads and writes together, and CPU time of the whole process."""
+    """A measurement: GB/s of reads and writes together, and CPU time of the whole process."""
 
     gb_per_second: float
     cpu_seconds_per_gib: float
 
 
 def all_settings(blocks: Sequence[int] = BLOCKS, depths: Sequence[int] = DEPTHS) -> list[Setting]:
-    """Those of a sweep; io_uring where the system has it."""
+    """Return the settings of a sweep, including io_uring if the system has it."""
     methods = ["threads"] + [name for name, reason in io_engines() if name == "io_uring" and reason is None]
     return [Setting(*values) for values in product(methods, PAGES, blocks, depths)]
 
 
 class RawDisk:
-    """Some of a file is read while other parts of it are written.
+    """Reads parts of a file while writing other parts.
 
     Args:
-        path: The file, every block of which was written before; it stays the caller's.
+        path: The file, every block of which was written before; the caller keeps it.
         nbytes: Most bytes of one measurement.
-        read_fraction: Of all bytes, how many are read: 0 .. 1.
-        settings: What :meth:`sweep` tries.
+        read_fraction: Share of all bytes that are read: 0 .. 1.
+        settings: Settings that :meth:`sweep` tries.
 
     Attributes:
-        read_at: Offset in the file of what is read, in bytes.
-        write_at: Offset of what is written.
+        read_at: Offset in the file, in bytes, where reading starts.
+        write_at: Offset in the file, in bytes, where writing starts.
     """
 
     def __init__(self, path: Path, nbytes: int, *, read_fraction: float, settings: Sequence[Setting]) -> None:
@@ -88,7 +88,7 @@ class RawDisk:
     def with_file(
         cls, folder: Path, nbytes: int, *, read_fraction: float, settings: Sequence[Setting]
     ) -> Iterator[RawDisk]:
-        """With a file of its own, read in its lower part and written in its upper one, and removed at the end."""
+        """Yield a disk with a temporary file, whose lower part is read and whose upper part is written."""
         largest = max(setting.block for setting in settings)
         split = (int(nbytes * read_fraction) // largest + 1) * largest
         path = folder / "raw-disk.bin"
@@ -101,16 +101,16 @@ class RawDisk:
             path.unlink(missing_ok=True)
 
     def sweep(self, nbytes: int, *, keep: int = 3) -> list[Setting]:
-        """The fastest settings, best first, each tried with this many bytes."""
+        """Return the fastest settings, best first, after trying each with this many bytes."""
         rates = {setting: self.measure(setting, nbytes).gb_per_second for setting in self.settings}
         return sorted(self.settings, key=lambda setting: -rates[setting])[:keep]
 
     def measure(self, setting: Setting, nbytes: int | None = None) -> Rate:
-        """One run of the mix.
+        """Run the mix once.
 
         Args:
             setting: One of ``settings``.
-            nbytes: Bytes to move; None: all.
+            nbytes: Bytes to move; None means all.
         """
         pieces = self._pieces(setting.block, min(nbytes or self.nbytes, self.nbytes))
         run = self._run_threads if setting.method == "threads" else self._run_queue
@@ -119,7 +119,7 @@ class RawDisk:
         return Rate(gb_per_second=moved / seconds / 1e9, cpu_seconds_per_gib=cpu / moved * 2**30)
 
     def _pieces(self, block: int, nbytes: int) -> list[tuple[bool, int]]:
-        """Whether each request reads, and its offset: reads spread evenly among writes."""
+        """Return for each request whether it reads, and its offset; reads are spread evenly among writes."""
         pieces, reads = [], 0
         for index in range(max(1, nbytes // block)):
             if int((index + 1) * self.read_fraction + 1e-9) > reads:
@@ -184,7 +184,7 @@ class RawDisk:
 
 
 class _Memory:
-    """Page-aligned and written once: pages that never were are all the same one."""
+    """Page-aligned memory that was written once: unwritten pages would all be the same physical page."""
 
     def __init__(self, nbytes: int, pages: str) -> None:
         self.host = HostBuffer(nbytes) if pages == "huge" else None
@@ -197,13 +197,13 @@ class _Memory:
 
 
 def cpu_seconds() -> float:
-    """Of this process so far, threads of the kernel that work for it included."""
+    """Return the CPU time of this process so far, including kernel threads that work for it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def _fill(path: Path, nbytes: int, piece: int) -> None:
-    """Every block is written: reads of others would not reach the disk."""
+    """Write every block, because reads of unwritten blocks would not reach the disk."""
     values = os.urandom(piece)
     with path.open("wb") as file:
         for _ in range(nbytes // piece):

@@ -1,11 +1,11 @@
-"""How the cost of a step grows: with tensors, parameters, storage folders and processes. It should grow linearly.
+"""Measures how the cost of a step grows with tensors, parameters, storage folders and processes: ideally linearly.
 
     python benchmarks/scaling.py --folders /mnt/nvme0 /mnt/nvme1 --million 100 --json scaling.json
 
-Every row is a step of the transfer handler over optimizer state on storage, bf16 parameters in memory, without a model.
-Rows of a series differ in one thing; the rows of one series take turns. Processes divide the parameters among them, as
-ZeRO-3's ranks do, and step together: the slowest counts. Folders on one disk show what more folders cost, folders on
-several disks what they gain.
+Every row is a step of the transfer handler over optimizer state on storage, with bf16 parameters in memory and without
+a model. The rows of a series differ in one number and take turns. Processes divide the parameters among them, as
+ZeRO-3's ranks do, and step together; the slowest counts. Folders on one disk show what more folders cost; folders on
+several disks show what they gain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stepped_state import SteppedState
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 
-COLUMNS = {  # of the table: key of a row's figures, digits
+COLUMNS = {  # key of a row's figures and number of digits
     "size": ("size", 0),
     "s per step": ("seconds", 4),
     "M params/s": ("million_per_second", 1),
@@ -37,18 +37,18 @@ COLUMNS = {  # of the table: key of a row's figures, digits
     "time, of the first row": ("growth", 2),
     "size, of the first row": ("size_growth", 2),
 }
-FIRST_SHARE = 8  # the series of parameters begins with this part of all
+FIRST_SHARE = 8  # the series of parameters begins with one part in this many
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is stepped.
+    """The size of a step.
 
     Args:
-        tensors: How many, equally large but for the last.
-        numel: Parameters in all.
+        tensors: Number of tensors, all equally large except the last.
+        numel: Number of parameters in all.
         folders: Storage folders of each process.
-        processes: Among which the parameters are divided.
+        processes: Number of processes that divide the parameters.
     """
 
     tensors: int
@@ -57,7 +57,7 @@ class Case:
     processes: int = 1
 
     def numels(self) -> list[int]:
-        """Elements of the tensors of one process."""
+        """Return the elements of each tensor of one process."""
         numel, tensors = self.numel // self.processes, max(1, self.tensors // self.processes)
         return [numel // tensors] * (tensors - 1) + [numel - numel // tensors * (tensors - 1)]
 
@@ -65,7 +65,7 @@ class Case:
 def all_series(
     numel: int, tensors: Sequence[int], folders: int, processes: Sequence[int]
 ) -> dict[str, dict[int, Case]]:
-    """Cases by series and size."""
+    """Return the cases by series and size."""
     few = min(tensors)
     parts = [numel * part // FIRST_SHARE for part in (1, 2, 4, 8)]
     return {
@@ -77,12 +77,12 @@ def all_series(
 
 
 class Running:
-    """A case whose state lies on storage, in processes of its own that wait for orders."""
+    """A case whose state lies on storage, with processes that wait for commands."""
 
     def __init__(self, case: Case, folders: Sequence[Path], options: argparse.Namespace, stack: ExitStack) -> None:
         self.steps: list[dict[str, float]] = []
         self._pipes: list[Connection] = []
-        # No threads run in this process: a fork is safe, and saves importing torch again.
+        # No threads run in this process, so forking is safe; it saves importing torch again.
         fork = multiprocessing.get_context("fork")
         transfer = TransferConfig(tasklet_bytes=options.tasklet_kib << 10, io_engine=options.engine)
         for _ in range(case.processes):
@@ -103,7 +103,7 @@ class Running:
             pipe.recv()
 
     def step(self) -> None:
-        """One step of all processes at once."""
+        """Let all processes step at once."""
         for pipe in self._pipes:
             pipe.send(True)
         done = [pipe.recv() for pipe in self._pipes]
@@ -113,7 +113,7 @@ class Running:
 def _serve(
     pipe: Connection, folders: list[Path], numels: list[int], state_format: str, transfer: TransferConfig
 ) -> None:
-    """Step whenever told to, until told not to."""
+    """Step at each command until told to stop."""
     state = SteppedState(folders, numels, state_format=state_format, transfer=transfer)
     try:
         state.step()
@@ -125,7 +125,7 @@ def _serve(
 
 
 def measure(cases: dict[int, Case], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One series."""
+    """Measure one series."""
     with ExitStack() as stack:
         running = {size: Running(case, options.folders, options, stack) for size, case in cases.items()}
         for _ in range(options.runs):
@@ -149,7 +149,7 @@ def measure(cases: dict[int, Case], options: argparse.Namespace) -> list[dict[st
 
 
 def main() -> None:
-    """Prints a table for each series."""
+    """Print a table for each series."""
     options = parse_options()
     machine = describe()
     print(machine)
@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     names = list(all_series(0, (1,), 1, (1,)))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folders", nargs="+", type=Path, default=[Path()], help="on the disks to measure")

@@ -1,22 +1,22 @@
-"""The training step of GPT-2 in bf16 from end to end, beside DeepSpeed's ZeRO-Infinity and -Offload and torch's AdamW.
+"""Measures GPT-2's training step in bf16, beside DeepSpeed's ZeRO-Infinity and ZeRO-Offload and torch's AdamW.
 
     python benchmarks/step.py --size 124m --storage /mnt/nvme0 --json step.json
     python benchmarks/step.py --size 355m --storage /mnt/nvme0 --tokens 32 match --rounds 2
 
 A system of this package is named by its state format and its overlap. ZeRO-Infinity is measured with the I/O settings
 of Lightning's preset (zero_infinity: 4 buffers, blocks of 1 MiB, a queue depth of 8) and pipelined with 12 buffers,
-blocks of 8 MiB and a queue depth of 32 (zero_infinity_tuned). Otherwise it is not as Lightning sets it up: every run of
-DeepSpeed is without Lightning, in sub-groups and reduce buckets of 20 M elements, with overlap_comm off. Its async_io
-op is built when it first runs, for which DeepSpeed needs libaio's header and minutes; TORCH_EXTENSIONS_DIR
-keeps it. With --stock-io glue the op's C++ files are compiled behind a layer of this project, in seconds: that shows
-that the benchmark works, but it is less than half as fast, so its figures are none of DeepSpeed's. torch's fused AdamW
-updates for it; with --stock-adam deepspeed its own Adam does, which is built, too.
+blocks of 8 MiB and a queue depth of 32 (zero_infinity_tuned). Other settings differ from Lightning's: DeepSpeed runs
+without Lightning, with sub-groups and reduce buckets of 20 M elements, and with overlap_comm off. Its async_io op is
+built when it first runs, which needs libaio's header and takes minutes; TORCH_EXTENSIONS_DIR keeps it. With --stock-io
+glue the op's C++ files are compiled behind a layer of this project, in seconds. That shows that the benchmark works,
+but it is less than half as fast, so its figures do not represent DeepSpeed. torch's fused AdamW updates for DeepSpeed;
+with --stock-adam deepspeed its own Adam does, which is also built.
 
-Each system trains in a process of its own, and all take turns in as many rounds as wanted, each behind a measurement of
-the raw disk. A step lasts from the end of the one before to its own: what overlaps the next step is in that one's
-parts. "bound" is the longer of CPU time divided by cores, and bytes divided by the raw disk's bandwidth at as many
-reads as writes, in a file of its own: files on one disk differ by some per cent, so a step may even be below it.
-"--tokens match" finds the number of tokens at which forward and backward take as long as the update of
+Each system trains in a process of its own. The systems take turns in as many rounds as wanted, and the raw disk is
+measured before each turn. A step lasts from the end of the previous step to its own end; what overlaps the next step
+counts in that step's parts. "bound" is the longer of CPU time divided by cores, and bytes divided by the raw disk's
+bandwidth at equal reads and writes, in a separate file. Files on one disk differ by some per cent, so a step may even
+be faster. "--tokens match" finds the number of tokens at which forward and backward take as long as the update of
 zero_infinity_tuned.
 """
 
@@ -51,8 +51,8 @@ BASELINE = "zero_infinity_tuned"
 STOCK = (BASELINE, "zero_infinity", "zero_offload")
 SYSTEMS = (*STOCK, "adamw", *OURS)
 CLIP = 1.0
-FEW_TOKENS, MORE_TOKENS = 32, 256  # of the runs that --tokens match extrapolates from
-COLUMNS = {  # of the table: key of a system's figures, digits
+FEW_TOKENS, MORE_TOKENS = 32, 256  # numbers from which --tokens match extrapolates
+COLUMNS = {  # key of a system's figures and number of digits
     **{f"{part} s": (part, 3) for part in PARTS},
     "step s": ("total", 3),
     "x tuned": ("speedup", 2),
@@ -67,31 +67,31 @@ COLUMNS = {  # of the table: key of a system's figures, digits
 
 
 class StepProbe(Probe):
-    """The parts of each step, its time from end to end, CPU time, bytes and memory.
+    """Records the parts of each step, its time from end to end, CPU time, bytes and memory.
 
     Args:
-        steps: When so many have ended, the figures are taken: what tears a system down does not count.
+        steps: Number of steps after which the figures are taken, so that tearing a system down does not count.
     """
 
     def __init__(self, steps: int) -> None:
         super().__init__()
         self._num_steps = steps
         self._ends: list[tuple[float, float]] = []  # clock and CPU time
-        self._io: list[dict[str, int]] = []  # when measuring begins, and when it ends
-        self._peaks: list[int] = []  # until then
+        self._io: list[dict[str, int]] = []  # at the beginning and the end of the measured steps
+        self._peaks: list[int] = []  # at the same moments
 
     def end(self) -> None:
-        """The step has ended. After the warm-up the peak of memory starts anew from the present size."""
+        """End a step. After the warm-up, restart the peak of memory at the present size."""
         super().end()
         self._ends.append((time.perf_counter(), cpu_seconds()))
         if len(self._ends) in (WARMUP, self._num_steps):
             self._peaks.append(resident("VmHWM"))
             self._io.append(system_io())
         if len(self._ends) == WARMUP:
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see proc(5)
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
 
     def figures(self, numel: int) -> Figures:
-        """Seconds of each measured step, and the rest over all of them.
+        """Return the seconds of each measured step, and the other figures over all of them.
 
         Args:
             numel: Parameters of the model.
@@ -112,12 +112,12 @@ class StepProbe(Probe):
 
 
 def shape_of(number: int) -> tuple[int, int]:
-    """Sequences and their length, for a number of tokens: one sequence up to the model's context, then more."""
+    """Return sequences and their length: one sequence up to the model's context, then more."""
     return (1, number) if number <= CONTEXT else (-(-number // CONTEXT), CONTEXT)
 
 
 def run(options: argparse.Namespace) -> Figures:
-    """One system in this process."""
+    """Run one system in this process."""
     size, steps, folder = options.size, options.steps, options.storage
     clip = CLIP if options.clip == ["on"] else None
     probe = StepProbe(steps)
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> Figures:
 
 
 def run_stock(options: argparse.Namespace, clip: float | None, common: dict[str, Any]) -> None:
-    """ZeRO-Offload or ZeRO-Infinity."""
+    """Run ZeRO-Offload or ZeRO-Infinity."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     config = zero_infinity_config(options.storage, pipelined=options.child == BASELINE)
     if options.child == "zero_offload":
@@ -157,7 +157,7 @@ def run_stock(options: argparse.Namespace, clip: float | None, common: dict[str,
 
 
 class Disk:
-    """The raw disk at as many reads as writes, by its best settings."""
+    """The raw disk with equal reads and writes, at its best settings."""
 
     def __init__(self, raw: RawDisk) -> None:
         self._raw = raw
@@ -166,19 +166,19 @@ class Disk:
     @classmethod
     @contextmanager
     def measured(cls, folder: Path, options: argparse.Namespace) -> Iterator[Disk]:
-        """In a file that is removed at the end."""
+        """Yield a disk with a file that is removed at the end."""
         settings = all_settings((MIB // 4,), (2,)) if options.size == "tiny" else all_settings()
         nbytes = (1 if options.size == "tiny" else 2048) * MIB
         with RawDisk.with_file(folder, nbytes, read_fraction=0.5, settings=settings) as raw:
             yield cls(raw)
 
     def gb_per_second(self) -> float:
-        """Now."""
+        """Measure the present bandwidth."""
         return max(self._raw.measure(setting).gb_per_second for setting in self._best)
 
 
 def child_figures(system: str, clip: str, number: int, options: argparse.Namespace) -> Figures | None:
-    """Of a process that trains a system; None if it fails."""
+    """Train a system in a process of its own and return its figures; None if it fails."""
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="step-") as folder:
         chosen = ["--size", options.size, "--steps", str(options.steps), "--stock-adam", options.stock_adam]
         chosen += ["--stock-io", options.stock_io]
@@ -187,7 +187,7 @@ def child_figures(system: str, clip: str, number: int, options: argparse.Namespa
 
 
 def rounds(clip: str, number: int, disk: Disk, options: argparse.Namespace) -> dict[str, Figures]:
-    """Figures of all systems, which take turns; steps of all rounds are put together."""
+    """Let all systems take turns, and return their figures with the steps of all rounds combined."""
     found: dict[str, list[Figures]] = {system: [] for system in options.systems}
     for _ in range(options.rounds):
         for system, of_system in found.items():
@@ -199,7 +199,7 @@ def rounds(clip: str, number: int, disk: Disk, options: argparse.Namespace) -> d
 
 
 def summary(of_rounds: list[Figures]) -> Figures:
-    """Medians of what was measured in each step, greatest peaks, means of the rest; the steps' seconds beside them."""
+    """Return medians of the steps' figures, the highest peaks, means of the rest, and the seconds of each step."""
     merged: Figures = {}
     for key in of_rounds[0]:
         values = [figures[key] for figures in of_rounds]
@@ -216,14 +216,14 @@ def summary(of_rounds: list[Figures]) -> Figures:
 
 
 def compare_with_baseline(rows: dict[str, Figures]) -> None:
-    """How many times as fast as tuned ZeRO-Infinity, where that was measured."""
+    """Add the speedup over tuned ZeRO-Infinity, if that was measured."""
     if BASELINE in rows:
         for row in rows.values():
             row["speedup"] = rows[BASELINE]["total"] / row["total"]
 
 
 def matching_tokens(options: argparse.Namespace) -> int:
-    """Tokens at which forward and backward take as long as the update of tuned ZeRO-Infinity."""
+    """Return the number of tokens at which forward and backward take as long as tuned ZeRO-Infinity's update."""
     few, more = (child_figures(BASELINE, "off", number, options) for number in (FEW_TOKENS, MORE_TOKENS))
     if few is None or more is None:
         raise SystemExit(f"--tokens match needs {BASELINE}, which failed.")
@@ -234,7 +234,7 @@ def matching_tokens(options: argparse.Namespace) -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="124m")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
@@ -256,7 +256,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures each system and prints a table for each number of tokens, with and without clipping.
+    """Measure each system and print a table for each number of tokens, with and without clipping.
 
     Returns:
         Exit status: 1 if a system failed.

@@ -1,4 +1,4 @@
-"""Optimizer state on storage and the steps of the transfer handler over it, without a model."""
+"""Optimizer state on storage, with steps of the transfer handler over it but without a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 from lightning_smartinfinity.transfer.plan import Flat, StepPlan
 from lightning_smartinfinity.transfer.rules import rule_for
 
-# The first optimizer of a process imports much of torch: here once, before processes are forked.
+# The first optimizer of a process imports much of torch. This happens here, once, before processes are forked.
 OPTIMIZER = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
@@ -29,12 +29,12 @@ class SteppedState:
     """Parameters in bf16 with their gradients in memory and their state on storage.
 
     Args:
-        folders: Where the state lies, one for each device.
+        folders: Folders of the state, one for each device.
         numels: Elements of each parameter.
         state_format: A name in ``STATE_FORMATS``.
         transfer: Ring, engine and direct I/O.
-        make_device: Makes what updates, the host where it is left out.
-        codec: Compresses gradients.
+        make_device: Function that makes the device that updates; None means the host.
+        codec: Codec that compresses gradients.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SteppedState:
         )
 
     def step(self) -> dict[str, float]:
-        """One step: seconds, CPU seconds (of the process, and of updates alone), bytes read and written."""
+        """Step once; return seconds, CPU seconds (of the process, and of updates alone), bytes read and written."""
         before, used, start = self.handler.traffic(), cpu_seconds(), time.perf_counter()
         self.handler.begin_step(self._plan)
         self.handler.commit()
@@ -100,11 +100,11 @@ class SteppedState:
 
     @property
     def files(self) -> Sequence[StateFile]:
-        """Of each folder."""
+        """State file of each folder."""
         return self._store.files
 
     def halves(self) -> tuple[int, int]:
-        """Byte offsets, in the file of the one device, of the half that holds the state and of the other."""
+        """Return the offsets, in the only device's file, of the half that holds the state and of the other half."""
         extents, positions = self._store.extents, self._store.placement.positions
         lower, upper = 0, extents.place_offset(extents.num_tasklets)
         return (lower, upper) if positions.max(initial=0) < extents.num_tasklets else (upper, lower)
@@ -115,7 +115,7 @@ class SteppedState:
 
 
 def _bf16_memory(numel: int) -> HostBuffer:
-    """The upper halves of random fp32 numbers."""
+    """Allocate memory and fill it with the upper halves of random fp32 numbers."""
     values = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32).view(np.uint32) >> 16
     memory = HostBuffer(2 * numel)
     np.copyto(np.frombuffer(memory.memoryview(), np.uint16), np.resize(values.astype(np.uint16), numel))

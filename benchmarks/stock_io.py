@@ -1,6 +1,6 @@
 """DeepSpeed's ``async_io`` op for benchmarks: its own C++ files, compiled in seconds, behind a thread as in the op.
 
-The op's pybind11 layer, which takes minutes to compile, hands each request to a thread and returns; so does this one.
+The op's pybind11 layer, which takes minutes to compile, hands each request to a thread and returns; this one does, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.stock.async_io import install as install_handle
 
 
 class QueuedHandle(AioHandle):
-    """Requests run one after the other beside the caller, as with DeepSpeed's ``thread_count`` of 1."""
+    """Runs requests one after the other in a thread of its own, as DeepSpeed does with a ``thread_count`` of 1."""
 
     def __init__(self, *settings: Any, **named: Any) -> None:
         super().__init__(*settings, **named)
@@ -40,5 +40,5 @@ class QueuedHandle(AioHandle):
 
 
 def install() -> None:
-    """Let DeepSpeed's swappers find this op instead of compiling their own."""
+    """Make DeepSpeed's swappers find this op instead of compiling their own."""
     install_handle(QueuedHandle)

@@ -1,4 +1,4 @@
-"""Training GPT-2 in this package's strategy and in stock DeepSpeed, with the parts of each step timed."""
+"""Trains GPT-2 with this package's strategy and with stock DeepSpeed, and times the parts of each step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Batches = Callable[[int], torch.Tensor]
 
 
 class Probe:
-    """Marks of the clock through training steps.
+    """Records clock times during training steps.
 
     Args:
-        synchronize: Called before the clock is read: what a device was given has to be done.
+        synchronize: Function called before the clock is read; it waits until a device has done its work.
     """
 
     def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
@@ -33,36 +33,36 @@ class Probe:
         self._synchronize = synchronize
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._marks.clear()
         self.mark()
 
     def mark(self) -> None:
-        """A part of the step has ended."""
+        """End a part of the step."""
         self._synchronize()
         self._marks.append(time.perf_counter())
 
     def end(self) -> None:
-        """The step has ended."""
+        """End the step."""
         self.mark()
         parts = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
         self.steps.append(dict(zip(PARTS, parts, strict=True)))
 
     def medians(self) -> dict[str, float]:
-        """Seconds of the parts of a step and of all of it, after the warm-up."""
+        """Return the median seconds of the parts of a step and of all of it, after the warm-up."""
         measured = self.steps[WARMUP:]
         parts = {part: statistics.median(step[part] for step in measured) for part in PARTS}
         return {**parts, "total": statistics.median(sum(step.values()) for step in measured)}
 
 
 def tokens(step: int, size: str, shape: tuple[int, int]) -> torch.Tensor:
-    """The same for every system."""
+    """Return the tokens of a step, the same for every system."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(0, VOCAB if size != "tiny" else 512, shape, generator=generator)
 
 
 def lightning_module(size: str, steps: int, probe: Probe, batches: Batches) -> Any:
-    """The model as a LightningModule whose hooks mark the parts of a step. Lightning is imported by its system only."""
+    """Return the model as a LightningModule whose hooks mark the parts of a step; only this imports Lightning."""
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -96,7 +96,7 @@ def lightning_module(size: str, steps: int, probe: Probe, batches: Batches) -> A
 
 
 def quiet_trainer(folder: str | Path, strategy: Any, **settings: Any) -> Any:
-    """A Trainer on one device that shows nothing and writes nothing of its own; bf16-mixed unless told otherwise."""
+    """Return a Trainer on one device that prints and writes nothing of its own; bf16-mixed unless told otherwise."""
     import lightning.pytorch as pl
 
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
@@ -116,17 +116,17 @@ def train_near_storage(
     settings: dict[str, Any] | None = None,
     **zero: Any,
 ) -> Any:
-    """This package, through Lightning's Trainer; returns the strategy.
+    """Train with this package, through Lightning's Trainer; return the strategy.
 
     Args:
         size: One of ``gpt2.SIZES``.
-        steps: How many.
-        folder: For the state and for Lightning.
-        accelerator: Of the Trainer.
-        probe: Takes the times.
-        batches: The tokens of a step.
-        clip: Largest norm of the gradients; None: any.
-        settings: Further ones of the strategy.
+        steps: Number of steps.
+        folder: Folder for the state and for Lightning.
+        accelerator: The Trainer's accelerator.
+        probe: Probe that takes the times.
+        batches: Function that makes the tokens of a step.
+        clip: Largest norm of the gradients; None means that they are not clipped.
+        settings: Further settings of the strategy.
         **zero: Further keys of its ``zero``.
     """
     from lightning_smartinfinity import SmartInfinityStrategy
@@ -150,15 +150,15 @@ def train_stock(
     batches: Batches,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> int:
-    """DeepSpeed without Lightning; returns the number of parameters.
+    """Train with DeepSpeed, without Lightning; return the number of parameters.
 
     Args:
         size: One of ``gpt2.SIZES``.
-        steps: How many.
-        config: DeepSpeed's; its ``zero_optimization`` is completed here.
-        probe: Takes the times.
-        batches: The tokens of a step.
-        make_optimizer: Called with the parameters; None: DeepSpeed's own Adam for the CPU.
+        steps: Number of steps.
+        config: DeepSpeed's configuration; this function completes its ``zero_optimization``.
+        probe: Probe that takes the times.
+        batches: Function that makes the tokens of a step.
+        make_optimizer: Function of the parameters; None means DeepSpeed's own Adam for the CPU.
     """
     os.environ |= {"LOCAL_SIZE": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29531")}

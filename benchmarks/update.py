@@ -1,11 +1,11 @@
-"""Update throughput against the raw disk, for every state format and every I/O engine.
+"""Compares update throughput with the raw disk, for every state format and every I/O engine.
 
     python benchmarks/update.py --folder /mnt/nvme0 --million 200 --json update.json
 
-A step of the transfer handler reads, updates and writes the state of bf16 parameters. The raw disk moves as many bytes
-without any of it: it reads where the state lies and writes where the next step will, in the same file, as files on one
-disk differ. Its settings are the best of a sweep; it takes turns with the steps, as the speed of a shared disk drifts.
-The plain engine goes through the page cache, the raw disk never does where it can be avoided.
+A step of the transfer handler reads, updates and writes the state of bf16 parameters. The raw disk moves the same
+number of bytes without the handler: it reads where the state lies and writes where the next step will, in the same
+file, as files on one disk differ. Its settings are the best of a sweep. It takes turns with the steps, as the speed of
+a shared disk drifts. The plain engine uses the page cache; the raw disk avoids it wherever possible.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.native import io_engines
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 
-COLUMNS = {  # of the table: key of a row's figures, digits
+COLUMNS = {  # key of a row's figures and number of digits
     "read B/param": ("read_per_parameter", 2),
     "written B/param": ("written_per_parameter", 2),
     "GB/s": ("gb_per_second", 2),
@@ -40,13 +40,13 @@ COLUMNS = {  # of the table: key of a row's figures, digits
 
 
 def main() -> None:
-    """Prints the table below the machine."""
+    """Print the table below the machine."""
     options = parse_options()
     machine = describe()
     print(machine)
     rows = {}
     for state_format in options.formats:
-        best: list[Setting] = []  # of this format's mix
+        best: list[Setting] = []  # best settings for this format's mix
         for engine in options.engines:
             with tempfile.TemporaryDirectory(dir=options.folder, prefix="update-") as folder:
                 rows[f"{state_format}, {engine}"] = measure(Path(folder), state_format, engine, best, options)
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line; ``sweep`` is what the raw disk's sweep tries."""
+    """Parse the command line; ``sweep`` holds the settings that the raw disk's sweep tries."""
     engines = [name for name, reason in io_engines() if reason is None]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
@@ -80,13 +80,13 @@ def parse_options() -> argparse.Namespace:
 def measure(
     folder: Path, state_format: str, engine: str, best: list[Setting], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Steps in turn with the raw disk.
+    """Measure steps in turn with the raw disk.
 
     Args:
-        folder: Empty; for the state and for the raw disk's file.
+        folder: Empty folder for the state and for the raw disk's file.
         state_format: A name in ``STATE_FORMATS``.
         engine: ``TransferConfig.io_engine``.
-        best: The raw disk's best settings at this format's mix; filled by the sweep if it is empty.
+        best: The raw disk's best settings for this format's mix; the sweep fills it if it is empty.
         options: The command line.
     """
     state = SteppedState(
@@ -97,9 +97,9 @@ def measure(
     )
     first = state.step()
     moved = first["read"] + first["written"]
-    state.step()  # both halves are written by now
+    state.step()  # now both halves have been written
     (path,) = folder.rglob("state.bin")
-    # Rounded to blocks, neither half may reach into the other, which holds the state.
+    # Even when rounded to blocks, neither half may overlap the other, which holds the state.
     room = round(moved) - 2 * max(setting.block for setting in options.sweep)
     raw = RawDisk(path, room, read_fraction=first["read"] / moved, settings=options.sweep)
     raw.read_at, raw.write_at = state.halves()

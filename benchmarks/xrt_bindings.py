@@ -1,13 +1,12 @@
-"""What the interpreter's lock costs in the two bindings of XRT, on emulated SmartSSDs: never run on real ones.
+"""Measures the cost of the interpreter's lock in the two bindings of XRT, on emulated SmartSSDs only.
 
-Genuine XRT 2.13 and its pyxrt (or the tests' build of that) work cards that a driver of this project emulates: their
-transfers and kernels take the time that ``--dma-mib`` and ``--kernel-mib`` say, asleep for most of it. That is far
-slower than a card, so that neither this machine's disk nor its cores are what is measured. Ratios are the point, not
-seconds:
+Genuine XRT 2.13 and its pyxrt (or the tests' build of it) work cards that a driver of this project emulates. Transfers
+and kernels take the time that ``--dma-mib`` and ``--kernel-mib`` say, and sleep for most of it. That is far slower than
+a card, so that this machine's disk and cores do not limit the results. Ratios matter, not seconds:
 
-- two uploads at once, one per card, each from a thread of Python: 1 where calls run side by side, 2 where in turn;
-- a step of the optimizer on two cards, each with as many parameters as the one card had: the same;
-- how far a loop in Python gets beside a step on two cards, as a share of what it does alone: what training has left.
+- Two uploads at once, one per card, each from a Python thread: the ratio is 1 if calls overlap, 2 if they take turns.
+- A step of the optimizer on two cards, each with as many parameters as the one card had: the same ratio.
+- The progress of a Python loop beside a step on two cards, relative to its progress alone: what is left for training.
 
 Usage::
 
@@ -49,7 +48,7 @@ UPLOADS = 2  # per card and run
 
 @dataclass(frozen=True)
 class Figures:
-    """One binding; medians over the runs."""
+    """Figures of one binding; medians over the runs."""
 
     binding: str
     upload_seconds: float
@@ -60,7 +59,7 @@ class Figures:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--million", type=float, default=4, help="parameters per card")
     parser.add_argument("--dma-mib", type=int, default=60, help="per second, to and from each card")
@@ -90,7 +89,7 @@ def main() -> None:
 
 
 def measure(binding: str, cards: EmulatedCards, numel: int, arguments: argparse.Namespace) -> Figures:
-    """Uploads and steps through one binding."""
+    """Measure uploads and steps through one binding."""
     runs = 1 if arguments.tiny else arguments.runs
     uploads = uploaders(binding, cards.build.xclbin, nbytes=4 * numel)
     one_upload, two_uploads = (median_of(runs, partial(side_by_side, uploads[:number])) for number in (1, 2))
@@ -106,12 +105,12 @@ def measure(binding: str, cards: EmulatedCards, numel: int, arguments: argparse.
 
 
 def uploaders(binding: str, xclbin: Path, *, nbytes: int) -> list[Callable[[], None]]:
-    """What copies a buffer to a card some times, for each of two cards."""
+    """Return, for each of two cards, a function that copies a buffer to the card several times."""
     return [(_c_uploader if binding == "native" else _pyxrt_uploader)(number, xclbin, nbytes) for number in range(2)]
 
 
 def _c_uploader(number: int, xclbin: Path, nbytes: int) -> Callable[[], None]:
-    """By XRT's C library without the lock, as the native binding calls it."""
+    """Return an uploader that calls XRT's C library without the lock, as the native binding does."""
     buffer = api.Device(number, xclbin).allocate(nbytes)
 
     def upload() -> None:
@@ -128,7 +127,7 @@ def _pyxrt_uploader(number: int, xclbin: Path, nbytes: int) -> Callable[[], None
     buffer = module.bo(device, nbytes, module.bo.normal, 0)
     direction = module.xclBOSyncDirection.XCL_BO_SYNC_BO_TO_DEVICE
 
-    def upload(_device: object = device) -> None:  # which a buffer alone does not keep open
+    def upload(_device: object = device) -> None:  # holds the device, which a buffer alone does not keep open
         for _ in range(UPLOADS):
             buffer.sync(direction, nbytes, 0)
 
@@ -136,7 +135,7 @@ def _pyxrt_uploader(number: int, xclbin: Path, nbytes: int) -> Callable[[], None
 
 
 def side_by_side(works: Sequence[Callable[[], object]]) -> None:
-    """Each in a thread of its own."""
+    """Run each work in a thread of its own, and wait for all."""
     threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()
@@ -145,11 +144,11 @@ def side_by_side(works: Sequence[Callable[[], object]]) -> None:
 
 
 def stepped(binding: str, xclbin: Path, folder: Path, numel: int, num_cards: int) -> SteppedState:
-    """State of ``numel`` parameters per card."""
+    """Create a state of ``numel`` parameters per card."""
     transfer = TransferConfig(tasklet_bytes=max(1 << 20, min(16 << 20, numel)), direct_io="on")
 
     def device(layout: PartitionLayout) -> SmartSSDDevice:
-        nbytes = 2 * layout.extents.tasklet_numel  # of bf16
+        nbytes = 2 * layout.extents.tasklet_numel  # bytes of bf16 parameters
         ring = CardRing(num_buffers=transfer.num_buffers, gradient_bytes=nbytes, parameter_bytes=nbytes)
         return SmartSSDDevice(plan_of(num_cards, xclbin, binding=binding), kernel=kernel_of("AdamW"), ring=ring)
 
@@ -158,7 +157,7 @@ def stepped(binding: str, xclbin: Path, folder: Path, numel: int, num_cards: int
 
 
 def python_beside(work: Callable[[], object]) -> float:
-    """Turns of a loop per second while ``work`` is under way, as a share of those per second alone."""
+    """Return a loop's turns per second while ``work`` is in progress, relative to those alone."""
     thread = threading.Thread(target=work)
     thread.start()
     beside = turns_per_second(thread.is_alive)
@@ -176,7 +175,7 @@ def turns_per_second(while_true: Callable[[], bool]) -> float:
 
 
 def median_of(runs: int, work: Callable[[], object]) -> float:
-    """Seconds that it takes."""
+    """Return the median seconds of the work."""
     seconds = []
     for _ in range(runs):
         start = time.perf_counter()

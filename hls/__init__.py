@@ -1,1 +1,1 @@
-"""What the SmartSSD's accelerator runs, how it is built for the card, and how it is emulated without one."""
+"""Kernels of the SmartSSD's accelerator, their build for the card, and their emulation without one."""

@@ -1,4 +1,4 @@
-"""What v++ is given to build a design for the card: ``smartssd.cfg`` and command lines. Never run on a real card."""
+"""Makes the input of v++ for the card: ``smartssd.cfg`` and command lines. Never run on a real card."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOOLCHAIN = "Vitis 2021.2 to 2022.2"
 
 
 def connectivity_config(design: Design) -> str:
-    """Content of ``smartssd.cfg``: the compute units of each kernel. One bank needs no ``sp=`` lines."""
+    """Return the content of ``smartssd.cfg``: the compute units of each kernel. One bank needs no ``sp=`` lines."""
     counts = Counter(unit.kernel for unit in design.compute_units)
     lines = [
         f"nk={kernel.name}:{count}:{'.'.join(unit.name for unit in design.compute_units if unit.kernel == kernel)}"
@@ -23,7 +23,7 @@ def connectivity_config(design: Design) -> str:
 
 
 def compile_line(design: Design, kernel: Kernel, *, target: str, folder: str) -> list[str]:
-    """Arguments of v++ that compile a kernel to ``folder``, run from the root of the repository."""
+    """Return arguments of v++ that compile a kernel to ``folder``, from the root of the repository."""
     return [
         *_common(design, target),
         "--compile",
@@ -36,7 +36,7 @@ def compile_line(design: Design, kernel: Kernel, *, target: str, folder: str) ->
 
 
 def link_line(design: Design, *, target: str, folder: str, output: str) -> list[str]:
-    """Arguments of v++ that link the kernels in ``folder``, with ``smartssd.cfg`` there, to an xclbin."""
+    """Return arguments of v++ that link the kernels in ``folder``, which holds ``smartssd.cfg``, to an xclbin."""
     return [
         *_common(design, target),
         "--link",
@@ -48,7 +48,7 @@ def link_line(design: Design, *, target: str, folder: str, output: str) -> list[
 
 
 def missing_toolchain(design: Design) -> str:
-    """What to say where there is no v++; empty where there is one."""
+    """Return the message for a machine without v++; empty if v++ is installed."""
     if shutil.which("v++"):
         return ""
     return (
@@ -69,7 +69,7 @@ def _common(design: Design, target: str) -> list[str]:
 
 
 def _leftovers(folder: str, step: str) -> list[str]:
-    """A place of its own for what each step leaves behind: steps may run at the same time."""
+    """Give the temporary files of each step a folder of their own: steps may run at the same time."""
     return [part for kind in ("temp", "log", "report") for part in (f"--{kind}_dir", f"{folder}/{kind}/{step}")]
 
 

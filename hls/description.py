@@ -38,14 +38,14 @@ __all__ = [
     "Platform",
 ]
 
-# Of the arguments, the status beat and the payload of a compressed gradient; kernels report it in the status beat.
+# Version of the arguments, the status beat and the compressed payload; kernels write it into the status beat.
 INTERFACE_VERSION = 1
 
-# Of a compressed gradient: beside the dtype of its values, or in place of it.
+# Forms of a compressed gradient; the first is combined with the dtype of the values, the second stands alone.
 SPARSE_FORM = 0x100
 BLOCK_SCALED_FORM = 0x200
 
-# The beat that every run ends with, word by word: what it counts and found, and checksums of what it moved.
+# Words of the beat that every run ends with: what it counted and found, and checksums of what it moved.
 STATUS_MAGIC = 0x5349534C
 STATUS_WORDS = (
     *("magic", "interface_version", "count", "errors"),
@@ -70,14 +70,14 @@ _RESERVED_BYTES = 4
 
 
 class ArgumentKind(Enum):
-    """What a kernel does with an argument."""
+    """How a kernel uses an argument."""
 
     READ = "read"
-    """A pointer that it reads from."""
+    """The kernel reads through the pointer."""
     WRITE = "write"
-    """A pointer that it writes to."""
+    """The kernel writes through the pointer."""
     SCALAR = "scalar"
-    """A 32-bit word."""
+    """The argument is a 32-bit word."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Kernel:
     """A kernel as the host sees it.
 
     Attributes:
-        number: What it writes into its status beat.
-        arrays: Names of the state it updates, in the order in which a tasklet's extent holds them.
+        number: Number that it writes into its status beat.
+        arrays: Names of the arrays that it updates, in the order of a tasklet's extent.
         words: Names of the scalars that only this rule has.
     """
 
@@ -119,7 +119,7 @@ class Kernel:
 
     @property
     def source(self) -> str:
-        """Path from the root of the repository."""
+        """Path of the source, from the root of the repository."""
         return f"hls/kernels/{self.name}.cpp"
 
     @property
@@ -144,7 +144,7 @@ class Kernel:
 
     @property
     def register_offsets(self) -> tuple[int, ...]:
-        """Where each argument lies in the register map (Vitis' layout of s_axilite for ap_ctrl_hs), in bytes."""
+        """Offsets of the arguments in the register map (Vitis' layout of s_axilite for ap_ctrl_hs), in bytes."""
         offsets, offset = [], _FIRST_ARGUMENT_OFFSET
         for argument in self.arguments:
             offsets.append(offset)
@@ -154,7 +154,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class ComputeUnit:
-    """One instance of a kernel on the card."""
+    """An instance of a kernel on the card."""
 
     kernel: Kernel
     name: str
@@ -165,8 +165,8 @@ class MemoryBank:
     """The card's memory.
 
     Attributes:
-        base: Its first address. The card's own is what v++ puts into the xclbin; here it is any but 0, so that a
-            pointer that nobody set is no address.
+        base: Its first address. In a real xclbin v++ chooses it; here it is any value but 0, so that a pointer that
+            was not set is no address.
     """
 
     name: str
@@ -176,7 +176,7 @@ class MemoryBank:
 
 @dataclass(frozen=True)
 class Platform:
-    """What v++ builds for.
+    """The platform that v++ builds for.
 
     Attributes:
         shell: Name of the platform, for ``v++ --platform``.
@@ -193,7 +193,7 @@ class Platform:
 
 @dataclass(frozen=True)
 class Design:
-    """All that goes onto a card.
+    """Everything that goes onto a card.
 
     Raises:
         ValueError: If the compute units have more AXI masters than the memory bank takes, or share a name.

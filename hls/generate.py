@@ -1,4 +1,4 @@
-"""Writes what is generated from the description of the kernels; run from the root of the repository.
+"""Writes files and command lines that follow from the kernels' description; run from the root of the repository.
 
 Usage::
 
@@ -23,7 +23,7 @@ from hls.xclbin import xclbin
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes a file, or prints a command line; ``toolchain`` fails where v++ is missing, and says what it takes."""
+    """Write a file or print a command line; ``toolchain`` fails if v++ is missing, and says what is needed."""
     options = _parser().parse_args(arguments)
     if options.what == "toolchain":
         sys.exit(missing_toolchain(SMARTSSD) or 0)

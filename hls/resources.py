@@ -1,7 +1,7 @@
-"""What the kernels should take of the FPGA, computed and not measured: ``python -m hls.resources``.
+"""Estimates how much of the FPGA the kernels take; nothing is measured: ``python -m hls.resources``.
 
-It prints the tables of docs/smartssd_kernels.md. What is counted comes from the sources that are named beside it; what
-one of them costs is an estimate where it does not follow from the FPGA's cells (AMD UG574, UG573).
+It prints the tables of docs/smartssd_kernels.md. Counts come from the sources that are named beside them; the cost of
+each unit is an estimate unless it follows from the FPGA's cells (AMD UG574, UG573).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from hls.description import ADAGRAD, ADAMW, KERNELS, SGD, Kernel
 
 __all__ = ["beat_columns", "network_luts", "report"]
 
-# Of a beat (beats.hpp), and of a port's bursts (the kernels' INTERFACE pragmas).
+# Figures of a beat (beats.hpp) and of a port's bursts (the kernels' INTERFACE pragmas).
 _LANES, _BEAT_BITS, _BURST_BEATS, _BURSTS = 16, 512, 64, 4
 _POLYNOMIAL = 0x82F63B78
-# The KU15P (AMD DS890).
+# Resources of the KU15P (AMD DS890).
 _KU15P = {"LUT": 522_720, "BRAM36": 984, "URAM": 128, "DSP": 1_968}
-# Elements in eight cycles (PIPELINE II = 8) go through two of each operator, each of which serves eight lanes.
+# With PIPELINE II = 8 two copies of each operator work on the sixteen lanes, eight lanes each.
 _COPIES = 2
 
 
 @dataclass(frozen=True)
 class Operators:
-    """A kernel's, per element: counted in its `compute`."""
+    """Operators per element in a kernel's `compute`."""
 
     multiply: int
     add: int
@@ -33,29 +33,29 @@ class Operators:
     root: int
 
     def total(self, multiply: int, add: int, divide: int, root: int) -> int:
-        """What all copies cost, from the cost of each."""
+        """Return the cost of all copies, given the cost of each operator."""
         return _COPIES * (self.multiply * multiply + self.add * add + self.divide * divide + self.root * root)
 
 
 _OPERATORS = {ADAMW: Operators(10, 7, 1, 1), ADAGRAD: Operators(4, 4, 1, 1), SGD: Operators(6, 4, 0, 0)}
 
-# Estimates: single precision, with the DSPs that Vitis HLS takes of itself (three for fmul, two for fadd).
+# Estimates for single precision, with the DSPs that Vitis HLS uses by default (three for fmul, two for fadd).
 _OPERATOR_LUTS, _OPERATOR_DSPS = (80, 210, 780, 460), (3, 2, 0, 0)
-# Both inputs of an operator choose among eight lanes: two LUTs of six inputs for each of 32 bits.
+# Both inputs of an operator choose among eight lanes: two 6-input LUTs for each of 32 bits.
 _MULTIPLEXER_LUTS = 2 * 32 * 2
-# Estimates, of integer logic: two comparisons for each of 32 halves, of 6 each, beside two ANDs in a LUT; a lane that
-# is settled; a half widened and narrowed; an adapter of 512 bits; the tile's and the processes' control.
+# Estimates for integer logic: for each of 32 halves two comparisons of 6 LUTs, and two ANDs per LUT; settling a lane;
+# widening and narrowing a half; a 512-bit adapter; the control of the tile and the processes.
 _MASK_LUTS, _SETTLED_LUTS, _WIDENED_LUTS, _NARROWED_LUTS = 32 * 2 * 6 + _BEAT_BITS // 2, 80, 70, 110
 _MASTER_LUTS, _CONTROL_LUTS = 2_400, 5_000
-# A lane's code: which of four bytes it is, its number in fp32, and whether it is of the run, as in a mask; and which of
-# the 64 exponents of a beat is its block's, sixteen LUTs for each of eight bits.
+# A lane's code: select one of four bytes, convert it to fp32, and mask it as above; then select the block's exponent
+# from the 64 exponents of a beat, sixteen LUTs for each of eight bits.
 _SCALED_LUTS, _EXPONENT_LUTS = 8 + 35 + 2 * 6, 8 * 16
-# `Run` (run.hpp): ten words, three flags and the status.
+# `Run` (run.hpp) holds ten words, three flags and the status.
 _RUN_BITS = 10 * 32 + 3 + _BEAT_BITS
 
 
 def beat_columns() -> list[list[int]]:
-    """What each bit of each word of a beat adds to the register by the end of the beat, as in crc32c.hpp."""
+    """Return how each bit of each word of a beat changes the register by the end of the beat, as in crc32c.hpp."""
     columns = [[0] * 32 for _ in range(_LANES)]
     for bit in range(32):
         crc = 1 << bit
@@ -67,7 +67,7 @@ def beat_columns() -> list[list[int]]:
 
 
 def network_luts() -> int:
-    """LUTs of six inputs for a checksum's network: a tree of XORs for each bit of the register, none of them shared."""
+    """Return the 6-input LUTs of a checksum's network: a separate tree of XORs for each bit of the register."""
     columns = beat_columns()
     inputs = [column for word in (columns[0], *columns) for column in word]  # the register adds to the first word
     terms = [sum(column >> bit & 1 for column in inputs) for bit in range(32)]
@@ -75,20 +75,20 @@ def network_luts() -> int:
 
 
 def _networks(kernel: Kernel) -> int:
-    """Of a gradient: dense, header, counts, indices, values; of each array twice; of the parameter's two loops.
+    """Count the checksums: dense gradient, header, counts, indices, values; two per array; two loops of the parameter.
 
-    The beats of a block-scaled one pass the networks of a sparse one.
+    The beats of a block-scaled gradient use the networks of a sparse one.
     """
     return 5 + 2 * len(kernel.arrays) + 2
 
 
 def _masks(kernel: Kernel) -> int:
-    """Checksums of a range: of a dense gradient, of each array twice, of the parameter's two loops."""
+    """Count the checksums of a range: dense gradient, two per array, two loops of the parameter."""
     return 1 + 2 * len(kernel.arrays) + 2
 
 
 def _streams(kernel: Kernel) -> int:
-    """Of beats: values, indices, dense, gradients, parameters, and each array's two. A run's links are as many."""
+    """Count the streams of beats: values, indices, dense, gradients, parameters, two per array; a run has as many."""
     return 5 + 2 * len(kernel.arrays)
 
 
@@ -120,12 +120,12 @@ def _masters(kernel: Kernel) -> int:
 
 
 def _either(count: Callable[[Kernel], int]) -> str:
-    """Of Adam, or of the others."""
+    """Show the count of Adam and that of the others."""
     return f"{count(ADAMW)} or {count(SGD)}"
 
 
 def _bram36(kernel: Kernel) -> int:
-    """For each pointer all its bursts, 72 bits in a block of 512; and the counts, 4 bits in a block of 8,192."""
+    """Count blocks: each pointer's bursts take 72 bits in a block of 512; the counts, 4 bits in a block of 8,192."""
     assert _BURSTS * _BURST_BEATS <= 512
     pointers = sum(argument.is_pointer for argument in kernel.arguments)
     return pointers * -(-_BEAT_BITS // 72) + 32 // 4
@@ -147,7 +147,7 @@ _TOTAL_NAMES = {
 
 
 def report() -> str:
-    """The tables, in Markdown."""
+    """Return the tables in Markdown."""
     parts = [_operations(), _thousands(), _shares()]
     return "\n".join("\n".join(f"| {' | '.join(row)} |" for row in part) + "\n" for part in parts)
 

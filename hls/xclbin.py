@@ -1,7 +1,7 @@
 """Writes the xclbin for tests: what XRT reads of a design, without a bitstream.
 
-The layout is that of XRT's ``xclbin.h``. Four sections are enough for XRT 2.13 to open kernels and set arguments by
-name and index, choose memory banks and number compute units.
+The layout is that of XRT's ``xclbin.h``. From four sections XRT 2.13 can open kernels, set arguments by name and index,
+choose memory banks and number compute units.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REGISTERS_BYTES = 0x1_0000
 
 
 class SectionKind(IntEnum):
-    """Kinds of sections that are written (``axlf_section_kind``)."""
+    """The kinds of sections that are written (``axlf_section_kind``)."""
 
     EMBEDDED_METADATA = 2
     MEM_TOPOLOGY = 6
@@ -40,14 +40,14 @@ class SectionKind(IntEnum):
 
 @dataclass(frozen=True)
 class Section:
-    """One section and its bytes."""
+    """A section and its bytes."""
 
     kind: SectionKind
     content: bytes
 
 
 def xclbin(design: Design) -> bytes:
-    """The file's content; the same design gives the same bytes, with a uuid that is only its own."""
+    """Return the file's content; the same design gives the same bytes and uuid, another design other ones."""
     parts = sections(design)
     body, headers = b"", b""
     first = _HEADER.size + len(parts) * _SECTION_HEADER.size
@@ -66,7 +66,7 @@ def xclbin(design: Design) -> bytes:
 
 
 def sections(design: Design) -> list[Section]:
-    """The sections in the order in which they are written."""
+    """Return the sections in the order in which they are written."""
     return [
         Section(SectionKind.EMBEDDED_METADATA, _metadata(design)),
         Section(SectionKind.MEM_TOPOLOGY, _mem_topology(design)),
@@ -83,7 +83,7 @@ def _mem_topology(design: Design) -> bytes:
 
 
 def _connectivity(design: Design) -> bytes:
-    """Which argument of which compute unit reaches which bank: there is but one."""
+    """Connect every pointer of every compute unit with the only bank."""
     connections = [
         (argument_index, unit_index, 0)
         for unit_index, unit in enumerate(design.compute_units)

@@ -1,11 +1,11 @@
 """Makes the strategies' name known to Lightning: ``Trainer(strategy="smart_infinity")`` without another import.
 
-``Fabric(strategy="smart_infinity")`` works alike, from a registry of its own.
+``Fabric(strategy="smart_infinity")`` works the same way, from a registry of its own.
 
 Lightning loads no strategies from entry points, but ``import torch`` calls every entry point of the group
 ``torch.backends``, and torch is imported before Lightning defines its registry. So :func:`install` puts a finder on
 ``sys.meta_path`` which fills the registry once Lightning's module has been executed. It runs inside ``import torch``:
-it imports the standard library only and never raises. Set ``SMART_INFINITY_AUTOLOAD_DEBUG=1`` to see what it swallows.
+it imports the standard library only and never raises. Set ``SMART_INFINITY_AUTOLOAD_DEBUG=1`` to print its errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEBUG_VARIABLE = "SMART_INFINITY_AUTOLOAD_DEBUG"
 
 
 def install() -> None:
-    """Registers the strategy now where Lightning is loaded, and when it loads otherwise; safe to call again."""
+    """Register the strategy now if Lightning is loaded, and otherwise when it loads; safe to call again."""
     try:
         _install_finder()
         for name in _REGISTRARS:
@@ -52,7 +52,7 @@ def _register_with_fabric(module: ModuleType) -> None:
 
 
 def _add(registry: Any, factory: Callable[..., object]) -> None:
-    # The registry is missing while another thread is still executing the module: the finder's hook comes after that.
+    # The registry is missing while another thread is still executing the module; the finder's hook follows later.
     if registry is None:
         return
     present = registry[STRATEGY_NAME]["strategy"] if STRATEGY_NAME in registry else None
@@ -61,7 +61,7 @@ def _add(registry: Any, factory: Callable[..., object]) -> None:
 
 
 def _create_trainer_strategy(**settings: object) -> SmartInfinityStrategy:
-    """Stands in the registry for the class, so that neither it nor DeepSpeed loads before it is used."""
+    """Create the strategy; this function is registered so that neither the class nor DeepSpeed loads before its use."""
     import lightning_smartinfinity
 
     factory: Callable[..., SmartInfinityStrategy] = lightning_smartinfinity.SmartInfinityStrategy
@@ -69,14 +69,14 @@ def _create_trainer_strategy(**settings: object) -> SmartInfinityStrategy:
 
 
 def _create_fabric_strategy(**settings: object) -> SmartInfinityFabricStrategy:
-    """As :func:`_create_trainer_strategy`."""
+    """Create the strategy, as :func:`_create_trainer_strategy` does."""
     import lightning_smartinfinity
 
     factory: Callable[..., SmartInfinityFabricStrategy] = lightning_smartinfinity.SmartInfinityFabricStrategy
     return factory(**settings)
 
 
-# Lightning's modules that define a registry -> what to do with them.
+# Each of Lightning's modules that define a registry, with the function that registers there.
 _REGISTRARS: dict[str, Callable[[ModuleType], None]] = {
     "lightning.pytorch.strategies": _register_with_trainer,
     "lightning.fabric.strategies": _register_with_fabric,
@@ -84,10 +84,10 @@ _REGISTRARS: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _RegistrationFinder(importlib.abc.MetaPathFinder):
-    """Lets the other finders find Lightning's modules and has their loaders register the strategy afterwards."""
+    """Lets the other finders find Lightning's modules, and makes their loaders register the strategy afterwards."""
 
     def __init__(self) -> None:
-        # Names being searched by this finder; a module is searched under its import lock, hence by one thread only.
+        # Names that this finder is searching; a module is searched under its import lock, so by one thread only.
         self._searching: set[str] = set()
 
     def find_spec(
@@ -131,7 +131,7 @@ def _find_elsewhere(
 
 
 def _install_finder() -> None:
-    # After importlib.reload a finder of the old module may still be there: it registers what is out of date.
+    # After importlib.reload a finder of the old module may remain, which would register outdated classes.
     stale = [f for f in sys.meta_path if _is_ours(type(f)) and not isinstance(f, _RegistrationFinder)]
     for finder in stale:
         sys.meta_path.remove(finder)

@@ -1,4 +1,4 @@
-"""Lightning callbacks: what a user watches."""
+"""Lightning callbacks that show a user what storage does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ENDURANCE = replace(
 
 @runtime_checkable
 class _CountsTraffic(Protocol):
-    """What the monitor needs of a strategy."""
+    """The methods of a strategy that the monitor needs."""
 
     @property
     def host_bytes(self) -> dict[str, int]: ...
@@ -48,7 +48,7 @@ class _CountsTraffic(Protocol):
 
 
 class StorageTrafficMonitor(Callback):
-    """Logs what the optimizer state's traffic does to storage, and what waiting for it costs.
+    """Logs the storage traffic of the optimizer state and the time spent waiting for it.
 
     Values are averages per optimizer step since the last measurement and totals, over all ranks. They go through
     ``pl_module.log_dict`` to every logger and into ``trainer.callback_metrics``. Totals continue after a resume, so
@@ -57,31 +57,31 @@ class StorageTrafficMonitor(Callback):
     ======================================  ==========================================================================
     Name                                    Meaning
     ======================================  ==========================================================================
-    ``io/shared_read_GB``, ``..write_GB``   over the shared channel, to and from the host, per step
+    ``io/shared_read_GB``, ``..write_GB``   read and written over the shared channel, to and from the host, per step
     ``io/internal_read_GB``, ``..write_GB`` read and written inside storage devices, per step
-    ``io/cached_read_GB``, ``..write_GB``   spared by ``dram_cache_bytes``, per step: no part of what follows
+    ``io/cached_read_GB``, ``..write_GB``   saved by ``dram_cache_bytes``, per step; not part of the values below
     ``io/GBps``                             all that is read and written per second of training
-    ``io/wait_GBps``                        all of it per second waited: the storage's own speed if nothing overlaps
+    ``io/wait_GBps``                        the same per second waited: the storage's own speed if nothing overlaps
     ``io/wait_s``                           seconds waited for storage per step, slowest rank
-    ``io/wait_share``                       share of the training time that is, slowest rank
-    ``io/folder0_GB``, ``..share``, ...     by storage folder, if there are several: what it moves per step, its part of
-                                            all that is, and per second in which it is busy (``..GBps``)
+    ``io/wait_share``                       share of the training time spent waiting for storage, slowest rank
+    ``io/folder0_GB``, ``..share``, ...     for each storage folder, if there are several: bytes moved per step, their
+                                            share of all bytes moved, and bytes per busy second (``..GBps``)
     ``io/compute_s``                        thread-seconds of the update per step, mean of the ranks
     ``io/cpu_s_per_GiB``                    CPU time of the I/O threads per GiB over both channels
     ``io/bytes_per_parameter``              moved per updated parameter over both channels
     ``io/shared_bytes_per_parameter``       moved per updated parameter over the shared channel
     ``io/total_shared_read_TB``, ...        read or written per channel since the job began (four names)
     ``io/written_TB``                       written to storage since the job began, which is what wears it out
-    ``io/projected_TB``                     what that will be when the run ends (not for runs without an end)
+    ``io/projected_TB``                     the same when the run ends (not for runs without an end)
     ``io/endurance_share``                  ``io/projected_TB`` over ``endurance_tbw`` (with ``endurance_tbw`` only)
     ``io/host_GB``                          host memory that the update holds
-    ``io/residual_GB``                      of it what compressed gradients left out (with error feedback only)
+    ``io/residual_GB``                      the residual's part of it (with error feedback only)
     ======================================  ==========================================================================
 
     Args:
         prog_bar: Show ``io/GBps`` and ``io/wait_s`` in the progress bar.
         every_n_steps: Optimizer steps between measurements; default: the Trainer's ``log_every_n_steps``.
-        endurance_tbw: Terabytes that the storage is rated to take in its life (all disks of the state together).
+        endurance_tbw: Terabytes that the storage is rated to take in its life (sum of all disks that hold the state).
 
     Raises:
         ConfigError: A setting is out of range, or loggers would never see a measurement.
@@ -108,7 +108,7 @@ class StorageTrafficMonitor(Callback):
 
     @property
     def summary(self) -> dict[str, float]:
-        """The metrics above over the whole of the last completed fit; empty before."""
+        """The metrics above over the whole of the last completed fit; empty before the first."""
         return dict(self._summary)
 
     @override
@@ -161,7 +161,7 @@ class StorageTrafficMonitor(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, _CountsTraffic)
-        strategy.drain()  # the last step's update may still run
+        strategy.drain()  # the last step's update may still be in progress
         self._watched().end()
         self._summary = self._measure(trainer.global_step)
         totals = {name: value for name, value in self._summary.items() if name.endswith("_TB")}
@@ -170,7 +170,7 @@ class StorageTrafficMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # Saving may happen on one rank alone, so no collective: all ranks hold partitions of one size.
+        # Saving may happen on one rank only, so there is no collective; the partitions of all ranks have the same size.
         moved = {} if self._watch is None else self._watch.estimated_bytes()
         return {name: self._carried[name] + moved.get(name, 0) for name in _TOTALS}
 
@@ -187,7 +187,7 @@ class StorageTrafficMonitor(Callback):
         return self._watch
 
     def _measure(self, step: int) -> dict[str, float]:
-        """Synchronizes the counters; values since the last measurement, and totals."""
+        """Synchronize the counters; return the values since the last measurement, and totals."""
         watch = self._watched()
         recent, num_steps = watch.measure(step)
         totals = {name: self._carried[name] + _moved(watch.overall, name) for name in _TOTALS}
@@ -207,8 +207,8 @@ class _Watch:
     """One fit's traffic, divided between training steps and everything else.
 
     Args:
-        trainer: Its strategy counts traffic, from zero at the fit's beginning.
-        clock: Seconds.
+        trainer: Trainer whose strategy counts traffic, from zero at the beginning of the fit.
+        clock: Function that returns seconds.
     """
 
     def __init__(self, trainer: pl.Trainer, clock: Callable[[], float]) -> None:
@@ -221,7 +221,7 @@ class _Watch:
         self._phase = Phase.OTHER
         self._last: Traffic | None = None
         self._since = clock()
-        # Collectives may need an accelerator's tensors; the index of a CPU device means nothing to tensors.
+        # Collectives may need tensors on the accelerator. A CPU device has an index that tensors do not accept.
         device = strategy.root_device
         num_folders = len(strategy.traffic().folders)
         counters = StorageCounters(num_folders=num_folders if num_folders > 1 else 0)
@@ -233,22 +233,22 @@ class _Watch:
         self._measured: TrafficTable | None = None
 
     def end(self) -> None:
-        """The next measurement covers the whole fit."""
+        """Let the next measurement cover the whole fit."""
         self.switch(Phase.OTHER)
         self._measured_step, self._measured = self._first_step, None
 
     def is_due(self, step: int, every: int) -> bool:
-        # Every rank must come to the same verdict, because measuring is a collective.
+        # Every rank must reach the same decision, because measuring is a collective.
         return every > 0 and step // every > self._measured_step // every
 
     def switch(self, phase: Phase) -> None:
-        """What happens from here on belongs to ``phase``."""
+        """Count traffic from now on under ``phase``."""
         if phase is not self._phase:
             self._fold()
             self._phase = phase
 
     def measure(self, step: int) -> tuple[TrafficTable, int]:
-        """Counters of all ranks' training steps since the last measurement, and how many those were; a collective."""
+        """Return all ranks' counters of training steps since the last measurement, and the steps; a collective."""
         self._fold()
         computed = self._counters.compute().cpu()
         self.overall, self.in_steps = StorageCounters.table(computed), StorageCounters.table(computed, Phase.STEP)
@@ -258,14 +258,14 @@ class _Watch:
         return recent, num_steps
 
     def bytes_to_be_written(self, step: int) -> float | None:
-        """From ``step`` to the run's end at the rate so far, over all ranks; None for a run without an end."""
+        """Predict the bytes of all ranks from ``step`` to the run's end at the rate so far; None if it has no end."""
         num_steps = step - self._first_step
         if num_steps == 0 or not 0 < self._last_step < math.inf:
             return None
         return _moved(self.in_steps, _WRITTEN) / num_steps * max(0, self._last_step - step)
 
     def memory_values(self) -> dict[str, float]:
-        """Host memory of all ranks, taking the others to be as this one: their partitions are as long."""
+        """Return host memory of all ranks, which hold as much as this rank: partitions have the same size."""
         held = self._strategy.host_bytes
         values = {"io/host_GB": self._world_size * sum(held.values()) / _GB}
         if "residual" in held:
@@ -273,7 +273,7 @@ class _Watch:
         return values
 
     def estimated_bytes(self) -> dict[str, int]:
-        """Bytes of all ranks by counter, taking the others to be as this one; no collective."""
+        """Return bytes of all ranks by counter, as if each had counted what this rank has; no collective."""
         self._fold()
         own = StorageCounters.table(self._counters.counters.unsqueeze(0).cpu())
         return {name: self._world_size * _moved(own, name) for name in _TOTALS}

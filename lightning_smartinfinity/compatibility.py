@@ -1,4 +1,4 @@
-"""Callbacks of Lightning's that cannot work with the strategy, and one that can although Lightning thinks it cannot."""
+"""Refuses Lightning callbacks that cannot work with the strategy, and admits one that Lightning itself would refuse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Refusal:
 
     Args:
         callback: The class.
-        reason: What it does that cannot work; completes "it ...".
+        reason: What it does that cannot work; the text completes "it ...".
         remedy: What the user can do instead.
     """
 
@@ -77,7 +77,7 @@ def adapt_callbacks(trainer: pl.Trainer) -> None:
     """Refuse the Trainer's callbacks that cannot work, before any of them is set up.
 
     Raises:
-        UnsupportedError: Naming the first one.
+        UnsupportedError: A callback cannot work; the error names the first one.
     """
     for callback in _callbacks(trainer):
         for refusal in REFUSED_CALLBACKS:
@@ -88,7 +88,7 @@ def adapt_callbacks(trainer: pl.Trainer) -> None:
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Whether a step may be made of several micro-batches."""
+    """Return whether a step may consist of several micro-batches."""
     if not trainer.lightning_module.automatic_optimization or trainer.accumulate_grad_batches > 1:
         return True
     schedulers = (c for c in _callbacks(trainer) if isinstance(c, GradientAccumulationScheduler))
@@ -108,13 +108,13 @@ def _error(callback: Callback, refusal: Refusal) -> UnsupportedError:
 
 
 class OptimizerList(list[Any]):
-    """A Trainer's optimizers, which say so when they are taken for the one optimizer that they hold.
+    """A Trainer's optimizers; the list raises if it is used like the one optimizer that it holds.
 
-    DeepSpeed's is no ``torch.optim.Optimizer``, and so ``self.optimizers(use_pl_optimizer=False)`` returns the list.
+    ``self.optimizers(use_pl_optimizer=False)`` returns it, since DeepSpeed's optimizer is no ``torch.optim.Optimizer``.
     """
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name not in _OF_AN_OPTIMIZER:
+        if name not in _OPTIMIZER_NAMES:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise UnsupportedError(
             f"self.optimizers(use_pl_optimizer=False).{name}: with the smart_infinity strategy this is the list of "
@@ -123,11 +123,11 @@ class OptimizerList(list[Any]):
         )
 
 
-_OF_AN_OPTIMIZER = ("add_param_group", "load_state_dict", "param_groups", "state", "state_dict", "step", "zero_grad")
+_OPTIMIZER_NAMES = ("add_param_group", "load_state_dict", "param_groups", "state", "state_dict", "step", "zero_grad")
 
 
 class _AnyStrategy:
-    """A Trainer that does not tell its strategy."""
+    """A Trainer that hides its strategy."""
 
     strategy = None
 
@@ -144,6 +144,7 @@ def _admit(scheduler: GradientAccumulationScheduler) -> None:
 
 
 def _check_schedule(scheduler: Any, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    # Its check of the strategy is one of several in that method. The scheduler may serve another Trainer next.
+    # That method makes several checks, of which the one of the strategy must not run. Deleting this patch restores the
+    # method, since the scheduler may serve another Trainer next.
     del scheduler.on_train_start
     scheduler.on_train_start(_AnyStrategy(trainer), pl_module)

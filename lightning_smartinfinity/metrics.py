@@ -57,33 +57,33 @@ _COUNTS = (
 )
 _SECONDS = ("read_seconds", "write_seconds", "compute_seconds", "wait_seconds", "io_cpu_seconds")
 _FIELDS = (*_COUNTS, *_SECONDS, "wall_seconds")
-_FOLDER_FIELDS = ("read_bytes", "write_bytes", "busy_seconds")  # of each storage folder, behind the others
+_FOLDER_FIELDS = ("read_bytes", "write_bytes", "busy_seconds")  # for each storage folder, after the other columns
 _COLUMNS = {name: index for index, name in enumerate(_FIELDS)}
 
-# What is cached moves over neither channel, and is no part of all.
+# Cached bytes move over neither channel and are not part of "all".
 _CHANNELS = {"shared": ("shared",), "internal": ("internal",), "all": ("shared", "internal"), "cached": ("cached",)}
 _DIRECTIONS = {"read": ("read",), "write": ("write",), "both": ("read", "write")}
 _NANOSECONDS = 1_000_000_000
 
 
 class Phase(enum.IntEnum):
-    """What the traffic of an interval belongs to."""
+    """The activity that traffic belongs to."""
 
     STEP = 0
-    """Training steps."""
+    """Traffic of training steps."""
     OTHER = 1
-    """Everything else: initialisation, validation, checkpoints."""
+    """Traffic of everything else: initialisation, validation, checkpoints."""
 
 
 def traffic_between(before: Traffic, after: Traffic) -> Traffic:
-    """The traffic between two readings of the same counters.
+    """Return the traffic between two readings of the same counters.
 
     Args:
         before: The earlier reading of ``strategy.traffic()``.
-        after: The later one.
+        after: The later reading.
 
     Returns:
-        The field-wise difference, or ``after`` itself when the counters started again in between (a new store).
+        The difference of each field, or ``after`` itself if the counters started again in between (a new store).
     """
     change = after - before
     if any(getattr(change, name) < 0 for name in (*_COUNTS, *_SECONDS)):
@@ -108,19 +108,19 @@ class TrafficTable:
         return TrafficTable(self.rows + other.rows)
 
     def column(self, name: str) -> Tensor:
-        """One counter of every rank: int64 ``[ranks]``."""
+        """Return one counter of every rank: int64 ``[ranks]``."""
         return self.rows[:, _COLUMNS[name]]
 
     def seconds(self, name: str) -> Tensor:
-        """One time of every rank in seconds: float64 ``[ranks]``."""
+        """Return one time of every rank in seconds: float64 ``[ranks]``."""
         return self.column(name).to(torch.float64) / _NANOSECONDS
 
     def folder_bytes(self) -> Tensor:
-        """Bytes moved from and to each storage folder, summed over ranks: int64 ``[folders]``."""
+        """Return the bytes moved from and to each storage folder, summed over ranks: int64 ``[folders]``."""
         return self._of_folders()[..., :2].sum(dim=(0, 2))
 
     def folder_bandwidth(self) -> Tensor:
-        """Bytes moved per second in which a folder was busy, for the rank that kept it busy longest: ``[folders]``."""
+        """Return each folder's bytes per busy second of the rank that kept it busy longest: float64 ``[folders]``."""
         seconds = self._of_folders()[..., 2].amax(dim=0).to(torch.float64) / _NANOSECONDS
         return _ratio(self.folder_bytes(), seconds)
 
@@ -128,20 +128,20 @@ class TrafficTable:
         return self.rows[:, len(_FIELDS) :].reshape(len(self.rows), -1, len(_FOLDER_FIELDS))
 
     def moved_bytes(self, channel: str = "all", direction: str = "both") -> Tensor:
-        """Bytes moved over a channel in a direction, summed over ranks: int64 scalar."""
+        """Return the bytes moved over a channel in a direction, summed over ranks: int64 scalar."""
         columns = [f"{one}_{way}_bytes" for one in _CHANNELS[channel] for way in _DIRECTIONS[direction]]
         return torch.stack([self.column(name) for name in columns]).sum()
 
     def bandwidth(self, channel: str = "all", direction: str = "both", *, per: str = "wall_seconds") -> Tensor:
-        """Bytes of all ranks per second of the slowest one: float64 scalar, NaN without time."""
+        """Return the bytes of all ranks per second of the slowest one: float64 scalar, NaN without time."""
         return _ratio(self.moved_bytes(channel, direction), self.seconds(per).max())
 
     def io_cpu_seconds_per_byte(self) -> Tensor:
-        """CPU time of threads that do I/O over what they moved: float64 scalar, NaN when nothing was moved."""
+        """Return the I/O threads' CPU time per byte moved: float64 scalar, NaN if nothing was moved."""
         return _ratio(self.seconds("io_cpu_seconds").sum(), self.moved_bytes("all"))
 
     def bytes_per_parameter(self, channel: str = "all", direction: str = "both") -> Tensor:
-        """Bytes moved per updated element: float64 scalar, NaN when nothing was updated."""
+        """Return the bytes moved per updated element: float64 scalar, NaN if nothing was updated."""
         return _ratio(self.moved_bytes(channel, direction), self.column("numel").sum())
 
 
@@ -154,12 +154,12 @@ class StorageCounters(Metric):
     """All traffic counters of all ranks; the base of the metrics below.
 
     Args:
-        num_folders: Storage folders that are counted one by one, too.
-        kwargs: torchmetrics' own keyword arguments (``process_group``, ``sync_on_compute``, ...).
+        num_folders: Number of storage folders that are also counted one by one.
+        kwargs: Keyword arguments of torchmetrics (``process_group``, ``sync_on_compute``, ...).
     """
 
     is_differentiable = False
-    # Wall time adds up over updates but not over ranks, so torchmetrics' shortcut of merging states does not hold.
+    # Wall time adds up over updates but not over ranks, so torchmetrics' shortcut of merging states would be wrong.
     full_state_update = True
 
     counters: Tensor
@@ -168,18 +168,18 @@ class StorageCounters(Metric):
         kwargs.setdefault("dist_sync_fn", _gather_fixed_shape)
         super().__init__(**kwargs)
         self.num_folders = num_folders
-        # Without a reduction torchmetrics stacks the states of the ranks, which lets one state be summed and maximized.
+        # Without a reduction torchmetrics stacks the ranks' states, so that columns can be summed or maximized.
         empty = torch.zeros(len(Phase), self._width, dtype=torch.int64)
         self.add_state("counters", default=empty, dist_reduce_fx=None)
 
     @override
     def update(self, traffic: Traffic, *, seconds: float = 0.0, phase: Phase = Phase.STEP) -> None:
-        """Adds the traffic of one interval on this rank.
+        """Add the traffic of one interval on this rank.
 
         Args:
             traffic: Counters of the interval (see :func:`traffic_between`), not since the beginning.
             seconds: Wall time of the interval.
-            phase: What the interval was spent on.
+            phase: Activity of the interval.
         """
         values = [int(getattr(traffic, name)) for name in _COUNTS]
         values += [round(getattr(traffic, name) * _NANOSECONDS) for name in _SECONDS]
@@ -187,14 +187,14 @@ class StorageCounters(Metric):
         for folder in traffic.folders[: self.num_folders]:
             values += [folder.read_bytes, folder.write_bytes, round(folder.busy_seconds * _NANOSECONDS)]
         values += [0] * (self._width - len(values))  # closed storage has no folders
-        # Not in place: what compute() returned before shares memory with the state.
+        # This does not happen in place: an earlier result of compute() shares memory with the state.
         counters = self.counters.clone()
         counters[int(phase)] += torch.tensor(values, dtype=torch.int64, device=counters.device)
         self.counters = counters
 
     @override
     def compute(self) -> Tensor:
-        """Counters as int64 ``[ranks, phases, counters]``; see :meth:`table`."""
+        """Return the counters as int64 ``[ranks, phases, counters]``; see :meth:`table`."""
         return self.counters.reshape(-1, len(Phase), self._width)
 
     @property
@@ -203,7 +203,7 @@ class StorageCounters(Metric):
 
     @staticmethod
     def table(computed: Tensor, phase: Phase | None = None) -> TrafficTable:
-        """The rows of one phase, or of all phases together, of what :meth:`compute` returned."""
+        """Return the rows of one phase, or of all phases together, from the result of :meth:`compute`."""
         return TrafficTable(computed.sum(dim=1) if phase is None else computed[:, int(phase)])
 
     def _table(self, phase: Phase | None = None) -> TrafficTable:
@@ -211,7 +211,7 @@ class StorageCounters(Metric):
 
 
 class _BytesMoved(StorageCounters):
-    """What counts bytes over a channel, in a direction; the base of the metrics below that take both."""
+    """Counts bytes over a channel in a direction; the base of the metrics below that take both."""
 
     def __init__(self, channel: str = "all", direction: str = "both", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -223,13 +223,13 @@ class StorageBytes(_BytesMoved):
     """Bytes moved in all phases, summed over ranks: int64 scalar.
 
     Args:
-        channel: ``"shared"`` (host and devices), ``"internal"`` (inside one device), ``"all"`` (both), or ``"cached"``:
-            bytes that host memory (``dram_cache_bytes``) spared both.
+        channel: ``"shared"`` (host and devices), ``"internal"`` (inside one device), ``"all"`` (both), or ``"cached"``
+            (bytes that host memory, ``dram_cache_bytes``, saved on both).
         direction: ``"read"``, ``"write"`` or ``"both"``.
-        kwargs: torchmetrics' own keyword arguments.
+        kwargs: Keyword arguments of torchmetrics.
 
     Raises:
-        ConfigError: An unknown channel or direction.
+        ConfigError: The channel or direction is unknown.
     """
 
     higher_is_better = False
@@ -245,12 +245,12 @@ class StorageBandwidth(_BytesMoved):
     Args:
         channel: ``"shared"``, ``"internal"``, ``"all"`` or ``"cached"``, as for :class:`StorageBytes`.
         direction: ``"read"``, ``"write"`` or ``"both"``.
-        per: ``"wall"``: per second of the interval, what the storage is loaded with. ``"wait"``: per second that
-            training waited for it, which is the storage's own bandwidth when nothing overlaps the update.
-        kwargs: torchmetrics' own keyword arguments.
+        per: ``"wall"`` divides by seconds of the interval, which gives the load on the storage. ``"wait"`` divides by
+            seconds that training waited, which gives the storage's own bandwidth if nothing overlaps the update.
+        kwargs: Keyword arguments of torchmetrics.
 
     Raises:
-        ConfigError: An unknown channel, direction or time.
+        ConfigError: The channel, direction or time is unknown.
     """
 
     higher_is_better = True
@@ -269,10 +269,10 @@ class StorageWait(StorageCounters):
 
     Args:
         over_ranks: ``"max"`` (the slowest rank, which all others wait for) or ``"mean"``.
-        kwargs: torchmetrics' own keyword arguments.
+        kwargs: Keyword arguments of torchmetrics.
 
     Raises:
-        ConfigError: An unknown reduction.
+        ConfigError: The reduction is unknown.
     """
 
     higher_is_better = False
@@ -288,15 +288,15 @@ class StorageWait(StorageCounters):
 
 
 class BytesPerParameter(_BytesMoved):
-    """Bytes moved per updated element in steps, over all ranks: float64 scalar, NaN when nothing was updated.
+    """Bytes moved per updated element in steps, over all ranks: float64 scalar, NaN if nothing was updated.
 
     Args:
         channel: ``"shared"``, ``"internal"``, ``"all"`` or ``"cached"``, as for :class:`StorageBytes`.
         direction: ``"read"``, ``"write"`` or ``"both"``.
-        kwargs: torchmetrics' own keyword arguments.
+        kwargs: Keyword arguments of torchmetrics.
 
     Raises:
-        ConfigError: An unknown channel or direction.
+        ConfigError: The channel or direction is unknown.
     """
 
     higher_is_better = False
@@ -307,7 +307,7 @@ class BytesPerParameter(_BytesMoved):
 
 
 def _gather_fixed_shape(state: Tensor, group: Any = None) -> list[Tensor]:
-    # torchmetrics' default adds a barrier and a gather of shapes; ours are the same on every rank.
+    # torchmetrics' default adds a barrier and a gather of shapes; here shapes are the same on every rank.
     gathered = [torch.empty_like(state) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(gathered, state.contiguous(), group=group)
     return gathered

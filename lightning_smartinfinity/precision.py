@@ -1,4 +1,4 @@
-"""Precision plugin of the smart_infinity strategy."""
+"""Precision plugins of the smart_infinity strategies."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mi
 class SmartInfinityPrecision(DeepSpeedPrecision):
     """Precision of models trained by :class:`~lightning_smartinfinity.SmartInfinityStrategy`.
 
-    ``32-true``, ``bf16-true``, ``bf16-mixed``, ``16-true`` and ``16-mixed``. In every 16-bit precision the model's
-    parameters are 16-bit and the fp32 masters, started from them, lie on storage. The mixed precisions build the model
-    in fp32 and cast it when ZeRO-3 takes it over; the true ones build it in 16 bit. fp16 scales the loss.
+    It supports ``32-true``, ``bf16-true``, ``bf16-mixed``, ``16-true`` and ``16-mixed``. In every 16-bit precision the
+    parameters have 16 bits, and the fp32 master weights, which start from them, lie on storage. The mixed precisions
+    build the model in fp32 and cast it when ZeRO-3 takes it over; the true ones build it in 16 bits. fp16 scales the
+    loss.
 
     ``Trainer(precision=...)`` is checked by Lightning's own plugin first, whose message for another precision names
     ``strategy='deepspeed'``.
 
     Args:
-        precision: One of those above.
+        precision: One of these names.
 
     Raises:
-        ConfigError: It is another one.
+        ConfigError: The name is unknown.
     """
 
     def __init__(self, precision: _PrecisionName) -> None:
@@ -52,15 +53,15 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         optimizer.clip_grad = 0.0
-        # DeepSpeedPrecision's own version refuses a training_step that returns None. Without backward no parameter has
-        # a gradient, and the step changes nothing.
+        # DeepSpeedPrecision's own version refuses a training_step that returns None. Without backward, parameters have
+        # no gradients, and the step changes nothing.
         closure()
         self._after_closure(model, optimizer)
         return model.trainer.model.step(**kwargs)
 
     @override
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        # Lightning calls it in automatic optimization only, when nothing but the step is to come.
+        # Lightning calls this in automatic optimization only, when nothing but the step follows.
         self._step_follows = True
         try:
             super()._clip_gradients(*args, **kwargs)
@@ -83,7 +84,7 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             clip_values(optimizer, float(clip_val))
         elif self._step_follows:
-            # The step scales the gradients anyway, and knows their norm.
+            # The step scales the gradients anyway and knows their norm.
             optimizer.clip_grad = float(clip_val)
         else:
             clip_norm(optimizer, float(clip_val))
@@ -93,10 +94,10 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
     """:class:`SmartInfinityPrecision` for Fabric, where ``Fabric(precision=...)`` chooses it by name.
 
     Args:
-        precision: As there.
+        precision: One of the names of :class:`SmartInfinityPrecision`.
 
     Raises:
-        ConfigError: It is another one.
+        ConfigError: The name is unknown.
     """
 
     def __init__(self, precision: _PrecisionName) -> None:
@@ -110,7 +111,7 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
 
 
 def _refuse_complex(module: Module, precision: str) -> None:
-    # Casting a complex tensor to a real dtype drops its imaginary part without a word.
+    # Casting a complex tensor to a real dtype silently drops its imaginary part.
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_complex():
             raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""A resumed fit draws the random numbers that an uninterrupted one would have drawn.
+"""Makes a resumed fit draw the random numbers that an uninterrupted one would have drawn.
 
-``Strategy.on_train_start`` is the last that Lightning calls before the first epoch of a fit. From there on a resumed
-fit does what the uninterrupted one did after saving, apart from what :func:`continue_epoch` mends or warns of.
+``Strategy.on_train_start`` is Lightning's last call before the first epoch of a fit. From there on a resumed fit does
+what the uninterrupted one did after saving, apart from what :func:`continue_epoch` corrects or warns of.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from typing import Any
 
 __all__ = ["continue_epoch"]
 
-_LIGHTNINGS_OWN = "You're resuming from a checkpoint that ended before the epoch ended"
+_LIGHTNING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 def continue_epoch(trainer: Any) -> None:
-    """Bring a resumed fit loop to where the saved one was, right after random states have been restored.
+    """Bring a resumed fit loop to the point of the saved one, directly after random states have been restored.
 
     An epoch's iterator draws from torch's generator when it is created, and Lightning has created one already.
 
     Args:
-        trainer: A Trainer whose fit is about to begin its first epoch.
+        trainer: Trainer whose fit is about to begin its first epoch.
     """
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if not fit_loop.restarting:
-        # Saved between two epochs. Unless it thinks that it is resuming, Lightning creates a new iterator, after the
-        # hooks that begin the epoch: as in every epoch.
+        # It was saved between two epochs. Once Lightning no longer takes this for a resume, it creates a new iterator
+        # after the hooks that begin the epoch, as in every epoch.
         fit_loop._resuming_from_checkpoint = False
         return
     lost, remedies = [], ["resume from a checkpoint of an epoch's end or of after a validation"]
     progress = epoch_loop.batch_progress
     if progress.is_last_batch:
         if epoch_loop.restarted_on_train_batch_end and not any(map(_is_stateful, _loaders(fit_loop))):
-            # Saved after the epoch's last batch. Lightning begins the next epoch at once, with the iterator it has.
+            # It was saved after the epoch's last batch. Lightning begins the next epoch at once, with this iterator.
             iter(fit_loop._data_fetcher)
     elif progress.current.ready > 0 and not _goes_on_within_an_epoch(fit_loop):
         lost.append("Lightning replays the epoch's batches from the first, since the DataLoader has no state")
         remedies.append("use one with state_dict and load_state_dict, such as torchdata's StatefulDataLoader")
-        warnings.filterwarnings("ignore", message=_LIGHTNINGS_OWN)
+        warnings.filterwarnings("ignore", message=_LIGHTNING_WARNING)
     elif progress.current.ready > 0 and any(getattr(loader, "num_workers", 0) for loader in _loaders(fit_loop)):
         lost.append("DataLoader workers draw the rest of the epoch's augmentations, if any, from new seeds")
     if epoch_loop.restarted_on_train_batch_end and _validation_is_due(trainer):
@@ -51,7 +51,7 @@ def continue_epoch(trainer: Any) -> None:
 
 
 def _goes_on_within_an_epoch(fit_loop: Any) -> bool:
-    # Without a length Lightning fetches a batch ahead, which the loader's saved state counts as used.
+    # If the length is unknown, Lightning fetches a batch ahead, which the loader's saved state counts as used.
     return fit_loop._data_fetcher.length is not None and all(map(_is_stateful, _loaders(fit_loop)))
 
 

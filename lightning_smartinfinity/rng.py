@@ -1,7 +1,7 @@
-"""The random state of one rank, as a checkpoint carries it: the Trainer's by itself, Fabric's as :class:`RandomStates`.
+"""The random state of a rank in a checkpoint: Trainer saves it by itself, Fabric through :class:`RandomStates`.
 
-:func:`capture` and :func:`restore` are all that a strategy needs: what the first returns goes into the rank's own part
-of the checkpoint, and the second takes it where the draws are to go on.
+A strategy needs only two functions. The result of :func:`capture` goes into the rank's own part of the checkpoint;
+:func:`restore` takes it back where the random numbers are to continue.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import torch.distributed
 __all__ = ["RNG_KEY", "RandomStates", "capture", "fits", "restore"]
 
 RNG_KEY = "smart_infinity_rng"
-"""Key of the random state in what is saved beside the optimizer's state; each rank's file holds its own."""
+"""Key of the random state in what is saved beside the optimizer state; each rank's file holds its own."""
 
 
 def capture(device: torch.device, *, world_size: int) -> dict[str, Any]:
-    """This rank's global generators: of torch on the CPU and on ``device``, of numpy and of Python.
+    """Return the states of this rank's global generators: torch on the CPU and on ``device``, numpy and Python.
 
     Args:
-        device: The one that this rank trains on.
-        world_size: Number of processes, without which the states mean nothing.
+        device: Device that this rank trains on.
+        world_size: Number of processes; the states are meaningless with another number.
     """
     name, keys, *position = np.random.get_state()
     return {
         "world_size": world_size,
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        # Without numpy's types, so that torch.load(weights_only=True) takes a checkpoint that was made one file.
+        # These are no types of numpy's, so that torch.load(weights_only=True) accepts a checkpoint made one file.
         "numpy": (name, np.asarray(keys).tolist(), *position),
         "python": random.getstate(),
     }
 
 
 def restore(state: Mapping[str, Any], device: torch.device) -> None:
-    """Let this rank's generators go on from what :func:`capture` returned."""
+    """Continue this rank's generators from a result of :func:`capture`."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -49,12 +49,12 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def fits(state: Mapping[str, Any], *, world_size: int, warn: bool) -> bool:
-    """Whether the state belongs to a run of this many processes.
+    """Return whether the state belongs to a run of this many processes.
 
     Args:
-        state: What :func:`capture` returned.
+        state: Result of :func:`capture`.
         world_size: Number of processes now.
-        warn: Whether this rank is the one to say that it does not.
+        warn: Whether this rank warns if the state does not fit.
     """
     if state["world_size"] == world_size:
         return True
@@ -69,10 +69,10 @@ def fits(state: Mapping[str, Any], *, world_size: int, warn: bool) -> bool:
 
 
 class RandomStates:
-    """The random generators of every rank, as a part of the state that a loop in Fabric saves and loads.
+    """The random generators of every rank, as a part of the state that a Fabric loop saves and loads.
 
-    What is loaded by as many processes as saved it goes on where it was saved, on each rank; otherwise a warning says
-    that it does not. The generators are torch's (on the CPU and on the current CUDA device), numpy's and Python's.
+    If as many processes load as saved, each rank's generators continue; otherwise they do not, and a warning says so.
+    The generators are torch's (on the CPU and on the current CUDA device), numpy's and Python's.
 
     Example::
 
@@ -82,11 +82,11 @@ class RandomStates:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's random states now."""
+        """Return this rank's present random states."""
         return capture(_current_device(), world_size=_world_size())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let this rank's generators go on from there."""
+        """Continue this rank's generators from these states."""
         if fits(state_dict, world_size=_world_size(), warn=not _is_distributed() or torch.distributed.get_rank() == 0):
             restore(state_dict, _current_device())
 

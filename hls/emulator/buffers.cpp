@@ -13,7 +13,7 @@ Buffer::Buffer(BufferKind kind, std::size_t bytes, unsigned flags, void* user_me
         own_host_memory_ = Mapping::anonymous(round_up(bytes, kPageBytes));
         host_ = own_host_memory_.data();
     }
-    if (kind == BufferKind::kCommand) return;  // XRT relies on its zeros
+    if (kind == BufferKind::kCommand) return;  // XRT relies on zeros in it
     address_ = memory->allocate(bytes, limit_bytes);
     memory_ = std::move(memory);
     if (kind == BufferKind::kP2p) host_ = device();

@@ -9,16 +9,16 @@
 namespace smart_infinity::emulator {
 
 enum class BufferKind {
-    kNormal,      // memory on both sides, moved by syncs
+    kNormal,      // memory on both sides, copied by syncs
     kDeviceOnly,  // no host memory
-    kP2p,         // the host's addresses are the card's memory
-    kCommand,     // a packet that starts a run: host memory alone
+    kP2p,         // host addresses that map the card's memory
+    kCommand,     // host memory only: a packet that starts a run
 };
 
-// A buffer object: what XRT allocates, maps and syncs.
+// A buffer object that XRT allocates, maps and syncs.
 class Buffer {
  public:
-    // user_memory: the host's memory if the host brings it; else null.
+    // user_memory: host memory that the host provides, or null.
     Buffer(BufferKind kind, std::size_t bytes, unsigned flags, void* user_memory, std::shared_ptr<CardMemory> memory,
            std::uint64_t limit_bytes);
     ~Buffer();
@@ -48,7 +48,7 @@ class Buffers {
  public:
     unsigned add(std::shared_ptr<Buffer> buffer);
     void remove(unsigned handle);
-    // Throws std::system_error (ENOENT).
+    // Throws std::system_error (ENOENT) if there is no such buffer.
     std::shared_ptr<Buffer> get(unsigned handle) const;
     // The buffer on the card whose allocation holds an address; null if there is none.
     std::shared_ptr<Buffer> at(std::uint64_t address) const;

@@ -30,7 +30,7 @@ void Card::load(const axlf& file) {
     const Xclbin xclbin(file);
     if (xclbin.uuid == uuid_) return;
     if (buffers_.num_buffers() > 0) fail(EBUSY, "the card holds buffers of another xclbin");
-    release();  // or their threads would never end
+    release();  // otherwise threads of hung runs would never end
     units_.clear();
     banks_.clear();
     for (const Bank& bank : xclbin.banks) {
@@ -96,7 +96,7 @@ void Card::sync(unsigned handle, Direction direction, std::size_t bytes, std::si
     check_present();
     const auto buffer = buffers_.get(handle);
     check_within(*buffer, bytes, offset);
-    if (buffer->kind() == BufferKind::kP2p) return;  // the two sides are one
+    if (buffer->kind() == BufferKind::kP2p) return;  // host and device memory are the same
     if (buffer->host() == nullptr || !buffer->on_card()) fail(EOPNOTSUPP, "the buffer cannot be synced");
     if (strikes(FaultKind::kSync)) fail(EIO, "injected failure of a sync");
 
@@ -122,7 +122,7 @@ void Card::move(const Buffer& buffer, Direction direction, std::size_t bytes, st
     pause(begin + time_of(bytes, settings_.dma_mib_per_s) - Clock::now(), before);
 }
 
-// The syncs of all cards share the channel fairly: they take turns in it, each a short time.
+// The syncs of all cards share the channel fairly: they take short turns.
 void Card::wait_for_channel(Clock::time_point begin, Clock::duration time, std::int64_t before) {
     constexpr Clock::duration kTurn = std::chrono::milliseconds(1);
     for (Clock::time_point end = begin; time > Clock::duration::zero(); time -= kTurn) {
@@ -131,7 +131,7 @@ void Card::wait_for_channel(Clock::time_point begin, Clock::duration time, std::
     }
 }
 
-// A turn begins where the one before it ended, even if its thread woke up later: no time of the channel is lost.
+// A turn begins where the previous one ended, even if its thread woke up later: the channel loses no time.
 Card::Clock::time_point Card::end_of_turn(Clock::time_point begin, Clock::duration time) {
     static std::mutex mutex;
     static Clock::time_point end{};

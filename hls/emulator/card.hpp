@@ -21,8 +21,8 @@ namespace smart_infinity::emulator {
 
 enum class Direction { kToCard, kFromCard };
 
-// One emulated card: what its driver would do for XRT, and what tests ask of it. Errors are what the driver would
-// raise, std::system_error and std::bad_alloc.
+// An emulated card: the functions of its driver for XRT, and those that tests call. It raises the errors of the driver,
+// std::system_error and std::bad_alloc.
 class Card {
  public:
     explicit Card(unsigned index) : index_(index), faults_(index) {}
@@ -35,31 +35,31 @@ class Card {
     void copy(unsigned to, unsigned from, std::size_t bytes, std::size_t to_offset, std::size_t from_offset);
     std::shared_ptr<Buffer> buffer(unsigned handle) const { return buffers_.get(handle); }
     void submit(unsigned packet);
-    // Whether a run ended within that time.
+    // Returns whether a run ended within that time.
     bool wait(std::chrono::milliseconds timeout);
 
     Settings& settings() { return settings_; }
     Faults& faults() { return faults_; }
     void lose();
-    // Runs that hang go on, and none that has begun takes longer than it computes.
+    // Lets hung runs continue; runs in progress take no longer than they compute.
     void release();
-    // As at first, but for settings and what is loaded and allocated.
+    // Restores the first state, except for settings, the loaded xclbin and buffers.
     void reset();
     std::int64_t counter(std::string_view name) const;
 
  private:
     struct Outcome {
         unsigned state;
-        std::string reason;  // why it failed; empty if it did not
+        std::string reason;  // why it failed; empty if it succeeded
     };
     using Clock = std::chrono::steady_clock;
 
     void check_present() const;
     bool strikes(FaultKind kind) { return faults_.strike(kind).has_value(); }
     BufferKind kind_of(unsigned flags) const;
-    // In what follows, before: how often the card had been released when the run or sync began.
+    // In these functions `before` is the number of releases when the run or sync began.
     void move(const Buffer& buffer, Direction direction, std::size_t bytes, std::size_t offset, std::int64_t before);
-    bool pause(Clock::duration time, std::int64_t before);  // whether the card was released
+    bool pause(Clock::duration time, std::int64_t before);  // returns whether the card was released
     std::int64_t releases() const;
     void wait_for_channel(Clock::time_point begin, Clock::duration time, std::int64_t before);
     static Clock::time_point end_of_turn(Clock::time_point begin, Clock::duration time);
@@ -85,17 +85,17 @@ class Card {
     mutable std::mutex mutex_;
     std::condition_variable ended_;
     std::condition_variable released_;
-    std::int64_t num_ended_ = 0;  // not yet waited for
+    std::int64_t num_ended_ = 0;  // ended runs that nobody has waited for yet
     std::int64_t num_releases_ = 0;
     std::int64_t next_run_ = 0;
     std::string uuid_;
     std::vector<std::shared_ptr<CardMemory>> banks_;
-    std::mutex to_card_, from_card_;  // one DMA channel each way
+    std::mutex to_card_, from_card_;  // one DMA channel in each direction
 
-    std::vector<std::unique_ptr<ComputeUnit>> units_;  // last: their threads use the others
+    std::vector<std::unique_ptr<ComputeUnit>> units_;  // last, because their threads use the other members
 };
 
-// The card of that number; lives as long as the process, as compute units may hang.
+// Returns the card of that number; it lives as long as the process, since compute units may hang.
 Card& card(unsigned index);
 
 }  // namespace smart_infinity::emulator

@@ -8,7 +8,7 @@
 
 namespace smart_infinity::emulator {
 
-// What nobody wrote looks like this; device and host memory differ, so that a missing sync shows either way.
+// Values of memory that nobody wrote. Device and host differ, so that a missing sync shows in either direction.
 inline constexpr int kDevicePoison = 0xa5;
 inline constexpr int kHostPoison = 0x5a;
 
@@ -25,11 +25,11 @@ class CardMemory {
     CardMemory(const CardMemory&) = delete;
     CardMemory& operator=(const CardMemory&) = delete;
 
-    // Poisoned memory; throws std::bad_alloc if there is no room below limit_bytes.
+    // Returns the address of poisoned memory; throws std::bad_alloc if there is no room below limit_bytes.
     std::uint64_t allocate(std::uint64_t bytes, std::uint64_t limit_bytes);
     void release(std::uint64_t address);
 
-    // The allocation, in the bytes asked for, that holds an address; empty if there is none.
+    // Returns the allocation that holds an address, without padding; empty if there is none.
     Range allocation(std::uint64_t address) const;
     std::byte* at(std::uint64_t address) const { return mapping_.data() + (address - base_); }
 

@@ -1,4 +1,4 @@
-// Runs of a card's kernels: from their submission to their end.
+// Runs of a card's kernels, from submission to end.
 #include <ert.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ const char* name_of(unsigned state) {
 
 ert_packet* packet_of(const Buffer& buffer) { return reinterpret_cast<ert_packet*>(buffer.host()); }
 
-// Words from the first mask of compute units on.
+// Returns the words from the first mask of compute units on.
 std::span<const std::uint32_t> payload_of(const ert_packet& packet) { return {packet.data, packet.count}; }
 
 }  // namespace
@@ -30,10 +30,10 @@ void Card::submit(unsigned handle) {
         throw std::system_error(EIO, std::generic_category(), "injected failure of a start");
     }
     const auto buffer = buffers_.get(handle);
-    // XRT uses a packet again as soon as it sees its run's end there.
+    // XRT reuses a packet as soon as it sees there that its run has ended.
     const std::scoped_lock lock(mutex_);
     ert_packet* const packet = packet_of(*buffer);
-    if (packet->opcode != ERT_START_CU) {  // it configures the scheduler, which is not emulated
+    if (packet->opcode != ERT_START_CU) {  // such packets configure the scheduler, which is not emulated
         end(*packet, ERT_CMD_STATE_COMPLETED);
         return;
     }
@@ -125,7 +125,7 @@ void Card::corrupt(const Fault& fault, std::uint64_t address) {
 
 void Card::finish(const Run& run, unsigned state) {
     const std::scoped_lock lock(mutex_);
-    // Nobody may be left to see it: XRT frees the packets of runs that it no longer waits for.
+    // The packet may be gone: XRT frees the packets of runs that it no longer waits for.
     if (const auto packet = run.packet.lock()) end(*packet_of(*packet), state);
 }
 

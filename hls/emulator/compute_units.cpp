@@ -11,7 +11,7 @@
 namespace smart_infinity::emulator {
 namespace {
 
-// The library of kernels: SMART_INFINITY_CARD_KERNELS.
+// Loads the library of kernels that SMART_INFINITY_CARD_KERNELS names.
 void* kernel_library() {
     static void* const library = [] {
         const char* path = std::getenv("SMART_INFINITY_CARD_KERNELS");

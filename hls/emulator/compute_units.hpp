@@ -14,14 +14,14 @@
 
 namespace smart_infinity::emulator {
 
-// One start of a kernel. The registers are those at its submission: XRT may use the packet again.
+// A start of a kernel. The registers are copied at submission, since XRT may reuse the packet.
 struct Run {
     std::int64_t number;
     std::weak_ptr<Buffer> packet;
     std::vector<std::uint32_t> registers;
 };
 
-// One kernel on the card, with a thread of its own that flushes subnormals as the card's operators do.
+// A kernel on the card, with a thread of its own that flushes subnormals as the card's operators do.
 class ComputeUnit {
  public:
     using Execute = std::function<void(const ComputeUnit& unit, const Run& run)>;
@@ -48,7 +48,7 @@ class ComputeUnit {
     std::condition_variable changed_;
     std::deque<Run> waiting_;
     bool stopped_ = false;
-    std::thread thread_;  // last: it uses the others
+    std::thread thread_;  // last, because it uses the other members
 };
 
 }  // namespace smart_infinity::emulator

@@ -1,4 +1,4 @@
-// What tests call, by ctypes: a card's number, or -1 for all of them; the error in words, or null.
+// Functions that tests call through ctypes. A card's number may be -1 for all cards; errors are texts, or null.
 #include <functional>
 #include <string>
 

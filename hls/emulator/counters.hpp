@@ -7,7 +7,7 @@
 
 namespace smart_infinity::emulator {
 
-// What a card did since it was reset.
+// Counts of a card's events since it was reset.
 struct Counters {
     std::atomic<std::int64_t> runs_begun, runs_completed, runs_failed;
     std::atomic<std::int64_t> syncs_to, syncs_from, bytes_to, bytes_from, bytes_copied;

@@ -49,7 +49,7 @@ Argument next_argument(const std::uint64_t*& value, const PointerArgument*& poin
     }
 }
 
-// Calls a kernel, whatever its signature, with what its registers say.
+// Calls a kernel of any signature with the values in its registers.
 template <class... Arguments>
 void dispatch(void (*kernel)(Arguments...), std::span<const std::uint32_t> registers, DeviceMemory& memory) {
     RegisterReader reader(registers);
@@ -67,7 +67,7 @@ void dispatch(void (*kernel)(Arguments...), std::span<const std::uint32_t> regis
 
     const std::uint64_t* value = values.data();
     const PointerArgument* pointer = pointers.data();
-    // Braces: evaluated from left to right.
+    // Braces evaluate from left to right.
     const std::tuple<Arguments...> call{next_argument<Arguments>(value, pointer)...};
     std::apply(kernel, call);
 }

@@ -1,9 +1,9 @@
 // The library that XRT loads as the driver of emulated SmartSSDs: $XILINX_XRT/lib/libsmart_infinity_card.so.2, with
 // XCL_EMULATION_MODE=hw_emu and "hw_em_driver=smart_infinity_card" in xrt.ini.
 //
-// It takes Debian's libxrt_noop, a driver without a device, and replaces those virtual functions of its devices that
-// move and compute: they are found by the exported addresses of XRT's own functions, so that no private header is
-// needed, and nothing but XRT 2.13 is let pass.
+// It loads Debian's libxrt_noop, a driver without a device, and replaces the virtual functions of its devices that move
+// and compute. It finds them by the exported addresses of XRT's own functions, so that no private header is needed, and
+// accepts XRT 2.13 only.
 #include <dlfcn.h>
 #include <version.h>
 #include <xrt.h>
@@ -23,7 +23,7 @@ static_assert(XRT_VERSION_CODE == XRT_VERSION(2, 13), "the tables below are thos
 namespace smart_infinity::emulator {
 namespace {
 
-// As members of xrt_core::noop::device and ::system are called: the object comes first.
+// Functions are called as members of xrt_core::noop::device and ::system: the object comes first.
 using Device = const void*;
 using DevicePointer = std::shared_ptr<void>;
 
@@ -33,8 +33,8 @@ struct Originals {
     DevicePointer (*open)(const void*, unsigned);
 } originals;
 
-// The cards that devices stand for. Noted when they are opened: while a process ends, XRT frees what it holds of a
-// device after the handle that libxrt_noop knows it by.
+// The card of each device. It is recorded when the device is opened: when a process ends, XRT frees what belongs to a
+// device after the handle by which libxrt_noop knows the device.
 class Numbers {
  public:
     void note(Device device, unsigned number) {
@@ -107,10 +107,10 @@ void load(Device device, const axlf* file) {
 
 const Query& query(Device device, int key) {
     const Query* found = find_query(key);
-    return found != nullptr ? *found : originals.query(device, key);  // which raises XRT's own error
+    return found != nullptr ? *found : originals.query(device, key);  // the original raises XRT's own error
 }
 
-// Devices that can be used, and those that are there.
+// Returns the number of usable devices and the number of all devices.
 std::pair<unsigned, unsigned> count_devices(const void*, bool /*user_function*/) { return {num_cards(), num_cards()}; }
 
 DevicePointer open(const void* system, unsigned number) {

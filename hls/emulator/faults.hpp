@@ -9,36 +9,36 @@
 namespace smart_infinity::emulator {
 
 enum class FaultKind {
-    kHang,     // a run waits until it is released, and computes only then
-    kError,    // a run ends in ERROR, its outputs of no use
-    kAbort,    // a run ends in ABORT, its outputs of no use
-    kCorrupt,  // one bit of what a run wrote is wrong
+    kHang,     // a run waits until it is released, and only then computes
+    kError,    // a run ends in ERROR with useless outputs
+    kAbort,    // a run ends in ABORT with useless outputs
+    kCorrupt,  // one bit of a run's outputs is wrong
     kLost,     // the card is gone when a run begins
     kSubmit,   // a run cannot be started
     kSync,     // a sync fails
-    kStall,    // a sync waits until it is released, and moves only then
+    kStall,    // a sync waits until it is released, and only then copies
     kAlloc,    // an allocation fails
 };
 
 struct Fault {
     FaultKind kind;
-    std::int64_t skipped;      // so many chances are let pass first
-    std::uint64_t pointer;     // of kCorrupt: which of the kernel's pointers, counted from 0
-    std::uint64_t bit_offset;  // of kCorrupt: which bit of it
+    std::int64_t skipped;      // number of opportunities to pass over first
+    std::uint64_t pointer;     // for kCorrupt: index of the kernel's pointer, counted from 0
+    std::uint64_t bit_offset;  // for kCorrupt: offset of the bit
 };
 
-// Throws std::invalid_argument.
+// Throws std::invalid_argument if the name is unknown.
 FaultKind fault_kind(std::string_view name);
 
-// What is to go wrong on a card, once each.
+// The faults that a card still has to show, each once.
 class Faults {
  public:
-    // From SMART_INFINITY_CARD_FAULTS: "<card>:<kind>:<skipped>[:<pointer>:<bit>]", divided by semicolons.
+    // Reads SMART_INFINITY_CARD_FAULTS: "<card>:<kind>:<skipped>[:<pointer>:<bit>]", separated by semicolons.
     explicit Faults(unsigned card);
 
     void add(const Fault& fault);
     void clear();
-    // Called at every chance of a fault of this kind; the fault, if it strikes now.
+    // Called at every opportunity for a fault of this kind; returns the fault if it strikes now.
     std::optional<Fault> strike(FaultKind kind);
 
  private:

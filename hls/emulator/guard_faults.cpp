@@ -12,7 +12,7 @@
 namespace smart_infinity::emulator {
 namespace {
 
-// Read by the signal handler: only lock-free atomics.
+// The signal handler reads it, so it consists of lock-free atomics only.
 struct Slot {
     std::atomic<bool> taken = false;
     std::atomic<std::uintptr_t> begin = 0;
@@ -37,10 +37,10 @@ bool let_through(std::uintptr_t address) {
 
 void on_fault(int signal, siginfo_t* info, void* /*context*/) {
     if (let_through(reinterpret_cast<std::uintptr_t>(info->si_addr))) return;
-    sigaction(signal, &previous, nullptr);  // the access is repeated, and is for whoever was here before
+    sigaction(signal, &previous, nullptr);  // the access is repeated and then goes to the previous handler
 }
 
-// Others may have put their handler in front since the last run.
+// Installs it again if others have put their handler in front since the last run.
 void install_handler() {
     static std::mutex mutex;
     const std::scoped_lock lock(mutex);

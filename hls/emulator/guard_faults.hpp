@@ -5,8 +5,9 @@
 
 namespace smart_infinity::emulator {
 
-// Addresses that kernels may run into: while alive, an access to what is not mapped there does not end the process but
-// is noted and let through, to memory that nobody else sees. A card goes on, too, and reports the error at the end.
+// Addresses that kernels may run into. While the object lives, an access to unmapped memory there does not end the
+// process: it is recorded and let through, to memory that nothing else sees. A real card also continues, and reports
+// the error at the end.
 class GuardedAddresses {
  public:
     GuardedAddresses(const void* begin, std::uint64_t bytes);
@@ -14,7 +15,7 @@ class GuardedAddresses {
     GuardedAddresses(const GuardedAddresses&) = delete;
     GuardedAddresses& operator=(const GuardedAddresses&) = delete;
 
-    // Where the first such access went; 0 if there was none.
+    // Returns the address of the first such access; 0 if there was none.
     std::uintptr_t first_fault() const;
 
  private:

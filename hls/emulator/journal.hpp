@@ -8,7 +8,7 @@
 
 namespace smart_infinity::emulator {
 
-// What happened on all cards, in one order: "<card> <event> <fields>" a line.
+// Events of all cards in one order, one "<card> <event> <fields>" per line.
 class Journal {
  public:
     template <class... Fields>
@@ -23,7 +23,7 @@ class Journal {
     void clear();
 
  private:
-    // Nobody reads the events of a long training.
+    // Limits memory; nobody reads the events of a long training.
     static constexpr std::size_t kMaxLines = 100'000;
 
     void add(std::string line);

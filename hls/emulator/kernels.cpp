@@ -1,4 +1,4 @@
-// The compute units of the emulated card: the kernels as they are built for the card, compiled for this machine.
+// The compute units of the emulated card: the card's kernels, compiled for this machine.
 #include <kernels.hpp>
 
 #include "dispatch.hpp"

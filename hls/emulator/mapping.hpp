@@ -10,7 +10,7 @@ inline constexpr std::size_t kPageBytes = 4096;
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t to) { return (value + to - 1) / to * to; }
 
-// Memory that this process has mapped, unmapped at the end. All sizes are multiples of a page.
+// Memory that this process maps, and unmaps at the end. All sizes are multiples of a page.
 class Mapping {
  public:
     Mapping() = default;
@@ -25,7 +25,7 @@ class Mapping {
 
     static Mapping of_file(int file, std::size_t bytes);
     static Mapping anonymous(std::size_t bytes);
-    static Mapping inaccessible(std::size_t bytes);  // addresses only
+    static Mapping inaccessible(std::size_t bytes);  // reserves addresses only
 
     std::byte* data() const { return data_; }
     std::size_t bytes() const { return bytes_; }

@@ -7,7 +7,7 @@
 #include <typeinfo>
 #include <utility>
 
-// XRT hands properties over as boost::any. These have its layout, and their virtual functions its order, so that
+// XRT passes properties as boost::any. These classes have its layout and the order of its virtual functions, so that
 // Boost's headers are not needed.
 namespace smart_infinity::emulator {
 namespace {
@@ -48,7 +48,7 @@ CardNumber* card_number = nullptr;
 
 }  // namespace
 
-// The order of these functions is XRT's.
+// The virtual functions stand in XRT's order.
 class Query {
  public:
     virtual ~Query() = default;

@@ -13,7 +13,7 @@
 namespace smart_infinity::emulator {
 namespace {
 
-// Far enough for a kernel that runs over by a whole card's memory.
+// Large enough for a kernel that overruns by a whole card's memory.
 constexpr std::uint64_t kGuardBytes = std::uint64_t{4} << 30;
 
 std::string named(std::size_t pointer, std::uint64_t address) {
@@ -49,7 +49,7 @@ void RunMemory::find_ranges(std::span<const PointerArgument> pointers) {
     for (std::size_t index = views_.size(); index-- > 1;) {
         View& view = views_[index - 1];
         const View& next = views_[index];
-        if (view.range.begin == next.range.begin) {  // updated in place
+        if (view.range.begin == next.range.begin) {  // the array is updated in place
             view.written |= next.written;
             view.range.end = next.range.end;
             views_.erase(views_.begin() + static_cast<std::ptrdiff_t>(index));
@@ -114,7 +114,7 @@ void RunMemory::poison_written() {
 std::string RunMemory::trespass() const {
     const std::uintptr_t fault = guard_ ? guard_->first_fault() : 0;
     if (fault == 0) return {};
-    // The nearest buffer is the one that was left: guards are longer than any buffer.
+    // The kernel left the nearest buffer, since guards are longer than any buffer.
     std::size_t nearest = 0;
     std::int64_t least = std::numeric_limits<std::int64_t>::max();
     for (std::size_t index = 0; index < views_.size(); ++index) {

@@ -12,28 +12,28 @@
 
 namespace smart_infinity::emulator {
 
-// Host memory of the buffer that a card's address lies in, from that address on; empty if it has none of its own.
+// Returns host memory from a card's address on, if the buffer that holds the address has any; otherwise empty.
 using FindHostMemory = std::function<std::span<std::byte>(std::uint64_t address)>;
 
-// The buffers of one run as its kernel reaches them, each between guards.
+// The buffers of a run as its kernel reaches them, each between guards.
 //
-// A pointer's buffer ends where the next pointer of the run begins, or where its allocation ends: what lies one behind
-// the other in one allocation is guarded, too. A buffer that does not end with a page is copied to where one ends.
+// A pointer's buffer ends where the next pointer of the run begins or where its allocation ends, so that neighbours
+// within one allocation are guarded, too. A buffer that does not end with a page is copied to where one ends.
 class RunMemory final : public DeviceMemory {
  public:
     RunMemory(CardMemory& memory, FindHostMemory find_host) : memory_(memory), find_host_(std::move(find_host)) {}
 
     void map(std::span<PointerArgument> pointers) override;
 
-    // After the kernel: copies go back, and the host's memory of what changed becomes poison until it is synced.
+    // Called after the kernel: copies go back, and host memory of changed beats becomes poison until it is synced.
     void finish();
-    // For a run that fails half way: what is in the buffers that it writes is of no use.
+    // Poisons the buffers that a run writes, because the run failed half way.
     void poison_written();
-    // What the kernel touched outside of its buffers, in words; empty if nothing.
+    // Describes an access outside of the run's buffers; empty if there was none.
     std::string trespass() const;
 
     std::uint64_t bytes() const;
-    // The card's address of a byte of the argument-th pointer; throws std::out_of_range.
+    // Returns the card's address of a byte behind a pointer, given by its index; throws std::out_of_range.
     std::uint64_t address(std::size_t pointer, std::uint64_t offset) const;
 
  private:
@@ -42,7 +42,7 @@ class RunMemory final : public DeviceMemory {
         bool written;
         std::byte* memory = nullptr;
         bool is_copy = false;
-        std::vector<std::byte> before = {};  // where changes matter
+        std::vector<std::byte> before = {};  // contents before the run, if changes matter
     };
 
     void find_ranges(std::span<const PointerArgument> pointers);

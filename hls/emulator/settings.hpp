@@ -8,7 +8,7 @@ namespace smart_infinity::emulator {
 
 inline constexpr unsigned kMaxCards = 16;
 
-// How a card behaves; each may change while it runs. Environment: SMART_INFINITY_CARD_<NAME>.
+// How a card behaves; each setting may change while it runs. Environment: SMART_INFINITY_CARD_<NAME>.
 struct Settings {
     Settings();
 
@@ -17,10 +17,10 @@ struct Settings {
 
     std::atomic<std::int64_t> dram_mib;
     std::atomic<std::int64_t> p2p;                // 0: not enabled
-    std::atomic<std::int64_t> latency_us;         // of a run, on top of what the kernel takes here
-    std::atomic<std::int64_t> dma_mib_per_s;      // of syncs, each direction; 0: as fast as memory is
-    std::atomic<std::int64_t> channel_mib_per_s;  // of the syncs of all cards together, both directions; 0: no limit
-    std::atomic<std::int64_t> kernel_mib_per_s;   // of the buffers that a run is given; 0: as fast as it computes here
+    std::atomic<std::int64_t> latency_us;         // of a run, added to the time that the kernel takes here
+    std::atomic<std::int64_t> dma_mib_per_s;      // of syncs in each direction; 0: the speed of memory
+    std::atomic<std::int64_t> channel_mib_per_s;  // of the syncs of all cards in both directions; 0: no limit
+    std::atomic<std::int64_t> kernel_mib_per_s;   // of the buffers of a run; 0: the speed of computing here
 };
 
 // Number of cards in the machine: SMART_INFINITY_CARD_COUNT, or what was set last.

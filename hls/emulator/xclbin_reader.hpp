@@ -13,7 +13,7 @@ struct Bank {
     std::uint64_t bytes;
 };
 
-// What the emulated card needs to know of an xclbin.
+// The parts of an xclbin that the emulated card uses.
 struct Xclbin {
     std::string uuid;
     std::vector<Bank> banks;

@@ -1,6 +1,6 @@
-"""Checks kernels without the synthesis tool: pragmas, DATAFLOW, synthesisability, and the description of the kernels.
+"""Checks kernels without the synthesis tool: pragmas, DATAFLOW, synthesisability, and agreement with the description.
 
-That it finds nothing does not say that v++ takes a kernel: only v++ knows.
+A kernel without findings may still be refused by v++.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _STAND_INS = Path(__file__).with_name("include")
 
 
 def lint(design: Design, *, root: Path = _ROOT) -> list[Finding]:
-    """Checks all kernels of a design.
+    """Check all kernels of a design.
 
     Args:
         design: Kernels and compute units.
-        root: Folder that the kernels' sources lie below. Their headers are looked for in ``hls/include``, those that
-            take the place of the toolchain's in ``hls/sim/include`` and, where simulation does without them, here.
+        root: Folder above the kernels' sources. Their headers come from ``hls/include``; headers that replace the
+            toolchain's come from ``hls/sim/include`` and, if simulation does without them, from this folder.
     """
     missing = [Finding(str(root / k.source), 1, "is missing") for k in design.kernels if not (root / k.source).exists()]
     if missing:
@@ -51,7 +51,7 @@ def _check(source: Source, kernel: Kernel) -> Iterator[Finding]:
     yield from check_top(source, kernel)
     unsynthesisable = [finding for top in source.tops for finding in check_synthesis(source, top)]
     yield from unsynthesisable
-    # Streams are followed through calls, which has an end where nothing calls itself.
+    # Streams are followed through calls, which ends only if no function calls itself.
     if not unsynthesisable:
         for top in source.tops:
             yield from check_dataflow(source, top)

@@ -9,7 +9,7 @@ from hls.lint import lint
 
 
 def main() -> int:
-    """Prints what is wrong, one per line."""
+    """Print the findings, one per line."""
     findings = lint(SMARTSSD)
     sys.stdout.writelines(f"{finding}\n" for finding in findings)
     return 1 if findings else 0

@@ -1,4 +1,4 @@
-"""DATAFLOW: one producer and one consumer per stream, one process per pointer, one of a kind per AXI master."""
+"""Checks DATAFLOW: one producer and consumer per stream, one process per pointer, one reader and writer per master."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MAY_STAND = frozenset({CursorKind.DECL_STMT, CursorKind.NULL_STMT})
 
 @dataclass(frozen=True)
 class _Process:
-    """One call in a DATAFLOW region.
+    """A call in a DATAFLOW region.
 
     Attributes:
-        arguments: What it is given, by position.
+        arguments: Arguments by position.
     """
 
     name: str
@@ -35,7 +35,7 @@ class _Region:
     """A DATAFLOW region.
 
     Attributes:
-        bundles: Of the pointers that it is given: their AXI masters.
+        bundles: AXI masters of the region's pointers.
     """
 
     function: Cursor
@@ -48,7 +48,7 @@ class _Region:
 
 
 def check_dataflow(source: Source, top: Function) -> Iterator[Finding]:
-    """Checks every DATAFLOW region that a kernel's top reaches."""
+    """Check every DATAFLOW region that a kernel's top reaches."""
     ports = {p.options.get("port", ""): p.options.get("bundle", "") for p in top.named("INTERFACE")}
     yield from _check_function(source, top.cursor, ports)
 
@@ -70,7 +70,7 @@ def _check_function(source: Source, function: Cursor, bundles: Mapping[str, str]
 
 
 def _passed_on(call: Cursor, called: Cursor, bundles: Mapping[str, str]) -> dict[str, str]:
-    """Masters of a called function's parameters."""
+    """Return the masters of a called function's parameters."""
     pairs = zip(parameters(called), call.get_arguments(), strict=False)
     passed = {str(parameter.spelling): _variables(argument) & bundles.keys() for parameter, argument in pairs}
     return {parameter: bundles[next(iter(names))] for parameter, names in passed.items() if names}
@@ -82,7 +82,7 @@ def _block_around(function: Cursor, line: int) -> Cursor:
 
 
 def _check_form(function: Cursor, body: Cursor) -> Iterator[Finding]:
-    """The form that tools take: nothing but declarations and calls."""
+    """Check that a region has the form that tools accept: declarations and calls only."""
     for statement in body.get_children():
         if statement.kind not in _MAY_STAND and _call_in(statement) is None:
             message = f"{function.spelling}: a DATAFLOW region may hold declarations and calls of functions only"
@@ -90,7 +90,7 @@ def _check_form(function: Cursor, body: Cursor) -> Iterator[Finding]:
 
 
 def _call_in(statement: Cursor) -> Cursor | None:
-    """The call that a statement consists of."""
+    """Return the call that a statement consists of."""
     while statement.kind == CursorKind.UNEXPOSED_EXPR and len(children := list(statement.get_children())) == 1:
         statement = children[0]
     is_call = statement.kind == CursorKind.CALL_EXPR and statement.referenced is not None
@@ -117,7 +117,7 @@ def _check_streams(source: Source, region: _Region, body: Cursor) -> Iterator[Fi
                 writers[stream].append(process.name)
     for stream in _streams(body):
         yield from _check_ends(region, f"stream {stream}", writers[stream], readers[stream])
-    # The other end of a stream that the region is given lies outside of it.
+    # A stream that the region is given has its other end outside of the region.
     for stream in (str(p.spelling) for p in parameters(region.function) if _is_stream(p.type.get_pointee())):
         users = [*writers[stream], *readers[stream]]
         if len(users) > 1:
@@ -131,7 +131,7 @@ def _check_ends(region: _Region, channel: str, producers: list[str], consumers: 
 
 
 def _check_arrays(region: _Region, body: Cursor) -> Iterator[Finding]:
-    """An array between processes is a ping-pong buffer: one fills it, the next one takes it by const."""
+    """Check ping-pong buffers: one process fills an array, the next one takes it as const."""
     for array in (v for v in _variables_of(body) if v.type.kind == TypeKind.CONSTANTARRAY and not _num_streams(v)):
         users: dict[bool, list[str]] = {True: [], False: []}
         for process in region.processes:
@@ -142,7 +142,7 @@ def _check_arrays(region: _Region, body: Cursor) -> Iterator[Finding]:
 
 
 def _is_read_only(kind: Cursor) -> bool:
-    """Of a parameter that is an array of any number of dimensions: const may be said of each, or of what is in it."""
+    """Return whether an array parameter of any number of dimensions is const, as a whole or in its elements."""
     inner, is_const = kind.get_canonical(), False
     while inner.kind in (TypeKind.POINTER, TypeKind.CONSTANTARRAY):
         is_const |= inner.kind == TypeKind.CONSTANTARRAY and inner.is_const_qualified()
@@ -151,14 +151,14 @@ def _is_read_only(kind: Cursor) -> bool:
 
 
 def _variables_of(body: Cursor) -> Iterator[Cursor]:
-    """What a region declares."""
+    """Yield the variables that a region declares."""
     for statement in body.get_children():
         if statement.kind == CursorKind.DECL_STMT:
             yield from (child for child in statement.get_children() if child.kind == CursorKind.VAR_DECL)
 
 
 def _streams(body: Cursor) -> Iterator[str]:
-    """Names of the streams that a region declares; each of an array apart."""
+    """Yield the names of the streams that a region declares; an array's streams have a name each."""
     for variable in _variables_of(body):
         if _is_stream(variable.type):
             yield str(variable.spelling)
@@ -167,7 +167,7 @@ def _streams(body: Cursor) -> Iterator[str]:
 
 
 def _num_streams(variable: Cursor) -> int:
-    """Of an array of streams: how many."""
+    """Return the number of streams in an array of streams; 0 for other variables."""
     kind = variable.type.get_canonical()
     is_array = kind.kind == TypeKind.CONSTANTARRAY and _is_stream(kind.element_type)
     return int(kind.element_count) if is_array else 0
@@ -179,14 +179,14 @@ def _is_stream(kind: Cursor) -> bool:
 
 
 def _stream(argument: Cursor) -> str:
-    """Name of the stream that is passed, or nothing if it is none."""
+    """Return the name of the stream that is passed; empty if the argument is no stream."""
     if not _is_stream(argument.type):
         return ""
     return "".join(token.spelling for token in argument.get_tokens())
 
 
 def _directions(source: Source, function: Cursor, position: int) -> tuple[bool, bool]:
-    """Whether a function reads from, and writes to, the stream that is its parameter."""
+    """Return whether a function reads from, and writes to, the stream at this parameter."""
     stream = str(parameters(function)[position].spelling)
     reads = writes = False
     for call, called in source.calls(function):
@@ -202,7 +202,7 @@ def _directions(source: Source, function: Cursor, position: int) -> tuple[bool, 
 
 
 def _receiver(call: Cursor) -> str:
-    """The variable whose method is called."""
+    """Return the variable whose method is called."""
     first = next(call.get_children(), None)
     if first is None or call.referenced.kind != CursorKind.CXX_METHOD:
         return ""
@@ -221,7 +221,7 @@ def _check_pointers(region: _Region) -> Iterator[Finding]:
 
 
 def _check_bundles(region: _Region) -> Iterator[Finding]:
-    """A master has one channel for reading and one for writing: two processes on one of them wait for each other."""
+    """Check masters, each of which has one channel per direction: two processes on it would wait for each other."""
     by_direction: dict[tuple[str, str], set[str]] = defaultdict(set)
     users = _pointer_users(region)
     for parameter in parameters(region.function):

@@ -1,4 +1,4 @@
-"""Pragmas: known, in their place, about what exists."""
+"""Checks that pragmas are known, stand in the right place and refer to things that exist."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["check_pragmas"]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a pragma may hold.
+    """The options and words that a pragma may have.
 
     Attributes:
-        needs_loop: It says something about a loop, and has to stand in the loop's body.
+        needs_loop: Whether it describes a loop and so must stand in the loop's body.
     """
 
     options: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ _AXI_BOUNDARY_BYTES = 4096
 
 
 def check_pragmas(source: Source) -> Iterator[Finding]:
-    """Unknown pragmas and options, pragmas out of place, and ports, variables and constants that do not exist."""
+    """Find unknown pragmas and options, misplaced pragmas, and ports, variables and constants that do not exist."""
     for pragma in source.homeless:
         yield pragma.finding(f"pragma {pragma.name} stands outside of every function")
     constants = source.constants()
@@ -111,7 +111,7 @@ def _check_variable(function: Function, pragma: Pragma) -> Iterator[Finding]:
         return
     name = pragma.options.get("variable")
     if name is None:
-        # DEPENDENCE alone may speak of all variables.
+        # Only DEPENDENCE may refer to all variables.
         if pragma.name != "DEPENDENCE":
             yield pragma.finding(f"pragma {pragma.name} names no variable")
         return
@@ -121,7 +121,7 @@ def _check_variable(function: Function, pragma: Pragma) -> Iterator[Finding]:
 
 
 def _names(function: Cursor) -> set[str]:
-    """Parameters and variables of a function, and the fields of the class that it belongs to."""
+    """Return the parameters and variables of a function, and the fields of the class that it belongs to."""
     own = (c for c in function.walk_preorder() if c.kind in (CursorKind.PARM_DECL, CursorKind.VAR_DECL))
     house = function.semantic_parent
     fields = (c for c in house.get_children() if c.kind == CursorKind.FIELD_DECL)

@@ -1,4 +1,4 @@
-"""A kernel's top against the one description of the kernels, and its AXI masters against the memory bank."""
+"""Compares a kernel's top with the description of the kernels, and its AXI masters with the memory bank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = (TypeKind.UINT,)
 
 
 def check_top(source: Source, kernel: Kernel) -> Iterator[Finding]:
-    """Compares the source's top with the description: name, arguments in order, types, bundles."""
+    """Compare the source's top with the description: name, arguments in order, types, bundles."""
     for function in source.tops:
         if function.name != kernel.name:
             yield _finding(function, f"{function.name} can be seen from outside, but is not the kernel {kernel.name}")
@@ -37,17 +37,17 @@ def check_top(source: Source, kernel: Kernel) -> Iterator[Finding]:
 
 
 def masters(top: Function) -> list[str]:
-    """The AXI masters of a kernel: a port without a bundle shares the one named gmem."""
+    """Return the AXI masters of a kernel; ports without a bundle share the one named gmem."""
     ports = (pragma for pragma in top.named("INTERFACE") if pragma.mode == "m_axi")
     return list(dict.fromkeys(p.options.get("bundle", "gmem") for p in ports))
 
 
 def check_masters(tops: Sequence[tuple[Function, int]], *, path: str) -> Iterator[Finding]:
-    """Counts the masters of all compute units.
+    """Check the number of masters of all compute units.
 
     Args:
-        tops: The kernels, and how many compute units each has.
-        path: Where to report that there are too many.
+        tops: Kernels, each with its number of compute units.
+        path: File to name if there are too many.
     """
     counts = {top.name: len(masters(top)) * num_units for top, num_units in tops}
     if sum(counts.values()) > MAX_MASTERS:
@@ -64,7 +64,7 @@ def _check_names(top: Function, kernel: Kernel) -> Iterator[Finding]:
 
 
 def _check_interface(top: Function, parameter: Cursor) -> Iterator[Finding]:
-    """What every argument needs, whatever the description says of it."""
+    """Check what every argument needs, whatever the description says about it."""
     kind = parameter.type.get_canonical().kind
     pragmas = [p for p in top.named("INTERFACE") if p.options.get("port") == parameter.spelling]
     if kind in (TypeKind.LVALUEREFERENCE, TypeKind.RVALUEREFERENCE):

@@ -1,4 +1,4 @@
-"""A kernel's source as v++ sees it: parsed by libclang with ``__SYNTHESIS__`` defined, its pragmas beside it."""
+"""A kernel's source as v++ sees it: parsed by libclang with ``__SYNTHESIS__`` defined, and its pragmas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clang.cindex import CursorKind, Index, LinkageKind
 
 __all__ = ["FUNCTIONS", "LOOPS", "Cursor", "Finding", "Function", "Pragma", "Source", "parameters"]
 
-# libclang carries no types.
+# libclang has no type hints.
 Cursor: TypeAlias = Any
 
 FUNCTIONS = frozenset(
@@ -34,21 +34,21 @@ _HOUSES = frozenset(
     {
         CursorKind.NAMESPACE,
         CursorKind.LINKAGE_SPEC,
-        CursorKind.UNEXPOSED_DECL,  # extern "C" of some versions
+        CursorKind.UNEXPOSED_DECL,  # extern "C" in some versions
         CursorKind.CLASS_DECL,
         CursorKind.STRUCT_DECL,
         CursorKind.CLASS_TEMPLATE,
         CursorKind.CLASS_TEMPLATE_PARTIAL_SPECIALIZATION,
     }
 )
-_STANDARD = "-std=c++14"  # what v++ takes unless told otherwise
+_STANDARD = "-std=c++14"  # the default of v++
 _COMPILER = os.environ.get("CXX", "c++")
 _ERROR = 3  # clang's severity
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """What is wrong with a source, and where."""
+    """A fault in a source, with its place."""
 
     path: str
     line: int
@@ -60,12 +60,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Pragma:
-    """One ``#pragma HLS``.
+    """A ``#pragma HLS``.
 
     Attributes:
-        name: In capitals, for instance ``PIPELINE``.
-        words: What stands alone, for instance ``m_axi`` or ``off``.
-        options: What has a value; names are lower-case.
+        name: Name in capitals, for instance ``PIPELINE``.
+        words: Words without a value, for instance ``m_axi`` or ``off``.
+        options: Options with a value; names are lower-case.
     """
 
     path: str
@@ -76,7 +76,7 @@ class Pragma:
 
     @property
     def mode(self) -> str:
-        """Of an INTERFACE: ``mode=m_axi``, or ``m_axi`` alone."""
+        """Mode of an INTERFACE, written ``mode=m_axi`` or just ``m_axi``."""
         return self.options.get("mode") or next(iter(self.words), "")
 
     def finding(self, message: str) -> Finding:
@@ -85,7 +85,7 @@ class Pragma:
 
 @dataclass(frozen=True)
 class Function:
-    """A function or template of the project's, and the pragmas that stand in its body."""
+    """A function or template of the project, with the pragmas in its body."""
 
     cursor: Cursor
     pragmas: list[Pragma] = field(default_factory=list)
@@ -95,11 +95,11 @@ class Function:
         return str(self.cursor.spelling)
 
     def named(self, name: str) -> list[Pragma]:
-        """The pragmas of this name."""
+        """Return the pragmas of this name."""
         return [pragma for pragma in self.pragmas if pragma.name == name]
 
     def around(self, line: int) -> list[Cursor]:
-        """Everything in it that spans a line, outermost first."""
+        """Return everything in the function that spans a line, outermost first."""
         return list(_around(self.cursor, line))
 
 
@@ -109,7 +109,7 @@ class Source:
     Args:
         path: The kernel's source.
         include: Folders with headers of the project.
-        stand_ins: Folders with headers that take the place of the toolchain's: they are not looked at.
+        stand_ins: Folders with headers that replace the toolchain's; these are not checked.
     """
 
     def __init__(self, path: Path, *, include: Sequence[Path] = (), stand_ins: Sequence[Path] = ()) -> None:
@@ -128,7 +128,7 @@ class Source:
 
     @property
     def errors(self) -> list[Finding]:
-        """What does not compile."""
+        """Compiler errors."""
         return [
             Finding(str(each.location.file), each.location.line, f"does not compile: {each.spelling}")
             for each in self._unit.diagnostics
@@ -137,7 +137,7 @@ class Source:
 
     @property
     def tops(self) -> list[Function]:
-        """The functions of the source itself (not of headers) that the linker can see."""
+        """Functions of the source itself (not of headers) that the linker can see."""
         return [
             function
             for function in self.functions
@@ -147,7 +147,7 @@ class Source:
         ]
 
     def constants(self) -> set[str]:
-        """Names that may stand for a number in a pragma: variables, enumerators and parameters of templates."""
+        """Return names that may stand for a number in a pragma: variables, enumerators and template parameters."""
         kinds = (CursorKind.VAR_DECL, CursorKind.ENUM_CONSTANT_DECL, CursorKind.TEMPLATE_NON_TYPE_PARAMETER)
         return {
             str(cursor.spelling)
@@ -158,15 +158,15 @@ class Source:
         }
 
     def owns(self, cursor: Cursor) -> bool:
-        """Whether it stands in one of the project's files."""
+        """Return whether a cursor stands in one of the project's files."""
         return _file(cursor) in self._files
 
     def is_toolchain(self, cursor: Cursor) -> bool:
-        """Whether it stands in a header of the toolchain, or in what takes its place."""
+        """Return whether a cursor stands in a header of the toolchain, or in a replacement for one."""
         return str(Path(_file(cursor)).parent) in self._stand_ins
 
     def calls(self, function: Cursor) -> list[tuple[Cursor, Cursor]]:
-        """Every call in a function: the call, and what it calls (an instance, where that is a template)."""
+        """Return every call in a function, with the function that it calls (an instance if that is a template)."""
         name = function.get_usr()
         if name not in self._calls:
             found = (c for c in function.walk_preorder() if c.kind == CursorKind.CALL_EXPR and c.referenced)
@@ -175,13 +175,13 @@ class Source:
         return self._calls[name]
 
     def written(self, cursor: Cursor) -> Function | None:
-        """The function as it was written, of which ``cursor`` may be an instance."""
+        """Return the function as it was written; ``cursor`` may be an instance of it."""
         place = (_file(cursor), cursor.location.line)
         matches = (f for f in self.functions if (_file(f.cursor), f.cursor.location.line) == place)
         return next((f for f in matches if f.name == cursor.spelling), None)
 
     def _house(self, pragma: Pragma) -> bool:
-        """Gives a pragma to the innermost function around it."""
+        """Assign a pragma to the innermost function around it; return whether there is one."""
         around = [f for f in self.functions if _file(f.cursor) == pragma.path and _spans(f.cursor, pragma.line)]
         if around:
             max(around, key=lambda f: f.cursor.extent.start.line).pragmas.append(pragma)
@@ -189,12 +189,12 @@ class Source:
 
 
 def parameters(function: Cursor) -> list[Cursor]:
-    """Parameters of a function, of an instance of a template, or of a template."""
+    """Return the parameters of a function, of an instance of a template, or of a template."""
     return [child for child in function.get_children() if child.kind == CursorKind.PARM_DECL]
 
 
 def _preprocessed(path: str, arguments: Sequence[str]) -> tuple[set[str], list[Pragma]]:
-    """The project's files that take part, and the pragmas that no condition removed."""
+    """Return the project's files that the source includes, and the pragmas that no condition removed."""
     command = [_COMPILER, "-E", *arguments, path]
     completed = subprocess.run(command, capture_output=True, text=True)
     files, pragmas = {path}, []
@@ -223,7 +223,7 @@ def _pragma(path: str, line: int, family: str, text: str) -> Pragma:
 
 @lru_cache(maxsize=1)
 def _compiler_headers() -> str:
-    """Folder of stddef.h and its like, which do not come with libclang."""
+    """Return the folder of stddef.h and similar headers, which libclang does not bring."""
     found = subprocess.run([_COMPILER, "-print-file-name=include"], capture_output=True, text=True, check=True)
     return found.stdout.strip()
 

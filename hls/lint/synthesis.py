@@ -1,4 +1,4 @@
-"""What no tool makes hardware of: looked for in everything that a kernel's top reaches."""
+"""Finds constructs that cannot become hardware, in everything that a kernel's top reaches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DOUBLES = (TypeKind.DOUBLE, TypeKind.LONGDOUBLE)
 
 
 def check_synthesis(source: Source, top: Function) -> Iterator[Finding]:
-    """Heap, exceptions, goto, recursion, double precision, and calls of what is neither ours nor the toolchain's."""
+    """Find heap, exceptions, goto, recursion, double precision, and calls of code of neither project nor toolchain."""
     reached = _reached(source, top.cursor)
     for function in reached.values():
         if function.kind == CursorKind.CXX_METHOD and function.is_virtual_method():
@@ -38,7 +38,7 @@ def check_synthesis(source: Source, top: Function) -> Iterator[Finding]:
 
 
 def _reached(source: Source, top: Cursor) -> dict[str, Cursor]:
-    """The project's functions that a call of ``top`` runs, itself among them, by their unique names."""
+    """Return ``top`` and the project's functions that it calls, directly or not, by their unique names."""
     found, waiting = {}, [top]
     while waiting:
         function = waiting.pop()
@@ -49,7 +49,7 @@ def _reached(source: Source, top: Cursor) -> dict[str, Cursor]:
 
 
 def _reachable_names(source: Source, function: Cursor) -> set[str]:
-    """Unique names of what a function calls, directly or not."""
+    """Return the unique names of the functions that a function calls, directly or not."""
     return {name for _, called in source.calls(function) for name in _reached(source, called)}
 
 
@@ -67,7 +67,7 @@ def _check_call(source: Source, cursor: Cursor) -> Iterator[Finding]:
         return
     called = cursor.referenced
     if called is None or called.kind not in FUNCTIONS:
-        # Conversions and constructions without a function show up as calls of nothing.
+        # Conversions and constructions without a function appear as calls of nothing.
         if called is not None and called.type.get_canonical().kind == TypeKind.POINTER:
             yield _finding(cursor, f"a call through the pointer {called.spelling} cannot be synthesised")
     elif not source.owns(called) and not source.is_toolchain(called):

@@ -16,7 +16,7 @@
 namespace sim {
 namespace {
 
-// Subnormals are zeros, as for the card's operators.
+// Flushes subnormals to zero, as the card's operators do.
 class FlushedSubnormals {
  public:
     FlushedSubnormals() { _mm_setcsr(before_ | 0x8040); }
@@ -33,7 +33,7 @@ struct Arguments {
     const std::uint32_t* words;
     std::size_t next_pointer = 0;
 
-    // In and out pointers of an array are the same.
+    // The in and out pointers of an array are the same.
     void* pointer() {
         const std::size_t index = next_pointer++;
         return buffers[index <= num_arrays ? index : index - num_arrays];
@@ -51,7 +51,7 @@ struct Arguments {
 
 template <class... Types>
 void call(void (*kernel)(Types...), Arguments arguments) {
-    std::apply(kernel, std::tuple<Types...>{arguments.next<Types>()...});  // braces: in order
+    std::apply(kernel, std::tuple<Types...>{arguments.next<Types>()...});  // braces keep the order
 }
 
 void call(std::uint32_t kernel, const Arguments& arguments) {
@@ -98,7 +98,7 @@ std::string simulate(std::uint32_t kernel, void* const* buffers, const std::uint
 
 extern "C" {
 
-// For ctypes. What went wrong is put into `message`, cut to `capacity` bytes; empty if nothing did.
+// Interface for ctypes. Puts the failure into `message`, cut to `capacity` bytes; empty if there was none.
 void csim_run(std::uint32_t kernel, void* const* buffers, const std::uint32_t* words, char* message,
               std::size_t capacity) {
     const std::string failure = sim::simulate(kernel, buffers, words);

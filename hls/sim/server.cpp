@@ -1,8 +1,8 @@
-// Runs kernels for another process, for builds with a sanitizer, which Python cannot load.
+// Runs kernels for another process. It serves builds with a sanitizer, which Python cannot load.
 //
-// Read from stdin for each run: uint32 kernel, then for each buffer uint64 size and its bytes (gradient, arrays,
-// parameter, status), uint32 number of words and the words. Answered on stdout: uint64 size of the message and the
-// message, then the bytes of the buffers.
+// For each run it reads from stdin: uint32 kernel; for each buffer uint64 size and its bytes (gradient, arrays,
+// parameter, status); uint32 number of words, and the words. It answers on stdout: uint64 size of the message, the
+// message, and the bytes of the buffers.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -28,7 +28,7 @@ void send(const void* bytes, std::size_t size) {
     if (std::fwrite(bytes, 1, size, stdout) != size) std::exit(2);
 }
 
-// On the heap and not a byte longer than asked for: a beat too many is an error.
+// It lies on the heap and is not a byte longer than asked for, so that access beyond its end is an error.
 struct Buffer {
     std::uint64_t size = received<std::uint64_t>();
     std::unique_ptr<void, decltype(&std::free)> bytes{std::aligned_alloc(64, size), &std::free};

@@ -1,4 +1,4 @@
-"""The ``smart-infinity`` command, on top of everything else."""
+"""The ``smart-infinity`` command, which may use every other module."""
 
 from __future__ import annotations
 

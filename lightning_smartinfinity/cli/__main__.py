@@ -1,4 +1,4 @@
-"""``python -m lightning_smartinfinity.cli``."""
+"""Runs the command as ``python -m lightning_smartinfinity.cli``."""
 
 from __future__ import annotations
 

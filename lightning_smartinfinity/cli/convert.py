@@ -1,4 +1,4 @@
-"""``smart-infinity convert``: kept optimizer state into another state format."""
+"""``smart-infinity convert``: converts kept optimizer state to another state format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ and other folders. The old state stays. Ended early, the command leaves nothing;
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to what ``ArgumentParser.add_subparsers`` returns."""
+    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
     parser = commands.add_parser("convert", help="kept state into another state format", description=_DESCRIPTION)
     parser.add_argument("folders", nargs="+", type=Path, help="its storage folders, in the order of the run")
     parser.add_argument("--into", nargs="+", type=Path, required=True, help="storage folders for the new state")
@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from lightning_smartinfinity.transfer.convert import convert_store  # torch, which takes its time
+    from lightning_smartinfinity.transfer.convert import convert_store  # imports torch, which is slow
 
     progress = Progress(shown=not options.quiet)
     ranks = convert_store(

@@ -1,4 +1,4 @@
-"""What is asked for on the command line, and how it ends."""
+"""Parses the command line, runs the command and chooses the exit status."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightning_smartinfinity.errors import SmartInfinityError
 
 __all__ = ["main"]
 
-_INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell says it of SIGINT and SIGPIPE
+_INTERRUPTED, _BROKEN_PIPE = 130, 141  # the values by which a shell reports SIGINT and SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``smart-infinity``.
 
     Args:
-        arguments: Without the program's name; None: those of the process.
+        arguments: Arguments without the program's name; ``None`` means those of the process.
 
     Returns:
-        Exit status: 0, 1 after an error of this package, a self-test that finds one or output that cannot be written,
-        130 after Ctrl-C, 141 where the reader of the output has gone. argparse exits with 2 by itself.
+        Exit status: 0; 1 after an error of this package, a failed self-test or output that cannot be written; 130 after
+        Ctrl-C; 141 if the reader of the output has gone. argparse itself exits with 2.
     """
     parser = argparse.ArgumentParser(
         prog="smart-infinity", description="Optimizer state and checkpoints of lightning-smartinfinity."
@@ -55,7 +55,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> in
 
 
 def _tell_unwritten(error: OutputError) -> int:
-    if error.errno == errno.EPIPE:  # its reader has what it wanted
+    if error.errno == errno.EPIPE:  # the reader has read enough
         return _BROKEN_PIPE
     if sys.stderr is not None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What commands print, on streams that may fail: a full disk, a pipe whose reader has gone, a stream that is closed."""
+"""Detects output that cannot be written: a full disk, a pipe whose reader has gone, a closed stream."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["OutputError", "checked_output"]
 
 
 class OutputError(OSError):
-    """Standard output or standard error cannot be written; of the commands' other errors of the system none is one."""
+    """Standard output or standard error cannot be written; other system errors of a command have other types."""
 
 
 class _Checked:
-    """A stream whose failures are told apart from those of other files.
+    """A stream whose failures can be told from those of other files.
 
     Args:
-        stream: Standard output or standard error; None: the process has none.
+        stream: Standard output or standard error; ``None`` if the process has none.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -34,7 +34,7 @@ class _Checked:
             return int(self._stream.write(text))
 
     def flush(self) -> None:
-        if self._error is not None:  # argparse goes on after a write that failed
+        if self._error is not None:  # argparse continues after a failed write
             raise self._error
         if self._stream is not None and not self._stream.closed:
             with self._failing():
@@ -56,23 +56,23 @@ class _Checked:
         raise self._error from None
 
     def _discard(self) -> None:
-        """What it still holds would fail again when the interpreter exits."""
+        """Discard buffered text, which would fail again when the interpreter exits."""
         with suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """All that is printed meanwhile is written when this ends.
+    """Make sure that everything printed in this context is written when it ends.
 
     Raises:
-        OutputError: It was not.
+        OutputError: The output could not be written.
     """
     output = _Checked(sys.stdout)
     with redirect_stdout(output), redirect_stderr(_Checked(sys.stderr)):
         try:
             yield
-        except SystemExit:  # after help, for one
+        except SystemExit:  # argparse exits after --help
             output.flush()
             raise
         output.flush()

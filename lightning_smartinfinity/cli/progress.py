@@ -1,4 +1,4 @@
-"""How far a command is."""
+"""Shows the progress of a command."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """A line on the terminal, or of a log, for each tenth of a thing.
+    """Prints a line for each tenth of a task.
 
     Args:
-        shown: False: none.
+        shown: Whether to print anything.
     """
 
     def __init__(self, *, shown: bool) -> None:
@@ -19,7 +19,7 @@ class Progress:
         self._last = ("", -1)
 
     def __call__(self, thing: str, done: int, total: int) -> None:
-        """So much of it is done."""
+        """Report that this part of a task is done."""
         tenth = 10 * done // total if total else 10
         if self._shown and (thing, tenth) != self._last:
             self._last = (thing, tenth)

@@ -1,4 +1,4 @@
-"""``smart-infinity selftest``: whether this machine's SmartSSDs can update, and if not, what to do."""
+"""``smart-infinity selftest``: tells whether this machine's SmartSSDs can update and, if not, what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ between the card and its SSD, and update one tasklet with every kernel, bit for 
 the folders. Exit status 1 if anything is not as it must be.
 """
 _ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
-_MAX_MIB = 4096  # a card's memory
+_MAX_MIB = 4096  # memory of a card
 _MARKS = {True: "ok", False: "FAIL", None: "-"}
 
 
@@ -44,7 +44,7 @@ _mib = reading(_digits, between(1, _MAX_MIB))
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to what ``ArgumentParser.add_subparsers`` returns."""
+    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
     parser = commands.add_parser("selftest", help="whether SmartSSDs can update", description=_DESCRIPTION)
     parser.add_argument("folders", nargs="*", help="storage folders, one on the SSD of each card")
     parser.add_argument("--xclbin", help="SmartSSDConfig(xclbin=...)")
@@ -71,11 +71,11 @@ def show(findings: Iterable[Any], *, as_json: bool) -> int:
     """Print findings as they come, or all of them as JSON.
 
     Args:
-        findings: Of ``examine``.
-        as_json: Machine-readable.
+        findings: Findings of ``examine``.
+        as_json: Whether to print JSON.
 
     Returns:
-        Exit status: 1 if one of them is not ok.
+        Exit status: 1 if a check failed, otherwise 0.
     """
     shown: list[Any] = []
     for finding in findings:

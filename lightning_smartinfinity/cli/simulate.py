@@ -1,4 +1,4 @@
-"""``smart-infinity simulate``: what training steps take, in virtual time."""
+"""``smart-infinity simulate``: simulates training steps in virtual time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SECONDS = "{forward:>10}{backward:>12}{update:>10}{step:>10}"
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to what ``ArgumentParser.add_subparsers`` returns."""
+    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
     parser = commands.add_parser("simulate", help="what a training step takes elsewhere", description=_DESCRIPTION)
     add_options(parser)
     parser.set_defaults(run=_run)
@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         write_plot(rows, options.plot)
     if options.json:
-        figures = {name: value for name, value in asdict(machine).items() if name != "num_devices"}  # it is of a row
+        figures = {name: value for name, value in asdict(machine).items() if name != "num_devices"}  # differs by row
         print(json.dumps({"machine": figures, "rows": [row.as_json() for row in rows]}))
     else:
         _print(rows)
@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _machine(machine: Machine, options: argparse.Namespace) -> Machine:
-    """The paper's, with the rates that were given."""
+    """Replace the rates of the paper's machine by those that were given."""
     from lightning_smartinfinity.plan.cost import FEED_BACK
     from lightning_smartinfinity.plan.handler import MOST_FEED_BACK_THREADS
 
@@ -76,10 +76,10 @@ def _machine(machine: Machine, options: argparse.Namespace) -> Machine:
 
 
 def _possible(options: argparse.Namespace) -> list[Case]:
-    """Cases that exist; says which of the listed values have none.
+    """Return the cases that exist; print which of the listed values have none.
 
     Raises:
-        ConfigError: There is none at all.
+        ConfigError: No case exists.
     """
     cases = [case for case in _cases(options) if case.is_possible]
     if not cases:
@@ -135,7 +135,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _print(rows: Sequence[Simulated]) -> None:
-    """Columns, in seconds."""
+    """Print a table of seconds."""
     head = {name: name for name in ("parameters", "devices", "system", "state", "gradients", "overlap")}
     parts = {name: f"{name} s" for name in ("forward", "backward", "update", "step")}
     print(_TABLE.format(**head) + _SECONDS.format(**parts))
@@ -146,7 +146,7 @@ def _print(rows: Sequence[Simulated]) -> None:
 
 
 def _print_memory(rows: Sequence[Simulated]) -> None:
-    """Columns, in GiB; the update holds as much whatever it runs beside."""
+    """Print a table of GiB without the overlap, on which the update's memory does not depend."""
     held = {row.memory_columns: row.host_bytes for row in rows}
     if not held:
         return

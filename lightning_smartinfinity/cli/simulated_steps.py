@@ -1,4 +1,4 @@
-"""Steps of ``smart-infinity simulate``: what the words of the command line mean to the simulator."""
+"""Translates the words of ``smart-infinity simulate``'s command line for the simulator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTS = ("forward", "backward", "update", "step")
 
 
 def in_figures(parameters: int) -> str:
-    """As on the command line: 8.4e9, 124e6, 1000."""
+    """Write a number as on the command line: 8.4e9, 124e6, 1000."""
     for unit in (12, 9, 6):
         if parameters >= 10**unit:
             return f"{parameters / 10**unit:g}e{unit}"
@@ -29,20 +29,20 @@ def in_figures(parameters: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One combination.
+    """One combination of the listed values.
 
     Args:
-        parameters: Of the model.
-        devices: Storage devices.
-        system: Who updates.
+        parameters: Parameters of the model.
+        devices: Number of storage devices.
+        system: System that updates.
         state: State format.
-        ratio: Of the elements whose gradients are sent; None: all.
+        ratio: Share of the gradient elements that are sent; ``None`` means all.
         overlap: ``"none"`` or ``"forward"``.
-        optimizer: Whose state it is.
-        dtype: Of gradients and parameters of this package; published systems have fp32.
-        route: Of gradients to this package's accelerators.
-        error_feedback: What this package does not send, it keeps.
-        gpu: Its name.
+        optimizer: Optimizer whose state is updated.
+        dtype: Type of this package's gradients and parameters; published systems use fp32.
+        route: How gradients reach this package's accelerators.
+        error_feedback: Whether this package keeps what it does not send.
+        gpu: Name of the GPU.
     """
 
     parameters: int
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the system has it; where it is of this package, whether that trains so."""
+        """Whether the system supports the combination and, if it is this package's, whether it trains that way."""
         compresses = self.system in ("smartssd", "su", "su+o")
         form = STATE_FORMATS[self.state]
         return (
@@ -72,11 +72,11 @@ class Case:
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether anything is left to keep."""
+        """Whether there is a residual to keep."""
         return self.system == "smartssd" and self.error_feedback and self.ratio is not None and self.ratio < 1
 
     def simulate(self, machine: Machine) -> Simulated:
-        """Its step on a machine."""
+        """Simulate a step on a machine."""
         from lightning_smartinfinity.plan.handler import Route
         from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
 
@@ -120,12 +120,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A case with its step.
+    """A case with its simulated step.
 
     Args:
         case: The case.
-        time: Its step.
-        host_bytes: Host memory of the update by purpose, of this package in one process; empty: of another system.
+        time: Seconds and traffic of the step.
+        host_bytes: Host memory of this package's update in one process, by purpose; empty for other systems.
     """
 
     case: Case
@@ -134,7 +134,7 @@ class Simulated:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Of a table."""
+        """Columns of a table."""
         case = self.case
         return {
             "parameters": in_figures(case.parameters),
@@ -147,12 +147,12 @@ class Simulated:
 
     @property
     def memory_columns(self) -> tuple[tuple[str, str], ...]:
-        """Of what memory depends on."""
+        """Columns on which memory depends."""
         return tuple((name, value) for name, value in self.columns.items() if name != "overlap")
 
     @property
     def series(self) -> str:
-        """What it is, whatever its size."""
+        """Name of the line in a plot: everything but the sizes."""
         columns = self.columns
         named = [columns["system"]]
         usual = {"state": "fp32", "gradients": "dense"}
@@ -160,7 +160,7 @@ class Simulated:
         return ", ".join(named + [f"beside {columns['overlap']}"] * (columns["overlap"] != "none"))
 
     def as_json(self) -> dict[str, Any]:
-        """For programs, as docs/simulation.md lists it."""
+        """Return the values for programs, as docs/simulation.md lists them."""
         case, traffic = self.case, self.time.traffic
         ours, on_cards = case.system in _OURS, case.system == "smartssd"
         return {

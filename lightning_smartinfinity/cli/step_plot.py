@@ -1,4 +1,4 @@
-"""The plot of ``smart-infinity simulate``."""
+"""Draws the plot of ``smart-infinity simulate``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["check_plot", "write_plot"]
 
 _FORMS = {".svg": "matplotlib.backends.backend_svg", ".png": "matplotlib.backends.backend_agg"}
-"""Of files, with what of matplotlib writes them."""
+"""Formats of files, each with the module of matplotlib that writes it."""
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "simulate",  # or names of parts depend on chance
+    "svg.fonttype": "none",  # keep text as text
+    "svg.hashsalt": "simulate",  # otherwise the names of parts are random
     "axes.spines.top": False,
     "axes.spines.right": False,
     "font.size": 9,
@@ -28,21 +28,21 @@ _STYLE: dict[Any, Any] = {
 
 
 def check_plot(path: Path) -> None:
-    """Whether such a plot can be drawn; asked before anything is simulated.
+    """Check, before anything is simulated, that the plot can be drawn.
 
     Args:
-        path: Of the plot; its ending says which form it has.
+        path: Path of the plot; its suffix tells the format.
 
     Raises:
         UnsupportedError: matplotlib cannot be imported.
-        ConfigError: The ending is of no form that is written here, or there is no such folder.
+        ConfigError: The format is unknown, or the folder does not exist.
     """
     if path.suffix not in _FORMS:
         raise ConfigError(f"smart-infinity simulate --plot {path} is of no known form.", "Use a name in .svg or .png.")
     try:
         for module in ("matplotlib", "matplotlib.figure", _FORMS[path.suffix]):
             import_module(module)
-    except ImportError as error:  # not installed, or not as a whole
+    except ImportError as error:  # it is not installed, or not completely
         raise UnsupportedError(
             f"smart-infinity simulate --plot needs matplotlib, which cannot be imported: {error}.",
             "pip install 'lightning-smartinfinity[benchmarks]', or leave --plot out.",
@@ -52,12 +52,12 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(rows: Sequence[Simulated], path: Path) -> None:
-    """Draw seconds per step: against devices, or parameters if there is one number of devices; a line for each other
-    difference, a panel for each model size.
+    """Draw seconds per step against devices, or against parameters if there is one number of devices only. Each model
+    size has a panel, every other difference a line.
 
     Args:
-        rows: What was simulated.
-        path: Of the plot, as :func:`check_plot` takes it.
+        rows: Simulated cases.
+        path: Path of the plot, which :func:`check_plot` has accepted.
 
     Raises:
         ConfigError: The file cannot be written.

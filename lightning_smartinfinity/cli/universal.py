@@ -1,4 +1,4 @@
-"""``smart-infinity universal``: a checkpoint into one that any number of processes resumes."""
+"""``smart-infinity universal``: converts a checkpoint so that any number of processes can resume it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ the next one removes.
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to what ``ArgumentParser.add_subparsers`` returns."""
+    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
     parser = commands.add_parser(
         "universal", help="a checkpoint for another number of processes", description=_DESCRIPTION
     )
@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from lightning_smartinfinity.zero3 import prepare_environment  # DeepSpeed, which takes its time
+    from lightning_smartinfinity.zero3 import prepare_environment  # imports DeepSpeed, which is slow
 
     prepare_environment("cpu", local_world_size=1)
     from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint

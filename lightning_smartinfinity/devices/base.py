@@ -1,4 +1,4 @@
-"""What a storage device is."""
+"""The interface of all storage devices and the counters that they keep."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class FolderTraffic:
     """Cumulative counters of one storage folder of one rank.
 
     Args:
-        read_bytes: Read from it, all of it: state with its padding and trailers, gradients that go through a file.
-        write_bytes: Written to it, likewise.
-        busy_seconds: Time with at least one read or write under way.
+        read_bytes: All bytes read from it: state with padding and trailers, and gradients that go through a file.
+        write_bytes: All bytes written to it, counted in the same way.
+        busy_seconds: Time during which at least one read or write was in progress.
     """
 
     read_bytes: int = 0
@@ -48,29 +48,29 @@ class Traffic:
     Args:
         steps: Committed steps (filled in by the handler).
         numel: Elements updated in committed steps, in total (filled in by the handler).
-        shared_read_bytes: Over the channel that all devices share, to the host: extents that the host reads from
-            storage, and parameters that a card has updated.
-        shared_write_bytes: Over it, from the host: extents that it writes to storage, and gradients for a card, into
-            its memory or through a file on its SSD.
-        internal_read_bytes: Inside devices, from storage to accelerator: a card's state, and gradients that go through
-            a file.
-        internal_write_bytes: Inside devices, from accelerator to storage: a card's state.
-        storage_write_bytes: Written to storage by whichever way, all of it: what wears it out. Extents with padding and
-            trailers, and gradients that go through a file; not commit records.
+        shared_read_bytes: Bytes sent to the host over the channel that all devices share: extents that the host reads
+            from storage, and parameters that a card has updated.
+        shared_write_bytes: Bytes sent from the host over that channel: extents that it writes to storage, and gradients
+            for a card, into its memory or through a file on its SSD.
+        internal_read_bytes: Bytes moved inside devices from storage to accelerator: a card's state, and gradients that
+            go through a file.
+        internal_write_bytes: Bytes moved inside devices from accelerator to storage: a card's state.
+        storage_write_bytes: All bytes written to storage, which is what wears it out: extents with padding and
+            trailers, and gradients that go through a file, but not commit records.
         read_calls: Reads issued.
         write_calls: Writes issued.
         read_seconds: Time in reads, summed over threads.
         write_seconds: Time in writes, summed over threads.
         compute_seconds: Time in updates, summed over threads.
         wait_seconds: Time callers spent waiting.
-        system_calls: Made for I/O.
+        system_calls: System calls made for I/O.
         io_cpu_seconds: CPU time of the threads that do I/O.
-        cached_read_bytes: State that would have been read, and was in host memory (``dram_cache_bytes``).
-        cached_write_bytes: State that would have been written, and is in host memory only.
-        padding_bytes: Moved inside devices beside state: what fills blocks up.
-        control_bytes: What keeps state whole: commit records and, where devices update, trailers of extents and the
-            status of each run. (Trailers that the host reads and writes are part of its extents.)
-        folders: Of optimizer state by storage folder, in their order.
+        cached_read_bytes: State that was in host memory and so was not read from storage (``dram_cache_bytes``).
+        cached_write_bytes: State that is kept in host memory only and so was not written to storage.
+        padding_bytes: Padding to whole blocks that was moved inside devices.
+        control_bytes: Bytes that keep state whole: commit records and, where devices update, trailers of extents and
+            the status of each run. (Trailers that the host reads and writes are part of its extents.)
+        folders: Counters of each storage folder of optimizer state, in the folders' order.
     """
 
     steps: int = 0
@@ -96,7 +96,7 @@ class Traffic:
 
     @classmethod
     def over_shared_channel(cls, counters: native.Counters) -> Traffic:
-        """What the native core counted, all of it between host and storage."""
+        """Convert the native core's counters, all of which count traffic between host and storage."""
         return cls(
             shared_read_bytes=counters.read_bytes,
             shared_write_bytes=counters.written_bytes,
@@ -131,12 +131,12 @@ class Traffic:
 
 
 def _numbers() -> list[str]:
-    """Fields of Traffic that are numbers."""
+    """Return the names of the fields of Traffic that are numbers."""
     return [field.name for field in fields(Traffic) if field.name != "folders"]
 
 
 class StorageDevice(ABC):
-    """Runs batches of tasklets over a rank's state files. One batch at a time; calls come from one thread."""
+    """Runs batches of tasklets over a rank's state files, one batch at a time; all calls come from one thread."""
 
     @abstractmethod
     def open(
@@ -151,38 +151,38 @@ class StorageDevice(ABC):
         """Allocate memory and start threads.
 
         Args:
-            files: One for each storage folder.
-            identity: What every extent carries.
-            buffer_bytes: Of the largest extent.
-            resident_bytes: Of the extents of the first tasklets, whose state stays in memory from then on.
-            written_through: It is written to storage as well.
+            files: One state file for each storage folder.
+            identity: Job, rank and state format, which every extent carries.
+            buffer_bytes: Size of the largest extent.
+            resident_bytes: Sizes of the first tasklets' extents, whose state stays in memory from then on.
+            written_through: Whether resident state is written to storage as well.
         """
 
     @property
     @abstractmethod
     def moves_tasklets(self) -> bool:
-        """Whether it can write a tasklet to another file than it read it from.
+        """Whether the device can write a tasklet to another file than the one it was read from.
 
-        If not, each tasklet stays on the storage folder that it was dealt to at first.
+        If not, each tasklet stays on the storage folder that it was first assigned to.
         """
 
     @property
     @abstractmethod
     def updates_from_parameters(self) -> bool:
-        """Whether an update can take masters from parameters in memory that are the masters.
+        """Whether an update can take master weights from parameters in memory that serve as the master weights.
 
-        If not, it takes them from storage, as it does for parameters in 16 bit.
+        If not, the update reads them from storage, as it does when parameters have 16 bits.
         """
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """Of the open device, for a user to read: where it updates and what moves the state."""
+        """A line for users: where the open device updates, and what moves the state."""
 
     @property
     @abstractmethod
     def ring_bytes(self) -> int:
-        """Host memory of the open device's buffers, and of what parameters on a CUDA device travel through."""
+        """Host memory of the open device's buffers, including the slots for parameters on a CUDA device."""
 
     @property
     @abstractmethod
@@ -195,34 +195,34 @@ class StorageDevice(ABC):
 
     @abstractmethod
     def extend(self, more: native.Batch) -> None:
-        """Add tasklets behind those of the batch, which has not been drained; return at once."""
+        """Append tasklets to the batch, which has not been drained, and return at once."""
 
     @abstractmethod
     def prefer(self, positions: Sequence[int]) -> None:
-        """Of these of the batch's tasklets begin those that have not begun before others, in this order."""
+        """Move these tasklets of the batch, in this order, ahead of the others that have not started."""
 
     @abstractmethod
     def wait(self, positions: Sequence[int] | None = None) -> None:
-        """Return when these of the batch's tasklets, as counted in it, have their outputs in memory; None: all.
+        """Return when the outputs of these tasklets (positions in the batch) are in memory; ``None`` means all.
 
-        Those that have not begun are preferred to others.
+        Those that have not started are moved ahead of the others.
 
         Raises:
             StorageError: The batch failed. :meth:`drain` must still be called.
-            CudaError: The same, copying parameters from or to a CUDA device.
-            DeviceError: The same, on a card.
+            CudaError: The batch failed while copying parameters from or to a CUDA device.
+            DeviceError: The batch failed on a card.
         """
 
     @abstractmethod
     def drain(self) -> None:
-        """Return when nothing of the batch is in flight; then it is over. Raises as :meth:`wait`.
+        """Return when nothing of the batch is in progress; the batch is then over. Raises the errors of :meth:`wait`.
 
-        Ctrl-C ends the wait here, and that of :meth:`wait`, with KeyboardInterrupt: the batch goes on.
+        Ctrl-C ends this wait, and that of :meth:`wait`, with KeyboardInterrupt; the batch continues.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """End the batch, if there is one, when nothing of it is in flight: what has not begun is not done."""
+        """End the batch, if there is one, without starting more tasklets; return when none is in progress."""
 
     @abstractmethod
     def counters(self) -> Traffic:
@@ -230,12 +230,12 @@ class StorageDevice(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is in flight, release threads and memory; idempotent."""
+        """Wait for work in progress, then release threads and memory; idempotent."""
 
     def when_written(self, then: Callable[[], object]) -> None:
-        """After :meth:`close`: call this once nothing is written to the files any more, which is now.
+        """After :meth:`close`, call ``then`` once nothing writes to the files any more, which here is at once.
 
         Args:
-            then: A device that gave a write up calls it when that has returned, some time.
+            then: Function to call. A device that gave up a write calls it later, when that write has returned.
         """
         then()

@@ -16,7 +16,7 @@ from lightning_smartinfinity.store.os_errors import failure_error, require_io_en
 __all__ = ["HostDevice"]
 
 _IO_THREADS_PER_FILE = 4
-_SMALLEST_EXTENT = 2 * BLOCK_BYTES  # an empty partition has no extents, but a ring all the same
+_SMALLEST_EXTENT = 2 * BLOCK_BYTES  # an empty partition has no extents but still has a ring
 _CORRUPT_REMEDIES = {
     "gradient": "A compressed gradient does not describe its tasklet: check the memory, and resume from a checkpoint.",
     "checksum": "The device returned other bytes than were written: check its health and resume from a checkpoint.",
@@ -30,13 +30,13 @@ class HostDevice(StorageDevice):
     """Updates on the host CPU; all state crosses the shared channel.
 
     Args:
-        num_buffers: Ring buffers (``TransferConfig.num_buffers``).
-        io_threads: Threads that read and write; None: four for each file.
-        compute_threads: Threads that update (``TransferConfig.compute_threads``).
-        io_engine: ``TransferConfig.io_engine``.
+        num_buffers: Number of ring buffers (``TransferConfig.num_buffers``).
+        io_threads: Number of threads that read and write; ``None`` means four for each file.
+        compute_threads: Number of threads that update (``TransferConfig.compute_threads``).
+        io_engine: The engine that reads and writes (``TransferConfig.io_engine``).
 
     Raises:
-        ConfigError: Too many buffers, or the I/O engine is not to be had here.
+        ConfigError: There are too many buffers, or the I/O engine is unavailable on this machine.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class HostDevice(StorageDevice):
 
     def submit(self, batch: native.Batch) -> None:
         self._num_given = len(batch.tasklets)
-        # The first batch with parameters on a CUDA device makes the slots that they travel through.
+        # The first batch with parameters on a CUDA device allocates their slots.
         with storage_errors("Allocating buffers for", self._path):
             self.pipeline.submit(batch)
 
@@ -136,7 +136,7 @@ class HostDevice(StorageDevice):
 
     def drain(self) -> None:
         _raise_failure(self.pipeline.drain())
-        # The pipeline tells of a failure once; an interrupt may have come before anybody heard of it.
+        # The pipeline reports a failure once; an interrupt may have come before the caller heard of it.
         if len(self.pipeline.finished()) < self._num_given:
             raise StorageError("Optimizer state was not moved, and an interrupt hid why.", "Do it again.")
 
@@ -158,7 +158,7 @@ def _registration_in_words(pipeline: native.Pipeline) -> str:
         return "with registered buffers"
     reason = os.strerror(counters.registration_errno)
     if counters.registration_errno == errno.ENOMEM:
-        # The kernel's word for the limit, which counts what all processes of a user have registered.
+        # ENOMEM means the limit on lockable memory, which counts what all processes of a user have registered.
         ring = f"the ring of {pipeline.ring_bytes / 2**20:.2f} MiB"
         reason = f"{ring} does not fit below the limit on lockable memory; raise it: ulimit -l"
     return f"without registered buffers ({reason})"

@@ -1,19 +1,19 @@
-"""What a step takes before it is run: steps of this package, of the published handler and of ZeRO-Infinity in virtual
-time, the paper's tables, and a cost model.
+"""Predicts how long a step takes: simulates in virtual time this package, the published handler and ZeRO-Infinity,
+reproduces the paper's tables, and estimates costs.
 
 ::
 
     virtual_time   processes, and resources that they share
-    hardware       devices, channel, GPU, host          workload, gradients   what is updated
+    hardware       devices, channel, GPU, host          workload, gradients   data of an update
     wiring         paths over a machine's resources
     schedule_run   the native core's TransferSchedule in virtual time
-    handler        our update on it                     published             SmartUpdate, ZeRO-Infinity
-    systems        whoever updates                      step                  a whole step of any of them
-    paper          its tables as data                   fit, reproduction     the same numbers, simulated
-    cost           whether compression gains            memory                what an update holds in host memory
+    handler        our update on that schedule          published             SmartUpdate, ZeRO-Infinity
+    systems        the updates by system                step                  a whole step of any system
+    paper          the paper's tables as data           fit, reproduction     the same numbers, simulated
+    cost           gain of compression                  memory                host memory of an update
 
-Numbers only: no torch, no I/O. What is simulated is what runs: tasklets are those of ``transfer.layout``, and the state
-machine that orders them is the one that orders real steps.
+The package computes with numbers only: no torch, no I/O. It simulates what runs: tasklets are those of
+``transfer.layout``, and the state machine that orders them also orders real steps.
 """
 
 from lightning_smartinfinity.plan.cost import CompressionGain, CompressionResources, gain_of

@@ -1,4 +1,4 @@
-"""The paper's machine: its figures, and what they leave open fitted to the seconds at 6 and 10 devices."""
+"""The paper's machine: its published figures, and the open ones fitted to the seconds at 6 and 10 devices."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from lightning_smartinfinity.plan.workload import Workload
 __all__ = ["FITTED_DEVICES", "PaperMachine", "fit", "published_workload", "seconds_of"]
 
 FITTED_DEVICES = (6, 10)
-"""Numbers of devices whose seconds are fitted; all others are predicted."""
+"""Numbers of devices whose seconds are fitted; the seconds of all others are predicted."""
 
 _BILLION = 10**9
 _VOLUME = 0.02
 _GRADIENT_BYTES = 4
-_UPDATE_BYTES = 28  # per parameter, of the baseline: 16 read, 12 written
+_UPDATE_BYTES = 28  # bytes per parameter of the baseline's update: 16 read, 12 written
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperMachine:
-    """What was fitted, per parameter of the model where it is seconds.
+    """The fitted figures; seconds are per parameter of the model.
 
     Args:
-        duplex: The SSDs read and write side by side; else both share their time.
-        channel: Bytes per second of the shared channel, of both directions together.
-        forward: Seconds of an A5000.
-        backward: The same, without storing gradients.
-        receive: Seconds of the host for each updated parameter that comes up.
-        top_k: Seconds of an A5000 for compression.
-        a100: Seconds of an A100 over those of an A5000.
+        duplex: Whether an SSD reads and writes at the same time; if not, both share its time.
+        channel: Bytes per second of the shared channel, both directions together.
+        forward: Seconds of forward on an A5000.
+        backward: Seconds of backward on an A5000, without storing gradients.
+        receive: Seconds of the host for each updated parameter that it receives.
+        top_k: Seconds of compression on an A5000.
+        a100: Seconds of an A100 divided by those of an A5000.
         sparse_kernel: Bytes per second of the kernels with compressed gradients.
     """
 
@@ -51,10 +51,10 @@ class PaperMachine:
     sparse_kernel: float = FIGURES["sparse_kernel"].value
 
     def machine(self, num_devices: int, gpu: str = "A5000") -> Machine:
-        """With so many SmartSSDs.
+        """Return the machine with this number of SmartSSDs.
 
         Args:
-            num_devices: SmartSSDs.
+            num_devices: Number of SmartSSDs.
             gpu: ``"A5000"`` or ``"A100"``.
         """
         check("PaperMachine.machine", "gpu", gpu, one_of("A5000", "A100"))
@@ -75,7 +75,7 @@ class PaperMachine:
 
     @cached_property
     def parameters(self) -> dict[str, Figure]:
-        """All that the machine is made of, with sources."""
+        """All figures of the machine, with their sources."""
         at = " and ".join(map(str, FITTED_DEVICES))
         fitted = {
             "channel": (self.channel, "B/s", "the baseline's update of 28 B per parameter, GPT-2 4.0B and 8.4B"),
@@ -96,11 +96,11 @@ class PaperMachine:
 
 
 def published_workload(billions: float, *, compressed: bool = False) -> Workload:
-    """As the paper counts bytes: gradients and parameters in fp32, compressed gradients as pairs of 4 + 4 bytes.
+    """Return the paper's workload: gradients and parameters in fp32, compressed gradients as pairs of 4 + 4 bytes.
 
     Args:
         billions: Parameters in 10^9.
-        compressed: To 2 % of the volume.
+        compressed: Whether gradients are compressed to 2 % of the volume.
     """
     gradients = Pairs(_VOLUME) if compressed else Dense(_GRADIENT_BYTES)
     return Workload(numel=round(billions * _BILLION), gradients=gradients, parameter_bytes=4)
@@ -115,15 +115,15 @@ def seconds_of(
     gpu: str = "A5000",
     compressed: bool = False,
 ) -> float:
-    """Of a simulated step as in the paper's figures.
+    """Return the seconds of a simulated step of the paper's workload.
 
     Args:
         machine: The fitted machine.
         system: One of the published systems.
         billions: Parameters in 10^9.
-        num_devices: SmartSSDs.
+        num_devices: Number of SmartSSDs.
         gpu: ``"A5000"`` or ``"A100"``.
-        compressed: Gradients are compressed to 2 % of the volume.
+        compressed: Whether gradients are compressed to 2 % of the volume.
     """
     workload = published_workload(billions, compressed=compressed)
     return simulate_step(machine.machine(num_devices, gpu), workload, system).step
@@ -131,10 +131,10 @@ def seconds_of(
 
 @cache
 def fit(*, duplex: bool, sparse_kernel: float = FIGURES["sparse_kernel"].value) -> PaperMachine:
-    """The paper's machine: its open parameters, one after the other, for the least squares of relative errors.
+    """Fit the open figures of the paper's machine one after the other, by least squares of the relative errors.
 
     Args:
-        duplex: The SSDs read and write side by side.
+        duplex: Whether an SSD reads and writes at the same time.
         sparse_kernel: Bytes per second of the kernels with compressed gradients.
     """
     phases = [(row, row.phases) for row in SECONDS if row.phases is not None and row.num_devices in FITTED_DEVICES]
@@ -146,17 +146,17 @@ def fit(*, duplex: bool, sparse_kernel: float = FIGURES["sparse_kernel"].value) 
     backward = _fit((p[1] - _backward(stored, row), _numel(row), p[1]) for row, p in phases)
     found = replace(found, forward=forward, backward=backward)
     published = [(row.optimized, System.PUBLISHED, row, False) for row in rows]
-    found = replace(found, receive=_fit(map(partial(_open, found), published)))
+    found = replace(found, receive=_fit(map(partial(_unexplained, found), published)))
     compressed = [(row.compressed, System.PUBLISHED, row, True) for row in rows]
-    found = replace(found, top_k=_fit(map(partial(_open, found), compressed)))
+    found = replace(found, top_k=_fit(map(partial(_unexplained, found), compressed)))
     return replace(found, a100=_fit(_a100(found)))
 
 
 def _fit(points: Iterable[tuple[float, ...]]) -> float:
-    """The factor, 0 at least, by which multiples come nearest to seconds, relative to their measure.
+    """Return the factor, at least 0, whose products with the units come nearest to the seconds.
 
     Args:
-        points: Seconds, what is multiplied, and what errors are relative to, if not to the seconds.
+        points: Seconds, units and, if errors are not relative to the seconds, the value that they are relative to.
     """
     scaled = np.array([(seconds, units, *(whole or (seconds,))) for seconds, units, *whole in points])
     seconds, units = scaled[:, 0] / scaled[:, 2], scaled[:, 1] / scaled[:, 2]
@@ -168,21 +168,21 @@ def _numel(row: Row) -> float:
 
 
 def _backward(machine: PaperMachine, row: Row) -> float:
-    """Simulated seconds of the baseline's backward."""
+    """Return the simulated seconds of the baseline's backward."""
     return simulate_step(
         machine.machine(row.num_devices), published_workload(row.billions), System.ZERO_INFINITY
     ).backward
 
 
-def _open(machine: PaperMachine, point: tuple[float, System, Row, bool]) -> tuple[float, float, float]:
-    """Seconds that a parameter per element of the model has still to explain."""
+def _unexplained(machine: PaperMachine, point: tuple[float, System, Row, bool]) -> tuple[float, float, float]:
+    """Return the point to fit: the seconds of a row that the simulation does not explain yet."""
     seconds, system, row, compressed = point
     simulated = seconds_of(machine, system, row.billions, row.num_devices, compressed=compressed)
     return seconds - simulated, _numel(row), seconds
 
 
 def _a100(machine: PaperMachine) -> Iterator[tuple[float, float, float]]:
-    """What is left for an A100, beside what an A5000 would take."""
+    """Yield the points to fit for an A100: seconds beyond the other parts of the step, and those of an A5000's GPU."""
     scaling = SCALING["A100"]
     for system, speeds in ((System.ZERO_INFINITY, scaling.baseline), (System.PUBLISHED, scaling.optimized)):
         for num_devices, seconds in zip(scaling.num_devices, scaling.in_seconds(speeds), strict=True):

@@ -1,4 +1,4 @@
-"""Forms in which gradients travel, by their size."""
+"""Sizes of gradients in the forms in which they travel."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _INDEX_BYTES = 2
 
 @runtime_checkable
 class GradientForm(Protocol):
-    """How large gradients are on their way."""
+    """The size of gradients in one form."""
 
     @property
     def compressed(self) -> bool:
-        """Whether fewer bytes have to be made of them before they travel."""
+        """Whether gradients must be compressed before they travel."""
 
     @property
     def sparse(self) -> bool:
-        """Whether the accelerator has to scatter elements that were kept."""
+        """Whether the accelerator must scatter the elements that were kept."""
 
     def nbytes(self, numel: int) -> float:
-        """Of a tasklet of so many elements."""
+        """Return the bytes of a gradient of this many elements."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Every element.
+    """All elements of the gradient.
 
     Args:
-        item_bytes: Of an element: 2 or 4.
+        item_bytes: Bytes of an element: 2 or 4.
     """
 
     item_bytes: int
@@ -63,12 +63,12 @@ class Dense:
 
 @dataclass(frozen=True)
 class TopKPayload:
-    """The payload that the kernels of this project expand: a header, and in beats of 64 bytes the counts of blocks of
-    65,536 elements, the places of those kept and their values.
+    """The payload that the kernels of this project expand: a header, then, each padded to beats of 64 bytes, the counts
+    of blocks of 65,536 elements, the indices of the kept elements and their values.
 
     Args:
-        ratio: Of the elements that are kept, above 0 and at most 1.
-        value_bytes: Of each value: 2 or 4.
+        ratio: Share of the elements that are kept, above 0 and at most 1.
+        value_bytes: Bytes of each value: 2 or 4.
     """
 
     ratio: float
@@ -92,8 +92,8 @@ class TopKPayload:
 
 @dataclass(frozen=True)
 class BlockScaledPayload:
-    """The payload that the kernels of this project scale: a header, and in beats of 64 bytes an exponent for each block
-    of 256 elements and a code for each element.
+    """The payload that the kernels of this project scale: a header, then, each padded to beats of 64 bytes, an exponent
+    for each block of 256 elements and a code for each element.
     """
 
     @property
@@ -110,10 +110,10 @@ class BlockScaledPayload:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Indices and values in 4 bytes each, as published.
+    """Indices and values of 4 bytes each, as in the paper.
 
     Args:
-        volume: Of a dense gradient in fp32, above 0 and at most 2: 0.02 keeps 1 % of the elements.
+        volume: Bytes relative to a dense fp32 gradient, above 0 and at most 2; 0.02 keeps 1 % of the elements.
     """
 
     volume: float
@@ -134,5 +134,5 @@ class Pairs:
 
 
 def _payload_bytes(*parts: int) -> int:
-    """With a header; each part is padded."""
+    """Return the bytes of a payload: a header and the parts, each padded to beats."""
     return _BEAT_BYTES + sum(-(-part // _BEAT_BYTES) * _BEAT_BYTES for part in parts)

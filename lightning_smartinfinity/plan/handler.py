@@ -23,21 +23,21 @@ __all__ = [
 ]
 
 CARD_COMPUTE_THREADS = 2
-"""As devices/smartssd/device.py has them; its threads of I/O are as many as buffers."""
+"""Threads that wait for a card, as in devices/smartssd/device.py; a card has one I/O thread for each buffer."""
 
 MOST_FEED_BACK_THREADS = 8
-"""Of a machine, as transfer/compressed_gradients.py has them: more move no more."""
+"""Most threads of a machine that update residuals, as in transfer/compressed_gradients.py: more are no faster."""
 
 
 class Route(Enum):
     """How gradients reach an accelerator."""
 
     HOST = "host"
-    """From host memory, in the update."""
+    """Gradients come from host memory, within the update."""
     STORAGE = "storage"
-    """From host memory to its SSD and from there, in the update."""
+    """Gradients go from host memory to the device's SSD and from there to the accelerator, within the update."""
     BACKWARD = "backward"
-    """From its SSD, where they were written in backward, as published."""
+    """Gradients come from the device's SSD, where backward wrote them, as in the paper."""
 
 
 def update_on_cards(
@@ -50,20 +50,20 @@ def update_on_cards(
     route: Route,
     depth: int,
 ) -> ScheduleRun:
-    """The update of one device by its accelerator.
+    """Start the update of a device by its accelerator.
 
     Args:
-        simulation: Its time.
-        lane: The device's.
-        host: The host's.
-        tasklets: Those that lie on the device.
-        workload: Of the step.
-        route: Of the gradients.
-        depth: Requests that the device works side by side.
+        simulation: The simulation.
+        lane: Paths of the device.
+        host: Paths of the host.
+        tasklets: Tasklets on the device.
+        workload: Data of the step.
+        route: How gradients reach the accelerator.
+        depth: Requests that the device works at the same time.
     """
-    # There is a thread for every buffer.
+    # Each buffer has an I/O thread.
     io, compute = Pool(simulation, min(depth, workload.num_buffers)), Pool(simulation, CARD_COMPUTE_THREADS)
-    # One run of the kernel at a time, and one transfer in each direction.
+    # The card runs one kernel at a time and makes one transfer at a time in each direction.
     downward, accelerator, upward = (Pool(simulation, 1) for _ in range(3))
     gradients = workload.gradients
     kernel = lane.kernel_for(gradients)
@@ -78,7 +78,7 @@ def update_on_cards(
         if gradients.compressed and route is not Route.BACKWARD:
             yield simulation.work(host.select(), numel)
         yield downward.push(_in_turn(simulation, *_gradient_way(lane, route, gradients.nbytes(numel))))
-        # The kernel's status is cleared before and read after it: few bytes, which wait for their turn.
+        # The kernel's status is cleared before the run and read after it: few bytes, but they wait for their turn.
         yield downward.push(_in_turn(simulation))
         yield accelerator.push(_in_turn(simulation, (kernel, workload.kernel_bytes * numel)))
         yield upward.push(_in_turn(simulation))
@@ -108,15 +108,15 @@ def update_on_host(
     workload: Workload,
     depth: int,
 ) -> ScheduleRun:
-    """The update of all devices by one thread of the host, in one ring.
+    """Start the update of all devices by one thread of the host, in one ring.
 
     Args:
-        simulation: Its time.
-        lanes: Of each device.
-        host: The host's.
-        layout: Of all tasklets.
-        workload: Of the step.
-        depth: Requests that a device works side by side.
+        simulation: The simulation.
+        lanes: Paths of each device.
+        host: Paths of the host.
+        layout: Layout of all tasklets.
+        workload: Data of the step.
+        depth: Requests that a device works at the same time.
     """
     queues = [Pool(simulation, depth) for _ in lanes]
     compute = Pool(simulation, 1)
@@ -145,12 +145,12 @@ def update_on_host(
 
 
 def tasklets_of_device(layout: PartitionLayout, device: int) -> list[TaskletSlice]:
-    """Those that are dealt to a device."""
+    """Return the tasklets that are assigned to a device."""
     return [layout.tasklets[index] for index in np.flatnonzero(layout.extents.first_homes == device)]
 
 
 def _gradient_way(lane: Lane, route: Route, nbytes: float) -> list[tuple[Path, float]]:
-    """In the update."""
+    """Return the paths that a tasklet's gradient takes within the update, with its bytes."""
     match route:
         case Route.HOST:
             return [(lane.down, nbytes)]

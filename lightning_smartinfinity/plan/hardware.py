@@ -1,5 +1,5 @@
-"""What is simulated: devices, the channel that they share, the GPU and the host. Figures only; who states them is said
-where they are (:mod:`~lightning_smartinfinity.plan.paper`, :mod:`~lightning_smartinfinity.plan.fit`).
+"""Figures of a simulated machine: devices, the channel that they share, the GPU and the host. The values, with their
+sources, are in :mod:`~lightning_smartinfinity.plan.paper` and :mod:`~lightning_smartinfinity.plan.fit`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lightning_smartinfinity.checks import FLAG, Rule, between, instance, number
 __all__ = ["COUNT", "MOST_DEVICES", "Channel", "Device", "Gpu", "Host", "Machine"]
 
 MOST_DEVICES = 1024
-"""Storage devices of a machine."""
+"""Largest number of devices in a machine."""
 
 COUNT = between(1, 1_000_000)
 """A number of parts of a machine."""
@@ -29,15 +29,15 @@ _SECONDS = Rule(
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device with storage, and perhaps an accelerator beside it.
+    """A storage device, which may have an accelerator beside it.
 
     Args:
-        read: SSD to accelerator, or to the channel: bytes per second of a device that does nothing else.
-        write: The other way.
-        duplex: Reads and writes run side by side at their full rates; else they share the SSD's time.
-        kernel: Of the accelerator: bytes of arrays and gradient, in fp32, per second; None: there is none.
-        sparse_kernel: The same with elements of a gradient that it scatters; None: as ``kernel``.
-        depth: Requests that it works side by side; further ones wait in their order.
+        read: Bytes per second from the SSD to the accelerator or the channel, if the SSD does nothing else.
+        write: Bytes per second to the SSD, if it does nothing else.
+        duplex: Whether the SSD reads and writes at the same time at full rates; if not, both share its time.
+        kernel: Bytes of fp32 arrays and gradient per second of the accelerator; ``None`` if there is no accelerator.
+        sparse_kernel: The same rate if the accelerator scatters a sparse gradient; ``None`` means ``kernel``.
+        depth: Requests that the device works at the same time; further requests wait in order.
     """
 
     read: float
@@ -54,12 +54,12 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """What all devices share on their way to the host, in bytes per second.
+    """The channel that all devices share on their way to the host, in bytes per second.
 
     Args:
-        down: From the host.
-        up: To the host.
-        together: Of both directions; None: each for itself.
+        down: Rate from the host.
+        up: Rate to the host.
+        together: Rate of both directions together; ``None`` if the directions are independent.
     """
 
     down: float
@@ -72,12 +72,12 @@ class Channel:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Seconds per parameter of the model.
+    """Seconds of the GPU per parameter of the model.
 
     Args:
-        forward: With what it takes to bring the parameters.
-        backward: Without what it takes to store gradients.
-        top_k: Of choosing what a sparse gradient keeps, in backward.
+        forward: Seconds of forward, including the transfer of the parameters.
+        backward: Seconds of backward, without storing gradients.
+        top_k: Seconds to select, in backward, the elements that a sparse gradient keeps.
     """
 
     forward: float
@@ -93,11 +93,11 @@ class Host:
     """Seconds of the CPU per parameter.
 
     Args:
-        update: Verifying, updating and sealing it by one thread of this package.
-        receive: Converting and copying it after an accelerator has updated it.
-        select: Making a compressed gradient by one core, where the GPU does not.
-        cores: That do, each for one tasklet.
-        feed_back: Keeping what was not sent, by all threads that do; after the update, beside nothing else of it.
+        update: Seconds in which one thread of this package verifies, updates and seals it.
+        receive: Seconds to convert and copy it after an accelerator has updated it.
+        select: Seconds of one core to compress its gradient, if the GPU does not.
+        cores: Number of cores that compress, each for one tasklet.
+        feed_back: Seconds in which all threads together store its residual, after all else of the update.
     """
 
     update: float = 0.0
@@ -115,7 +115,7 @@ class Machine:
     """A host with storage devices that are all alike.
 
     Args:
-        num_devices: How many.
+        num_devices: Number of storage devices.
     """
 
     device: Device

@@ -1,4 +1,4 @@
-"""Host memory that an update with this package holds, by purpose: what ``SmartInfinityStrategy.host_bytes`` reports."""
+"""Host memory that an update with this package holds, by purpose, as ``SmartInfinityStrategy.host_bytes`` reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_smartinfinity.store.extents import BLOCK_BYTES
 
 __all__ = ["host_bytes"]
 
-_HOST_BUFFERS_OF_CARDS = 2  # devices/smartssd/device.py: what the host does in place of a card goes through them
+_HOST_BUFFERS_OF_CARDS = 2  # as in devices/smartssd/device.py: buffers of the host for work that a card does not do
 _FP32_BYTES = 4
 _BEAT_BYTES = 64
 
@@ -27,14 +27,14 @@ def host_bytes(
     route: Route = Route.HOST,
     error_feedback: bool = True,
 ) -> dict[str, int]:
-    """Of one process.
+    """Return the host memory of one process, in bytes by purpose.
 
     Args:
-        workload: Its step; gradients are compressed for cards only.
-        arena_item_bytes: Per element of the gradients before they are compressed: 2 or 4.
-        num_cards: That update; 0: the host does.
-        route: Of gradients to cards.
-        error_feedback: Compressed gradients have a residual.
+        workload: Data of the process's step; gradients are compressed for cards only.
+        arena_item_bytes: Bytes per element of the gradients before they are compressed: 2 or 4.
+        num_cards: Number of cards that update; 0 if the host updates.
+        route: How gradients reach the cards.
+        error_feedback: Whether compressed gradients have a residual.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -63,6 +63,6 @@ def host_bytes(
 
 
 def _few_tasklets(workload: Workload) -> Workload:
-    """As large as those of training on the host, where a simulated large model has larger ones."""
+    """Return a small workload with tasklets as large as in training; simulations of large models use larger ones."""
     nbytes = workload.tasklet_bytes or HOST_TASKLET_BYTES
     return replace(workload, tasklet_bytes=nbytes, numel=min(workload.numel, nbytes))

@@ -1,6 +1,6 @@
 """The tables of Smart-Infinity (HPCA 2024, arXiv 2403.06664) as data.
 
-Bars and lines were measured from the vector graphics of its figures, to about 1 %; ratios are printed there.
+Bars and lines were measured in the vector graphics of its figures, to about 1 %; the ratios are printed there.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Figure:
     """A figure of the hardware.
 
     Args:
-        value: What is simulated with.
-        unit: Of the value.
-        source: Where it stands, and the range found there.
+        value: Value for the simulation.
+        unit: Unit of the value.
+        source: Where the value comes from, and the range found there.
     """
 
     value: float
@@ -39,11 +39,11 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         ),
     }
 )
-"""Of one device. ``sparse_kernel`` is none of the paper's: what is simulated of SU+O+C over 1 to 10 devices is not
-independent of it. See :data:`SPARSE_KERNEL_SHOWN`."""
+"""Figures of one device. ``sparse_kernel`` does not stand in the paper; it was fitted to the SU+O+C runs over 1 to 10
+devices, so simulating these is no independent test of it. See :data:`SPARSE_KERNEL_SHOWN`."""
 
 SPARSE_KERNEL_SHOWN = 2.9e9
-"""Bytes per second that the paper's own figure of decompression and update shows."""
+"""Bytes per second in the paper's own figure of decompression and update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +51,15 @@ class Row:
     """Seconds per iteration at batch size 4.
 
     Args:
-        model: Its family.
+        model: Family of the model.
         billions: Parameters in 10^9.
-        num_devices: SmartSSDs.
+        num_devices: Number of SmartSSDs.
         gpu: ``"A5000"`` or ``"A100"``.
-        baseline: ZeRO-Infinity on RAID0.
-        phases: Forward, backward and update of the baseline; None: not shown.
-        su: SmartUpdate; None: not shown.
-        optimized: SmartUpdate with the transfer handler (SU+O).
-        compressed: And with compression to 2 % of the volume (SU+O+C).
+        baseline: Seconds of ZeRO-Infinity on RAID0.
+        phases: Forward, backward and update of the baseline; ``None`` if not shown.
+        su: Seconds of SmartUpdate; ``None`` if not shown.
+        optimized: Seconds of SmartUpdate with the transfer handler (SU+O).
+        compressed: Seconds of SU+O with compression to 2 % of the volume (SU+O+C).
     """
 
     model: str
@@ -100,18 +100,18 @@ SECONDS: tuple[Row, ...] = (
         model="GPT-2", billions=4.0, num_devices=10, gpu="A100", baseline=22.5, su=None, optimized=12.5, compressed=10.6
     ),
 )
-"""The figures of the time per iteration and of the A100."""
+"""Seconds in the paper's figures of the time per iteration and of the A100."""
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """Over ZeRO-Infinity, GPT-2 on an A5000.
+    """Speedup over ZeRO-Infinity of GPT-2 on an A5000.
 
     Args:
         billions: Parameters in 10^9.
-        optimized: Of SU+O.
-        compressed: Of SU+O+C.
-        num_devices: SmartSSDs.
+        optimized: Speedup of SU+O.
+        compressed: Speedup of SU+O+C.
+        num_devices: Number of SmartSSDs.
     """
 
     billions: float
@@ -121,20 +121,20 @@ class Speedup:
 
 
 SPEEDUPS: tuple[Speedup, ...] = (Speedup(16.6, 1.58, 1.86), Speedup(24.2, 1.59, 1.86), Speedup(33.0, 1.58, 1.88))
-"""The figure of larger models."""
+"""Speedups in the paper's figure of larger models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Speed of GPT-2 4.0B by the number of devices, relative to ZeRO-Infinity on one.
+    """Speed of GPT-2 4.0B by the number of devices, relative to ZeRO-Infinity on one device.
 
     Args:
-        num_devices: Of each column.
+        num_devices: Number of devices of each column.
         billions: Parameters in 10^9.
-        baseline: ZeRO-Infinity on RAID0.
-        optimized: SU+O.
-        compressed: SU+O+C.
-        seconds: Of the baseline on the last number of devices, which makes seconds of them all.
+        baseline: Speed of ZeRO-Infinity on RAID0.
+        optimized: Speed of SU+O.
+        compressed: Speed of SU+O+C.
+        seconds: Seconds of the baseline in the last column, from which all seconds follow.
     """
 
     num_devices: tuple[int, ...] = (1, 2, 4, 6, 8, 10)
@@ -145,7 +145,7 @@ class Scaling:
     seconds: float
 
     def in_seconds(self, speeds: tuple[float, ...]) -> tuple[float, ...]:
-        """Of one of the series above."""
+        """Convert one of the series above to seconds."""
         return tuple(self.seconds * self.baseline[-1] / speed for speed in speeds)
 
 
@@ -165,4 +165,4 @@ SCALING: Mapping[str, Scaling] = MappingProxyType(
         ),
     }
 )
-"""The figures of scaling, by GPU."""
+"""Speeds in the paper's figures of scaling, by GPU."""

@@ -10,7 +10,7 @@ from lightning_smartinfinity.plan.workload import ENOUGH_TASKLETS, Workload
 
 __all__ = ["smart_update", "zero_infinity"]
 
-_TASKLET_NUMEL = 10_000_000  # of one device; as they go one after the other, it hardly matters
+_TASKLET_NUMEL = 10_000_000  # per device; since tasklets run one after the other, the size hardly matters
 _SUB_GROUP_NUMEL = 100_000_000
 _MASTER_BYTES = 4
 
@@ -18,18 +18,19 @@ _MASTER_BYTES = 4
 def smart_update(
     simulation: Simulation, lanes: Sequence[Lane], host: HostPaths, *, workload: Workload, numel: int, optimized: bool
 ) -> Process:
-    """The update: rounds of one tasklet per device, with a barrier after each.
+    """Update in rounds of one tasklet per device, with a barrier after each round.
 
-    A tasklet's reads, kernel and writes follow each other. Parameters are written first, and come up before the rest is
-    written; ``optimized``, the next tasklet's gradient is read beside that. Gradients lie on the SSDs since backward.
+    A tasklet's reads, kernel and writes follow each other. Parameters are written first, and go to the host before the
+    rest is written; if ``optimized``, the next tasklet's gradient is read during that write. Backward has already
+    written gradients to the SSDs.
 
     Args:
-        simulation: Its time.
-        lanes: Of each device.
-        host: The host's.
-        workload: Of the step.
+        simulation: The simulation.
+        lanes: Paths of each device.
+        host: Paths of the host.
+        workload: Data of the step.
         numel: Parameters of each device.
-        optimized: With the published handler (SU+O); False: without (SU).
+        optimized: Whether the published handler is used (SU+O) or not (SU).
     """
     sizes = _sizes(numel, _TASKLET_NUMEL)
     gradients = [workload.gradients.nbytes(size) for size in sizes]
@@ -45,7 +46,7 @@ def smart_update(
 def _tasklet(
     simulation: Simulation, lane: Lane, host: HostPaths, workload: Workload, numel: int, gradients: tuple[float, float]
 ) -> Process:
-    """One of a device, with the bytes of gradients that are read before its update and beside its last write."""
+    """Update one tasklet of a device; ``gradients`` are bytes read before the update and bytes read beside its end."""
     before, beside = gradients
     arrays, master = workload.array_bytes * numel, _MASTER_BYTES * numel
     yield simulation.work(lane.read, arrays + before)
@@ -57,14 +58,14 @@ def _tasklet(
 
 
 def zero_infinity(simulation: Simulation, lane: Lane, *, workload: Workload, numel: int) -> Process:
-    """The update by the host's CPU, over a RAID0 of all devices: each sub-group is read, updated and written in turn.
+    """Update on the host's CPU over a RAID0 of all devices: read, update and write one sub-group after the other.
 
-    The published seconds do not tell the CPU's own apart; they are in the rate of the channel that was fitted to them.
+    The published seconds do not show the CPU's part; it is contained in the channel's rate, which was fitted to them.
 
     Args:
-        simulation: Its time.
-        lane: Of one device, which stands for all: stripes are the same on each.
-        workload: Of the step.
+        simulation: The simulation.
+        lane: Paths of one device, which represents all: stripes are the same on each.
+        workload: Data of the step.
         numel: Parameters of each device.
     """
     for size in _sizes(numel, _SUB_GROUP_NUMEL):
@@ -73,6 +74,6 @@ def zero_infinity(simulation: Simulation, lane: Lane, *, workload: Workload, num
 
 
 def _sizes(numel: int, usual: int) -> list[int]:
-    """Of pieces that go one after the other; in large models larger ones."""
+    """Return the sizes of pieces that run one after the other; pieces of large models are larger than usual."""
     size = max(usual, -(-numel // ENOUGH_TASKLETS))
     return [min(size, numel - begin) for begin in range(0, numel, size)]

@@ -1,4 +1,4 @@
-"""The paper's tables beside what is simulated, and this package's handler on the same machine."""
+"""The paper's tables beside simulated values, and this package's handler on the same machine."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ SYSTEMS = {
     "SU+O": (System.PUBLISHED, False),
     "SU+O+C": (System.PUBLISHED, True),
 }
-"""By the paper's names: who updates, and whether gradients are compressed."""
+"""The system behind each of the paper's names, and whether its gradients are compressed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One number of the paper.
+    """A number of the paper and its simulated value.
 
     Args:
         table: ``"seconds"``, ``"speedups"``, ``"scaling"`` or ``"relative"`` (to one device, as scaling is printed).
-        model: Family and size.
-        gpu: The GPU.
-        num_devices: SmartSSDs.
+        model: Family and size of the model.
+        gpu: Name of the GPU.
+        num_devices: Number of SmartSSDs.
         system: A name in :data:`SYSTEMS`.
-        paper: Seconds per iteration, or the speed.
-        simulated: The same.
-        fitted: A parameter was fitted to it.
+        paper: The paper's number: seconds per iteration, or a speed.
+        simulated: The simulated number.
+        fitted: Whether a parameter was fitted to the paper's number.
     """
 
     table: str
@@ -50,24 +50,24 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """Relative error of the simulated number."""
         return self.simulated / self.paper - 1
 
 
 def predictions(machine: PaperMachine) -> list[Prediction]:
-    """Every number of the tables.
+    """Simulate every number of the tables.
 
     Args:
-        machine: As fitted.
+        machine: The fitted machine.
     """
     return [*_seconds(machine), *_speedups(machine), *_scaling(machine)]
 
 
 def relative_to_one_device(found: Iterable[Prediction]) -> list[Prediction]:
-    """Scaling in the paper's own unit: how many times as fast as ZeRO-Infinity on one device, simulated over simulated.
+    """Convert scaling to the paper's own unit: speed relative to ZeRO-Infinity on one device.
 
     Args:
-        found: Of :func:`predictions`.
+        found: Result of :func:`predictions`.
     """
     scaling = [one for one in found if one.table == "scaling"]
     first = {one.gpu: one for one in scaling if (one.system, one.num_devices) == ("ZeRO-Infinity", 1)}
@@ -84,12 +84,12 @@ def relative_to_one_device(found: Iterable[Prediction]) -> list[Prediction]:
 
 
 def mean_error(found: Iterable[Prediction], system: str, *, fitted: bool | None = None) -> float:
-    """Mean of the relative errors' sizes; NaN where there are none.
+    """Return the mean of the absolute relative errors; NaN if there are none.
 
     Args:
-        found: Of :func:`predictions`.
+        found: Result of :func:`predictions`.
         system: A name in :data:`SYSTEMS`.
-        fitted: Of numbers that were fitted, of those that were not (False), or of all.
+        fitted: Whether to take fitted numbers or the others; ``None`` means all.
     """
     errors = [abs(one.error) for one in found if one.system == system and fitted in (None, one.fitted)]
     return mean(errors) if errors else nan
@@ -97,16 +97,16 @@ def mean_error(found: Iterable[Prediction], system: str, *, fitted: bool | None 
 
 @dataclass(frozen=True, kw_only=True)
 class Headroom:
-    """What this package's handler gains over the published one where only overlap differs: the same bytes, devices and
-    backward.
+    """Gain of this package's handler over the published one if only overlap differs: bytes, devices and backward are
+    the same.
 
     Args:
-        published: The published step, SU+O.
-        ours: The same with this package's handler.
-        hidden: And the update beside the next forward.
-        published_compressed: SU+O+C.
-        ours_compressed: The same with this package's handler.
-        hidden_compressed: And the update beside the next forward.
+        published: The published step (SU+O).
+        ours: The step with this package's handler.
+        hidden: The step with this package's handler, its update beside the next forward.
+        published_compressed: The published step with compression (SU+O+C).
+        ours_compressed: The compressed step with this package's handler.
+        hidden_compressed: The compressed step with this package's handler, its update beside the next forward.
     """
 
     published: StepTime
@@ -118,7 +118,7 @@ class Headroom:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """How many times faster, by what."""
+        """How many times faster each part is."""
         return {
             "update": self.published.update / self.ours.update,
             "step": self.published.step / self.ours.step,
@@ -129,10 +129,10 @@ class Headroom:
 
 
 def headroom(machine: Machine, *, billions: float = 8.4) -> Headroom:
-    """What overlap alone gains.
+    """Simulate what overlap alone gains.
 
     Args:
-        machine: With SmartSSDs.
+        machine: A machine with SmartSSDs.
         billions: Parameters in 10^9.
     """
 

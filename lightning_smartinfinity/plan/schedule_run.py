@@ -1,4 +1,4 @@
-"""The native core's transfer schedule in virtual time: the state machine that orders a real step orders this one."""
+"""Runs the native core's transfer schedule, which orders real steps, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Work = Callable[[int], Process]
 
 
 class ScheduleRun:
-    """A batch of one pipeline, as ``TransferLoop`` works it: what may start is started, whenever something has ended.
+    """A batch of one pipeline that runs as in ``TransferLoop``: whenever an action ends, all that may start is started.
 
     Args:
-        simulation: Its time.
-        num_tasklets: Of the batch.
-        num_buffers: Of the ring.
-        works: Of each action that there is, ``"read"``, ``"compute"`` or ``"write"``: what has to be done for a
-            tasklet, by its number.
+        simulation: The simulation.
+        num_tasklets: Number of tasklets in the batch.
+        num_buffers: Number of buffers in the ring.
+        works: Function that makes the process of each action (``"read"``, ``"compute"``, ``"write"``) from a tasklet's
+            number; actions without one do not exist.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class ScheduleRun:
         self._schedule = TransferSchedule(num_tasklets, num_buffers, reads="read" in works, writes="write" in works)
         self._works = works
         self.started: list[tuple[str, int]] = []
-        """Actions and their tasklets, in the order of their start."""
+        """Actions and their tasklets, in the order in which they started."""
         self.parameters_out = [simulation.event() for _ in range(num_tasklets)]
-        """By tasklet: it has been computed."""
+        """Event of each tasklet that happens when it has been computed."""
         self.finished: Event = simulation.event()
         simulation.soon(self._start_ready)
 

@@ -1,4 +1,4 @@
-"""A whole training step in virtual time: forward, backward and the update of any of the systems."""
+"""Simulates a whole training step in virtual time: forward, backward and the update of any system."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _OURS = (System.CARDS, System.HOST)
 
 
 class Overlap(Enum):
-    """What the update runs beside."""
+    """The part of the step that the update overlaps."""
 
     NONE = "none"
     FORWARD = "forward"
-    """The next forward, whose layers wait for their own parameters."""
+    """The update overlaps the next forward, whose layers wait for their own parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ class Traffic:
     """Bytes of one step over all devices.
 
     Args:
-        shared_down: Host to devices.
-        shared_up: Devices to host.
-        internal_read: SSD to accelerator.
-        internal_write: Accelerator to SSD.
+        shared_down: Bytes from the host to devices.
+        shared_up: Bytes from devices to the host.
+        internal_read: Bytes from SSDs to accelerators.
+        internal_write: Bytes from accelerators to SSDs.
     """
 
     shared_down: float
@@ -47,14 +47,14 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step in the steady state. With an overlap the parts are more than the whole.
+    """Seconds of a step in the steady state. With an overlap the parts add up to more than the step.
 
     Args:
-        forward: Of the GPU, without waiting.
-        backward: With storing gradients.
-        update: From its start until all is written, and what was not sent is kept.
-        step: From one step to the next.
-        traffic: What was moved.
+        forward: Seconds of the GPU's forward, without waiting.
+        backward: Seconds of backward, with storing gradients.
+        update: Seconds from the update's start until all is written and residuals are stored.
+        step: Seconds from one step to the next.
+        traffic: Bytes that were moved.
     """
 
     forward: float
@@ -72,17 +72,17 @@ def simulate_step(
     overlap: Overlap = Overlap.NONE,
     route: Route = Route.HOST,
 ) -> StepTime:
-    """One step in the steady state.
+    """Simulate a step in the steady state.
 
     Args:
         machine: The machine.
-        workload: What is updated.
-        system: Who updates.
-        overlap: Of :attr:`System.CARDS` and :attr:`System.HOST`; the others have none.
-        route: Of gradients with :attr:`System.CARDS`; the published systems have :attr:`Route.BACKWARD`.
+        workload: Data of the update.
+        system: The system that updates.
+        overlap: Overlap of :attr:`System.CARDS` and :attr:`System.HOST`; the others have none.
+        route: Gradients' route for :attr:`System.CARDS`; the published systems use :attr:`Route.BACKWARD`.
 
     Raises:
-        ConfigError: One is of another type, or they do not go together.
+        ConfigError: An argument has the wrong type, or the arguments do not go together.
     """
     for name, value, kind in (
         ("machine", machine, Machine),
@@ -106,7 +106,7 @@ def simulate_step(
         stores_gradients,
         marks,
         forward_waits=overlap is Overlap.NONE,
-        # What is kept of these gradients is kept before the next ones come.
+        # Residuals of these gradients must be stored before the next gradients come.
         backward_waits=keeps_rest and machine.host.feed_back > 0,
     )
     run.simulation.start(steps)
@@ -141,7 +141,7 @@ def _step(
     forward_waits: bool,
     backward_waits: bool,
 ) -> Process:
-    """In the order update, forward, backward: with an overlap the update is that of the step before."""
+    """Run update, forward and backward in this order; with an overlap the update is that of the previous step."""
     if forward_waits:
         yield timed
     yield from _forward(run, update)
@@ -154,7 +154,7 @@ def _step(
 
 
 def _timed(run: Run, finished: Event, keeps_rest: bool, marks: dict[str, float]) -> Process:
-    """The update, and what has to follow before the next one."""
+    """Wait for the update, then do what must happen before the next update."""
     yield finished
     if keeps_rest:
         yield run.simulation.work(run.host.feed_back, run.workload.numel)
@@ -162,7 +162,7 @@ def _timed(run: Run, finished: Event, keeps_rest: bool, marks: dict[str, float])
 
 
 def _forward(run: Run, update: Update) -> Process:
-    """Layer by layer, each as soon as its parameters are there."""
+    """Compute layer by layer, each as soon as its parameters are in memory."""
     out = update.parameters_out or [update.finished]
     waited = 0
     for layer in range(1, _NUM_LAYERS + 1):
@@ -173,7 +173,7 @@ def _forward(run: Run, update: Update) -> Process:
 
 
 def _backward(run: Run, update: Update, stores_gradients: bool) -> Process:
-    """Gradients are stored in their turn: the published seconds of backward are the sum of both."""
+    """Compute, then store gradients: the published seconds of backward are the sum of both."""
     gradients = run.workload.gradients
     yield run.simulation.work(run.host.backward, run.workload.numel)
     if gradients.sparse:
@@ -184,7 +184,7 @@ def _backward(run: Run, update: Update, stores_gradients: bool) -> Process:
 
 
 def _traffic(run: Run, update: Update) -> Traffic:
-    """Of all devices, of which those that are simulated may have a tasklet more than their share."""
+    """Scale the traffic of the simulated devices, which may have a tasklet more than their share, to all devices."""
     scale = run.workload.numel / update.numel
     return Traffic(
         shared_down=scale * sum(lane.down.done + lane.store.done for lane in run.lanes),

@@ -1,4 +1,4 @@
-"""The update of each system, begun in virtual time."""
+"""Starts the update of each system in virtual time."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ __all__ = ["BEGIN", "Run", "System", "Update"]
 
 
 class System(Enum):
-    """Who updates."""
+    """The systems that can update."""
 
     ZERO_INFINITY = "zero-infinity"
-    """The host, over a RAID0 of the devices."""
+    """The host updates, over a RAID0 of the devices."""
     SMART_UPDATE = "su"
-    """Accelerators, one action after the other (SU)."""
+    """Accelerators update, one action after the other (SU)."""
     PUBLISHED = "su+o"
-    """Accelerators by the published handler (SU+O; with compression SU+O+C)."""
+    """Accelerators update through the published handler (SU+O; with compression SU+O+C)."""
     CARDS = "smartssd"
-    """Accelerators by this package's handler."""
+    """Accelerators update through this package's handler."""
     HOST = "host"
-    """The host by this package's handler, each device for itself."""
+    """The host updates through this package's handler, with each device on its own."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A simulation with all it takes.
+    """A simulation with everything that it needs.
 
     Args:
-        simulation: Its time.
-        lanes: Of the devices that are simulated: all of them, or one that stands for all.
-        host: The host's.
+        simulation: The simulation.
+        lanes: Paths of the simulated devices: all devices, or one that represents all.
+        host: Paths of the host.
         machine: The machine.
-        workload: What is updated.
-        route: Of the gradients to this package's accelerators.
+        workload: Data of the update.
+        route: How gradients reach this package's accelerators.
     """
 
     simulation: Simulation
@@ -54,7 +54,7 @@ class Run:
 
     @classmethod
     def of(cls, machine: Machine, workload: Workload, system: System, route: Route) -> Run:
-        """One device stands for all where each does the same for itself."""
+        """Make a run in which one device represents all if every device does the same on its own."""
         lanes, host = connect(machine, machine.num_devices if system is System.HOST else 1)
         return cls(Simulation(), lanes, host, machine, workload, route)
 
@@ -66,12 +66,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Update:
-    """One that has begun.
+    """An update that has started.
 
     Args:
-        finished: All is written.
-        parameters_out: By tasklet, in the order of use; empty: all at the end.
-        numel: Parameters of the devices that are simulated.
+        finished: Event that happens when all is written.
+        parameters_out: Event of each tasklet, in the order of use; empty if all parameters come at the end.
+        numel: Parameters of the simulated devices.
     """
 
     finished: Event
@@ -128,4 +128,4 @@ BEGIN: Mapping[System, Callable[[Run], Update]] = MappingProxyType(
         System.HOST: _on_host,
     }
 )
-"""Begins a system's update at time 0."""
+"""Function that starts a system's update at time 0."""

@@ -1,7 +1,7 @@
-"""Virtual time: processes that wait for each other and for work on resources that they share. No thread, no clock.
+"""Virtual time: processes that wait for each other and for work on shared resources, without threads or clocks.
 
-Work is fluid. What is under way at the same time shares each resource fairly, and rates change only where something
-begins or ends: these instants are computed, so that results are exact and the same in every run.
+Work is fluid. Work that runs at the same time shares each resource fairly, and rates change only when some work starts
+or ends. These instants are computed, so that results are exact and the same in every run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from itertools import count
 
 __all__ = ["Event", "Path", "Pool", "Process", "Resource", "Simulation"]
 
-_FULL = 1e-12  # of a second's work per second: less is rounding
-_ENDED = 1e-12  # relative: what ends within it ends together
+_FULL = 1e-12  # of a second's work per second; smaller remainders are rounding errors
+_ENDED = 1e-12  # relative; work that ends within this time ends together
 
 
 class Event:
-    """Happens once; processes may wait for it before and after."""
+    """An event that happens once; processes may wait for it before and after."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -27,7 +27,7 @@ class Event:
         self.happened = False
 
     def set(self) -> None:
-        """It happens now."""
+        """Let the event happen now."""
         assert not self.happened, "an event happens once"
         self.happened = True
         for resume in self._waiting:
@@ -35,7 +35,7 @@ class Event:
         self._waiting.clear()
 
     def then(self, resume: Callable[[], None]) -> None:
-        """Call this as soon as it has happened."""
+        """Call ``resume`` as soon as the event has happened."""
         if self.happened:
             self._simulation.soon(resume)
         else:
@@ -43,17 +43,17 @@ class Event:
 
 
 Process = Generator[Event, None, None]
-"""Yields what it waits for."""
+"""Generator that yields the events for which the process waits."""
 
 
 @dataclass(frozen=True, eq=False)
 class Resource:
-    """What does a second of work per second.
+    """A resource that does one second of work per second.
 
     Args:
-        name: For reports.
-        copies: How many identical users each one that is simulated stands for: of ten devices that do the same at the
-            same time, one is simulated, and what they share counts its use ten times.
+        name: Name for reports.
+        copies: Number of identical users that each simulated user represents. If ten devices do the same at the same
+            time, one of them is simulated, and its use of shared resources counts ten times.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Resource:
 
 @dataclass(eq=False)
 class Path:
-    """What work of one kind needs, all at a time.
+    """The resources that work of one kind needs at the same time.
 
     Args:
-        uses: Resources with the seconds of each that a unit of work takes (a byte, an element).
+        uses: Resources, each with the seconds that a unit of work (a byte, an element) takes of it.
     """
 
     uses: tuple[tuple[Resource, float], ...]
@@ -74,16 +74,16 @@ class Path:
         assert all(seconds >= 0 for _, seconds in self.uses)
         self.uses = tuple(use for use in self.uses if use[1] > 0)
         self.rate = min((1 / seconds for _, seconds in self.uses), default=float("inf"))
-        """Units per second if nothing else is under way."""
+        """Units per second if no other work is in progress."""
         self.done = 0.0
-        """Units that were begun so far."""
-        self.served = 0.0  # units of each piece of work that has been under way from the start
-        self.under_way: list[tuple[float, int, Event]] = []  # heap, by the value of `served` at which it ends
-        self.share = 0.0  # units per second of each
+        """Units of all work that was started so far."""
+        self.served = 0.0  # units done of any piece of work that has been in progress from the start
+        self.under_way: list[tuple[float, int, Event]] = []  # heap, by the value of `served` at which the work ends
+        self.share = 0.0  # units per second of each piece of work
 
 
 class Simulation:
-    """Runs processes from time 0 on."""
+    """Runs processes, starting at time 0."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -94,14 +94,14 @@ class Simulation:
         self._changed = False
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Call this at the present instant, after what is already to be called."""
+        """Make this call at the present instant, after calls that are already due."""
         self._soon.append(call)
 
     def event(self) -> Event:
         return Event(self)
 
     def start(self, process: Process) -> Event:
-        """Run a process from now on; the event is its end."""
+        """Run a process from now on; return the event of its end."""
         end = Event(self)
 
         def resume() -> None:
@@ -116,7 +116,7 @@ class Simulation:
         return end
 
     def work(self, path: Path, units: float) -> Event:
-        """Begin so much work; the event is its end."""
+        """Start this much work; return the event of its end."""
         end = Event(self)
         path.done += units
         if units <= 0 or not path.uses:
@@ -128,10 +128,10 @@ class Simulation:
         return end
 
     def run(self) -> float:
-        """Until nothing is under way.
+        """Run until no work is in progress.
 
         Returns:
-            The time then, in seconds.
+            The time at the end, in seconds.
         """
         while self._soon or self._busy:
             while self._soon:
@@ -141,7 +141,7 @@ class Simulation:
         return self.now
 
     def _advance(self) -> None:
-        """To the next end of work."""
+        """Advance to the next end of work."""
         if self._changed:
             _share(self._busy)
             self._changed = False
@@ -162,7 +162,7 @@ class Simulation:
 
 
 def _share(paths: Iterable[Path]) -> None:
-    """Max-min fair: every piece of work gets the same part of its rate alone, until one of its resources is full."""
+    """Share max-min fairly: all work gets the same fraction of its rate, until one of its resources is full."""
     growing = list(paths)
     left: dict[Resource, float] = {}
     for path in growing:
@@ -183,7 +183,7 @@ def _share(paths: Iterable[Path]) -> None:
 
 
 class Pool:
-    """Threads that work processes in the order in which they are pushed, as the native core's ``WorkerPool``."""
+    """Threads that run processes in the order in which they are pushed, like the native core's ``WorkerPool``."""
 
     def __init__(self, simulation: Simulation, num_threads: int) -> None:
         self._simulation = simulation
@@ -191,7 +191,7 @@ class Pool:
         self._waiting: deque[tuple[Process, Event]] = deque()
 
     def push(self, process: Process) -> Event:
-        """The event is the process's end."""
+        """Queue a process; return the event of its end."""
         end = self._simulation.event()
         self._waiting.append((process, end))
         self._begin()

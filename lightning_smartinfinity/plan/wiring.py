@@ -1,4 +1,4 @@
-"""Paths over a machine's resources: what work of each kind needs at a time."""
+"""Paths over a machine's resources: what each kind of work uses at the same time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HostPaths", "Lane", "connect"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """Of one device; units are bytes.
+    """Paths of one device; units are bytes.
 
     Args:
         read: SSD to accelerator.
@@ -23,8 +23,8 @@ class Lane:
         up: Accelerator to host.
         load: SSD to host.
         store: Host to SSD.
-        kernel: The accelerator, dense gradients.
-        sparse_kernel: The accelerator, compressed ones.
+        kernel: Accelerator with dense gradients.
+        sparse_kernel: Accelerator with sparse gradients.
     """
 
     read: Path
@@ -42,10 +42,10 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPaths:
-    """Of the host and its GPU; units are parameters.
+    """Paths of the host and its GPU; units are parameters.
 
     Args:
-        select: Makes a path for one tasklet: each takes one core, of those that all share.
+        select: Function that makes a path for one tasklet, which takes one of the cores that all tasklets share.
     """
 
     update: Path
@@ -58,11 +58,11 @@ class HostPaths:
 
 
 def connect(machine: Machine, num_lanes: int) -> tuple[list[Lane], HostPaths]:
-    """A machine's paths.
+    """Make a machine's paths.
 
     Args:
         machine: The machine.
-        num_lanes: 1: of a device that stands for all of them, which do the same at the same time; or their number.
+        num_lanes: Number of devices, or 1 for a device that represents all, which do the same at the same time.
     """
     assert num_lanes in (1, machine.num_devices)
     copies = machine.num_devices // num_lanes
@@ -82,7 +82,7 @@ def connect(machine: Machine, num_lanes: int) -> tuple[list[Lane], HostPaths]:
 
 
 class _Shared:
-    """The channel."""
+    """Uses of the channel that all devices share, for each direction."""
 
     def __init__(self, channel: Channel, copies: int) -> None:
         together = 0.0 if channel.together is None else 1 / channel.together

@@ -34,4 +34,4 @@ def test_loops_have_what_a_resume_asks_them() -> None:
     assert list(inspect.signature(fit_loop.epoch_loop._should_check_val_fx).parameters) == ["data_fetcher"]
     assert _DataFetcher().length is None
     texts = [text for text in _TrainingEpochLoop.reset.__code__.co_consts if isinstance(text, str)]
-    assert any(text.startswith(resume._LIGHTNINGS_OWN) for text in texts), "a resumed user is warned twice"
+    assert any(text.startswith(resume._LIGHTNING_WARNING) for text in texts), "a resumed user is warned twice"

@@ -1,4 +1,4 @@
-// Streams of the threaded simulation: between two processes, with the depth that they have on the card.
+// Streams of the threaded simulation: they connect two processes and are as deep as on the card.
 #pragma once
 
 #include <deque>
@@ -44,7 +44,7 @@ class stream<T, 0> {
     const std::size_t depth_;
     sim::Dataflow& dataflow_ = *sim::Dataflow::current();
     std::deque<T> values_;
-    sim::Dataflow::Waiter* waiter_ = nullptr;  // of the two processes, only one can wait
+    sim::Dataflow::Waiter* waiter_ = nullptr;  // only one of the two processes can wait
 };
 
 }  // namespace hls

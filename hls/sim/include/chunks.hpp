@@ -1,5 +1,5 @@
-// Memory of the sequential simulation's streams: they take turns with it, so that it stays in the caches and is not
-// asked of the system for every run.
+// Memory of the sequential simulation's streams. Streams reuse it, so that it stays in the caches and is not allocated
+// again for every run.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// The processes of one call of a top, and its watchdog: when every process that is left waits for a stream, none will
-// ever go on. That is found when it happens, without a clock.
+// The processes of one call of a top, with a watchdog: if every remaining process waits for a stream, none will ever
+// continue. This is detected when it happens, without a clock.
 #pragma once
 
 #include <condition_variable>
@@ -14,7 +14,7 @@ struct Deadlock : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Name of the process that the calling thread runs.
+// Returns the name of the process that the calling thread runs.
 inline std::string& process_name() {
     thread_local std::string name = "the top";
     return name;
@@ -22,14 +22,14 @@ inline std::string& process_name() {
 
 class Dataflow {
  public:
-    // A process that waits for a stream, until the stream's other process serves it.
+    // A process that waits for a stream until the stream's other process serves it.
     struct Waiter {
         std::string what;
         bool served = false;
         std::condition_variable wake;
     };
 
-    // Of the calling thread; nullptr outside of a simulation.
+    // The dataflow of the calling thread; nullptr outside of a simulation.
     static Dataflow*& current() {
         thread_local Dataflow* dataflow = nullptr;
         return dataflow;
@@ -49,7 +49,7 @@ class Dataflow {
         look_for_deadlock();
     }
 
-    // The top has started all its processes and goes on when they have ended.
+    // Called when the top has started all its processes; it continues when they have ended.
     void all_started() {
         const std::lock_guard<std::mutex> lock(mutex_);
         if (starting_) --num_running_;
@@ -57,7 +57,7 @@ class Dataflow {
         look_for_deadlock();
     }
 
-    // With the mutex held. `slot` is where the other process finds the waiter, to serve it.
+    // Requires the mutex. `slot` is where the other process finds the waiter to serve it.
     void wait(std::unique_lock<std::mutex>& lock, Waiter*& slot, const std::string& what) {
         Waiter waiter;
         waiter.what = process_name() + " waits to " + what;
@@ -73,7 +73,7 @@ class Dataflow {
         throw Deadlock(failure_);
     }
 
-    // With the mutex held.
+    // Requires the mutex.
     void serve(Waiter*& slot) {
         if (slot == nullptr) return;
         slot->served = true;
@@ -83,14 +83,14 @@ class Dataflow {
         slot = nullptr;
     }
 
-    // Why the first process failed; empty if none did. To be read when all have ended.
+    // Why the first process failed; empty if none did. Read it when all have ended.
     const std::string& failure() const { return failure_; }
 
  private:
     void look_for_deadlock() {
         if (num_running_ > 0 || waiters_.empty() || deadlocked_) return;
         deadlocked_ = true;
-        std::set<std::string> lines;  // in an order that does not depend on addresses
+        std::set<std::string> lines;  // sorted, so that the order does not depend on addresses
         for (const Waiter* waiter : waiters_) lines.insert(waiter->what);
         std::string waiting;
         for (const std::string& line : lines) waiting += (waiting.empty() ? "" : "; ") + line;
@@ -100,7 +100,7 @@ class Dataflow {
 
     std::mutex mutex_;
     bool starting_ = true;
-    int num_running_ = 1;  // the top, while it starts processes
+    int num_running_ = 1;  // counts the top while it starts processes
     std::set<Waiter*> waiters_;
     bool deadlocked_ = false;
     std::string failure_;

@@ -1,4 +1,4 @@
-// What the kernels use of Vitis HLS's hls_math.h.
+// The part of Vitis HLS's hls_math.h that the kernels use.
 #pragma once
 
 #include <cmath>

@@ -1,7 +1,8 @@
-// What the kernels use of Vitis HLS's hls::stream, for simulation.
+// The part of Vitis HLS's hls::stream that the kernels use, for simulation.
 //
-// Sequential, as C simulation by the vendor's headers: one process after the other, streams without bounds. Threaded
-// (SMART_INFINITY_THREADED_SIMULATION): see simulated_process.hpp; a stream then holds as much as on the card.
+// The sequential simulation works like the vendor's C simulation: processes run one after the other, and streams have
+// no bounds. In the threaded one (SMART_INFINITY_THREADED_SIMULATION, simulated_process.hpp) they are as deep as on the
+// card.
 #pragma once
 
 #ifdef SMART_INFINITY_THREADED_SIMULATION

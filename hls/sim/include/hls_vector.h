@@ -1,4 +1,4 @@
-// What the kernels use of Vitis HLS's hls::vector.
+// The part of Vitis HLS's hls::vector that the kernels use.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@ template <class T, std::size_t kSize>
 class alignas(kSize * sizeof(T)) vector {
  public:
     vector() = default;
-    vector(T value) {  // as there: a vector of one value
+    vector(T value) {  // fills the vector, as in Vitis HLS
         for (T& element : elements_) element = value;
     }
     T& operator[](std::size_t index) { return elements_[index]; }

@@ -1,4 +1,4 @@
-// What nobody read: names of the streams of this thread's simulated kernels that were not empty when the kernel ended.
+// Names of this thread's streams that were not empty when their simulated kernel ended.
 #pragma once
 
 #include <string>

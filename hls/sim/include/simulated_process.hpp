@@ -1,4 +1,4 @@
-// A process of a dataflow, in a thread of its own.
+// Runs a process of a dataflow in a thread of its own.
 #pragma once
 
 #include <xmmintrin.h>
@@ -13,11 +13,11 @@ namespace sim {
 
 class Process {
  public:
-    // `work` may refer to what lives in the top, which waits for the process at its end.
+    // `work` may refer to variables of the top, which waits for the process before they end.
     template <class Work>
     Process(std::string name, Work work) : dataflow_(*Dataflow::current()) {
         dataflow_.add_process();
-        const unsigned arithmetic = _mm_getcsr();  // subnormals are flushed, or not, as in the thread of the top
+        const unsigned arithmetic = _mm_getcsr();  // the thread flushes subnormals if the top's thread does
         thread_ = std::thread([this, name, work, arithmetic] {
             _mm_setcsr(arithmetic);
             process_name() = name;

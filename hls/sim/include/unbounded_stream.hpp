@@ -42,7 +42,7 @@ class stream<T, 0> {
     static_assert(std::is_trivially_copyable<T>::value, "chunks are handed on as they are");
     static constexpr std::size_t kPerChunk = sim::Chunks::kBytes / sizeof(T);
 
-    // A second chunk is never empty, and may end where the first begins.
+    // A second chunk is never empty, and its end may be the address where the first begins.
     bool empty() const { return chunks_.size() < 2 && from_ == to_; }
 
     void append_chunk() {

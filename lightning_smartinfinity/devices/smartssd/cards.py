@@ -16,14 +16,14 @@ _ACCELERATOR_CLASS = "0x1200"
 
 
 class Card(NamedTuple):
-    """One card as the driver shows it.
+    """A card as the driver shows it.
 
     Args:
-        number: Among the cards, ordered by address.
-        path: The way to its user function; None: it is emulated.
-        shell: Name of the platform it was flashed with; None: not told.
-        node: Its device node; None: not told.
-        p2p: Whether the SSD can reach its memory.
+        number: Position among the cards, ordered by address.
+        path: PCI path of its user function; ``None`` for an emulated card.
+        shell: Name of the platform it was flashed with; ``None`` if the driver does not tell.
+        node: Its device node; ``None`` if the driver does not tell.
+        p2p: State of its P2P memory window, through which the SSD reaches its memory.
     """
 
     number: int
@@ -34,17 +34,17 @@ class Card(NamedTuple):
 
     @property
     def address(self) -> str:
-        """PCI address of the user function; of an emulated card its number."""
+        """PCI address of the user function; the number of an emulated card."""
         return str(self.number) if self.path is None else self.path.address
 
     @property
     def label(self) -> str:
-        """For a user to read."""
+        """The card's name in messages."""
         return f"emulated card {self.number}" if self.path is None else f"card {self.address}"
 
 
 def cards_of(system: System) -> list[Card]:
-    """All cards that XRT's driver holds, by address."""
+    """Return all cards that XRT's driver holds, ordered by address."""
     found = []
     for function in entries_of(system.sysfs / "bus/pci/drivers/xocl"):
         path = path_of(function)
@@ -58,12 +58,12 @@ def cards_of(system: System) -> list[Card]:
 
 
 def emulated_card(number: int) -> Card:
-    """A card that XRT emulates: sysfs knows nothing of it."""
+    """Return a card that XRT emulates, of which sysfs knows nothing."""
     return Card(number, None, None, None, P2P(P2PState.UNKNOWN, None, None))
 
 
 def without_driver(system: System) -> list[str]:
-    """Addresses of Xilinx accelerators that no driver of XRT holds."""
+    """Return the addresses of Xilinx accelerators that no driver of XRT holds."""
     return [
         function.name
         for function in functions_of_class(system, _ACCELERATOR_CLASS)
@@ -72,7 +72,7 @@ def without_driver(system: System) -> list[str]:
 
 
 def unusable_node(system: System, card: Card) -> str | None:
-    """Why this user cannot open a card's device node; None: it can, or nobody tells which it is."""
+    """Return why this user cannot open a card's device node; ``None`` if they can, or if the node is unknown."""
     if card.node is None or system.may_use(card.node):
         return None
     if not card.node.exists():

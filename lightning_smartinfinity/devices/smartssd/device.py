@@ -26,23 +26,23 @@ __all__ = ["SmartSSDDevice"]
 
 _log = logging.getLogger(__name__)
 
-_HOST_BUFFERS = 2  # for what is read and written outside of steps, and instead of a card
-_MOST_IO_THREADS = 64  # one for each buffer: in fewer, reads that came first hold up writes that could run beside them
+_HOST_BUFFERS = 2  # the host reads and writes outside of steps, and updates what a card leaves undone
+_MOST_IO_THREADS = 64  # one for each buffer: with fewer, earlier reads delay writes that could run beside them
 _WRITING = (native.Operation.UPDATE, native.Operation.WRITE, native.Operation.MODIFY)
-_COMPUTE_THREADS = 2  # that wait for a card: one run while the other's parameters are fetched
+_COMPUTE_THREADS = 2  # while one waits for a card's run, the other fetches the parameters of another
 
 
 class SmartSSDDevice(StorageDevice):
-    """Updates on the cards beside the SSDs; gradients go down, parameters come up, state stays there.
+    """Updates on the cards beside the SSDs: gradients go to the cards, parameters come back, state stays there.
 
     Everything but updates runs on a host device over the same files, and so does what a card leaves undone.
 
     Args:
         plan: The cards, one for each storage folder.
-        kernel: Of the optimizer.
-        ring: In each card's memory.
-        compute_threads: Of the host device.
-        io_engine: Of the host device.
+        kernel: The optimizer's kernel.
+        ring: Buffers in each card's memory.
+        compute_threads: Number of threads that update on the host.
+        io_engine: The I/O engine of the host.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class SmartSSDDevice(StorageDevice):
         self._workers: list[CardWorker] = []
         self._num_files = 0
         self._num_works = 0
-        # Of the batch what the host works, in the order in which it counts it; None: all, as it is.
+        # The part of the batch that the host works, in the host's order; None: the host works the whole batch.
         self._on_host: list[Work] | None = []
         self._host_active = False
-        self._host_has_all = True  # False while something is given to it, and from an interrupt then on
+        self._host_has_all = True  # False while works are handed to it; an interrupt leaves it False
         self._error: DeviceError | None = None
 
     @property
@@ -149,7 +149,7 @@ class SmartSSDDevice(StorageDevice):
     def submit(self, batch: native.Batch) -> None:
         self._on_host, self._num_works, self._error, self._host_has_all = [], 0, None, True
         if batch.operation in _WRITING:
-            self._require_places(batch.tasklets)
+            self._require_no_late_write(batch.tasklets)
         if batch.operation is native.Operation.UPDATE:
             self._distribute(batch)
         else:
@@ -160,14 +160,14 @@ class SmartSSDDevice(StorageDevice):
     def extend(self, more: native.Batch) -> None:
         assert self._on_host is not None, "only updates grow"
         self._resume()
-        self._require_places(more.tasklets)
+        self._require_no_late_write(more.tasklets)
         self._distribute(more)
 
-    def _require_places(self, tasklets: Sequence[native.Tasklet]) -> None:
-        """Raise if a write that was given up may still reach the place of one of these.
+    def _require_no_late_write(self, tasklets: Sequence[native.Tasklet]) -> None:
+        """Raise if a write that was given up may still reach the place that one of these tasklets will write to.
 
         Raises:
-            DeviceError: As said; nothing was begun.
+            DeviceError: There is such a write; nothing has been started.
         """
         for worker in self._workers:
             late = worker.may_still_write(tasklets)
@@ -180,16 +180,16 @@ class SmartSSDDevice(StorageDevice):
         self._num_works += len(works)
         left = works
         for worker in self._workers:
-            mine = [work for work in left if worker.takes(work.tasklet)]
-            if mine and (worker.active or worker.present()):
+            mine = [work for work in left if worker.holds(work.tasklet)]
+            if mine and (worker.active or worker.usable()):
                 worker.add(mine)
-                left = [work for work in left if not worker.takes(work.tasklet)]
+                left = [work for work in left if not worker.holds(work.tasklet)]
         self._give_host(left)
 
     def _give_host(self, works: Sequence[Work]) -> None:
-        """Let the host work these, and all that an interrupt may have kept from it.
+        """Hand these works to the host, and any that an interrupt kept from it.
 
-        Those that it has already are passed over.
+        Works that the host already has are skipped.
         """
         assert self._on_host is not None
         has_all, self._host_has_all = self._host_has_all, False
@@ -198,7 +198,7 @@ class SmartSSDDevice(StorageDevice):
             batches = _by_batch([work for work in works if work.position not in given])
             self._on_host = [*self._on_host, *chain(*batches)]
         else:
-            # An interrupt may have come on either side of any call: begun anew, it has each once.
+            # An interrupt may have come before or after any call. Starting over hands each work over exactly once.
             self._host.abandon()
             self._host_active = False
             batches = _by_batch(list({work.position: work for work in [*self._on_host, *works]}.values()))
@@ -221,7 +221,7 @@ class SmartSSDDevice(StorageDevice):
         if self._error is not None:
             raise self._error
         if positions is not None:
-            # Every card hears of it before one of them is waited for.
+            # Tell every card before waiting for the first.
             self.prefer(positions)
         wanted = None if positions is None else set(positions)
         for worker in self._workers:
@@ -232,7 +232,7 @@ class SmartSSDDevice(StorageDevice):
             self._host.wait(own if positions is not None else None)
 
     def _host_positions(self, positions: Sequence[int] | None) -> list[int]:
-        """Of these positions those that the host works, as it counts them."""
+        """Return those of these positions that the host works, as positions in the host's own batch."""
         if positions is None or not self._host_active:
             return []
         if self._on_host is None:
@@ -244,7 +244,7 @@ class SmartSSDDevice(StorageDevice):
         self._resume()
         for worker in self._workers:
             if worker.active:
-                with suppress(DeviceError):  # which is raised below
+                with suppress(DeviceError):  # self._error holds it and is raised below
                     self._end(worker)
         self._drain_host()
         if self._error is not None:
@@ -257,26 +257,26 @@ class SmartSSDDevice(StorageDevice):
             except SmartInfinityError:
                 self._host_active = False
                 raise
-            # Not after an interrupt: the host is still at work.
+            # An interrupt skips this line: the host is then still at work.
             self._host_active = False
 
     def _resume(self) -> None:
-        """Go on with what an interrupt of :meth:`wait` or :meth:`drain` broke off."""
+        """Continue what an interrupt of :meth:`wait` or :meth:`drain` cut short."""
         for worker in self._workers:
             if worker.ending:
-                with suppress(DeviceError):  # which wait() and drain() raise
+                with suppress(DeviceError):  # self._error holds it; wait() and drain() raise it
                     self._end(worker)
         if not self._host_has_all:
             self._give_host([])
 
     def _end(self, worker: CardWorker) -> None:
-        """Wait for a card; let the host do what it leaves undone, from the places that it has not touched.
+        """Wait for a card and let the host finish what it leaves undone, from the places that it has not touched.
 
-        Until all that is done the worker knows of it, so that it can be done again after an interrupt.
+        The worker keeps its part of the batch until then, so that this can be repeated after an interrupt.
 
         Raises:
-            DeviceError: There is one place each, which the card may have overwritten, or it may still write to the
-                other; :meth:`drain` must follow.
+            DeviceError: A tasklet has only one place, which the card may have overwritten, or the card may still write
+                to its other place; :meth:`drain` must follow.
         """
         if worker.drain():
             worker.count_success()
@@ -302,7 +302,7 @@ class SmartSSDDevice(StorageDevice):
         self._give_host(undone)
 
     def _give_up(self, worker: CardWorker, error: DeviceError) -> NoReturn:
-        """The batch has failed for good."""
+        """Mark the batch as failed for good, and raise."""
         self._error = error
         worker.count_failure()
         worker.forget()
@@ -344,7 +344,7 @@ def _in_place(tasklet: native.Tasklet) -> bool:
 
 
 def _by_batch(works: Sequence[Work]) -> list[list[Work]]:
-    """Those of one batch together."""
+    """Group the works by the batch that they came with."""
     batches: dict[int, list[Work]] = {}
     for work in works:
         batches.setdefault(id(work.terms), []).append(work)
@@ -352,7 +352,7 @@ def _by_batch(works: Sequence[Work]) -> list[list[Work]]:
 
 
 def _traffic_of(counters: native.Counters, file: int, num_files: int) -> Traffic:
-    """What a card's pipeline counted; its state file, with that of gradients, at its index among the device's."""
+    """Convert the counters of a card's pipeline; its folder includes the gradient file and stands at index ``file``."""
     (moved,) = counters.files
     folder = FolderTraffic(
         read_bytes=moved.read_bytes + counters.gradient_file_bytes,

@@ -1,4 +1,4 @@
-"""Which cards update which storage folders, or why none can."""
+"""Finds the card of each storage folder, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["CardPlan", "find_cards", "paired_cards"]
 
 @dataclass(frozen=True, kw_only=True)
 class CardPlan:
-    """What a rank updates with.
+    """The cards that update a rank's state, and how to open them.
 
     Args:
         xclbin: The kernels.
-        cards: Of each storage folder, in their order.
-        settings: The user's.
+        cards: Card of each storage folder, in the folders' order.
+        settings: The user's settings.
         binding: How XRT is called: ``"native"`` or ``"pyxrt"``.
         library: Name or path of XRT's C library, for ``"native"``.
         sharers: Processes on this machine that share each card's memory.
@@ -51,13 +51,13 @@ def find_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System
     """Find the card of every storage folder.
 
     Args:
-        folders: Storage folders, there already or not.
-        settings: The user's.
+        folders: Storage folders, which need not exist yet.
+        settings: The user's settings.
         system: This machine.
 
     Raises:
-        ConfigError: No xclbin is named, a folder cannot be reached by a card, or pairing is not one to one.
-        DeviceError: XRT is not usable, or a card is not.
+        ConfigError: No xclbin is named, a card cannot reach a folder, or the pairing is not one to one.
+        DeviceError: XRT or a card is unusable.
     """
     xclbin = read_xclbin(settings, system)
     runtime = runtime_of(system)
@@ -70,10 +70,10 @@ def find_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System
 
 
 def paired_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System) -> list[Card]:
-    """The card of each folder, whether it can be used or not.
+    """Return the card of each folder, whether it is usable or not.
 
     Raises:
-        ConfigError: As :func:`find_cards`.
+        ConfigError: A card cannot reach a folder, or the pairing is not one to one.
         DeviceError: There is no card.
     """
     names = settings.devices
@@ -94,7 +94,7 @@ def paired_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: Syst
 
 
 def _emulated(folders: Sequence[Path], names: Sequence[str | int] | None) -> list[Card]:
-    """XCL_EMULATION_MODE stands for cards that the PCI bus does not have: by number, beside any folder."""
+    """Return emulated cards, which have numbers but no PCI path, so that any may stand beside any folder."""
     numbers = range(len(folders)) if names is None else names
     cards = []
     for number in numbers:
@@ -123,7 +123,7 @@ def _require_usable(system: System, card: Card) -> None:
         raise DeviceError(
             f"The {card.label} cannot be opened: {reason}.", "Give this user access to it and log in again."
         )
-    # A driver that does not tell is asked by the self-test.
+    # If the driver does not tell, the self-test finds out.
     if card.p2p.state not in (P2PState.ENABLED, P2PState.UNKNOWN):
         raise DeviceError(
             f"P2P of the {card.label} is {card.p2p.state.value}: its SSD cannot reach its memory.",

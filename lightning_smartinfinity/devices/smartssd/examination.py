@@ -1,4 +1,4 @@
-"""Everything that SmartSSDs need to update, looked at one by one: what ``smart-infinity selftest`` shows."""
+"""Checks one by one everything that SmartSSDs need for updates; ``smart-infinity selftest`` shows the findings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
-        subject: What it belongs to, as ``"card 0000:3d:00.1"``.
-        name: Of what was looked at.
-        ok: Whether it is as it must be; None: it only tells, or could not be looked at.
-        value: What was found.
-        remedy: What to do where it is not.
+        subject: Thing that was checked, such as ``"card 0000:3d:00.1"``.
+        name: Name of the check.
+        ok: Whether the check passed; ``None`` if it only informs, or could not be made.
+        value: Value that was found.
+        remedy: What the user can do if the check failed.
     """
 
     subject: str
@@ -49,32 +49,32 @@ class Finding:
 def examine(
     named: Sequence[str | Path], settings: SmartSSDConfig, system: System, *, p2p_bytes: int = 64 * _MIB
 ) -> Iterator[Finding]:
-    """Look at XRT, the xclbin and the cards, then work each folder's card.
+    """Check XRT, the xclbin and the cards, then let the card of each folder do work.
 
     Args:
-        named: Storage folders, as for training; none: no card is worked.
-        settings: As for training.
+        named: Storage folders, as for training; if there are none, no card does work.
+        settings: Settings, as for training.
         system: This machine.
-        p2p_bytes: To move in each direction between a card and its SSD.
+        p2p_bytes: Bytes to move in each direction between a card and its SSD.
 
     Yields:
-        Findings, as soon as they are made; one that is not ok does not end it.
+        Findings, as soon as they are made; a failed check does not end the examination.
     """
     runtime = runtime_of(system)
-    of_runtime = _of_runtime(runtime, settings, system)
-    yield from of_runtime
+    runtime_findings = _runtime_findings(runtime, settings, system)
+    yield from runtime_findings
     xclbins: list[Xclbin] = []
-    yield from _tried("xclbin", "file", lambda: _of_xclbin(settings, system, xclbins))
-    yield from _tried("cards", "found", lambda: list(_of_cards(system)))
+    yield from _findings_of("xclbin", "file", lambda: _xclbin_findings(settings, system, xclbins))
+    yield from _findings_of("cards", "found", lambda: list(_cards_found(system)))
     if not named:
         yield Finding("folders", "named", None, "none: P2P and kernels are not tried. Name folders on the cards' SSDs.")
         return
     folders: list[Path] = []
-    yield from _tried("folders", "named", lambda: _of_folders(named, folders))
+    yield from _findings_of("folders", "named", lambda: _folder_findings(named, folders))
     paired: list[Card] = []
     if folders:
-        yield from _tried("folders", "pairing", lambda: _of_pairs(folders, settings, system, paired))
-    bindings = [found.value for found in of_runtime if found.name == _BINDING and found.ok]
+        yield from _findings_of("folders", "pairing", lambda: _pairing_findings(folders, settings, system, paired))
+    bindings = [found.value for found in runtime_findings if found.name == _BINDING and found.ok]
     if paired and xclbins and bindings and runtime.root is not None:
         plan = CardPlan(
             xclbin=xclbins[0],
@@ -86,7 +86,7 @@ def examine(
         yield from _at_work(plan, folders, p2p_bytes)
 
 
-def _of_runtime(runtime: Runtime, settings: SmartSSDConfig, system: System) -> list[Finding]:
+def _runtime_findings(runtime: Runtime, settings: SmartSSDConfig, system: System) -> list[Finding]:
     def root() -> list[Finding]:
         require_runtime(runtime)
         return [Finding("XRT", "XILINX_XRT", True, str(runtime.root))]
@@ -95,14 +95,14 @@ def _of_runtime(runtime: Runtime, settings: SmartSSDConfig, system: System) -> l
         return [Finding("XRT", _BINDING, True, choose_binding(settings.binding, runtime))]
 
     version = Finding("XRT", "version", None, runtime.version or "not told")
-    found = [*_tried("XRT", "XILINX_XRT", root), version, *_tried("XRT", _BINDING, binding)]
+    found = [*_findings_of("XRT", "XILINX_XRT", root), version, *_findings_of("XRT", _BINDING, binding)]
     if system.emulated:
         mode = system.environment["XCL_EMULATION_MODE"]
         found.append(Finding("XRT", "emulation", None, f"XCL_EMULATION_MODE={mode}: no real card is used"))
     return found
 
 
-def _of_xclbin(settings: SmartSSDConfig, system: System, found: list[Xclbin]) -> list[Finding]:
+def _xclbin_findings(settings: SmartSSDConfig, system: System, found: list[Xclbin]) -> list[Finding]:
     xclbin = read_xclbin(settings, system)
     found.append(xclbin)
     return [
@@ -112,7 +112,7 @@ def _of_xclbin(settings: SmartSSDConfig, system: System, found: list[Xclbin]) ->
     ]
 
 
-def _of_cards(system: System) -> Iterator[Finding]:
+def _cards_found(system: System) -> Iterator[Finding]:
     if system.emulated:
         return
     cards = cards_of(system)
@@ -123,10 +123,10 @@ def _of_cards(system: System) -> Iterator[Finding]:
         remedy = "Check lspci -d 10ee: and, in a virtual machine, that the card is passed through."
         yield Finding("cards", "found", False, "none", remedy)
     for card in cards:
-        yield from _of_card(system, card)
+        yield from _card_findings(system, card)
 
 
-def _of_card(system: System, card: Card) -> Iterator[Finding]:
+def _card_findings(system: System, card: Card) -> Iterator[Finding]:
     yield Finding(card.label, "shell", None, card.shell or "not told")
     reason = unusable_node(system, card)
     yield Finding(
@@ -142,22 +142,24 @@ def _of_card(system: System, card: Card) -> Iterator[Finding]:
     yield Finding(card.label, "P2P", usable, f"{p2p.state.value}{sizes}", "" if usable else p2p.remedy(card.address))
 
 
-def _of_folders(named: Sequence[str | Path], found: list[Path]) -> list[Finding]:
-    """Nothing to tell where training would take them."""
+def _folder_findings(named: Sequence[str | Path], found: list[Path]) -> list[Finding]:
+    """Resolve the folders as training does; add no finding if that succeeds."""
     found += storage_folders(list(named)) or ()
     return []
 
 
-def _of_pairs(folders: Sequence[Path], settings: SmartSSDConfig, system: System, found: list[Card]) -> list[Finding]:
+def _pairing_findings(
+    folders: Sequence[Path], settings: SmartSSDConfig, system: System, found: list[Card]
+) -> list[Finding]:
     found += paired_cards(folders, settings, system)
     return [Finding(str(folder), "card", True, card.label) for folder, card in zip(folders, found, strict=True)]
 
 
 def _at_work(plan: CardPlan, folders: Sequence[Path], p2p_bytes: int) -> Iterator[Finding]:
     for card, folder in zip(plan.cards, folders, strict=True):
-        yield from _tried(card.label, "P2P at work", partial(_p2p_at_work, plan, card, folder, p2p_bytes))
+        yield from _findings_of(card.label, "P2P at work", partial(_p2p_at_work, plan, card, folder, p2p_bytes))
         for kernel in KERNELS:
-            yield from _tried(card.label, kernel.name, partial(_kernel_at_work, plan, card, folder, kernel))
+            yield from _findings_of(card.label, kernel.name, partial(_kernel_at_work, plan, card, folder, kernel))
 
 
 def _p2p_at_work(plan: CardPlan, card: Card, folder: Path, nbytes: int) -> list[Finding]:
@@ -173,13 +175,13 @@ def _kernel_at_work(plan: CardPlan, card: Card, folder: Path, kernel: Kernel) ->
     return [Finding(card.label, kernel.name, True, "one tasklet, bit for bit as on the host")]
 
 
-def _tried(subject: str, name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
-    """What is found, or the error that it ends in as a finding."""
+def _findings_of(subject: str, name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
+    """Return the findings of a check, or its error as a finding."""
     try:
         return look()
     except SmartInfinityError as error:
         return [Finding(subject, name, False, error.problem, error.remedy)]
-    except Exception as error:  # what nobody foresaw is no reason to leave the rest unseen
+    except Exception as error:  # an unforeseen error must not keep the other checks from running
         return [Finding(subject, name, False, f"{type(error).__name__}: {error}", _UNFORESEEN)]
 
 

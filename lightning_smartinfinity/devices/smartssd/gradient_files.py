@@ -15,16 +15,16 @@ _NAME = "gradients.tmp"
 
 
 def open_gradient_file(folder: Path, nbytes: int, resources: ExitStack) -> native.StateFile:
-    """Make the file anew; it has no name any more once it is open, so that nothing is left behind.
+    """Create the file and unlink it once it is open, so that nothing is left behind.
 
     Args:
-        folder: The rank's, on the card's SSD.
-        nbytes: All blocks of which are reserved.
-        resources: Closes the file.
+        folder: The rank's folder on the card's SSD.
+        nbytes: Size of the file, all of which is allocated.
+        resources: Stack that closes the file.
 
     Raises:
         StorageFullError: There is too little space.
-        StorageError: It cannot be made.
+        StorageError: The file cannot be created.
     """
     path = folder / _NAME
     with storage_errors(f"Allocating {nbytes} bytes for", path):

@@ -1,4 +1,4 @@
-"""Which mount a folder lies on."""
+"""Finds the mount that a folder lies on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Mount", "mount_of"]
 
 
 class Mount(NamedTuple):
-    """One line of mountinfo.
+    """A line of mountinfo.
 
     Args:
-        point: Where it is mounted.
-        kind: Of its file system.
-        device: Its block device as ``"major:minor"``; the major number is 0 where it has none of its own.
+        point: Folder where it is mounted.
+        kind: Type of its file system.
+        device: Its block device as ``"major:minor"``; the major number is 0 if it has none of its own.
         source: What was mounted, for messages.
     """
 
@@ -29,12 +29,12 @@ class Mount(NamedTuple):
 
 
 def mount_of(system: System, folder: Path) -> Mount | None:
-    """The mount that a folder, there already or not, lies on; None: mountinfo does not tell."""
+    """Return the mount of a folder, which need not exist yet; ``None`` if mountinfo does not tell."""
     path = Path(os.path.realpath(folder))
     found = None
     for mount in _mounts(system):
         covers = mount.point == path or mount.point in path.parents
-        # Of two mounts at one point the later one covers the earlier.
+        # The later of two mounts at one point covers the earlier.
         if covers and (found is None or len(mount.point.parts) >= len(found.point.parts)):
             found = mount
     return found
@@ -43,7 +43,7 @@ def mount_of(system: System, folder: Path) -> Mount | None:
 def _mounts(system: System) -> list[Mount]:
     mounts = []
     for line in (text_of(system.mountinfo) or "").splitlines():
-        # Between the fixed fields and these stand any number of others.
+        # Any number of optional fields stands between the fixed fields and the separator.
         fixed, separator, rest = line.partition(" - ")
         fields, described = fixed.split(" "), rest.split(" ")
         if separator and len(fields) >= 5 and len(described) >= 2:
@@ -52,5 +52,5 @@ def _mounts(system: System) -> list[Mount]:
 
 
 def _plain(escaped: str) -> str:
-    """The kernel writes blanks, tabs, newlines and backslashes as octal numbers."""
+    """Decode the octal escapes by which the kernel writes blanks, tabs, newlines and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped)

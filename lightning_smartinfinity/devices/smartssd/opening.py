@@ -1,4 +1,4 @@
-"""Cards and their memory: opened through XRT, with our own errors where that fails."""
+"""Opens cards through XRT and allocates their memory; failures are raised as the package's own errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
 __all__ = ["ANY_PORT", "card_errors", "open_card", "remedy_for", "require_memory"]
 
 ANY_PORT = ("adamw_update", 0)
-"""Kernel and argument whose bank is asked for: all ports lie in one."""
+"""Kernel and argument that tell the memory bank of all ports, since all lie in one bank."""
 
 _SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(tasklet_bytes=..., num_buffers=...)."
 _GONE = (
@@ -34,7 +34,7 @@ _ANOTHER = (
 _REBUILD = (
     "Build the xclbin from the hls/ folder of a checkout or source distribution of this version: make -C hls xclbin."
 )
-# The first whose words are in the message: what errno tells comes before what the call alone tells.
+# The first entry whose words are in the message applies: what errno tells stands before what only the call tells.
 _REMEDIES = {
     "XRT's library has no": _OLD_XRT,
     "xrtDeviceOpen": _UNFOUND,
@@ -58,7 +58,7 @@ def open_card(plan: CardPlan, card: Card) -> native.Card:
     """Open a card and load the xclbin, unless it is loaded already.
 
     Raises:
-        DeviceError: XRT refuses, or something that this process gave up is still out on the card.
+        DeviceError: XRT refuses, or a call that this process gave up has not returned from the card yet.
     """
     require_returned(card)
     with card_errors(card):
@@ -72,16 +72,16 @@ def open_card(plan: CardPlan, card: Card) -> native.Card:
 
 
 def require_memory(plan: CardPlan, card: Card, wanted: CardRing, *, extent_bytes: int) -> None:
-    """Take the memory of a ring on a card, and give it back.
+    """Allocate the memory of a ring on a card and free it again.
 
     Args:
         plan: How cards are opened, and how many processes share one.
-        card: Whose memory.
-        wanted: At most.
-        extent_bytes: As for ``CardRing.parts``.
+        card: Card to try.
+        wanted: Ring to allocate; buffers that exceed this process's share are left out.
+        extent_bytes: Size of the largest extent, as for ``CardRing.parts``.
 
     Raises:
-        DeviceError: There is less, or the xclbin does not tell how much is this process's.
+        DeviceError: There is too little memory, or the xclbin does not tell how much this process may use.
     """
     ring, share = ring_within(plan, wanted, extent_bytes=extent_bytes), share_of_memory(plan)
     if share is not None and ring.nbytes(extent_bytes) > share:
@@ -106,15 +106,15 @@ def require_memory(plan: CardPlan, card: Card, wanted: CardRing, *, extent_bytes
 
 @contextmanager
 def card_errors(card: Card) -> Iterator[None]:
-    """Turn what the native core and pyxrt raise about a card into our own error."""
+    """Turn errors of the native core and of pyxrt about a card into DeviceError."""
     try:
         yield
     except SmartInfinityError:
         raise
-    except (RuntimeError, ImportError, MemoryError) as error:  # the first is native.CardError as well
+    except (RuntimeError, ImportError, MemoryError) as error:  # native.CardError is a RuntimeError
         raise DeviceError(f"The {card.label}: {error or 'no memory'}.", remedy_for(str(error))) from error
 
 
 def remedy_for(message: str) -> str:
-    """What to do about a failed call at a card."""
+    """Return what to do about a failed call to a card."""
     return next((remedy for word, remedy in _REMEDIES.items() if word in message), _OTHER_REMEDY)

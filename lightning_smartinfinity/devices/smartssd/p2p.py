@@ -1,4 +1,4 @@
-"""Whether a card lets other PCI devices reach its memory, as XRT's driver tells it."""
+"""Reads from XRT's driver whether other PCI devices can reach a card's memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["P2P", "P2PState", "p2p_of"]
 
 
 class P2PState(enum.Enum):
-    """Of a card's P2P memory window."""
+    """The state of a card's P2P memory window."""
 
     ENABLED = "enabled"
     DISABLED = "disabled"
@@ -23,12 +23,12 @@ class P2PState(enum.Enum):
 
 
 class P2P(NamedTuple):
-    """What the driver says.
+    """The P2P memory window as the driver describes it.
 
     Args:
-        state: In one word.
-        bar_bytes: Of the window as it is; None: not told.
-        expected_bytes: That it has when all of the card's memory is in it; None: not told.
+        state: State of the window.
+        bar_bytes: Present size of the window; ``None`` if the driver does not tell.
+        expected_bytes: Size of a window over all of the card's memory; ``None`` if the driver does not tell.
     """
 
     state: P2PState
@@ -36,10 +36,10 @@ class P2P(NamedTuple):
     expected_bytes: int | None
 
     def remedy(self, card: str) -> str:
-        """What to do so that it is enabled.
+        """Return what the user must do to enable it.
 
         Args:
-            card: PCI address.
+            card: PCI address of the card.
         """
         enable = f"xbutil configure --device {card} --p2p enable"
         if self.state is P2PState.WARM_REBOOT:
@@ -54,10 +54,10 @@ class P2P(NamedTuple):
 
 
 def p2p_of(card: Path) -> P2P:
-    """Read the state of one card.
+    """Read the P2P state of a card.
 
     Args:
-        card: Its folder in sysfs, that of the user function.
+        card: Sysfs folder of the card's user function.
     """
     folders = [entry for entry in entries_of(card) if entry.name == "p2p" or entry.name.startswith("p2p.")]
     content = next((text for folder in folders if (text := text_of(folder / "config")) is not None), None)
@@ -75,12 +75,12 @@ def _numbers(content: str) -> dict[str, int]:
         try:
             numbers[name.strip()] = int(value, 0)
         except ValueError:
-            continue  # a later driver's words
+            continue  # a later driver may write values that are no numbers
     return numbers
 
 
 def _state(numbers: dict[str, int]) -> P2PState:
-    """As XRT's own tools read it, in the same order."""
+    """Apply the rules of XRT's own tools, in the same order."""
     bar = numbers.get("bar", -1)
     remap = numbers.get("remap", -1)
     if bar == -1:

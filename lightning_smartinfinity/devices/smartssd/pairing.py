@@ -1,4 +1,4 @@
-"""Which card sits beside which SSD: those that share the nearest PCI ancestor, one to one."""
+"""Pairs SSDs and cards one to one: those that share the nearest PCI ancestor."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _REMEDY = "Name the card of each storage folder: SmartSSDConfig(devices=['0000:3
 
 
 def pair(ssds: Sequence[Ssd], cards: Sequence[Card], controllers: Sequence[PciPath]) -> list[Card]:
-    """The card beside each SSD.
+    """Return the card beside each SSD.
 
     Args:
-        ssds: Of the storage folders.
-        cards: All of the machine.
-        controllers: Of all its SSDs: a card beside another one is not for these.
+        ssds: SSDs of the storage folders.
+        cards: All cards of the machine.
+        controllers: Controllers of all the machine's SSDs. A card that is nearest to another SSD is not taken.
 
     Raises:
-        ConfigError: A card is nearest to several SSDs, an SSD to several cards, or none; the tree is shown.
+        ConfigError: A card is nearest to several SSDs, or an SSD to several cards or none; the tree is shown.
     """
     require_each_once([(ssd.path.address, ssd.folder) for ssd in ssds], what="SSD")
     known = sorted({*controllers, *(ssd.path for ssd in ssds)}, key=lambda path: path.steps)
@@ -34,10 +34,10 @@ def pair(ssds: Sequence[Ssd], cards: Sequence[Card], controllers: Sequence[PciPa
 
 
 def named_cards(ssds: Sequence[Ssd], cards: Sequence[Card], names: Sequence[str | int]) -> list[Card]:
-    """The cards that the user named, one for each SSD; a warning where the tree says otherwise.
+    """Return the cards that the user named, one for each SSD; warn if another card is nearer.
 
     Raises:
-        ConfigError: There is no such card.
+        ConfigError: A named card does not exist.
     """
     chosen = [_named(name, cards) for name in names]
     for ssd, card in zip(ssds, chosen, strict=True):
@@ -57,8 +57,8 @@ def require_each_once(used: Sequence[tuple[str, Path]], *, what: str) -> None:
     """Refuse two folders on one SSD or card.
 
     Args:
-        used: Address and folder of each.
-        what: They are.
+        used: Address and folder of each use.
+        what: Kind of device, for the message: ``"SSD"`` or ``"card"``.
     """
     seen: dict[str, Path] = {}
     for address, folder in used:
@@ -86,7 +86,7 @@ def _card_beside(ssd: Ssd, ssds: Sequence[Ssd], cards: Sequence[Card], controlle
 
 
 def _nearest(path: PciPath, others: Sequence[PciPath]) -> tuple[int, list[PciPath]]:
-    """How many ancestors are shared at most, and by which; 0 and nothing where none is."""
+    """Return the largest number of shared ancestors and the paths that share them; 0 and none if nothing is shared."""
     shared = [common_ancestors(path, other) for other in others]
     most = max(shared, default=0)
     return most, [other for other, number in zip(others, shared, strict=True) if number == most and most]

@@ -1,4 +1,4 @@
-"""PCI functions and the way to each of them, as sysfs tells it."""
+"""PCI functions and their paths, read from sysfs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _ROOT = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class PciPath:
-    """The way from a root complex to a function.
+    """The path from a root complex to a function.
 
     Args:
-        steps: The root complex, every bridge and the function itself, as ``("pci0000:3a", "0000:3a:00.0", ...)``.
+        steps: The root complex, every bridge and the function itself, such as ``("pci0000:3a", "0000:3a:00.0", ...)``.
     """
 
     steps: tuple[str, ...]
 
     @property
     def address(self) -> str:
-        """Of the function: domain, bus, device and function number."""
+        """Address of the function: domain, bus, device and function number."""
         return self.steps[-1]
 
 
 def path_of(device: Path) -> PciPath | None:
-    """The way to the last PCI function on a device's path; None: it hangs on none.
+    """Return the path of the last PCI function above or at a device; ``None`` if there is no PCI function.
 
     Args:
-        device: Below ``sysfs/devices``, or a link there.
+        device: Path below ``sysfs/devices``, or a link to one.
     """
     steps: tuple[str, ...] = ()
     followed: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ def path_of(device: Path) -> PciPath | None:
 
 
 def functions_of_class(system: System, prefix: str) -> list[Path]:
-    """Folders of all PCI functions whose class begins like this, as ``"0x0108"``, by address."""
+    """Return the folders of all PCI functions whose class has this prefix, such as ``"0x0108"``, by address."""
     return [
         function
         for function in entries_of(system.sysfs / "bus/pci/devices")
@@ -56,7 +56,7 @@ def functions_of_class(system: System, prefix: str) -> list[Path]:
 
 
 def common_ancestors(one: PciPath, other: PciPath) -> int:
-    """How many steps two functions share from the root on; a root complex alone counts as none."""
+    """Count the steps that two functions share, starting at the root; a root complex alone counts as none."""
     shared = 0
     for mine, theirs in zip(one.steps[:-1], other.steps[:-1], strict=False):
         if mine != theirs:
@@ -66,10 +66,10 @@ def common_ancestors(one: PciPath, other: PciPath) -> int:
 
 
 def drawn(labels: Mapping[PciPath, str]) -> str:
-    """A tree of functions, one line for each step.
+    """Draw a tree of functions, one line for each step.
 
     Args:
-        labels: What stands behind each function's address.
+        labels: Text to show behind each function's address.
     """
     named = {path.steps: label for path, label in labels.items()}
     return "\n".join(_branches(sorted(named), named, depth=0))

@@ -1,14 +1,14 @@
-"""XRT by way of pyxrt, in what its versions from 2.11 on have in common.
+"""XRT through pyxrt, limited to what all its versions since 2.11 share.
 
-For systems whose C library cannot be had: every call holds the interpreter's lock, so several cards take turns. What
-pyxrt gets wrong is kept out here:
+It serves systems without XRT's C library. Every call holds the interpreter's lock, so several cards take turns. The
+binding works around these faults of pyxrt:
 
-- scalars are C ints: the caller passes a float's bits, never a float, which would be cut to an integer;
-- ``kernel(...)`` drops arguments without a word: a ``run`` is filled argument by argument;
-- ``run.wait(0)`` waits for good, and every wait holds the lock: the state is polled instead;
-- a map does not keep its buffer alive: both are held together;
-- a buffer does not keep its device open, and XRT may then take the next device for this one: the binding holds the
-  device, and the native core the binding as long as anything that it gave out.
+- Scalars are C ints, and a float would be cut to an integer: the caller passes the float's bits.
+- ``kernel(...)`` silently drops arguments: each argument of a ``run`` is set by a call of its own.
+- ``run.wait(0)`` waits forever, and every wait holds the lock: the state is polled instead.
+- A map does not keep its buffer alive: both are held together.
+- A buffer does not keep its device open, and XRT may then mistake the next device for it: the binding holds the
+  device, and the native core holds the binding as long as it holds anything that the binding returned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_POLL_SECONDS = 2e-3
 
 
 class _Buffer:
-    """A buffer object and, once it is asked for, the map of its memory: neither outlives the other."""
+    """A buffer object and, once it is asked for, the map of its memory; neither outlives the other."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -48,21 +48,21 @@ def _opened(pyxrt: Any, card: Card, num_cards: int) -> Any:
         return pyxrt.device(card.number)
     try:
         return pyxrt.device(card.address)
-    except TypeError:  # before 2.13 cards have numbers alone
+    except TypeError:  # before 2.13, cards are opened by number only
         device = pyxrt.device(card.number)
     _require_address(pyxrt, device, card, num_cards)
     return device
 
 
 def _require_address(pyxrt: Any, device: Any, card: Card, num_cards: int) -> None:
-    """A number of ours may be another card's of XRT: that one would be given the state of this one's SSD.
+    """Check that XRT's number led to this card: another card would be given the state of this card's SSD.
 
     Raises:
-        DeviceError: It is, or nobody can tell.
+        DeviceError: It led to another card, or pyxrt cannot tell.
     """
     try:
         address = str(device.get_info(pyxrt.xrt_info_device.bdf))
-    except AttributeError:  # an older pyxrt
+    except AttributeError:  # an older pyxrt cannot tell the address
         address = None
     if address is None and num_cards > 1:
         raise DeviceError(
@@ -79,21 +79,21 @@ def _require_address(pyxrt: Any, device: Any, card: Card, num_cards: int) -> Non
 def _loaded(device: Any, xclbin: Xclbin) -> Any:
     try:
         return device.load_xclbin(str(xclbin.path))
-    except RuntimeError as error:  # which does not say what was tried
+    except RuntimeError as error:  # its message does not name the call that failed
         raise RuntimeError(f"load_xclbin failed: {error}") from error
 
 
 class PyxrtBinding:
-    """What the native core calls to work a card.
+    """The calls by which the native core works a card.
 
     Args:
-        card: To open.
-        xclbin: To load.
-        num_cards: On this machine's PCI bus.
+        card: Card to open.
+        xclbin: Xclbin to load.
+        num_cards: Number of cards on this machine's PCI bus.
 
     Raises:
         DeviceError: It is not certain that pyxrt opens this card.
-        ImportError: pyxrt is not there.
+        ImportError: pyxrt is not installed.
         RuntimeError: XRT refuses.
     """
 
@@ -105,24 +105,24 @@ class PyxrtBinding:
         self._uuid = _loaded(self._device, xclbin)
 
     def kernel(self, name: str) -> Any:
-        """One of the xclbin's kernels, which other processes may use as well."""
+        """Open one of the xclbin's kernels, which other processes may use as well."""
         return self._pyxrt.kernel(self._device, self._uuid, name, self._pyxrt.kernel.shared)
 
     def group(self, kernel: Any, argument: int) -> int:
-        """The memory bank that a kernel reaches by this argument."""
+        """Return the memory bank that a kernel reaches through this argument."""
         return int(kernel.group_id(argument))
 
     def allocate(self, nbytes: int, p2p: bool, group: int) -> _Buffer:
-        """A buffer in a card's memory."""
+        """Allocate a buffer in the card's memory."""
         flags = self._pyxrt.bo.p2p if p2p else self._pyxrt.bo.normal
         return _Buffer(self._pyxrt.bo(self._device, nbytes, flags, group))
 
     def part(self, buffer: _Buffer, nbytes: int, offset: int) -> _Buffer:
-        """A part of a buffer, as a buffer of its own."""
+        """Make a part of a buffer a buffer of its own."""
         return _Buffer(self._pyxrt.bo(buffer.handle, nbytes, offset))
 
     def address(self, buffer: _Buffer) -> int:
-        """Of a buffer's map in host memory."""
+        """Return the address of a buffer's map in host memory."""
         return buffer.address
 
     def sync(self, buffer: _Buffer, to_card: bool, nbytes: int, offset: int) -> None:
@@ -132,15 +132,15 @@ class PyxrtBinding:
         buffer.handle.sync(way, nbytes, offset)
 
     def run(self, kernel: Any) -> Any:
-        """A run of a kernel, without arguments yet."""
+        """Create a run of a kernel, without arguments yet."""
         return self._pyxrt.run(kernel)
 
     def set_scalar(self, run: Any, index: int, value: int) -> None:
-        """Set a 32-bit argument, as a signed int."""
+        """Set a 32-bit argument, given as a signed int."""
         run.set_arg(index, value)
 
     def set_buffer(self, run: Any, index: int, buffer: _Buffer) -> None:
-        """Set a pointer."""
+        """Set an argument that is a pointer."""
         run.set_arg(index, buffer.handle)
 
     def start(self, run: Any) -> None:
@@ -148,7 +148,7 @@ class PyxrtBinding:
         run.start()
 
     def wait(self, run: Any, timeout_ms: int) -> int:
-        """Until the run has ended, or that many milliseconds are over; returns its state."""
+        """Wait until the run has ended or that many milliseconds have passed; return the run's state."""
         end = time.monotonic() + timeout_ms / 1000
         pause = _POLL_SECONDS
         while (state := self.state(run)) not in _ENDED and time.monotonic() < end:
@@ -157,5 +157,5 @@ class PyxrtBinding:
         return state
 
     def state(self, run: Any) -> int:
-        """ERT's number; RUNNING, which pyxrt's enumeration lacks, is one of those that have not ended."""
+        """Return ERT's number of the state; RUNNING, which pyxrt's enumeration lacks, has not ended."""
         return int(run.state())

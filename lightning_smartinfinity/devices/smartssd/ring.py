@@ -1,4 +1,4 @@
-"""What lies in a card's memory, and on its SSD beside the state: arithmetic only."""
+"""Layout of a card's memory and of the gradient file on its SSD: arithmetic only."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lightning_smartinfinity.store.extents import BLOCK_BYTES
 
 __all__ = ["CardRing", "gradient_file_bytes", "ring_within", "share_of_memory"]
 
-# The shell and XRT keep some of a card's memory for themselves.
+# The shell and XRT use some of a card's memory.
 _USABLE_EIGHTHS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardRing:
-    """Tasklets that are on a card at once.
+    """Buffers in a card's memory, each for one tasklet.
 
     Args:
-        num_buffers: How many (``TransferConfig.num_buffers``); fewer where the card is shared.
-        gradient_bytes: Of the largest tasklet's gradient.
-        parameter_bytes: Of its parameters.
+        num_buffers: Number of buffers (``TransferConfig.num_buffers``); fewer if the card is shared.
+        gradient_bytes: Bytes of the largest tasklet's gradient.
+        parameter_bytes: Bytes of the largest tasklet's parameters.
     """
 
     num_buffers: int
@@ -30,23 +30,23 @@ class CardRing:
     parameter_bytes: int
 
     def parts(self, extent_bytes: int) -> tuple[int, int, int]:
-        """Bytes of what one buffer consists of, in whole blocks: state, gradient and parameters.
+        """Return the bytes of a buffer's parts, in whole blocks: state, gradient and parameters.
 
         Args:
-            extent_bytes: Of the largest tasklet's extent. Its trailer's page is not there, but a page of status is.
+            extent_bytes: Bytes of the largest extent. A page of status takes the place of its trailer's page.
         """
         return _padded(extent_bytes), _padded(self.gradient_bytes), _padded(self.parameter_bytes)
 
     def nbytes(self, extent_bytes: int) -> int:
-        """Of all buffers; ``extent_bytes`` as for :meth:`parts`."""
+        """Return the bytes of all buffers; ``extent_bytes`` is that of :meth:`parts`."""
         return self.num_buffers * sum(self.parts(extent_bytes))
 
 
 def share_of_memory(plan: CardPlan) -> int | None:
-    """Bytes of a card's memory that this process may take; None: all that there is.
+    """Return the bytes of a card's memory that this process may use; ``None`` means all.
 
     Raises:
-        DeviceError: It is shared, and the xclbin does not tell how much there is.
+        DeviceError: The card is shared, and the xclbin does not tell how much memory it has.
     """
     if plan.sharers == 1:
         return None
@@ -60,15 +60,15 @@ def share_of_memory(plan: CardPlan) -> int | None:
 
 
 def ring_within(plan: CardPlan, wanted: CardRing, *, extent_bytes: int) -> CardRing:
-    """As many of the wanted buffers as fit into this process's share: two at least, which may then be refused.
+    """Reduce the wanted buffers to this process's share of the card, but not below two, which may then be refused.
 
     Args:
         plan: How many processes share a card.
-        wanted: At most.
-        extent_bytes: As for ``CardRing.parts``.
+        wanted: Ring to reduce.
+        extent_bytes: Size of the largest extent, as for ``CardRing.parts``.
 
     Raises:
-        DeviceError: As :func:`share_of_memory`.
+        DeviceError: The card is shared, and the xclbin does not tell how much memory it has.
     """
     share = share_of_memory(plan)
     if share is None:
@@ -78,11 +78,11 @@ def ring_within(plan: CardPlan, wanted: CardRing, *, extent_bytes: int) -> CardR
 
 
 def gradient_file_bytes(plan: CardPlan, ring: CardRing) -> int:
-    """Of the file on each card's SSD that gradients go through: a place for each buffer; without such a route 0.
+    """Return the size of the gradient file on each card's SSD: a place for each buffer, or 0 if there is no such file.
 
     Args:
-        plan: The route.
-        ring: Of :func:`ring_within`.
+        plan: The settings, which name the gradients' route.
+        ring: The ring that :func:`ring_within` returned.
     """
     if plan.settings.gradient_route != "storage":
         return 0

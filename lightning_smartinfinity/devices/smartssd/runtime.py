@@ -1,4 +1,4 @@
-"""XRT on this machine: where it is installed, and which version."""
+"""Finds XRT on this machine: where it is installed, which version it has, and how it can be called."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _INSTALL = "Install XRT (Debian 12: apt-get install libxrt1) and load its settin
 
 
 class Runtime(NamedTuple):
-    """What is there.
+    """The installation of XRT that was found.
 
     Args:
-        root: XILINX_XRT; None: not set, and XRT then finds no driver.
-        version: Of the installation; None: it does not tell.
-        library: Name or path by which the C library can be loaded; None: it cannot.
-        pyxrt: Whether the Python module is there.
+        root: XILINX_XRT; ``None`` if it is not set, in which case XRT finds no driver.
+        version: Version of the installation; ``None`` if it does not tell.
+        library: Name or path by which the C library can be loaded; ``None`` if it cannot.
+        pyxrt: Whether the Python module is installed.
     """
 
     root: Path | None
@@ -45,7 +45,7 @@ def require_runtime(runtime: Runtime) -> None:
     """Refuse a machine on which XRT can find no card.
 
     Raises:
-        DeviceError: XILINX_XRT is not set or leads nowhere.
+        DeviceError: XILINX_XRT is not set or is not a folder.
     """
     if runtime.root is None:
         raise DeviceError("The environment variable XILINX_XRT is not set: XRT finds no card without it.", _INSTALL)
@@ -54,15 +54,15 @@ def require_runtime(runtime: Runtime) -> None:
 
 
 def choose_binding(wanted: str, runtime: Runtime) -> str:
-    """How XRT is called: ``"native"`` or ``"pyxrt"``.
+    """Choose how XRT is called: ``"native"`` or ``"pyxrt"``.
 
     Args:
         wanted: ``SmartSSDConfig.binding``.
-        runtime: What is there.
+        runtime: The installation.
 
     Raises:
-        ConfigError: What is wanted is not to be had.
-        DeviceError: Neither is.
+        ConfigError: The wanted binding is unavailable.
+        DeviceError: Neither binding is available.
     """
     if wanted == "auto":
         if runtime.library:

@@ -1,4 +1,4 @@
-"""Files that a self-test makes beside a storage folder, and its failures in words of the card and the folder."""
+"""The self-test's files beside a storage folder, and errors that name the card and the folder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Scratch", "scratch_folder"]
 
 
 class Scratch:
-    """A folder of our own on the file system of a storage folder.
+    """A temporary folder on the file system of a storage folder.
 
     Args:
-        card: That is tested.
-        storage: The storage folder, there already or not.
-        path: The folder of our own: gone by the time that a user reads of a failure, which names the other two.
+        card: Card that is tested.
+        storage: The storage folder, which need not exist yet.
+        path: The temporary folder. It is gone when a user reads an error, so errors name the card and ``storage``.
     """
 
     def __init__(self, card: Card, storage: Path, path: Path) -> None:
@@ -35,7 +35,7 @@ class Scratch:
         self._path = path
 
     def fill(self, name: str, content: NDArray[np.uint8]) -> None:
-        """Make a file that is on storage when this returns."""
+        """Create a file, and return when it is on storage."""
         with self._errors("writing a file in"):
             path = self._path / name
             path.write_bytes(content.tobytes())
@@ -56,14 +56,14 @@ class Scratch:
             return (self._path / name).read_bytes()
 
     def error_of(self, failure: native.Failure) -> DeviceError | StorageError:
-        """What the native core could not do, as our own error."""
-        problem = f"Self-test of the {self.card.label} in {str(self._storage)!r}: {self.told(failure.message)}."
+        """Turn a failure of the native core into one of the package's errors."""
+        problem = f"Self-test of the {self.card.label} in {str(self._storage)!r}: {self.shortened(failure.message)}."
         if failure.kind in ("io", "short"):
             return storage_error(failure.errno, problem=problem)
         return DeviceError(problem, remedy_for(failure.message))
 
-    def told(self, message: str) -> str:
-        """A message that names files by their names alone."""
+    def shortened(self, message: str) -> str:
+        """Shorten the paths in a message to the files' names."""
         return message.replace(f"{self._path}/", "")
 
     def _errors(self, doing: str) -> AbstractContextManager[None]:
@@ -72,14 +72,14 @@ class Scratch:
 
 @contextmanager
 def scratch_folder(card: Card, storage: Path) -> Iterator[Scratch]:
-    """A folder on the file system of a storage folder, which need not be there yet; it is removed.
+    """Create a temporary folder on the file system of a storage folder, and remove it at the end.
 
     Args:
-        card: That is tested.
-        storage: The storage folder, absolute.
+        card: Card that is tested.
+        storage: The storage folder, absolute; it need not exist yet.
 
     Raises:
-        StorageError: A file stands where a folder should be, or no folder can be made.
+        StorageError: A file stands where a folder should be, or no folder can be created.
     """
     with storage_errors(f"Self-test of the {card.label}: making a folder in", storage):
         present = next(path for path in (storage, *storage.parents) if path.exists())

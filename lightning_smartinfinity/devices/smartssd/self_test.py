@@ -1,4 +1,4 @@
-"""What a card must do before state is given to it: P2P both ways, and every kernel bit for bit as the host."""
+"""Tests a card before it gets state: P2P in both directions, and every kernel bit for bit against the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_smartinfinity.store.extents import extent_bytes
 
 __all__ = ["Bandwidth", "check_kernel", "check_p2p", "self_test"]
 
-# Neither the first element nor the last is on the border of a beat, a group or a block.
+# Neither the first nor the last element is on the border of a beat, a group or a block.
 _NUMEL = 5_003
 _FIRST, _LAST = 37, 4_801
 _P2P_BYTES = 1 << 20
@@ -31,11 +31,11 @@ _DAMAGED = "Do not use it: run `smart-infinity selftest`, look into the kernel l
 
 
 class Bandwidth(NamedTuple):
-    """Between a card's SSD and its memory.
+    """Bandwidth between a card's SSD and its memory.
 
     Args:
-        read: From the SSD, in bytes per second.
-        write: To it.
+        read: Bytes per second from the SSD.
+        write: Bytes per second to the SSD.
     """
 
     read: float
@@ -43,16 +43,16 @@ class Bandwidth(NamedTuple):
 
 
 def self_test(plan: CardPlan, folders: Sequence[Path], kernels: Sequence[Kernel]) -> None:
-    """Check every card of a plan with the folder on its SSD; nothing is left there.
+    """Check every card of a plan with the folder on its SSD; leave no files there.
 
     Args:
         plan: The cards.
-        folders: Storage folders, there already or not.
-        kernels: Those that will be used.
+        folders: Storage folders, which need not exist yet.
+        kernels: Kernels that will be used.
 
     Raises:
         DeviceError: A card does not do what it must.
-        StorageError: Its SSD does not.
+        StorageError: The SSD of a card does not do what it must.
     """
     for card, folder in zip(plan.cards, folders, strict=True):
         with scratch_folder(card, folder) as scratch:
@@ -62,17 +62,17 @@ def self_test(plan: CardPlan, folders: Sequence[Path], kernels: Sequence[Kernel]
 
 
 def check_p2p(plan: CardPlan, card: Card, scratch: Scratch, *, nbytes: int = _P2P_BYTES) -> Bandwidth:
-    """Read a file into the card's memory and write it from there into another one.
+    """Read a file into the card's memory and write it from there into another file.
 
     Args:
         plan: How cards are opened.
-        card: To check.
+        card: Card to check.
         scratch: A folder on its SSD.
-        nbytes: To move, a multiple of 4096.
+        nbytes: Bytes to move, a multiple of 4096.
 
     Raises:
-        DeviceError: The card refuses, or what comes back differs.
-        StorageError: A file cannot be made.
+        DeviceError: The card refuses, or other bytes come back.
+        StorageError: A file cannot be created.
     """
     pattern = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
     scratch.fill(_SOURCE, pattern)
@@ -108,7 +108,7 @@ def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch, *, timeout
             file.close()
             if failure is not None:
                 raise DeviceError(
-                    f"P2P between the {card.label} and its SSD failed: {scratch.told(failure.message)}.",
+                    f"P2P between the {card.label} and its SSD failed: {scratch.shortened(failure.message)}.",
                     "Check that P2P is enabled and the IOMMU off or in pass-through mode: `smart-infinity selftest`."
                     " Look into the kernel log for the SSD.",
                 )
@@ -122,13 +122,13 @@ def check_kernel(plan: CardPlan, card: Card, kernel: Kernel, scratch: Scratch) -
 
     Args:
         plan: How cards are opened.
-        card: To check.
-        kernel: To run.
+        card: Card to check.
+        kernel: Kernel to run.
         scratch: A folder on its SSD.
 
     Raises:
-        DeviceError: The card fails, or differs from the host.
-        StorageError: A file cannot be made, read or written.
+        DeviceError: The card fails, or its result differs from the host's.
+        StorageError: A file cannot be created, read or written.
     """
     with card_errors(card):
         opened = open_card(plan, card)
@@ -157,7 +157,7 @@ def check_kernel(plan: CardPlan, card: Card, kernel: Kernel, scratch: Scratch) -
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Bits of the values, cut off: any will do."""
+    """Return bfloat16 bits of the values, truncated; any rounding serves the test."""
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -166,17 +166,17 @@ _DTYPES: dict[native.DType, Callable[[NDArray[np.float32]], NDArray[Any]]] = {
     native.DType.BFLOAT16: _bfloat16,
     native.DType.FLOAT16: lambda values: values.astype(np.float16),
 }
-"""All that a training may have, of gradients and of parameters: how a kernel reads one and writes the other."""
+"""Each type that gradients and parameters may have in training, and how to convert the test's values to it."""
 
 _MOST_ITEM_BYTES = 4
 
 
 class _Tile:
-    """One tasklet with a first state and a gradient that are the same each time, subnormals among them.
+    """A tasklet with reproducible first state and gradient, which contain subnormal numbers.
 
     Args:
-        kernel: That steps.
-        dtype: Of gradient and parameters.
+        kernel: Kernel that updates it.
+        dtype: Type of gradient and parameters.
     """
 
     def __init__(self, kernel: Kernel, dtype: native.DType) -> None:
@@ -189,12 +189,12 @@ class _Tile:
         self._gradient = _DTYPES[dtype](generator.standard_normal(_NUMEL, np.float32))
 
     def updated(self, scratch: Scratch, name: str, *, card: native.CardOptions | None) -> tuple[bytes, bytes]:
-        """The extent and the parameters after one step.
+        """Return the extent and the parameters after one step.
 
         Args:
-            scratch: A folder for it.
-            name: Of the state file to make.
-            card: That steps; None: the host.
+            scratch: Folder for the state file.
+            name: Name of the state file to create.
+            card: Card that updates; ``None`` means the host.
         """
         scratch.fill(name, np.zeros(2 * self._nbytes, np.uint8))
         parameters = np.zeros_like(self._gradient)
@@ -215,7 +215,7 @@ class _Tile:
         return scratch.read(name)[self._nbytes :], parameters.tobytes()
 
     def _tasklet(self, segments: list[native.Segment]) -> native.Tasklet:
-        """From the first of two places; what writes alone writes there."""
+        """Make a tasklet that an update moves from the first place to the second; a plain write goes to the first."""
         writes_alone = bool(segments[0].arrays)
         return native.Tasklet(
             index=0,

@@ -1,4 +1,4 @@
-"""The NVMe SSD that a storage folder lies on: directly, or the folder is refused with the name of what is between."""
+"""Finds the NVMe SSD directly below a storage folder, or refuses the folder and names what lies between."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Ssd(NamedTuple):
 
     Args:
         folder: The folder.
-        name: Of the whole disk's block device, as ``"nvme0n1"``.
-        path: The way to its controller.
-        file_system: On it.
+        name: Name of the whole disk's block device, such as ``"nvme0n1"``.
+        path: PCI path of its controller.
+        file_system: Type of its file system.
     """
 
     folder: Path
@@ -43,10 +43,10 @@ class Ssd(NamedTuple):
 
 
 def ssd_of(system: System, folder: Path) -> Ssd:
-    """The SSD that a folder lies on.
+    """Return the SSD that a folder lies on.
 
     Raises:
-        ConfigError: Its file system is another than ext4 or XFS, or not directly on a PCIe NVMe SSD.
+        ConfigError: The file system is neither ext4 nor XFS, or does not lie directly on a PCIe NVMe SSD.
     """
     mount = mount_of(system, folder)
     if mount is None:
@@ -63,7 +63,7 @@ def ssd_of(system: System, folder: Path) -> Ssd:
 
 
 def all_ssds(system: System) -> list[PciPath]:
-    """The controllers of all NVMe SSDs of the machine."""
+    """Return the controllers of all NVMe SSDs of the machine."""
     found = [path_of(function) for function in functions_of_class(system, _NVME_CLASS)]
     return [path for path in found if path is not None]
 
@@ -83,7 +83,7 @@ def _require_file_system(folder: Path, mount: Mount) -> None:
 
 
 def _between(disk: Path) -> str | None:
-    """What stands between the file system and the SSD."""
+    """Describe what lies between the file system and the SSD; ``None`` if nothing does."""
     if disk.name.startswith("dm-"):
         uuid = text_of(disk / "dm/uuid") or ""
         kind = next((name for prefix, name in _MAPPED.items() if uuid.startswith(prefix)), "a device-mapper target")
@@ -110,7 +110,7 @@ def _controller_of(system: System, folder: Path, disk: Path) -> PciPath:
 
 
 def _controllers(disk: Path) -> list[Path]:
-    """Below their controller, or with native multipath below a virtual subsystem that links to it."""
+    """Return the controllers of a disk: its parent or, with native multipath, the links of its virtual subsystem."""
     if disk.parent.parent.name == "nvme-subsystem":
         return [entry for entry in entries_of(disk.parent) if re.fullmatch(r"nvme\d+", entry.name)]
     return [disk.parent]

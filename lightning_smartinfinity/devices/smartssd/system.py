@@ -1,4 +1,4 @@
-"""Where a machine describes itself: tests put trees of their own in its place."""
+"""Files in which a machine describes itself; tests replace them by trees of their own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def _may_use(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What is read to find cards and SSDs.
+    """The files and settings from which cards and SSDs are found.
 
     Args:
-        sysfs: The kernel's devices.
-        mountinfo: The mounts that this process sees.
-        dev: Device nodes.
-        environment: Of this process.
-        may_use: Whether this user may read and write a device node.
+        sysfs: Folder of the kernel's devices.
+        mountinfo: File that lists the mounts that this process sees.
+        dev: Folder of device nodes.
+        environment: Environment variables of this process.
+        may_use: Function that tells whether this user may read and write a device node.
     """
 
     sysfs: Path = Path("/sys")
@@ -34,12 +34,12 @@ class System:
 
     @property
     def emulated(self) -> bool:
-        """Whether XRT is told to emulate its devices: then sysfs has none of them."""
+        """Whether XRT emulates its devices, which sysfs then does not list."""
         return bool(self.environment.get("XCL_EMULATION_MODE"))
 
 
 def text_of(path: Path) -> str | None:
-    """Content of a small file of sysfs without its last newline; None: there is none, or it cannot be read."""
+    """Return a small file's text without surrounding white space; ``None`` if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -47,7 +47,7 @@ def text_of(path: Path) -> str | None:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """What lies in a folder, by name; nothing where there is no such folder."""
+    """Return the entries of a folder, sorted by name; none if the folder does not exist."""
     try:
         return sorted(folder.iterdir())
     except OSError:

@@ -1,7 +1,7 @@
-"""Pipelines and queues that are over while something of theirs is still out: closed once it has returned.
+"""Keeps pipelines and queues with calls that have not returned, and closes them once these return.
 
-Until then a run may write into the card's memory, and a transfer into that or into its file. A kernel that XRT still
-holds at the end of the process would make an abort of it.
+Until then a run may write into the card's memory, and a transfer into that memory or its file. XRT would abort the
+process if it still held a kernel when the process ends.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _owner = os.getpid()
 
 
 def close_or_keep(worker: native.Pipeline | native.FileQueue, card: Card) -> None:
-    """Close what does nothing now, or, while something of it is out, keep it until that has returned.
+    """Close a pipeline or queue if it is idle; otherwise keep it until its calls have returned.
 
     Args:
-        worker: To close.
-        card: That it uses.
+        worker: Pipeline or queue to close.
+        card: Card that it uses.
     """
     _kept.append((worker, card))
     close_returned()
 
 
 def close_returned() -> bool:
-    """Close those of which all has returned by now, and call what waits for writes that have.
+    """Close everything whose calls have returned, and make the calls of :func:`when_written` that are now due.
 
     Returns:
-        Whether none is left.
+        Whether nothing is left to close.
     """
     for kept in tuple(_kept):
         worker, _ = kept
@@ -61,21 +61,21 @@ def close_returned() -> bool:
 
 
 def when_written(pipelines: Iterable[native.Pipeline], then: Callable[[], object]) -> None:
-    """Call something once no write of pipelines that are over is out: now, or from :func:`close_returned`.
+    """Call something once no abandoned write of these pipelines is in progress: now, or in :func:`close_returned`.
 
     Args:
-        pipelines: Those given to :func:`close_or_keep`.
-        then: What to call.
+        pipelines: Pipelines that were given to :func:`close_or_keep`.
+        then: Function to call.
     """
     _waiting.append((tuple(pipelines), then))
     close_returned()
 
 
 def require_returned(card: Card) -> None:
-    """Raise if something of an earlier pipeline is still out on this card.
+    """Raise if a call of an earlier pipeline has not returned from this card.
 
     Raises:
-        DeviceError: It would be waited for in vain: until it returns the card does nothing else.
+        DeviceError: Such a call is in progress; until it returns, the card does nothing else.
     """
     close_returned()
     if any(kept.address == card.address for _, kept in _kept):
@@ -87,6 +87,6 @@ def require_returned(card: Card) -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    # A forked child runs exit handlers too; its parent's threads are not there.
+    # A forked child runs exit handlers too, but does not have its parent's threads.
     if os.getpid() == _owner:
         close_returned()

@@ -1,4 +1,4 @@
-"""One card at work: its part of a batch, and what is left of it when the card fails."""
+"""One card at work: its part of a batch, and what it leaves undone when it fails."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["CardWorker", "Terms", "Work"]
 _log = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3
-# Seconds. Linux resets an NVMe controller that has not answered for so long (nvme_core.io_timeout), and then repeats
-# what it was asked: that a write returns later than this is not to be expected.
+# Seconds. Linux resets an NVMe controller that has not answered for this long (nvme_core.io_timeout) and then repeats
+# the request, so a write is not expected to return later than this.
 _RECOVERY = 30.0
 _POLL = 0.01
 
 
 class Terms(NamedTuple):
-    """What the tasklets of a batch have in common.
+    """The settings that the tasklets of a batch share.
 
     Args:
-        steps: Which their segments count in.
-        codec: That compresses their gradients; None: nothing does.
-        residual_scale: Of the gradients.
+        steps: Update steps, to which their segments refer by index.
+        codec: Codec that compresses their gradients; ``None`` if they are not compressed.
+        residual_scale: Factor that residuals are multiplied by when they are added to gradients.
     """
 
     steps: Sequence[UpdateStep]
@@ -37,7 +37,7 @@ class Terms(NamedTuple):
     residual_scale: float
 
     def batch(self, tasklets: Sequence[native.Tasklet]) -> native.Batch:
-        """Of these tasklets."""
+        """Make a batch of these tasklets."""
         return native.Batch(
             native.Operation.UPDATE, tasklets, self.steps, codec=self.codec, residual_scale=self.residual_scale
         )
@@ -47,9 +47,9 @@ class Work(NamedTuple):
     """A tasklet of a batch.
 
     Args:
-        position: In the batch.
-        tasklet: As the batch has it.
-        terms: Of the batch.
+        position: Position in the batch.
+        tasklet: The tasklet, as in the batch.
+        terms: Settings of the batch.
     """
 
     position: int
@@ -63,7 +63,7 @@ class CardWorker:
     Args:
         card: The card.
         file: Index of its state file among the device's.
-        pipeline: Of the card, with that one file.
+        pipeline: The card's pipeline, with that one file.
     """
 
     def __init__(self, card: Card, file: int, pipeline: native.Pipeline) -> None:
@@ -73,51 +73,51 @@ class CardWorker:
         self._work: list[Work] = []
         self._failure: native.Failure | None = None
         self._ending = False
-        self._told_of_absence = False
-        self._num_failures = 0  # of batches, one after another
+        self._warned = False
+        self._num_failures = 0  # consecutive batches that failed
         self._closed = False
 
     @property
     def active(self) -> bool:
-        """Whether it has a batch that has not been drained."""
+        """Whether the worker has a batch that has not been drained."""
         return bool(self._work)
 
     @property
     def ending(self) -> bool:
-        """Whether :meth:`drain` was called, and not yet :meth:`forget`: an interrupt came between."""
+        """Whether :meth:`drain` was called but not yet :meth:`forget`, because an interrupt came between."""
         return self._ending
 
     @property
     def failure(self) -> str:
-        """Of its batch, in words."""
+        """Message of the batch's failure."""
         return self._failure.message if self._failure is not None else "an interrupt came before it could be told why"
 
-    def takes(self, tasklet: native.Tasklet) -> bool:
-        """Whether a tasklet's extents lie on its SSD."""
+    def holds(self, tasklet: native.Tasklet) -> bool:
+        """Return whether a tasklet's extents lie on the card's SSD."""
         return tasklet.read_file == tasklet.write_file == self.file
 
-    def present(self) -> bool:
-        """Whether it can be given work: not before all that was given up for its time has returned.
+    def usable(self) -> bool:
+        """Return whether the card can be given work.
 
-        Nor, after several failures in a row, at all.
+        It cannot while a call that was given up has not returned, nor after several failures in a row.
         """
         if self._num_failures >= _MOST_FAILURES:
             return False
         busy = self.pipeline.busy
-        if busy and not self._told_of_absence:
+        if busy and not self._warned:
             _log.warning(
                 "The %s is not used until all that was asked of it returns; the host updates for it.", self.card.label
             )
-        elif self._told_of_absence and not busy:
+        elif self._warned and not busy:
             _log.warning("The %s has returned from all that was asked of it and is used again.", self.card.label)
-        self._told_of_absence = busy
+        self._warned = busy
         return not busy
 
     def add(self, work: Sequence[Work]) -> None:
-        """Start tasklets, behind those it has; return at once.
+        """Start tasklets behind those that the card already has; return at once.
 
         Args:
-            work: All of one batch.
+            work: Works of one batch.
         """
         batch = work[0].terms.batch([one.tasklet.in_file(0) for one in work])
         first = not self._work
@@ -128,14 +128,14 @@ class CardWorker:
             self.pipeline.extend(batch)
 
     def positions(self, wanted: set[int] | None) -> list[int]:
-        """Of these positions in the whole batch, or of all, those that it works, as it counts them."""
+        """Return those of these positions (``None`` means all) that the card works, as positions in its own batch."""
         return [index for index, one in enumerate(self._work) if wanted is None or one.position in wanted]
 
     def prefer(self, positions: Sequence[int]) -> None:
-        """Begin these next, in this order.
+        """Move these tasklets, in this order, ahead of the others that have not started.
 
         Args:
-            positions: In the whole batch; those of others are passed over.
+            positions: Positions in the whole batch; those that others work are skipped.
         """
         own = {one.position: index for index, one in enumerate(self._work)}
         mine = [own[position] for position in positions if position in own]
@@ -143,10 +143,10 @@ class CardWorker:
             self.pipeline.prefer(mine)
 
     def wait(self, wanted: set[int] | None) -> bool:
-        """Until its tasklets among these positions have their parameters out.
+        """Wait until the card's tasklets among these positions have delivered their parameters.
 
         Returns:
-            False: it failed.
+            Whether nothing has failed.
         """
         own = self.positions(wanted)
         if own:
@@ -154,22 +154,22 @@ class CardWorker:
         return self._failure is None
 
     def drain(self) -> bool:
-        """Until nothing is in flight.
+        """Wait until nothing is in progress.
 
         Returns:
-            Whether all its work is on storage; if not, :meth:`undone` tells what is not. Until :meth:`forget` it says
-            so again, though the pipeline tells of a failure once.
+            Whether all work is on storage; if not, :meth:`undone` tells what is missing. Until :meth:`forget` the
+            answer stays the same, although the pipeline reports a failure only once.
         """
         self._ending = True
         self._failure = self.pipeline.drain() or self._failure
         return not self.undone()
 
     def count_success(self) -> None:
-        """The batch has not failed."""
+        """Record that the batch has not failed."""
         self._num_failures = 0
 
     def count_failure(self) -> None:
-        """The batch has failed; after several in a row there is no other."""
+        """Record that the batch has failed; after several failures in a row the card gets no more."""
         self._num_failures += 1
         if self._num_failures == _MOST_FAILURES:
             _log.warning(
@@ -179,14 +179,14 @@ class CardWorker:
             )
 
     def undone(self) -> list[Work]:
-        """After :meth:`drain`: what is not wholly on storage."""
+        """Return, after :meth:`drain`, the works that are not wholly on storage."""
         finished = set(self.pipeline.finished())
         return [one for index, one in enumerate(self._work) if index not in finished]
 
     def may_still_write(self, tasklets: Iterable[native.Tasklet]) -> str | None:
-        """Of the places where these tasklets are to be written one that a write has not returned from; None: none.
+        """Describe a destination of these tasklets with an unfinished write; ``None`` if there is none.
 
-        Such a write was given up for its time; whatever is written there meanwhile, it may overwrite.
+        That write was given up after a timeout and may overwrite whatever is written there in the meantime.
         """
         ranges = self.pipeline.writes_out()
         for tasklet in tasklets:
@@ -197,25 +197,25 @@ class CardWorker:
         return None
 
     def await_writes(self, tasklets: Sequence[native.Tasklet]) -> str | None:
-        """As :meth:`may_still_write`, but only what has not returned after the time that an SSD takes to recover."""
+        """Wait until :meth:`may_still_write` finds nothing, or an SSD has had time to recover; return its answer."""
         until = time.monotonic() + _RECOVERY
         while (late := self.may_still_write(tasklets)) is not None and time.monotonic() < until:
             time.sleep(_POLL)
         return late
 
     def forget(self) -> None:
-        """The batch is over."""
+        """Clear the batch, which is over."""
         self._work = []
         self._failure, self._ending = None, False
 
     def abandon(self) -> None:
-        """End the batch, when nothing of it is in flight."""
+        """End the batch; return when nothing of it is in progress."""
         if self._work:
             self.pipeline.abandon()
         self.forget()
 
     def close(self) -> None:
-        """Release the card, now or when what is still out has returned; idempotent."""
+        """Release the card now, or once calls that are in progress have returned; idempotent."""
         if not self._closed:
             self.abandon()
             self._closed = True

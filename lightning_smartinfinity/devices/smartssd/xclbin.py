@@ -1,4 +1,4 @@
-"""The kernels' xclbin: which file it is, and what its header says."""
+"""Finds the xclbin that holds the kernels and reads its header."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BUILD_REMEDY = (
 )
 
 _MAGIC = b"xclbin2\0"
-# Of XRT's xclbin.h: struct axlf up to its sections, then axlf_section_header, mem_topology and mem_data.
+# Defined in XRT's xclbin.h: struct axlf up to its sections, then axlf_section_header, mem_topology and mem_data.
 _HEADER = struct.Struct("<8s296xQ40x64s16s16xI4x")
 _SECTION = struct.Struct("<I20xQQ")
 _BANKS = struct.Struct("<i4x")
@@ -52,10 +52,10 @@ class Xclbin(NamedTuple):
     """A file that XRT can load.
 
     Args:
-        path: Absolute.
-        uuid: Of this build: what two processes on one card must agree on.
-        platform: It was built for.
-        memory_bytes: Of the card's largest memory bank; None: it does not tell.
+        path: Absolute path.
+        uuid: Identifier of this build, on which all processes that use one card must agree.
+        platform: Platform that it was built for.
+        memory_bytes: Size of the card's largest memory bank; ``None`` if the header does not tell.
     """
 
     path: Path
@@ -65,11 +65,11 @@ class Xclbin(NamedTuple):
 
 
 class NamedXclbin(NamedTuple):
-    """A file that ought to be an xclbin.
+    """A file that should be an xclbin.
 
     Args:
-        path: Absolute.
-        setting: What names it, as a user writes that.
+        path: Absolute path.
+        setting: The setting that names it, as a user writes it.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class NamedXclbin(NamedTuple):
 
 
 def is_xclbin_named(settings: SmartSSDConfig | None, system: System) -> bool:
-    """Whether the settings or the environment name a file."""
+    """Return whether the settings or the environment name a file."""
     return bool(_name(settings, system))
 
 
@@ -97,19 +97,19 @@ def read_xclbin(settings: SmartSSDConfig | None, system: System) -> Xclbin:
     """Find the file and read its header.
 
     Raises:
-        ConfigError: None is named, or it cannot be read.
-        DeviceError: It is no xclbin, or a torn one.
+        ConfigError: No file is named, or the file cannot be read.
+        DeviceError: The file is no xclbin, or is truncated.
     """
     named = require_xclbin_named(settings, system)
     try:
-        with open(named.path, "rb", opener=_without_waiting) as file:
+        with open(named.path, "rb", opener=_open_regular) as file:
             return _read(file, named)
     except (OSError, ValueError) as error:
         raise ConfigError(f"The xclbin {named.setting} cannot be read: {error}.", BUILD_REMEDY) from error
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file that nobody has to write to first, as a pipe: a training would wait for it for ever."""
+def _open_regular(path: str, flags: int) -> int:
+    """Open a regular file, but refuse a pipe: training would wait forever for someone to write to it."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -125,7 +125,7 @@ def _read(file: BinaryIO, named: NamedXclbin) -> Xclbin:
     try:
         _, length, platform, build, num_sections = _HEADER.unpack(header)
         sections = _sections(file, num_sections)
-        # XRT follows them wherever they lead.
+        # XRT follows these offsets without checking them.
         if length > nbytes or any(section.offset + section.nbytes > nbytes for section in sections):
             raise DeviceError(_torn(named, nbytes), BUILD_REMEDY)
         memory = _largest_bank(file, sections)
@@ -139,10 +139,10 @@ def _torn(named: NamedXclbin, nbytes: int) -> str:
 
 
 def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None = None) -> NamedXclbin:
-    """What the settings or the environment name.
+    """Return the file that the settings or the environment name.
 
     Raises:
-        ConfigError: Neither names one, or it cannot be a path.
+        ConfigError: Neither names a file, or the name cannot be a path.
     """
     name = _name(settings, system or System())
     if not name:
@@ -150,21 +150,21 @@ def require_xclbin_named(settings: SmartSSDConfig | None, system: System | None 
         raise ConfigError(problem, BUILD_REMEDY)
     try:
         path = Path(name).expanduser().absolute()
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, no current folder
+    except (OSError, RuntimeError, ValueError) as error:  # such as an unknown user or no current folder
         problem = f"{_setting(settings, name)} names no file: {error}"
         raise ConfigError(problem, "Pass the path of an xclbin.") from error
     return NamedXclbin(path, _setting(settings, path))
 
 
 def _sections(file: BinaryIO, count: int) -> list[_Section]:
-    """The file is positioned behind the header."""
+    """Read the section headers from a file that is positioned behind the header."""
     if count > _MOST_SECTIONS:
         raise struct.error(f"{count} sections")
     return [_Section(*_SECTION.unpack(file.read(_SECTION.size))) for _ in range(count)]
 
 
 def _largest_bank(file: BinaryIO, sections: Sequence[_Section]) -> int | None:
-    """Bytes of the largest bank of the section of memories."""
+    """Return the size in bytes of the largest memory bank in use; ``None`` if none is listed."""
     for section in sections:
         if section.kind == _MEM_TOPOLOGY:
             file.seek(section.offset)

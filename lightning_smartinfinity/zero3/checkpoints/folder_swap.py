@@ -1,9 +1,9 @@
-"""Saving a folder next to the one it replaces, and swapping them when it is whole.
+"""Saves a folder beside the one that it replaces, and swaps them when it is complete.
 
-``path`` holds a subfolder (DeepSpeed's tag) with everything that matters, and small files beside it that are alike in
-every save. A new ``path`` is written under a hidden name beside it and renamed. In a ``path`` that exists, only the
+``path`` holds a subfolder (DeepSpeed's tag) with everything that matters, and small files beside it that are the same
+in every save. A new ``path`` is written under a hidden name beside it and renamed. In a ``path`` that exists, only the
 subfolder is exchanged, by one system call; whatever else lies in ``path`` stays. A process killed at any moment leaves
-the old save or the new one; what it had begun is removed by the next save to ``path``.
+the old save or the new one; the next save to ``path`` removes the killed save's partial files.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 
 @contextmanager
 def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
-    """A folder to save into instead of ``path``, which it becomes when the body ends; if it raises, nothing changes.
+    """Yield a folder to save into, which becomes ``path`` when the body ends; if the body raises, nothing changes.
 
-    Collective. The processes of one node must see the same file system; on nodes that do not see the one of global rank
-    zero, local rank zero does there what global rank zero does elsewhere.
+    This is a collective. The processes of one node must see the same file system. On nodes that do not see the one of
+    global rank zero, local rank zero does what global rank zero does elsewhere.
 
     Args:
-        path: Where the save shall be in the end.
+        path: Final path of the save.
         tag: The subfolder that holds everything that matters.
-        local_rank: Of this process on its node.
+        local_rank: Rank of this process on its node.
 
     Raises:
-        CheckpointError: The folder cannot be made or put in place; on every rank.
+        CheckpointError: The folder cannot be created or put in place; raised on every rank.
     """
     target, inside = Path(os.path.realpath(path)), False
     with raising_together(), _io_errors(path):
@@ -57,7 +57,7 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
     with raising_together(), _io_errors(path):
         if leads:
             staging.mkdir(parents=True)
-    # Made by global rank zero, unless this node does not see its file system.
+    # Global rank zero has created it, unless this node does not see its file system.
     leads = leads or (local_rank == 0 and not staging.exists())
     try:
         yield staging
@@ -71,12 +71,12 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
 
 
 def restore_interrupted(path: str | Path, tag: str) -> None:
-    """Undo a swap that was interrupted between its two renames, where there is no exchange by one call.
+    """Undo a swap that was interrupted between its two renames, on systems that cannot exchange in one call.
 
     Any number of processes may call it at once.
 
     Args:
-        path: As given to :func:`replacing`.
+        path: Path as given to :func:`replacing`.
         tag: The subfolder.
     """
     target = Path(os.path.realpath(path))
@@ -87,7 +87,7 @@ def restore_interrupted(path: str | Path, tag: str) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders by one system call; False where the file system or the C library has none."""
+    """Exchange two folders by one system call; return False if the file system or the C library cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -100,13 +100,13 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def beside(target: Path) -> Path:
-    """Where what becomes ``target`` when it is whole is written."""
-    # Without the target's name: Lightning takes every entry of a folder that has "last" in its name for a checkpoint.
+    """Return the path under which a new ``target`` is written until it is complete."""
+    # The target's name is left out: Lightning takes every entry with "last" in its name for a checkpoint.
     return target.with_name(f"{_INSIDE}-{hashlib.sha256(target.name.encode()).hexdigest()[:16]}")
 
 
 def _prepare(target: Path, tag: str) -> None:
-    """Remove what a killed save to the same path left."""
+    """Remove what a killed save to the same path left behind."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(
             f"{target} is a file; checkpoints of this strategy are folders.", "Remove it or save to another path."
@@ -133,7 +133,7 @@ def _put_in_place(staging: Path, target: Path, tag: str, *, inside: bool) -> Non
         if file.name not in (tag, _PREVIOUS):
             os.replace(file, target / file.name)
     _flush_folder(target)
-    shutil.rmtree(staging, ignore_errors=True)  # the save is complete; the next one tries again
+    shutil.rmtree(staging, ignore_errors=True)  # the save is complete; the next one removes what is left
 
 
 def _flush_folder(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Names that a module's own hooks give to what it, or an older version of it, saved under others."""
+"""Matches a module's parameters with saved ones whose names the module's own hooks change."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ __all__ = ["saved_names"]
 
 
 def saved_names(module: torch.nn.Module, names: Collection[str], saved: SavedState, path: Path) -> dict[str, str]:
-    """Which saved parameter each parameter of a module takes its values from.
+    """Return the saved parameter from which each parameter of a module takes its values.
 
-    Where names differ, the module's pre-hooks of ``load_state_dict`` are asked, with tensors without elements in the
-    place of values.
+    If names differ, the module's pre-hooks of ``load_state_dict`` are called with empty tensors instead of values.
 
     Args:
-        module: With parameters whose values are to be loaded.
-        names: Of the parameters that were saved.
-        saved: The state dict that was saved, for what is no parameter.
-        path: Named in errors.
+        module: Module whose parameters are to be loaded.
+        names: Names of the saved parameters.
+        saved: The saved state dict, for entries that are no parameters.
+        path: Path of the checkpoint, for errors.
 
     Returns:
-        The name in the checkpoint by the name in the module, of those that have one.
+        The name in the checkpoint for each name in the module that has one.
 
     Raises:
-        CheckpointError: A hook computes new values instead of giving names.
+        CheckpointError: A hook computes new values instead of renaming.
     """
     here = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     if here <= set(names):
@@ -53,7 +52,7 @@ def saved_names(module: torch.nn.Module, names: Collection[str], saved: SavedSta
 def _pass_hooks(
     module: torch.nn.Module, state: dict[str, object], prefix: str, metadata: SavedState, found: dict[str, object]
 ) -> None:
-    """As ``Module.load_state_dict`` descends."""
+    """Call the hooks of a module and its children in the order of ``Module.load_state_dict``."""
     for hook in module._load_state_dict_pre_hooks.values():
         hook(state, prefix, metadata.get(prefix[:-1], {}), True, [], [], [])
     for name, param in module._parameters.items():

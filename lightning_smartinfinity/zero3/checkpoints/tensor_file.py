@@ -1,8 +1,8 @@
-"""Files of ``torch.save`` whose large tensors pass through in pieces, in bounded memory and page cache.
+"""Files of ``torch.save`` whose large tensors are read and written in pieces, with bounded memory and page cache.
 
-``torch.save`` writes a zip archive with one stored (uncompressed) record per storage. Its ``skip_data`` mode leaves the
-records' bytes out; they are written here afterwards, together with the CRC-32 that the archive keeps of each record.
-The result is an ordinary file of ``torch.save``, and reading verifies the CRC-32 of whatever it passes over.
+``torch.save`` writes a zip archive with one stored (uncompressed) record per storage. Its ``skip_data`` mode omits the
+records' bytes; this module writes them afterwards, together with the CRC-32 that the archive keeps of each record. The
+result is an ordinary file of ``torch.save``. Reading verifies the CRC-32 of every record that it reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["TensorFile", "TensorStream", "check_records", "room_for", "saved_wit
 _CACHED_BYTES = 32 * 1024 * 1024
 _READ_BYTES = 1024 * 1024
 _RECORD_FOLDER = "/data/"
-_DIRECTORY_ENTRY = struct.Struct("<28xHHH12x")  # lengths of name, extra field and comment, which follow it
+_DIRECTORY_ENTRY = struct.Struct("<28xHHH12x")  # lengths of the name, extra field and comment that follow
 _ENTRY_MAGIC = b"PK\x01\x02"
 _CRC_IN_ENTRY = 16
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
@@ -37,17 +37,17 @@ _DESCRIBED = 0x08
 
 
 def room_for(numel: int) -> torch.Tensor:
-    """An fp32 tensor without memory: :func:`saved_with_room` leaves room for it."""
+    """Return an fp32 tensor without memory, for which :func:`saved_with_room` leaves room."""
     with FakeTensorMode():
         return torch.empty(numel, dtype=torch.float32)
 
 
 class TensorStream:
-    """Some tensors of a file, one behind the other, as a run of fp32 that is written or read from first to last.
+    """Consecutive tensors of a file as one run of fp32 values, written or read from first to last.
 
     Args:
-        file: Holds them.
-        records: Of the tensors.
+        file: File that holds the tensors.
+        records: Records of the tensors.
     """
 
     def __init__(self, file: TensorFile, records: Sequence[_Record]) -> None:
@@ -56,7 +56,7 @@ class TensorStream:
         self._index = self._done = self._checksum = 0
 
     def write(self, values: NDArray[np.float32]) -> None:
-        """The next values; the last of a tensor also write its checksum."""
+        """Write the next values; a tensor's last values also write its checksum."""
         for record, part in self._parts(values.data.cast("B")):
             self._file.write_at(record.offset + self._done, part)
             self._advance(part)
@@ -65,10 +65,10 @@ class TensorStream:
                 self._next()
 
     def read(self, values: NDArray[np.float32]) -> None:
-        """Fill with the next values.
+        """Fill the array with the next values.
 
         Raises:
-            CheckpointError: The file has been damaged; seen with the last values of a tensor.
+            CheckpointError: The file is damaged; a tensor's last values reveal it.
         """
         for record, part in self._parts(values.data.cast("B")):
             self._file.read_at(record.offset + self._done, part)
@@ -96,11 +96,11 @@ class TensorFile:
     """An open file of ``torch.save``.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         writable: Whether its tensors may be written.
 
     Attributes:
-        state: What was saved, with tensors that have no memory.
+        state: The saved object; its tensors have no memory.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
@@ -123,11 +123,11 @@ class TensorFile:
             os.close(descriptor)
 
     def stream(self, tensors: Sequence[torch.Tensor]) -> TensorStream:
-        """Pass through some contiguous fp32 tensors of :attr:`state`, one behind the other."""
+        """Return a stream over consecutive contiguous fp32 tensors of :attr:`state`."""
         return TensorStream(self, [self._record(tensor) for tensor in tensors])
 
     def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the whole storage behind one tensor of :attr:`state`, which may be larger than the tensor."""
+        """Write the whole storage of a tensor of :attr:`state`; it may be larger than the tensor."""
         storage = torch.empty(0, dtype=torch.uint8).set_(values.detach().cpu().untyped_storage())
         record = self._record(tensor)._replace(offset=_offset_of(tensor), nbytes=storage.numel())
         if record.nbytes:
@@ -136,22 +136,22 @@ class TensorFile:
             self.write_checksum(record, zlib.crc32(content))
 
     def unnamed(self, tensors: Iterable[torch.Tensor]) -> set[str]:
-        """Records that hold none of these tensors of :attr:`state`."""
+        """Return the names of records that hold none of these tensors of :attr:`state`."""
         named = {self._record(tensor).info.filename for tensor in tensors}
         return {info.filename for info in self._infos if _RECORD_FOLDER in info.filename} - named
 
     def write_at(self, offset: int, content: memoryview) -> None:
-        """Write all of it."""
+        """Write all of the content."""
         while content.nbytes:
             done = os.pwrite(self._descriptor, content, offset)
             self._note(done)
             offset, content = offset + done, content[done:]
 
     def read_at(self, offset: int, content: memoryview) -> None:
-        """Fill all of it.
+        """Fill all of the content.
 
         Raises:
-            CheckpointError: The file ends before.
+            CheckpointError: The file ends too early.
         """
         while content.nbytes:
             done = os.preadv(self._descriptor, [content], offset)
@@ -161,7 +161,7 @@ class TensorFile:
             offset, content = offset + done, content[done:]
 
     def write_checksum(self, record: _Record, checksum: int) -> None:
-        """Note a record's CRC-32 where zip keeps it: behind the record and in the directory at the file's end."""
+        """Write a record's CRC-32 where zip keeps it: behind the record and in the directory at the file's end."""
         field = checksum.to_bytes(4, "little")
         end = record.offset + record.nbytes
         if record.info.flag_bits & _DESCRIBED and os.pread(self._descriptor, 4, end) == _DESCRIPTOR_MAGIC:
@@ -169,10 +169,10 @@ class TensorFile:
         self.write_at(self._entry_offsets[record.info.filename] + _CRC_IN_ENTRY, memoryview(field))
 
     def check(self, record: _Record, checksum: int) -> None:
-        """Compare with the CRC-32 that the archive keeps; a tensor that shares its storage has none of its own.
+        """Compare with the CRC-32 in the archive; a tensor that shares its storage has none of its own.
 
         Raises:
-            CheckpointError: They differ.
+            CheckpointError: The checksums differ.
         """
         if record.nbytes == record.info.file_size and checksum != record.info.CRC:
             raise CheckpointError(
@@ -180,14 +180,14 @@ class TensorFile:
             )
 
     def flush(self) -> None:
-        """Return when all that was written is on the device and out of the page cache."""
+        """Return when all written bytes are on the device and out of the page cache."""
         if self._writable:
             os.fdatasync(self._descriptor)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._cached_bytes = 0
 
     def _note(self, nbytes: int) -> None:
-        # The page cache is memory, too: a state that did not fit there would push everything else out.
+        # The page cache is memory, too: a state larger than memory would push everything else out of it.
         self._cached_bytes += nbytes
         if self._cached_bytes >= _CACHED_BYTES:
             self.flush()
@@ -199,7 +199,7 @@ class TensorFile:
         return _Record(info, begin + int(tensor.storage_offset()) * size, tensor.numel() * size)
 
     def _entries(self) -> dict[str, int]:
-        """Offset of each record's entry in the directory."""
+        """Return the offset of each record's entry in the directory."""
         end = os.fstat(self._descriptor).st_size
         directory = os.pread(self._descriptor, end - self._directory_offset, self._directory_offset)
         entries, at = {}, 0
@@ -212,7 +212,7 @@ class TensorFile:
 
 
 class _Record(NamedTuple):
-    """Where a tensor's bytes lie."""
+    """The place of a tensor's bytes in the file."""
 
     info: zipfile.ZipInfo
     offset: int
@@ -220,10 +220,10 @@ class _Record(NamedTuple):
 
 
 def saved_with_room(state: object, path: Path) -> TensorFile:
-    """Save as ``torch.save`` does, but for tensors made by :func:`room_for`, which are still to be written.
+    """Save as ``torch.save`` does, except for tensors from :func:`room_for`, which are to be written later.
 
     Raises:
-        CheckpointError: A tensor lies somewhere in ``state`` where it is not found.
+        CheckpointError: A tensor in ``state`` lies inside an object that is neither a dictionary nor a list.
     """
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(state, path)
@@ -245,15 +245,15 @@ def saved_with_room(state: object, path: Path) -> TensorFile:
 
 
 def check_records(path: Path, *, tensors: bool, remedy: str = "Use another checkpoint.") -> None:
-    """Compare a file of ``torch.save`` with the CRC-32s that it keeps.
+    """Verify the CRC-32s in a file of ``torch.save``.
 
     Args:
-        path: Of the file.
-        tensors: Also read the tensors; without, only what describes them.
-        remedy: What to do about a damaged one.
+        path: Path of the file.
+        tensors: Whether to read the tensors too, or only what describes them.
+        remedy: Remedy for a damaged file, for the error.
 
     Raises:
-        CheckpointError: They differ, or the file is no such file.
+        CheckpointError: A checksum is wrong, or the file is not one of ``torch.save``.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -282,7 +282,7 @@ def _tensors_in(tree: object) -> Iterator[torch.Tensor]:
 
 
 def _offset_of(tensor: torch.Tensor) -> int:
-    """Where the file holds the tensor's storage: torch notes it when it loads tensors without memory."""
+    """Return the offset of the tensor's storage, which torch records when it loads tensors without memory."""
     offset = tensor.untyped_storage()._checkpoint_offset
     assert offset is not None, "only tensors of TensorFile.state have a place in a file"
     return offset

@@ -1,11 +1,11 @@
-"""Models built while ZeRO-3 partitions them: whatever touches a partitioned parameter finds it whole.
+"""Builds models while ZeRO-3 partitions them: code that uses a partitioned parameter finds it gathered.
 
-``deepspeed.zero.Init`` empties a parameter as soon as its module's constructor ends. What a parent's constructor or an
-initialisation function then does to it would write nothing, without a word. Within :func:`gathering_on_use` it is
+``deepspeed.zero.Init`` empties a parameter as soon as its module's constructor ends. Whatever a parent's constructor or
+an initialisation function then writes to it would silently be lost. Within :func:`gathering_on_use` the parameter is
 gathered first and partitioned again later, with the values of rank 0.
 
-What is built has the dtype that it has in plain Lightning: torch's default, or what the model asks for. Only the
-partition has the dtype of the Trainer's precision.
+While a model is built, its parameters have the dtype that they have in plain Lightning: torch's default, or what the
+model asks for. Only the partition has the dtype of the Trainer's precision.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["gathering_on_use"]
 
-# What may lie gathered at once, beside what a single operation needs.
+# Bytes of parameters that may stay gathered at once, beyond those that a single operation needs.
 _GATHERED_BYTES = 64 * 1024 * 1024
-# References to the storage of a parameter that nobody else uses: the parameter, and the storage object that counts.
+# References to the storage of a parameter that nothing else uses: the parameter, and the storage object that counts.
 _OWN_REFERENCES = 2
 
 Tensor = torch.Tensor
-# What a partitioned parameter knows without its values.
+# Properties that a partitioned parameter can tell without its values.
 _ANSWERS: dict[object, Callable[..., object]] = {
     Tensor.shape.__get__: lambda param: param.ds_shape,  # type: ignore[attr-defined]
     Tensor.ndim.__get__: lambda param: len(param.ds_shape),  # type: ignore[attr-defined]
@@ -48,7 +48,7 @@ _ANSWERS: dict[object, Callable[..., object]] = {
     Tensor.__len__: lambda param: param.ds_shape[0],
 }
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-# What is the same for a parameter that is partitioned.
+# Properties and methods that give the same for a partitioned parameter.
 _INDIFFERENT: set[object] = {
     getattr(Tensor, name).__get__
     for name in ("device", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "layout")
@@ -70,13 +70,13 @@ _INDIFFERENT: set[object] = {
 
 @contextmanager
 def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
-    """Let torch operations work on partitioned parameters, alike on all ranks, within a ``zero.Init``.
+    """Let torch operations work on partitioned parameters within a ``zero.Init``, in the same way on all ranks.
 
-    What lies gathered is bounded, except that a parameter stays gathered for as long as something else (a view, its
+    Gathered memory is bounded, except that a parameter stays gathered for as long as something else (a view, its
     ``data``) refers to its memory.
 
     Args:
-        module: What is being built, for the names in errors.
+        module: Module that is being built, for the names in errors.
 
     Raises:
         UnsupportedError: A parameter has no dimension, or was given another shape.
@@ -87,17 +87,17 @@ def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
         patches.enter_context(_replaced(Init, "_all_gather", pool.around_all_gather))
         patches.enter_context(_replaced(Init, "_partition", pool.around_partition))
         patches.enter_context(_replaced(Init, "_post_init_method", pool.around_post_init))
-        # The two ways to a parameter's memory that torch shows to no mode.
+        # These are the two ways to a parameter's memory that torch shows to no mode.
         patches.enter_context(_replaced(torch.nn.Parameter, "__new__", pool.around_call))
         patches.enter_context(_replaced(Tensor, "set_", pool.around_call))
         with _GatherOnUse(pool):
             yield
-        # Not after an error: the other ranks may not get here.
+        # An error skips this: the other ranks may not get here.
         pool.partition_all()
 
 
 class _GatherOnUse(TorchFunctionMode):
-    """Gathers what an operation is about to touch."""
+    """Gathers the parameters that an operation is about to use."""
 
     def __init__(self, pool: _Pool) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _GatherOnUse(TorchFunctionMode):
         partitioned = [param for param in found if _is_partitioned(param)]
         if partitioned:
             if func in _ANSWERS:
-                # The tensor comes first, under one name or another.
+                # The tensor is the first argument, or the keyword `input` or `self`.
                 rest = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
                 return _ANSWERS[func](partitioned[0], *args[1:], **rest)
             if func in _INDIFFERENT:
@@ -127,21 +127,21 @@ class _GatherOnUse(TorchFunctionMode):
 
 
 class _Pool:
-    """The parameters that are gathered because something touched them, the one touched last at the end."""
+    """The parameters that are gathered because something used them, in the order of their last use."""
 
     def __init__(self, module: torch.nn.Module | None) -> None:
         self._module = module
         self._held: dict[int, ZeroParameter] = {}
-        # What each parameter was built as, by ds_id.
+        # The dtype that each parameter was built with, by ds_id.
         self._dtypes: dict[int, torch.dtype] = {}
 
     def dtype_of(self, param: ZeroParameter) -> torch.dtype:
-        """Of the parameter while it is gathered."""
+        """Return the dtype of the parameter while it is gathered."""
         dtype: torch.dtype = self._dtypes.get(param.ds_id, param.ds_tensor.dtype)
         return dtype
 
     def hold(self, params: Sequence[ZeroParameter]) -> None:
-        """Gather those of these parameters that are partitioned."""
+        """Gather these parameters if they are partitioned."""
         wanted = [param for param in params if _is_partitioned(param)]
         for param in params:
             if param.ds_id in self._held:
@@ -154,7 +154,7 @@ class _Pool:
             self._held[param.ds_id] = param
 
     def partition_all(self) -> None:
-        """Partition all again, whatever else refers to their memory."""
+        """Partition all parameters again, whatever else refers to their memory."""
         for param in list(self._held.values()):
             self._partition(param)
 
@@ -166,7 +166,7 @@ class _Pool:
         *args: object,
         **kw: object,
     ) -> object:
-        """What is gathered has the dtype that it was built with."""
+        """Give gathered parameters the dtype that they were built with."""
         param_list = list(param_list)
         with torch._C.DisableTorchFunction():
             gathered = [param for param in param_list if _is_partitioned(param)]
@@ -184,7 +184,7 @@ class _Pool:
         *args: object,
         **kw: object,
     ) -> object:
-        """Somebody else partitions (GatheredParameters, apply): what is still in use here is partitioned later."""
+        """Let others (GatheredParameters, apply) partition, except for parameters in use here: these follow later."""
         with torch._C.DisableTorchFunction():
             others = [param for param in param_list if param.ds_id not in self._held]
             for param in others:
@@ -193,7 +193,7 @@ class _Pool:
             return original(init, others, *args, **kw)
 
     def around_post_init(self, original: Callable[..., None], init: ZeroInit, module: torch.nn.Module) -> None:
-        """A constructor has ended: what it made is rounded to the precision of the Trainer and partitioned."""
+        """Cast the parameters of a finished constructor to the Trainer's precision, and partition them."""
         built: list[tuple[ZeroParameter, torch.dtype]] = []
         for name, param in module.named_parameters(recurse=False):
             if is_zero_param(param):
@@ -211,7 +211,7 @@ class _Pool:
         self._dtypes |= {param.ds_id: dtype for param, dtype in built}
 
     def around_call(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """What :class:`_GatherOnUse` does, around a single function."""
+        """Gather the arguments of a single function, as :class:`_GatherOnUse` does for operations."""
         self.hold(list(_zero_params((args, kwargs))))
         return original(*args, **kwargs)
 
@@ -226,7 +226,7 @@ class _Pool:
         self._partition_unused(oldest)
 
     def _partition_unused(self, params: list[ZeroParameter]) -> None:
-        """Partition those whose memory nothing else refers to, on any rank."""
+        """Partition the parameters whose memory nothing else refers to on any rank."""
         if not params:
             return
         unused = torch.tensor([_is_unused(param) for param in params], dtype=torch.int32)
@@ -257,15 +257,15 @@ class _Pool:
 
 
 def _keep_dtypes() -> None:
-    # zero.Init rounds every tensor that is made to the precision of the Trainer, also where the model asks for another
-    # dtype: positions beyond 256 would collapse in bf16. Rounding parameters as they are partitioned is enough.
+    # zero.Init casts every new tensor to the precision of the Trainer, even if the model asks for another dtype:
+    # positions beyond 256 would collapse in bf16. It is enough to cast parameters when they are partitioned.
     init = partition_parameters.top_level_context
     init.tensor_overrides = {DeepSpeedTensorOverride.device}
     init._add_tensor_creation_wrappers()
 
 
 def _zero_params(value: object) -> Iterator[ZeroParameter]:
-    """The parameters among these arguments that ZeRO-3 has taken over."""
+    """Yield the parameters among these arguments that ZeRO-3 has taken over."""
     if isinstance(value, Tensor):
         if "ds_id" in value.__dict__:
             yield value
@@ -291,7 +291,7 @@ def _is_unused(param: ZeroParameter) -> bool:
 
 @contextmanager
 def _replaced(owner: type, name: str, around: Callable[..., object]) -> Iterator[None]:
-    """Let calls of a method go to ``around``, with the original first."""
+    """Redirect calls of a method to ``around``, which gets the original as its first argument."""
     own, function = owner.__dict__.get(name), getattr(owner, name)
 
     def method(*args: object, **kwargs: object) -> object:

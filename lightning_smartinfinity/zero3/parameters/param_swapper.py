@@ -1,7 +1,7 @@
-"""What DeepSpeed calls a parameter swapper: partitions that lie on storage while nobody computes with them.
+"""Implements DeepSpeed's parameter swapper: partitions lie on storage while nothing computes with them.
 
 DeepSpeed's own (``AsyncPartitionedParameterSwapper``) compiles an op when it is built, loses short writes and keeps its
-files for ever. The public names here are DeepSpeed's; tests/zero3/test_contract_swapper.py lists all that it calls.
+files forever. The public names here are DeepSpeed's; tests/zero3/test_contract_swapper.py lists all that it calls.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _STORED = "smart_infinity_stored"
 
 
 def stored_parameter(param: ZeroParameter) -> StoredParameter | None:
-    """Where this rank's partition of a parameter lies on storage; None if it stays in memory."""
+    """Return the place of this rank's partition of a parameter on storage; None if it stays in memory."""
     stored: StoredParameter | None = getattr(param, _STORED, None)
     return stored
 
 
 @dataclass
 class _Held:
-    """A partition in host memory: there, or (with a ticket) on its way."""
+    """A partition in host memory; while it has a ticket, it is still being read."""
 
     param: ZeroParameter
     memory: torch.Tensor
@@ -52,12 +52,12 @@ class _Held:
 
 
 class ParameterSwapper:
-    """This rank's parameters on storage and the host memory that they are read into.
+    """Keeps this rank's parameters on storage, and the host memory that they are read into.
 
-    Parameters refer to it, and it lives, with its files, for as long as one of them or a strategy does, until
+    Parameters refer to it. It lives, with its files, as long as a parameter or a strategy refers to it, or until
     :meth:`close` or the interpreter's exit.
 
-    All ranks make the same calls in the same order. What fails on one of them raises on all.
+    All ranks make the same calls in the same order. A failure on one rank raises on all.
 
     Args:
         settings: Folders and buffers.
@@ -73,18 +73,18 @@ class ParameterSwapper:
         self._itemsize = 0
         self._warned = False
         self.closed = False
-        # Called with parameters that are about to be read, and asked about those that are to be read ahead.
+        # The first is called with parameters that are about to be read; the second tells which not to read ahead.
         self.before_reading: Callable[[Sequence[ZeroParameter]], None] | None = None
         self.leaves_for_later: Callable[[ZeroParameter], bool] | None = None
 
-    # ---- in our own words
+    # ---- calls of this package
 
     @property
     def store(self) -> ParameterStore:
         """The open store.
 
         Raises:
-            StorageError: It was closed, or cannot be opened; on every rank.
+            StorageError: The store was closed or cannot be opened; raised on every rank.
         """
         if self.closed:
             raise StorageError(
@@ -99,7 +99,7 @@ class ParameterSwapper:
 
     @property
     def parts(self) -> PartTransfers:
-        """Access to parts of parameters. Whoever uses it first calls :meth:`release_prefetched`."""
+        """Access to parts of parameters. Callers that write first call :meth:`release_prefetched`."""
         store = self.store
         if self._parts is None:
             self._parts = PartTransfers(store)
@@ -117,21 +117,21 @@ class ParameterSwapper:
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes of partitions in host memory at a time, unless more are in use at once."""
+        """Most bytes of partitions in host memory, unless more are in use at once."""
         numel = self.settings.buffer_numel
         return self.settings.buffer_count * (self._largest_bytes if numel is None else numel * self._itemsize)
 
     def traffic(self) -> Traffic:
-        """Cumulative counters."""
+        """Return the cumulative counters."""
         return Traffic() if self._store is None else self._store.traffic()
 
     def release_prefetched(self) -> None:
-        """Forget what was read ahead and not used: the parameters on storage are about to change."""
+        """Discard partitions that were read ahead but not used, because parameters on storage are about to change."""
         waiting = [h.param for h in self._held.values() if h.param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         self.remove_partition_and_release_buffers(waiting)
 
     def read_partition(self, param: ZeroParameter) -> torch.Tensor:
-        """A copy of this rank's partition in host memory."""
+        """Return a copy of this rank's partition in host memory."""
         stored = stored_parameter(param)
         assert stored is not None
         values = torch.empty(stored.nbytes, dtype=torch.uint8)
@@ -141,7 +141,7 @@ class ParameterSwapper:
         return values.view(param.dtype)
 
     def write_partition(self, param: ZeroParameter, values: torch.Tensor) -> None:
-        """Replace this rank's partition, given in the parameter's dtype and host memory."""
+        """Replace this rank's partition by values in host memory that have the parameter's dtype."""
         stored = stored_parameter(param)
         assert stored is not None and values.dtype == param.dtype
         self.release_prefetched()
@@ -150,7 +150,7 @@ class ParameterSwapper:
             self.parts.synchronize()
 
     def close(self) -> None:
-        """Remove the parameters from storage; idempotent. Whoever uses them afterwards gets an error."""
+        """Remove the parameters from storage; idempotent. Later uses of them raise an error."""
         self.closed = True
         if self._store is not None:
             self._store.close()
@@ -158,17 +158,17 @@ class ParameterSwapper:
         self._memory.limit = 0
         self._memory.trim()
 
-    # ---- in DeepSpeed's: building a model
+    # ---- DeepSpeed's calls while a model is built
 
     def swappable_tensor(self, param: ZeroParameter = None, numel: int | None = None) -> bool:
-        """Whether a partition of so many elements is to lie on storage: not if DeepSpeed keeps the parameter anyway."""
+        """Return whether a partition of this many elements lies on storage: not if DeepSpeed keeps the parameter."""
         count = int(param.ds_tensor.ds_numel if numel is None else numel)
-        # The parameter may have world_size - 1 elements less than all of its partitions.
+        # All partitions together may have up to world_size - 1 elements more than the parameter.
         fewest = (count - 1) * dist.get_world_size() + 1
         return count >= _LEAST_NUMEL and fewest > self.settings.persistence_numel
 
     def get_buffer(self, param: ZeroParameter, numel: int) -> torch.Tensor:
-        """Memory for a new partition, which DeepSpeed fills."""
+        """Return memory for a new partition, which DeepSpeed fills."""
         nbytes = numel * param.dtype.itemsize
         self._largest_bytes = max(self._largest_bytes, nbytes)
         self._itemsize = max(self._itemsize, param.dtype.itemsize)
@@ -176,11 +176,11 @@ class ParameterSwapper:
         held = self._held[param.ds_id] = _Held(param, self._memory.take(nbytes))
         partition = _partition_in(held, nbytes)
         if numel * dist.get_world_size() != param.ds_numel:
-            partition.zero_()  # DeepSpeed leaves padding as it is
+            partition.zero_()  # DeepSpeed does not write to the padding
         return partition
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
-        """Nothing: updated parameters pass through the handler's staging buffer."""
+        """Reserve nothing: updated parameters pass through the handler's staging buffer."""
 
     def swap_into_buffer(self, param: ZeroParameter, dest_buffer: torch.Tensor) -> None:
         """Read a partition that stays in memory from now on."""
@@ -189,7 +189,7 @@ class ParameterSwapper:
         dest_buffer.copy_(self.read_partition(param))
         delattr(param, _STORED)
 
-    # ---- writing
+    # ---- DeepSpeed's calls that write
 
     def swap_out_and_release(
         self, params: Sequence[ZeroParameter], async_op: bool = False, force_buffer_release: bool = False
@@ -202,10 +202,10 @@ class ParameterSwapper:
         finally:
             self.remove_partition_and_release_buffers(params)
 
-    # ---- reading
+    # ---- DeepSpeed's calls that read
 
     def available_swap_in_buffers(self) -> int:
-        """How many partitions may be read ahead, alike on all ranks."""
+        """Return how many partitions may be read ahead; the number is the same on all ranks."""
         free = self.limit_bytes - self._held_bytes()
         return max(0, free // self._largest_bytes) if self._largest_bytes else 0
 
@@ -215,13 +215,12 @@ class ParameterSwapper:
         async_op: bool = True,
         swap_in_buffers: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Read partitions, or start to."""
+        """Read partitions, or start reading them."""
         assert swap_in_buffers is None, "nobody reads into other buffers"
         # DeepSpeed reads ahead along its trace, which names a parameter once for each use.
         params = list(dict.fromkeys(params))
         if async_op:
             later = self.leaves_for_later
-            # DeepSpeed names a parameter once for every use that is ahead.
             self._start_reads([param for param in dict.fromkeys(params) if later is None or not later(param)])
             return
         with self._together():
@@ -230,7 +229,7 @@ class ParameterSwapper:
             self._finish_reads()
 
     def synchronize_reads(self) -> None:
-        """Return when everything being read is there."""
+        """Return when everything that is being read is in memory."""
         with self._together():
             self._finish_reads()
 
@@ -238,17 +237,17 @@ class ParameterSwapper:
         """Release the memory of partitions, which then are on storage only."""
         for param in params:
             if param.ds_status is ZeroParamStatus.INFLIGHT:
-                # It stays gathered, DeepSpeed says; but it may be written. Its memory goes when it is partitioned.
+                # DeepSpeed keeps it gathered, but it may be written. Its memory is freed when it is partitioned.
                 continue
             held = self._held.pop(param.ds_id, None)
             if held is not None and held.ticket is not None:
                 with suppress(StorageError):
                     self.store.finish(held.ticket)
-            # No elements, so that using it by mistake raises.
+            # An empty tensor makes using it by mistake raise.
             param.ds_tensor.data = torch.empty(0, dtype=param.dtype)
             param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
-    # ---- how
+    # ---- helpers
 
     def _open(self) -> ParameterStore:
         settings = self.settings
@@ -320,7 +319,7 @@ class ParameterSwapper:
             for held in reading:
                 held.ticket = None
             self._finish(tickets)
-        except BaseException:  # an interrupt as well: what is still being read is nobody's
+        except BaseException:  # also after an interrupt: nothing else releases what is still being read
             self.remove_partition_and_release_buffers([held.param for held in reading])
             raise
         for held in reading:
@@ -341,12 +340,12 @@ def _close_in(process: int, store: ParameterStore) -> None:
         store.close()
 
 
-# One for each set of folders and job: a model outlives the strategy that it was built with.
+# There is one for each set of folders and job, since a model outlives the strategy that it was built with.
 _SWAPPERS: weakref.WeakValueDictionary[tuple[tuple[Path, ...], str], ParameterSwapper] = weakref.WeakValueDictionary()
 
 
 def swapper_for(settings: ParameterSettings) -> ParameterSwapper:
-    """The process's swapper for these folders and this job, made if there is none."""
+    """Return the process's swapper for these folders and this job, and create it if there is none."""
     key = (settings.folders, settings.job)
     swapper = _SWAPPERS.get(key)
     if swapper is None or swapper.closed:
@@ -357,7 +356,7 @@ def swapper_for(settings: ParameterSettings) -> ParameterSwapper:
 
 @contextmanager
 def swapping_with(swapper: ParameterSwapper) -> Iterator[None]:
-    """Let every ``deepspeed.zero.Init`` that begins in this context take ``swapper``."""
+    """Let every ``deepspeed.zero.Init`` that begins in this context use ``swapper``."""
     original = partition_parameters.AsyncPartitionedParameterSwapper
     partition_parameters.AsyncPartitionedParameterSwapper = lambda ds_config, model_dtype: swapper
     try:

@@ -1,6 +1,6 @@
-"""Hugging Face's transformers told of ZeRO-3 while a model is built, so that it loads pretrained weights into it.
+"""Tells Hugging Face's transformers of ZeRO-3 while a model is built, so that it loads pretrained weights correctly.
 
-Left to itself ``from_pretrained`` builds on the meta device, from which nothing can be partitioned.
+By default ``from_pretrained`` builds on the meta device, from which nothing can be partitioned.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _ModelClass: TypeAlias = Any
 
 @contextmanager
 def loading_pretrained(config: DeepSpeedConfig) -> Iterator[None]:
-    """Let transformers know, whether it is imported already or within this context.
+    """Tell transformers of ZeRO-3, whether it is imported already or within this context.
 
     Args:
         config: DeepSpeed's configuration.
     """
-    with ExitStack() as told:
-        tell = _Once(lambda: told.enter_context(_told(config)))
+    with ExitStack() as contexts:
+        enable = _Once(lambda: contexts.enter_context(_zero3_enabled(config)))
         if _MODELING in sys.modules:
-            tell()
+            enable()
         else:
-            told.enter_context(_calling_after_import(tell))
+            contexts.enter_context(_calling_after_import(enable))
         yield
 
 
 @contextmanager
-def _told(config: DeepSpeedConfig) -> Iterator[None]:
+def _zero3_enabled(config: DeepSpeedConfig) -> Iterator[None]:
     modeling_utils: _Module = sys.modules[_MODELING]
     integration: _Module = import_module("transformers.integrations.deepspeed")
     before = integration._hf_deepspeed_config_weak_ref
     zero3 = _Zero3(config)  # transformers keeps a weak reference
     integration.set_hf_deepspeed_config(zero3)
     try:
-        # zero.Init has been entered: the model is to be built in it, not in another one.
+        # zero.Init has been entered: the model must be built in it, not in another one.
         with (
             modeling_utils.set_zero3_state(),
             _without_needless_initialisation(modeling_utils.PreTrainedModel),
-            _with_stand_ins(modeling_utils.PreTrainedModel),
+            _with_empty_state_dicts(modeling_utils.PreTrainedModel),
         ):
             yield
     finally:
@@ -63,7 +63,7 @@ def _told(config: DeepSpeedConfig) -> Iterator[None]:
 
 
 class _Zero3:
-    """What transformers asks of its ``HfDeepSpeedConfig``, which needs accelerate."""
+    """The part of ``HfDeepSpeedConfig`` that transformers uses; the original needs accelerate."""
 
     def __init__(self, config: DeepSpeedConfig) -> None:
         self.config = config
@@ -74,7 +74,7 @@ class _Zero3:
 
 @contextmanager
 def _without_needless_initialisation(model_class: _ModelClass) -> Iterator[None]:
-    """As transformers does where it enters zero.Init itself: weights that are loaded next are not drawn first."""
+    """Skip drawing weights that are loaded next, as transformers does if it enters zero.Init itself."""
     original = model_class.__dict__.get("get_init_context")
     initialization = sys.modules.get("transformers.initialization")
     if original is None or initialization is None:  # before version 5
@@ -93,21 +93,21 @@ def _without_needless_initialisation(model_class: _ModelClass) -> Iterator[None]
 
 
 @contextmanager
-def _with_stand_ins(model_class: _ModelClass) -> Iterator[None]:
-    """Within ``from_pretrained``, which wants no more than the names, state dicts hold ZeRO-3's empty stand-ins.
+def _with_empty_state_dicts(model_class: _ModelClass) -> Iterator[None]:
+    """Within ``from_pretrained``, which needs only names, let state dicts hold ZeRO-3's empty parameters.
 
-    They would gather the whole model.
+    Otherwise a state dict would gather the whole model.
     """
     original = model_class.__dict__["from_pretrained"]
 
     def from_pretrained(cls: type, /, *args: object, **kwargs: object) -> object:
         state_dict = torch.nn.Module.state_dict
 
-        def of_stand_ins(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def empty_state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             with torch._C.DisableTorchFunction():
                 return state_dict(self, *args, **kwargs)
 
-        torch.nn.Module.state_dict = of_stand_ins  # type: ignore[method-assign]
+        torch.nn.Module.state_dict = empty_state_dict  # type: ignore[method-assign]
         try:
             return original.__func__(cls, *args, **kwargs)
         finally:
