@@ -26,6 +26,7 @@ from lightning_smartinfinity.lightning_options import SharedOptions, indexed_dev
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.settings import check_save_path
 from lightning_smartinfinity.strategy_base import NearStorage
+from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, Pickled, SavedState
 
 __all__ = ["SmartInfinityFabricStrategy"]
 
@@ -163,7 +164,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
-    ) -> tuple[Any, list[Optimizer], Any]:
+    ) -> tuple[DeepSpeedEngine, list[Optimizer], Any]:
         if len(optimizers) != 1:
             raise UnsupportedError(
                 f"fabric.setup was given {len(optimizers)} optimizers.",
@@ -178,7 +179,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def _initialize_engine(
         self, model: Module, optimizer: Optimizer | None = None, scheduler: Any = None
-    ) -> tuple[Any, Optimizer, Any]:
+    ) -> tuple[DeepSpeedEngine, Optimizer, Any]:
         from lightning_smartinfinity.zero3.engine import evaluation_engine, refuse_trained
         from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
 
@@ -210,27 +211,31 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def clip_gradients_norm(
         self,
-        module: Any,
+        module: DeepSpeedEngine,
         optimizer: Optimizer,
         max_norm: float | int,
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        from lightning_smartinfinity.zero3.step.clipping import clip_norm, norm_as_torch
+        from lightning_smartinfinity.zero3.clipping import clip_norm, norm_as_torch
 
         if float(norm_type) != 2.0:
             raise UnsupportedError(
                 f"fabric.clip_gradients(norm_type={norm_type!r}) does not work with the smart_infinity strategy.",
                 "Use norm_type=2.0, or clip by value.",
             )
-        norm = clip_norm(self._near_storage_optimizer, float(max_norm))
+        trained = self._near_storage_optimizer
+        assert trained is not None, "gradients are clipped in a training"
+        norm = clip_norm(trained, float(max_norm))
         return norm_as_torch(norm, error_if_nonfinite=error_if_nonfinite)
 
     @override
-    def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float | int) -> None:
-        from lightning_smartinfinity.zero3.step.clipping import clip_values
+    def clip_gradients_value(self, module: DeepSpeedEngine, optimizer: Optimizer, clip_val: float | int) -> None:
+        from lightning_smartinfinity.zero3.clipping import clip_values
 
-        clip_values(self._near_storage_optimizer, float(clip_val))
+        trained = self._near_storage_optimizer
+        assert trained is not None, "gradients are clipped in a training"
+        clip_values(trained, float(clip_val))
 
     @override
     def save_checkpoint(
@@ -287,7 +292,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         state.update(rest)
         return loaded
 
-    def _load_full(self, path: str | Path, state: dict[str, Any], engine: Any, *, strict: bool) -> dict[str, Any]:
+    def _load_full(self, path: str | Path, state: ClientState, engine: DeepSpeedEngine, *, strict: bool) -> ClientState:
         """Load weights from a file with the state's own keys; what else the file holds is returned."""
         (key,) = (key for key, value in state.items() if value is engine)
         contents = dict(self._read_file(path))
@@ -300,16 +305,16 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         self._load_weights(weights, engine, strict=strict)
         return contents
 
-    def _load_weights(self, weights: Mapping[str, Any], engine: Any, *, strict: bool) -> None:
+    def _load_weights(self, weights: SavedState, engine: DeepSpeedEngine, *, strict: bool) -> None:
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_weights
 
         load_weights(weights, engine, trained=engine is self._training_engine, strict=strict)
 
-    def _read_file(self, path: str | Path) -> Mapping[str, Any]:
+    def _read_file(self, path: str | Path) -> SavedState:
         from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
         from lightning_smartinfinity.zero3.collectives import raising_together
 
-        contents: Any = None
+        contents: Pickled = None
         with raising_together(), reading_checkpoint(path):
             contents = self.checkpoint_io.load_checkpoint(path)
             if not isinstance(contents, Mapping):
@@ -318,7 +323,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 )
         return contents
 
-    def _split(self, state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _split(self, state: Mapping[str, object]) -> tuple[DeepSpeedEngine, ClientState]:
         """The engine in a state, and what is neither it nor its optimizer."""
         from lightning_smartinfinity.zero3.engine import is_engine
         from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
@@ -373,7 +378,7 @@ def _refuse_optimizer(with_optimizer: bool) -> None:
         )
 
 
-def _move_into(state: dict[str, Any], loaded: dict[str, Any], *, path: str | Path, strict: bool) -> None:
+def _move_into(state: ClientState, loaded: ClientState, *, path: str | Path, strict: bool) -> None:
     """Move what was loaded into a state of the same keys; what remains in ``loaded`` was not asked for."""
     missing = sorted(set(state) - set(loaded))
     if strict and missing:

@@ -74,7 +74,7 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         # DeepSpeedPrecision's own version does nothing.
-        from lightning_smartinfinity.zero3.step.clipping import clip_norm, clip_values
+        from lightning_smartinfinity.zero3.clipping import clip_norm, clip_values
 
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if clip_val <= 0:

@@ -36,6 +36,7 @@ from lightning_smartinfinity.resume import continue_epoch
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import check_save_path
 from lightning_smartinfinity.strategy_base import NearStorage
+from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState
 
 __all__ = ["SmartInfinityStrategy"]
 
@@ -246,7 +247,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         return {}
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: ClientState, filepath: str | Path, storage_options: Any = None) -> None:
         check_save_path(filepath)
         if self._training_engine is None:
             raise UnsupportedError(
@@ -268,7 +269,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                 optimizer.saves_weights_only = False
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> ClientState:
         from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
         from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
@@ -293,7 +294,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         self._take_random_state(client_state)
         return client_state
 
-    def _take_random_state(self, client_state: dict[str, Any]) -> None:
+    def _take_random_state(self, client_state: ClientState) -> None:
         """Keep the saved random states until training starts, if it is to go on with them."""
         state = client_state.pop(RNG_KEY, None)
         assert self.lightning_module is not None
@@ -302,7 +303,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             self._random_state = state if usable else None
 
     @override
-    def _restore_zero_state(self, ckpt: Mapping[str, Any], strict: bool) -> None:
+    def _restore_zero_state(self, ckpt: SavedState, strict: bool) -> None:
         from lightning_smartinfinity.zero3.checkpoints.full_weights import load_full_weights
 
         assert self.lightning_module is not None
@@ -347,7 +348,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def _setup_model_and_optimizer(
         self, model: torch.nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
-    ) -> tuple[Any, Optimizer]:
+    ) -> tuple[DeepSpeedEngine, Optimizer]:
         assert optimizer is not None
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         return self._build_engine(model, optimizer, initialize)
@@ -386,7 +387,7 @@ def _several_optimizers(found: str) -> UnsupportedError:
     )
 
 
-def _refuse_closure(closure: Any) -> None:
+def _refuse_closure(closure: object) -> None:
     if closure is not do_nothing_closure:
         raise UnsupportedError(
             "optimizer.step(closure=...) does not work with the smart_infinity strategy.",

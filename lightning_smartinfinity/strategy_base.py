@@ -37,6 +37,7 @@ from lightning_smartinfinity.settings import (
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
+from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
@@ -54,7 +55,7 @@ class NearStorage:
     It calls none of their methods; what it needs of them are the attributes that :meth:`_take_settings` sets.
     """
 
-    config: Any
+    config: Any  # Lightning's
 
     def _take_settings(
         self,
@@ -93,7 +94,7 @@ class NearStorage:
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         self._local_world_size, self._on_cuda = 1, False
         # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
-        self._training_engine: Any = None
+        self._training_engine: DeepSpeedEngine = None
         # What holds the parameters on storage, if they are there.
         self._parameters: ParameterSwapper | None = None
         self._nvme_path = nvme_path_of(zero)
@@ -124,11 +125,11 @@ class NearStorage:
         Collective: every rank calls it. Whatever reads or writes parameters or state does so by itself.
 
         Raises:
-            ConfigError, StorageError, DeviceError, CudaError: The step failed on some rank, and was undone on all.
+            ConfigError, StorageError, DeviceError, CudaError: The step failed on some rank, and was rolled back on all.
         """
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
-            optimizer.update.settle()
+            optimizer.update.drain()
 
     def _close_state(self) -> None:
         optimizer = self._near_storage_optimizer
@@ -186,8 +187,8 @@ class NearStorage:
         check_zero_section(self.config["zero_optimization"])
 
     def _build_engine(
-        self, model: torch.nn.Module, optimizer: Optimizer, initialize: Callable[[], tuple[Any, T]]
-    ) -> tuple[Any, T]:
+        self, model: torch.nn.Module, optimizer: Optimizer, initialize: Callable[[], tuple[DeepSpeedEngine, T]]
+    ) -> tuple[DeepSpeedEngine, T]:
         """Run Lightning's call of ``deepspeed.initialize`` so that the engine it returns trains near storage.
 
         Args:
@@ -307,7 +308,7 @@ class NearStorage:
         if idle is not None:
             idle._close_state()
 
-    def _name_save(self, client_state: dict[str, Any]) -> None:
+    def _name_save(self, client_state: ClientState) -> None:
         """Give the files of one save one random name, so that a mixture of two can be told."""
         from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID
         from lightning_smartinfinity.zero3.collectives import gather

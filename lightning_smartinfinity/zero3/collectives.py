@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.errors import SmartInfinityError
 
@@ -16,14 +17,14 @@ __all__ = ["failing_together", "gather", "raise_together", "raising_together", "
 T = TypeVar("T")
 
 
-def gather(value: T, group: Any) -> list[T]:
+def gather(value: T, group: ProcessGroup | None) -> list[T]:
     """``value`` of every rank, in rank order, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size(group)
+    values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
-    return values
+    return cast("list[T]", values)
 
 
-def raise_together(error: SmartInfinityError | None, group: Any) -> None:
+def raise_together(error: SmartInfinityError | None, group: ProcessGroup | None) -> None:
     """Raise on every rank if any rank has an error: its own where it has one, else the first other's.
 
     A rank that raises alone leaves the others waiting in their next collective.
@@ -35,7 +36,7 @@ def raise_together(error: SmartInfinityError | None, group: Any) -> None:
 
 
 @contextmanager
-def raising_together(group: Any = None) -> Iterator[None]:
+def raising_together(group: ProcessGroup | None = None) -> Iterator[None]:
     """Raise on every rank what the body raised on any: every rank enters and leaves it."""
     error = None
     try:
@@ -46,21 +47,23 @@ def raising_together(group: Any = None) -> Iterator[None]:
 
 
 @contextmanager
-def failing_together(group: Any, device: torch.device) -> Iterator[None]:
+def failing_together(group: ProcessGroup | None) -> Iterator[None]:
     """As :func:`raising_together`, for hot paths: one number crosses unless some rank failed."""
     error = None
     try:
         yield
     except SmartInfinityError as caught:
         error = caught
-    if sum_over_ranks(float(error is not None), group, device) > 0:
+    if sum_over_ranks(float(error is not None), group) > 0:
         raise_together(error, group)
 
 
-def sum_over_ranks(value: float, group: Any, device: torch.device) -> float:
-    """Sum of one double over ranks."""
+def sum_over_ranks(value: float, group: ProcessGroup | None) -> float:
+    """Sum of one double over ranks; it travels on the training device."""
     if dist.get_world_size(group) == 1:
         return value
-    total = torch.tensor([value], dtype=torch.float64, device=device)
+    from deepspeed.accelerator import get_accelerator
+
+    total = torch.tensor([value], dtype=torch.float64, device=get_accelerator().current_device_name())
     dist.all_reduce(total, group=group)
     return float(total.item())

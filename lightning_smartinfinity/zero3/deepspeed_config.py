@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 __all__ = ["build_deepspeed_config"]
 
@@ -44,7 +44,7 @@ _HARMLESS_OF: dict[str, tuple[object, ...]] = {
 }
 
 
-def build_deepspeed_config(zero: Mapping[str, Any] | None) -> dict[str, Any]:
+def build_deepspeed_config(zero: Mapping[str, object] | None) -> DeepSpeedConfig:
     """DeepSpeed's configuration for ZeRO-3 whose optimizer state is ours.
 
     Args:
@@ -61,7 +61,7 @@ def build_deepspeed_config(zero: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ConfigError(f"zero={zero!r} of the smart_infinity strategy is not a mapping.", "Pass zero={...}.")
     user = _copied(zero) if zero else {}
     _check(user)
-    section: dict[str, Any] = {
+    section: DeepSpeedConfig = {
         "stage": 3,
         # "cpu" is the branch of DeepSpeed with the fewest side paths: no swapper, the ordinary checkpoint files.
         # The optimizer subclass keeps it from allocating anything there.
@@ -80,7 +80,7 @@ def build_deepspeed_config(zero: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _complete_nvme(section: dict[str, Any]) -> None:
+def _complete_nvme(section: DeepSpeedConfig) -> None:
     """What parameters on storage need beside ``{"device": "nvme"}``, where the user says nothing else."""
     offload = section.get("offload_param")
     if not isinstance(offload, dict) or offload.get("device") != "nvme":
@@ -94,14 +94,14 @@ def _complete_nvme(section: dict[str, Any]) -> None:
         section.setdefault("stage3_max_reuse_distance", 0)
 
 
-def _copied(zero: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(zero: Mapping[str, object]) -> DeepSpeedConfig:
     try:
         return dict(copy.deepcopy(zero))
     except TypeError as error:
         raise ConfigError(f"zero={zero!r} cannot be copied: {error}.", "Pass plain values.") from error
 
 
-def _check(user: Mapping[str, Any]) -> None:
+def _check(user: Mapping[str, object]) -> None:
     for key, value in user.items():
         if not isinstance(key, str):
             raise ConfigError(f"zero={{{key!r}: {value!r}}} has a key that is no str.", f"Remove {key!r}.")

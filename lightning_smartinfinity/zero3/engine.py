@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 
@@ -31,6 +30,7 @@ from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parame
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
+from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedConfig, SavedState, ZeroOptimizer, ZeroParameter
 from lightning_smartinfinity.zero3.validation import check_dtype
 
 __all__ = [
@@ -48,7 +48,7 @@ __all__ = [
 class _PortableEngine(DeepSpeedEngine):
     """``DeepSpeedEngine`` that computes in fp16 wherever torch does, and refuses to load weights that it would lose."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         refuse_foreign_steps()
         super().__init__(**kwargs)
         learn_late_uses(getattr(self.optimizer, "parameter_offload", self.optimizer))
@@ -88,23 +88,24 @@ class SmartInfinityEngine(_PortableEngine):
 
     Args:
         offload: Where optimizer state lives and how it moves.
-        **kwargs: As ``deepspeed.initialize`` passes them to ``DeepSpeedEngine``.
+        model: As ``deepspeed.initialize`` passes it to ``DeepSpeedEngine``.
+        **kwargs: The same.
     """
 
-    def __init__(self, *, offload: OffloadSettings, **kwargs: Any) -> None:
+    def __init__(self, *, offload: OffloadSettings, model: torch.nn.Module, **kwargs: object) -> None:
         self._offload = offload
         try:
-            super().__init__(**kwargs)
+            super().__init__(model=model, **kwargs)
         except BaseException:
             # torch's Module is not yet one if that constructor failed early.
             optimizer = vars(self).get("optimizer")
             if isinstance(optimizer, SmartInfinityOptimizer):
                 optimizer.rank_state.close()
                 optimizer.destroy()
-            release_module(kwargs["model"])
+            release_module(model)
             raise
 
-    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> ZeroOptimizer:
         # The base imports the optimizer class at call time, which is how it picks its own stage-3 subclasses.
         with _replaced(
             stage3,
@@ -123,7 +124,7 @@ class SmartInfinityEngine(_PortableEngine):
                 )
 
     def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unknown: Any
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unknown: object
     ) -> torch.Tensor:
         """As the base class; a retained graph keeps its parameters gathered.
 
@@ -144,13 +145,13 @@ class SmartInfinityEngine(_PortableEngine):
 
     # ---- parameters that are not trained lie outside the optimizer's partition
 
-    def _get_param_fragment_func(self, param: Any) -> torch.Tensor:
+    def _get_param_fragment_func(self, param: ZeroParameter) -> torch.Tensor:
         if stored_parameter(param) is None:
             fragment: torch.Tensor = super()._get_param_fragment_func(param)
             return fragment
         return param.nvme_swapper.read_partition(param)  # type: ignore[no-any-return]
 
-    def load_module_state_dict(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_module_state_dict(self, checkpoint: SavedState, *args: object, **kwargs: object) -> None:
         """As the base class, which would copy into partitions that are not in memory."""
         fragments = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
         stored = [param for param in self.module.parameters() if not param.requires_grad and stored_parameter(param)]
@@ -177,7 +178,7 @@ class SmartInfinityEngine(_PortableEngine):
         self,
         save_dir: str | Path,
         tag: str | None = None,
-        client_state: dict[str, Any] = {},  # noqa: B006  (the base class's signature)
+        client_state: ClientState = {},  # noqa: B006  (the base class's signature)
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
@@ -195,7 +196,7 @@ class SmartInfinityEngine(_PortableEngine):
 
     # ---- refused
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+    def offload_states(self, *args: object, **kwargs: object) -> None:
         """Refused: there is no optimizer state in memory to move."""
         raise UnsupportedError(
             "DeepSpeedEngine.offload_states does not work with the smart_infinity strategy.",
@@ -203,7 +204,7 @@ class SmartInfinityEngine(_PortableEngine):
         )
 
 
-def _cast_statistics(norm: Any) -> None:
+def _cast_statistics(norm: torch.nn.modules.batchnorm._BatchNorm) -> None:
     """Give running statistics the dtype of the weights, as bf16-true does: torch's kernels take no others with them.
 
     DeepSpeed casts parameters alone.
@@ -257,7 +258,7 @@ def refuse_in_fit(module: torch.nn.Module) -> None:
 
 
 def build_evaluation_engine(
-    model: torch.nn.Module, config: Mapping[str, Any], *, device_index: int | None
+    model: torch.nn.Module, config: DeepSpeedConfig, *, device_index: int | None
 ) -> EvaluationEngine:
     """An engine without optimizer: ZeRO-3's gathers alone.
 
@@ -295,10 +296,10 @@ def engine_with(offload: OffloadSettings) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(module: Any, name: str, factory: Callable[..., Any]) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, factory)
+def _replaced(owner: object, name: str, factory: Callable[..., object]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, factory)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(owner, name, original)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.untyped import DeepSpeedEngine, ParamGroup
 
 __all__ = ["EngineOptimizer"]
 
@@ -22,7 +23,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         engine: The training engine; its groups are those of the optimizer that the user built, changed in place.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         original = engine.optimizer.optimizer
         super().__init__(original.param_groups, original.defaults)
         self.engine = engine
@@ -37,7 +38,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """The factor by which ``backward`` scales the loss; 1 unless in fp16."""
         return float(self.engine.optimizer.loss_scale)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
         """Update the parameters from the gradients of every backward since the last step or ``zero_grad``."""
         if closure is not None:
             raise UnsupportedError(
@@ -57,14 +58,14 @@ class EngineOptimizer(torch.optim.Optimizer):
             "Save it by fabric.save(path, {'model': model, 'optimizer': optimizer}).",
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+    def load_state_dict(self, state_dict: ParamGroup) -> NoReturn:
         """Refused, as :meth:`state_dict`."""
         raise UnsupportedError(
             "optimizer.load_state_dict() does not work with the smart_infinity strategy: the state is on storage.",
             "Load it by fabric.load(path, {'model': model, 'optimizer': optimizer}).",
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Refused once the optimizer is set up: the layout of the state on storage is fixed."""
         if not hasattr(self, "engine"):  # torch's constructor adds the groups that are there
             super().add_param_group(param_group)

@@ -1,404 +1,58 @@
-"""DeepSpeed's stage-3 optimizer with its state on storage.
-
-The base class keeps everything that is ZeRO-3: gathers, hooks, buckets, reduce-scatter, loss scale. This subclass takes
-over what touches optimizer state: where reduced gradients go, the step, and the checkpoint. Every override is held to
-the installed DeepSpeed by the tests of docs/seams.md.
-"""
+"""The stage-3 optimizer that our engine builds: its state on storage, its checkpoints in DeepSpeed's format."""
 
 from __future__ import annotations
 
-import math
-import sys
-import time
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
-
-import numpy as np
 import torch
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from numpy.typing import NDArray
 
-from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, UnsupportedError
-from lightning_smartinfinity.transfer.arena import GradientArena
-from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
-from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
-from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
-from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
-from lightning_smartinfinity.zero3.collectives import failing_together, raise_together, raising_together, sum_over_ranks
-from lightning_smartinfinity.zero3.environment import return_freed_memory
-from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
-from lightning_smartinfinity.zero3.parameters.outside_writes import OutsideWrites
-from lightning_smartinfinity.zero3.parameters.partition import (
-    describe_partition,
-    lies_in_host_memory,
-    outputs_of,
-    zero_padding,
-)
-from lightning_smartinfinity.zero3.settings import OffloadSettings
-from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
-from lightning_smartinfinity.zero3.step.overlap_choice import OverlapChoice
-from lightning_smartinfinity.zero3.step.rank_state import RankState, warn_of_undone_step
-from lightning_smartinfinity.zero3.step.speculation import Speculation
-from lightning_smartinfinity.zero3.step.state_by_parameter import StateByParameter
-from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
-from lightning_smartinfinity.zero3.storage import open_storage, with_cache
-from lightning_smartinfinity.zero3.validation import find_ignored
+from lightning_smartinfinity.zero3.state_by_parameter import StateByParameter
+from lightning_smartinfinity.zero3.untyped import ParamGroup, SavedState
 
 __all__ = ["SmartInfinityOptimizer"]
 
 
-class SmartInfinityOptimizer(StateByParameter, GradientPath):
-    """ZeRO-3 optimizer that holds no optimizer state: it streams tasklets through a transfer handler.
-
-    Args:
-        *args: As ``DeepSpeedEngine`` passes them.
-        offload: Where optimizer state lives and how it moves.
-        **kwargs: As ``DeepSpeedEngine`` passes them.
-    """
-
-    def __init__(self, *args: Any, offload: OffloadSettings, **kwargs: Any) -> None:
-        self._offload = offload
-        self._warned_of_skip = False
-        # Names the checkpoint last saved or loaded; the files of one save carry the same.
-        self.save_id: str | None = None
-        # Whether the checkpoint being saved is to leave out the moments.
-        self.saves_weights_only = False
-        self._left_out: list[Any] = []
-        self.update = UpdateInFlight(self)
-        # Whether the backward that comes is the last of its window, as far as its caller knows.
-        self.step_follows = False
-        rank_state = RankState(keep=offload.transfer.keep)
-        try:
-            super().__init__(*args, rank_state=rank_state, **kwargs)
-        except BaseException:
-            rank_state.close()
-            raise
-        self.overlap = OverlapChoice(offload.overlap, obstacle=self._obstacle_to_guesses())
-        self.speculation = Speculation(self, enabled=self.overlap.may_speculate)
-        self.outside_writes = OutsideWrites(self)
-        self.outside_writes.watch(self.module.parameters())
-        self.update.watch(self.module.parameters())
-        self._watch_releases()
-        self._kept_gathered: list[Any] = self.persistent_parameters
-        self._choose_kept_gathered()
-        return_freed_memory()
-
-    def _obstacle_to_guesses(self) -> str | None:
-        if self._offload.transfer.num_slots == 1:
-            return "with TransferConfig(durability='none') a wrong guess could not be undone"
-        if not lies_in_host_memory(self):
-            return "only parameters in host memory are updated within backward, not those on storage or on a GPU"
-        return None
-
-    # ---- construction: what the base class calls from its constructor
-
-    def _setup_for_real_optimizer(self) -> None:
-        self._create_fp32_partitions()
-        self._create_buckets()
-        self.grad_partitions_flat_buffer = None
-        self.rule = rule = rule_for(self.optimizer)
-        self.first_values = rule.first_values(self.optimizer.defaults)
-        transfer = self._offload.transfer
-        layout = build_layout(
-            describe_partition(self),
-            tasklet_bytes=self._offload.tasklet_bytes,
-            num_arrays=len(rule.arrays),
-            num_devices=len(self._offload.storage),
-            num_slots=transfer.num_slots,
-            state_format=self._offload.state_format,
-        )
-        layout = with_cache(layout, self._offload, self.dp_process_group)
-        self.parameter_index = {param.ds_id: i for i, param in enumerate(_flatten(self.fp16_groups))}
-        zero_padding(self, layout)
-        link = link_to(torch.device(get_accelerator().current_device_name()))
-        self.rank_state.hold_arena(layout, GradientArena(layout, dtype=self.gradient_accumulation_dtype, link=link))
-        self.rank_state.compressed = self._compressed(layout, link)
-        handler = open_storage(
-            self._offload,
-            layout,
-            rule,
-            dtype=self.dtype,
-            gradient_dtype=self.gradient_accumulation_dtype,
-            groups=self.optimizer.param_groups,
-            masters=self._outputs(),
-            first_values=self.first_values,
-            group=self.dp_process_group,
-        )
-        self.rank_state.hold_handler(handler)
-
-    def _compressed(self, layout: PartitionLayout, link: CudaLink | None) -> CompressedGradients | None:
-        codec = self._offload.compression
-        if codec is None:
-            return None
-        device = torch.device(get_accelerator().current_device_name())
-        return CompressedGradients(
-            layout,
-            codec,
-            gradients=self.arena.buffer,
-            num_threads=self._offload.feed_back_threads,
-            device=device if device.type == "cuda" else None,
-            link=link,
-        )
-
-    def _outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:
-        return outputs_of(self, by_cuda=self._offload.cards is None)
-
-    def _create_fp32_partitions(self) -> None:
-        # Empty stand-ins: the base class and DeepSpeed's tools index this list, nothing may be stored in it.
-        for _ in self.fp16_groups:
-            self.fp32_partitioned_groups_flat.append(torch.empty(0, dtype=torch.float32))
-        for group in self.optimizer.param_groups:
-            self._left_out += [param for param in group["params"] if not param.requires_grad]
-            group["params"] = []
-        self.optimizer.state.clear()  # Adagrad has a whole array there as soon as it is built
-
-    def _create_buckets(self) -> None:
-        if self.bypasses_buckets:
-            return
-        device, numel = get_accelerator().current_device_name(), self.reduce_bucket_size
-        with raising_together(self.dp_process_group):
-            try:
-                for dtype, bucket in self.ipg_buckets.items():
-                    bucket.buffer = torch.empty(numel, dtype=dtype, device=device)
-            except RuntimeError as error:  # torch's for want of memory
-                raise ConfigError(
-                    f"zero={{'reduce_bucket_size': {numel}}}: there is no memory for a bucket on {device}.",
-                    "Lower it: as many elements as the largest parameter has are enough.",
-                ) from error
-
-    # ---- the step
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update this rank's partition from the arena, or skip it if a gradient anywhere is not finite.
-
-        Unless ``overlap`` is ``"none"``, the update has only begun on return; what is said of errors below then holds
-        for the next call, or whatever settles the update before that.
-
-        Raises:
-            UnsupportedError: A closure was passed, or on some rank a parameter was unfrozen or has a gradient that the
-                step would pass over.
-            StorageError, DeviceError, CudaError: Reading, checking, updating or writing state failed on some rank, and
-                no rank took the step. The parameters are those before it, unless they could not be read back: then
-                saving raises, too.
-        """
-        if closure is not None:
-            raise UnsupportedError(
-                "optimizer.step(closure) does not work with the smart_infinity strategy.",
-                "Run forward and backward first, then call step().",
-            )
-        self.overlap.step_begins(time.monotonic(), sum_over_ranks=self.sum_over_ranks)
-        self._choose_kept_gathered()
-        refused = find_ignored(_flatten(self.fp16_groups), self._left_out, names=self.param_names)
-        self._pre_step()
-        self.retained.release()
-        self._partition_all_parameters()
-        if not self.speculation.on:
-            self.update.settle()
-        # The scale that backward ran with: the loss scaler may raise it for the next window below.
-        loss_scale = float(self.loss_scale)
-        norm = self._scaled_gradient_norm(valid=refused is None)
-        if not math.isfinite(norm):
-            self.speculation.lose()
-            raise_together(refused, self.dp_process_group)
-        self.overflow = not math.isfinite(norm)
-        if self._loss_scale_update_and_overflow_cleanup():
-            self._warn_of_skipped_step()
-            # As after a step: what a step after loading a checkpoint found gathered must be so in the next one.
-            self.checkpoint_event_epilogue()
-            return
-        self._global_grad_norm = norm / loss_scale
-        self._update(loss_scale=loss_scale, clip_factor=self._clip_factor(self._global_grad_norm))
-        # torch's schedulers warn unless the optimizer they wrap has stepped; its step() never runs here.
-        self.optimizer._opt_called = True
-        self._post_step(set())
-
-    def _choose_kept_gathered(self) -> None:
-        # The base class gathers small parameters, from all over the model, at the end of a step. If the update runs
-        # beside what follows, they are gathered when they are used instead, and stay so until the next step.
-        self.persistent_parameters = self._kept_gathered if self.overlap.mode == "none" else []
-
-    def _warn_of_skipped_step(self) -> None:
-        # fp16 skips steps as a matter of course, while its loss scale settles.
-        if self.dtype is not torch.float16 and not self._warned_of_skip:
-            self._warned_of_skip = True
-            warnings.warn(
-                "A step was skipped: a gradient is NaN or infinite. Further skipped steps are not reported.",
-                stacklevel=2,
-            )
-
-    def _scaled_gradient_norm(self, *, valid: bool) -> float:
-        """Over all ranks; NaN if the gradients of one are not valid."""
-        # Every rank takes part only after it committed the step before. So this is also the barrier behind the rule
-        # that no extent of a new generation is written before all ranks have committed the one before it.
-        total = self.sum_over_ranks(self.arena.sum_of_squares() if valid else math.nan)
-        return math.sqrt(total) if total >= 0 else math.nan
-
-    def _clip_factor(self, norm: float) -> float:
-        return max(1.0, (norm + 1e-6) / self.clip_grad) if self.clip_grad > 0 else 1.0
-
-    def _plan(self, *, active: NDArray[np.bool_], loss_scale: float, clip_factor: float = 1.0) -> StepPlan:
-        return StepPlan(
-            active=active,
-            gradients=self.arena.flats(),
-            outputs=self._outputs(),
-            groups=self.optimizer.param_groups,
-            gradient_scale=1.0 / (loss_scale * clip_factor),
-            compressed=self.rank_state.compressed,
-            loss_scale=loss_scale,
-            first_uses=self.update.first_uses(),
-        )
-
-    def _update(self, *, loss_scale: float, clip_factor: float) -> None:
-        plan = self._plan(active=self.arena.active.copy(), loss_scale=loss_scale, clip_factor=clip_factor)
-        try:
-            self.update.begin(plan)
-            if self.overlap.mode == "none":
-                self.update.settle()
-        except BaseException as error:  # an interrupt as well
-            self.update.abandon(error)
-            raise
-        self.arena.reset()
-
-    def _partition_all_parameters(self) -> None:
-        """As the base class, also where an interrupt broke off what gathered some."""
-        try:
-            super()._partition_all_parameters()
-        except (AssertionError, RuntimeError):  # DeepSpeed's words for a parameter that nobody will bring
-            end_gathers(self.parameter_offload.module)
-            super()._partition_all_parameters()
-
-    def failing_together(self) -> AbstractContextManager[None]:
-        """A context in which all ranks fail if one does; every rank enters and leaves it."""
-        return failing_together(self.dp_process_group, torch.device(get_accelerator().current_device_name()))
-
-    def sum_over_ranks(self, value: float) -> float:
-        """Sum of one double over all ranks."""
-        return sum_over_ranks(value, self.dp_process_group, torch.device(get_accelerator().current_device_name()))
-
-    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
-        """As the base class, once the step in flight has used what lies in their place."""
-        if not self._in_backward:
-            self._settle_residual()
-        self.update.require(params_to_release)
-        super().partition_grads(params_to_release, grad_partitions)
-        self.speculation.arrived(params_to_release)
-
-    def backward_begins(self, *, retain_graph: bool) -> None:
-        """The engine's backward begins: the update may, too, if nothing but the step is to follow it."""
-        self._settle_residual()
-        follows, self.step_follows = self.step_follows, False
-        if follows and not retain_graph and self.overlap.mode == "backward":
-            everything = np.ones(len(self.layout.parameters), np.bool_)
-            plan = self._plan(active=everything, loss_scale=float(self.loss_scale))
-            self.speculation.backward_begins(plan)
-        else:
-            self.speculation.backward_begins(None)
-
-    def _settle_residual(self) -> None:
-        # What was not sent is known from the gradients of the step in flight, which the next ones are about to replace.
-        compressed = self.rank_state.compressed
-        if compressed is not None and compressed.residual is not None:
-            self.update.settle()
-
-    def backward_epilogue(self) -> None:
-        """As the base class, which releases what no hook has; then no module computes with anything."""
-        super().backward_epilogue()
-        self.speculation.open()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the base class."""
-        self.speculation.lose()
-        super().zero_grad(set_to_none)
-
-    def _watch_releases(self) -> None:
-        offload = self.parameter_offload
-        release = offload.post_sub_module_backward_function
-
-        def releasing(sub_module: Any) -> None:
-            release(sub_module)
-            self.speculation.open()
-
-        offload.post_sub_module_backward_function = releasing
+class SmartInfinityOptimizer(StateByParameter):
+    """DeepSpeed's stage-3 optimizer for this package, complete."""
 
     # ---- checkpoints
 
     def checkpoint_event_prologue(self) -> None:
-        """As the base class, and finish the step in flight: a checkpoint is about to be saved or loaded."""
+        """As the base class, and drain the step in flight: a checkpoint is about to be saved or loaded."""
         super().checkpoint_event_prologue()
-        self.update.settle()
+        self.update.drain()
 
-    def _rigid_state_dict(self) -> dict[str, Any]:
+    def _rigid_state_dict(self) -> SavedState:
         return optimizer_state.state_dict(self)
 
-    def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+    def _rigid_load_state_dict(self, state_dict: SavedState, load_optimizer_states: bool = True) -> None:
         optimizer_state.load_state_dict(self, state_dict, load_optimizer_states=load_optimizer_states)
 
     @torch.no_grad()
     def _restore_from_bit16_weights(self) -> None:
         """Take the partition's present values as masters; moments and step counts stay."""
-        self.update.settle()
+        self.update.drain()
         self.outside_writes.refresh_all()
 
     # ---- refused
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Refused: the layout of the state on storage is fixed."""
         raise UnsupportedError(
             "add_param_group does not work in mid-training with the smart_infinity strategy.",
             "Return every parameter group from configure_optimizers.",
         )
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+    def offload_states(self, *args: object, **kwargs: object) -> None:
         """Refused: there is no optimizer state in memory to move."""
         raise UnsupportedError(
             "offload_states does not work with the smart_infinity strategy.",
             "Remove the call: optimizer state is on storage already.",
         )
 
-    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+    def reload_states(self, *args: object, **kwargs: object) -> None:
         """Refused: nothing was ever moved away."""
         raise UnsupportedError(
             "reload_states does not work with the smart_infinity strategy.",
             "Remove the call: optimizer state stays on storage.",
         )
-
-    # ---- short names for what the rank holds open
-
-    def close_storage(self) -> None:
-        """Finish the step in flight, agreed by all ranks, and close its storage. Collective.
-
-        Not while an error is being handled, or after one has ended the training: it may be this rank's alone. Then each
-        rank commits what it can, and a store that is kept goes on from the newest generation that all of them have.
-        """
-        if dist.is_initialized() and sys.exc_info()[0] is None and not self.update.is_in_doubt:
-            try:
-                self.update.settle()
-            except SmartInfinityError as error:
-                warn_of_undone_step(error)
-        self.rank_state.close()
-
-    def settled_handler(self) -> TransferHandler:
-        """:attr:`RankState.handler`, once the step in flight is committed. Collective.
-
-        Raises:
-            ConfigError, StorageError, DeviceError, CudaError: As :meth:`UpdateInFlight.settle`.
-            StorageError: There is no usable state.
-        """
-        self.update.settle()
-        return self.rank_state.handler
-
-    @property
-    def layout(self) -> PartitionLayout:
-        """This rank's partition."""
-        return self.rank_state.layout
-
-
-def _flatten(groups: Sequence[Sequence[Any]]) -> list[Any]:
-    return [param for group in groups for param in group]

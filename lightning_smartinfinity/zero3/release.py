@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["end_training", "release_module", "trainings_of"]
 
@@ -19,10 +20,10 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
-def trainings_of(module: torch.nn.Module) -> list[SmartInfinityOptimizer]:
+def trainings_of(module: torch.nn.Module) -> list[StorageOptimizer]:
     """Whoever trains parameters of a module, or has trained them last, by whatever strategy."""
     owners = dict.fromkeys(getattr(param, "_z3_optimizer", None) for param in module.parameters())
-    return [owner for owner in owners if isinstance(owner, SmartInfinityOptimizer)]
+    return [owner for owner in owners if isinstance(owner, StorageOptimizer)]
 
 
 def end_training(module: torch.nn.Module) -> None:
@@ -61,7 +62,7 @@ def _remove_hooks(module: torch.nn.Module) -> None:
 def _partition_parameters(module: torch.nn.Module) -> None:
     """Release parameters that a forward or backward pass, broken off by an exception, had gathered; drop gradients."""
     end_gathers(module)
-    for param in cast(Iterator[Any], module.parameters()):
+    for param in cast(Iterator[ZeroParameter], module.parameters()):
         param.grad = None
         if not hasattr(param, "ds_status"):
             continue

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.devices.host import HostDevice
@@ -39,6 +39,7 @@ from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPar
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
+from lightning_smartinfinity.zero3.untyped import ParamGroup
 
 __all__ = ["open_storage", "require_parameter_space", "with_cache"]
 
@@ -52,10 +53,10 @@ def open_storage(
     *,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[ParamGroup],
     masters: Sequence[Flat] | CudaPartition | StagedPartition,
     first_values: Sequence[float],
-    group: Any,
+    group: ProcessGroup | None,
 ) -> TransferHandler:
     """Create the store, open the device and write the first generation.
 
@@ -100,7 +101,7 @@ def open_storage(
     return handler
 
 
-def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: Any) -> PartitionLayout:
+def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None) -> PartitionLayout:
     """The layout with the resident tasklets that ``dram_cache_bytes`` asks for; cards have none. Collective."""
     if settings.cards is not None:
         return layout
@@ -194,7 +195,11 @@ def require_parameter_space(
 
 
 def _create_store(
-    settings: OffloadSettings, layout: PartitionLayout, description: StoreDescription, group: Any, job_id: bytes
+    settings: OffloadSettings,
+    layout: PartitionLayout,
+    description: StoreDescription,
+    group: ProcessGroup | None,
+    job_id: bytes,
 ) -> StateStore:
     return StateStore.create(
         settings.storage,
@@ -207,7 +212,9 @@ def _create_store(
     )
 
 
-def _space_of_all_ranks(settings: OffloadSettings, layout: PartitionLayout, group: Any) -> list[SpaceRequest]:
+def _space_of_all_ranks(
+    settings: OffloadSettings, layout: PartitionLayout, group: ProcessGroup | None
+) -> list[SpaceRequest]:
     requests: list[SpaceRequest] = []
     with raising_together(group):
         requests = [
@@ -224,7 +231,7 @@ def _space_of_all_ranks(settings: OffloadSettings, layout: PartitionLayout, grou
 
 
 def _describe(
-    layout: PartitionLayout, rule: UpdateRule, dtype: torch.dtype, groups: Sequence[Mapping[str, Any]]
+    layout: PartitionLayout, rule: UpdateRule, dtype: torch.dtype, groups: Sequence[ParamGroup]
 ) -> StoreDescription:
     return StoreDescription(
         optimizer=rule.name,
@@ -244,12 +251,12 @@ def _describe(
     )
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(group: ParamGroup) -> dict[str, object]:
     values = {key: _scalar(value) for key, value in group.items() if key != "params"}
     return {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str, list))}
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return [_scalar(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd import (
@@ -61,7 +63,9 @@ class _Report(NamedTuple):
     error: SmartInfinityError | None
 
 
-def choose_update_device(offload: OffloadSettings, *, optimizer: str, group: Any = None) -> OffloadSettings:
+def choose_update_device(
+    offload: OffloadSettings, *, optimizer: str, group: ProcessGroup | None = None
+) -> OffloadSettings:
     """The settings with the cards that update, if cards do. Collective.
 
     Args:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3.settings import ParameterSettings
+from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ZeroParameter
 
 __all__ = [
     "check_dtype",
@@ -30,7 +30,7 @@ _SIXTEEN_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DENSE_EXPERTS = "Build the experts from ordinary torch modules: ZeRO-3 partitions those over all ranks."
 
 
-def check_zero_section(section: Mapping[str, Any]) -> None:
+def check_zero_section(section: DeepSpeedConfig) -> None:
     """Let DeepSpeed validate its ``zero_optimization`` section now rather than in the middle of the set-up.
 
     Raises:
@@ -55,7 +55,7 @@ def check_zero_section(section: Mapping[str, Any]) -> None:
 
 
 def parameter_settings(
-    section: Mapping[str, Any], *, storage: tuple[Path, ...], nvme_path: Path | None, transfer: TransferConfig
+    section: DeepSpeedConfig, *, storage: tuple[Path, ...], nvme_path: Path | None, transfer: TransferConfig
 ) -> ParameterSettings | None:
     """How parameters lie on storage, or None if they do not.
 
@@ -181,7 +181,7 @@ def _check_memory(model: torch.nn.Module) -> None:
             )
 
 
-def check_dtype(model: torch.nn.Module, config: Mapping[str, Any]) -> None:
+def check_dtype(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
     """Refuse a module that was partitioned in another precision, which DeepSpeed would go on with unnoticed.
 
     Args:
@@ -202,7 +202,7 @@ def check_dtype(model: torch.nn.Module, config: Mapping[str, Any]) -> None:
             )
 
 
-def check_state_format(state_format: str, config: Mapping[str, Any]) -> None:
+def check_state_format(state_format: str, config: DeepSpeedConfig) -> None:
     """Refuse a format that the parameters' dtype does not go with.
 
     Args:
@@ -220,7 +220,7 @@ def check_state_format(state_format: str, config: Mapping[str, Any]) -> None:
 
 
 def find_ignored(
-    parameters: Sequence[Any], left_out: Sequence[Any], *, names: Mapping[Any, str]
+    parameters: Sequence[ZeroParameter], left_out: Sequence[ZeroParameter], *, names: Mapping[ZeroParameter, str]
 ) -> UnsupportedError | None:
     """What the user did to parameters during the fit that a step would pass over.
 

@@ -94,7 +94,7 @@ def test_without_the_waits_it_would_differ(
     straight: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The delays are long enough for the next forward to meet parameters that are not updated yet."""
-    monkeypatch.setattr(UpdateInFlight, "_wait", lambda self, wanted: None)
+    monkeypatch.setattr(UpdateInFlight, "_wait_for", lambda self, wanted: None)
     (losses, *_), _ = result(run_of(tmp_path, "32-true", "forward", delays=0, delay_us=200_000))
     assert losses != straight("32-true")[0][0]
 
@@ -241,7 +241,7 @@ def test_a_failure_in_the_background_undoes_the_step(
         trainer.fit(module)
     assert trainer.global_step == 3 and len(module.losses) in (3, 4)
     optimizer = trainer.strategy.optimizers[0]
-    assert optimizer.settled_handler().generation == 2
+    assert optimizer.drained_handler().generation == 2
     two_steps = dataclasses.replace(recipe, max_steps=2)
     options = {} if zero is None else {"zero": zero}
     _, masters = result(Run(out=str(tmp_path / "straight"), recipe=two_steps, options=options))
@@ -255,22 +255,22 @@ def test_a_failure_in_the_background_undoes_the_step(
 
 def test_an_interrupt_while_the_update_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ends training; the step in flight is not lost, and a checkpoint holds it."""
-    wait = UpdateInFlight._wait
+    wait = UpdateInFlight._wait_for
 
     def interrupted(self: UpdateInFlight, wanted: Any) -> None:
         if self._optimizer.rank_state.handler.generation == 1:
-            monkeypatch.setattr(UpdateInFlight, "_wait", wait)
+            monkeypatch.setattr(UpdateInFlight, "_wait_for", wait)
             raise KeyboardInterrupt
         wait(self, wanted)
 
-    monkeypatch.setattr(UpdateInFlight, "_wait", interrupted)
+    monkeypatch.setattr(UpdateInFlight, "_wait_for", interrupted)
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="forward")
     trainer = quiet_trainer(tmp_path, strategy, max_steps=4)
     module = LitTiny(BF16)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer.fit(module)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    assert strategy.optimizers[0].settled_handler().generation == trainer.global_step == 2
+    assert strategy.optimizers[0].drained_handler().generation == trainer.global_step == 2
     _, masters = result(Run(out=str(tmp_path / "straight"), recipe=dataclasses.replace(BF16, max_steps=2)))
     for name, param in module.model.named_parameters():
         assert torch.equal(strategy.optimizers[0].get_full_hp_param(param), masters[name]), name
@@ -284,7 +284,7 @@ def test_closing_commits_the_step_in_flight(tmp_path: Path) -> None:
     module = recipe.build_model()
     model, optimizer = fabric.setup(module, recipe.build_optimizer(list(module.named_parameters())))
     inner = optimizer.engine.optimizer
-    testing.inject(inner.settled_handler()._device._pipeline, max_delay_us=20_000)
+    testing.inject(inner.drained_handler()._device._pipeline, max_delay_us=20_000)
     fabric_worker._window(fabric, model, recipe, 0)
     optimizer.step()
     handler = inner.rank_state.handler

@@ -265,7 +265,7 @@ def train(program: Program, root: Path, *callbacks: pl.Callback) -> Left:
     except StorageError:
         failed = True
     optimizer = strategy.optimizers[0]
-    handler = optimizer.settled_handler()
+    handler = optimizer.drained_handler()
     tensors = {}
     for name, param in module.named_parameters():
         if param.requires_grad:

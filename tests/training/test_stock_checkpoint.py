@@ -61,10 +61,10 @@ class Look(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         optimizer: Any = trainer.strategy.optimizers[0]
         self.arrays = [np.empty(optimizer.layout.numel, np.float32) for _ in optimizer.rule.arrays]
-        optimizer.settled_handler().scan(partial(copy_window, self.arrays))
+        optimizer.drained_handler().scan(partial(copy_window, self.arrays))
         self.partition = torch.cat(optimizer.fp16_partitioned_groups_flat).clone()
         self.parameters = optimizer.layout.parameters
-        self.steps = optimizer.settled_handler().steps.tolist()
+        self.steps = optimizer.drained_handler().steps.tolist()
         self.loss_scale = float(optimizer.loss_scale)
         self.lr = [group["lr"] for group in optimizer.param_groups]
 
@@ -152,10 +152,10 @@ def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_
     assert fabric.load(saved / "fp32.engine" / inside, {"model": model, "optimizer": optimizer}) == {}
     inner, state = optimizer.engine.optimizer, optimizer_state(saved / "fp32.engine")
     arrays = [np.empty(inner.layout.numel, np.float32) for _ in range(3)]
-    inner.settled_handler().scan(partial(copy_window, arrays))
+    inner.drained_handler().scan(partial(copy_window, arrays))
     for array, values in zip(arrays, saved_arrays(state), strict=True):
         assert torch.equal(torch.from_numpy(array), values)
-    assert set(inner.settled_handler().steps.tolist()) == {SAVE_AT}
+    assert set(inner.drained_handler().steps.tolist()) == {SAVE_AT}
     fabric.strategy.close()
 
 

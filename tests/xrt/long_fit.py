@@ -46,7 +46,7 @@ class LitGPT2(pl.LightningModule):
 
     def on_train_end(self) -> None:
         optimizer = self.trainer.strategy._near_storage_optimizer
-        handler = optimizer.settled_handler()
+        handler = optimizer.drained_handler()
         for index, parameter in enumerate(optimizer.rank_state.layout.parameters):
             digest = hashlib.sha256()
             for values in handler.read_parameter(index).values():

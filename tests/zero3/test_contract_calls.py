@@ -35,6 +35,7 @@ from tests.zero3.test_contract import undecorated
 
 STAGE3 = "DeepSpeedZeroOptimizer_Stage3"
 OURS = "SmartInfinityOptimizer"
+STEPPING = "StorageOptimizer"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -111,7 +112,7 @@ def test_initialize_builds_the_engine_from_its_module_global(seen: Observed) -> 
 
 def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None:
     """_configure_zero_optimizer finds our subclass under the stage-3 class's name (zero3/engine.py)."""
-    built = seen.callers(f"{OURS}.__init__")
+    built = seen.callers(f"{STEPPING}.__init__")
     assert built == {"DeepSpeedEngine._configure_zero_optimizer"}, "the stock optimizer would keep state in memory"
 
 
@@ -131,10 +132,10 @@ def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
     assert seen.in_order(
         f"{STAGE3}.__init__",
         f"{STAGE3}._create_fp16_partitions_with_defragmentation",
-        f"{OURS}._setup_for_real_optimizer",
+        f"{STEPPING}._setup_for_real_optimizer",
         f"{STAGE3}.set_grad_positions",
         f"{STAGE3}.create_reduce_and_remove_grad_hooks",
-    ), "zero3/optimizer.py opens storage in _setup_for_real_optimizer, from partitions that are there"
+    ), "zero3/storage_optimizer.py opens storage in _setup_for_real_optimizer, from partitions that are there"
 
 
 def test_engine_names_parameters_and_hands_the_names_on(seen: Observed) -> None:
@@ -184,7 +185,7 @@ def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
     assert seen.callers("GradientPath.reduce_ready_partitions_and_remove_grads") == {hook}, "the arena would be empty"
     into_buckets = "GradientPath.reduce_independent_p_g_buckets_and_remove_grads"
     assert seen.callers(into_buckets) == {f"{STAGE3}.reduce_ready_partitions_and_remove_grads"}
-    assert seen.callers(f"{OURS}.partition_grads") == {into_buckets}
+    assert seen.callers(f"{STEPPING}.partition_grads") == {into_buckets}
     assert not seen.callers(f"{STAGE3}.__add_grad_to_ipg_bucket")
 
 
@@ -208,7 +209,7 @@ def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
     ("ours", "hook"),
     [
         ("learn_late_uses.<locals>.learning.<locals>.gathering", "_run_before_backward_function"),
-        ("SmartInfinityOptimizer._watch_releases.<locals>.releasing", "_run_after_backward_function"),
+        (f"{STEPPING}._watch_releases.<locals>.releasing", "_run_after_backward_function"),
         ("RetainedGraphs._unless_retained.<locals>.releasing", "_post_forward_module_hook"),
     ],
 )
@@ -239,12 +240,12 @@ def test_active_modules_of_a_parameter_are_a_set(seen: Observed) -> None:
     "verb", ["_pre_step", "_partition_all_parameters", "_loss_scale_update_and_overflow_cleanup", "_post_step"]
 )
 def test_step_calls_the_verbs_of_the_base(seen: Observed, verb: str) -> None:
-    """The engine calls our step, and our step the base's verbs around an update (zero3/optimizer.py)."""
-    assert "DeepSpeedEngine._take_model_step" in seen.callers(f"{OURS}.step")
-    caller = f"{OURS}.step"
+    """The engine calls our step, and our step the base's verbs around an update (zero3/storage_optimizer.py)."""
+    assert "DeepSpeedEngine._take_model_step" in seen.callers(f"{STEPPING}.step")
+    caller = f"{STEPPING}.step"
     if verb == "_partition_all_parameters":
-        assert seen.has(caller, f"{OURS}.{verb}")
-        caller = f"{OURS}.{verb}"
+        assert seen.has(caller, f"{STEPPING}.{verb}")
+        caller = f"{STEPPING}.{verb}"
     assert seen.has(caller, f"{STAGE3}.{verb}"), f"the step stands on {verb}"
 
 
@@ -283,7 +284,7 @@ def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed
 def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observed) -> None:
     """GatheredParameters ends in param.partition, which ours stands before: masters learn of writes."""
     callers = {caller for caller in seen.callers("_Watched.__call__") if caller.startswith("GatheredParameters.")}
-    assert callers, "parameters/outside_writes.py would miss what is written in GatheredParameters"
+    assert callers, "step/outside_writes.py would miss what is written in GatheredParameters"
     before, after = seen.masters
     assert (after == 2).all() and (before != 2).any(), "the masters on storage are those before the write"
 
@@ -302,7 +303,7 @@ def test_gathered_parameters_are_marked(seen: Observed) -> None:
 
 
 def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
-    """safe_get_* and safe_set_* end in the methods that step/state_by_parameter.py overrides."""
+    """safe_get_* and safe_set_* end in the methods that state_by_parameter.py overrides."""
     assert seen.callers("StateByParameter.set_full_hp_param"), "safe_set_full_fp32_param would write into no master"
     assert seen.callers("StateByParameter._get_fp32_opt_state_partition"), "safe_get_full_fp32_param"
     assert seen.callers("StateByParameter.get_fp32_grad_for_param"), "safe_get_full_grad"
@@ -357,12 +358,14 @@ def test_engine_counts_steps_and_samples(seen: Observed) -> None:
 def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -> None:
     """Parameters are partitioned before, and the persistent ones gathered after; skipped steps call the same."""
     base, epilogue = f"{STAGE3}.checkpoint_event_prologue", f"{STAGE3}.checkpoint_event_epilogue"
-    prologue = "SmartInfinityOptimizer.checkpoint_event_prologue"
+    prologue = f"{OURS}.checkpoint_event_prologue"
     assert seen.in_order("DeepSpeedEngine.load_checkpoint", prologue, "DeepSpeedEngine._load_checkpoint", epilogue)
     assert seen.in_order("DeepSpeedEngine.save_checkpoint", prologue, "DeepSpeedEngine._save_checkpoint", epilogue)
-    assert seen.has(base, f"{OURS}._partition_all_parameters"), "checkpoints/universal.py would load into gathered ones"
+    assert seen.has(base, f"{STEPPING}._partition_all_parameters"), (
+        "checkpoints/universal.py would load into gathered ones"
+    )
     # Ours stands before the method that zero.Init installs (step/update_in_flight.py).
-    assert seen.has(epilogue, "_Awaited.__call__"), "zero3/optimizer.py, skipped step"
+    assert seen.has(epilogue, "_Awaited.__call__"), "zero3/storage_optimizer.py, skipped step"
     assert seen.has("_Awaited.__call__", "Init._convert_to_deepspeed_param.<locals>.all_gather")
 
 

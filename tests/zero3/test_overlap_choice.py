@@ -44,19 +44,10 @@ def test_no_speculation_where_something_is_in_its_way(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         choice = OverlapChoice("auto", obstacle="there is but one slot")
     assert "'backward': there is but one slot" in caplog.text
-    assert not choice.may_speculate
     assert set(run(choice, {"none": 1.0, "forward": 0.5})) == {"none", "forward"}
     with pytest.warns(UserWarning, match="works as 'forward': there is but one slot"):
         choice = OverlapChoice("backward", obstacle="there is but one slot")
     assert set(run(choice, {"forward": 1.0})) == {"forward"}
-
-
-def test_what_may_come_is_known_from_the_start() -> None:
-    """It stays as it was when the choice has been made: who asks later is told the same."""
-    choice = OverlapChoice("auto")
-    assert choice.may_speculate
-    assert run(choice, {"none": 0.5, "forward": 1.0, "backward": 1.0})[-1] == "none"
-    assert choice.may_speculate
 
 
 def test_ranks_choose_alike() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.speculation import Speculation
 
 NUM_PARAMETERS = 1000
@@ -53,30 +54,31 @@ def test_a_window_costs_what_arrives_in_it(asked: list[slice]) -> None:
         num_slots=2,
     )
     handler = MagicMock()
-    optimizer = SimpleNamespace(
+    rank_state = SimpleNamespace(
         layout=layout,
-        update=MagicMock(),
-        rank_state=SimpleNamespace(handler=handler, abandon_step=lambda reason: None),
-        parameter_index={index: index for index in range(NUM_PARAMETERS)},
+        handler=handler,
+        partition=SimpleNamespace(index={index: index for index in range(NUM_PARAMETERS)}),
+        roll_back=lambda reason: None,
     )
-    speculation = Speculation(optimizer, enabled=True)
+    speculation = Speculation(cast(RankState, rank_state))
     params: list[Any] = [Param(index, active=index == 7) for index in range(NUM_PARAMETERS)]
     for _ in range(2):
         asked.clear()
         handler.reset_mock()
-        speculation.backward_begins(cast(StepPlan, SimpleNamespace()))
+        speculation.discard()
+        speculation.begin(cast(StepPlan, SimpleNamespace()))
         assert not asked
         speculation.arrived(params)
         assert len(asked) == NUM_PARAMETERS - 1
         ((opened,),) = [call.args for call in handler.extend.call_args_list]
         assert opened == list(range(1, layout.extents.num_tasklets))
         looks = Param.num_looks
-        speculation.open()
+        speculation.begin_ready()
         assert Param.num_looks == looks + 1
         params[7].active = False
-        speculation.open()
+        speculation.begin_ready()
         assert handler.extend.call_args.args == ([0],)
         params[7].active = True
         looks = Param.num_looks
-        speculation.open()
+        speculation.begin_ready()
         assert Param.num_looks == looks

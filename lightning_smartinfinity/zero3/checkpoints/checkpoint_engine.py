@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from torch.serialization import MAP_LOCATION
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
-from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import saved_with_room
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 
 __all__ = ["SmartInfinityCheckpointEngine"]
 
@@ -25,14 +27,14 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
 
     Args:
         config_params: As DeepSpeed passes them.
-        optimizer: Whose state is saved; None for an engine that only evaluates.
+        optimizer: The optimizer whose state is saved.
     """
 
-    def __init__(self, config_params: Any, *, optimizer: Any) -> None:
+    def __init__(self, config_params: object, *, optimizer: StorageOptimizer) -> None:
         super().__init__(config_params)
         self._optimizer = optimizer
 
-    def save(self, state_dict: Mapping[str, Any], path: str) -> None:
+    def save(self, state_dict: SavedState, path: str) -> None:
         """Write one file to the device. Collective: if it fails on one rank, it raises on every rank."""
         with raising_together(), _writing(path):
             if optimizer_state.is_described(state_dict.get(OPTIMIZER_STATE_DICT)):
@@ -41,7 +43,7 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
                 torch.save(state_dict, path)
                 _flush(path)
 
-    def load(self, path: str, map_location: Any = None) -> Any:
+    def load(self, path: str, map_location: MAP_LOCATION = None) -> Pickled:
         """Read one file; its tensors come from the page cache when they are used, those of the optimizer in windows."""
         state = torch.load(path, map_location=map_location, mmap=True, weights_only=False)
         saved = state.get(OPTIMIZER_STATE_DICT)
@@ -49,7 +51,7 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
             saved[optimizer_state.FILE] = path
         return state
 
-    def _save_optimizer(self, state_dict: Mapping[str, Any], path: Path) -> None:
+    def _save_optimizer(self, state_dict: SavedState, path: Path) -> None:
         with closing(saved_with_room(state_dict, path)) as file:
             optimizer_state.write_arrays(self._optimizer, file)
             file.flush()

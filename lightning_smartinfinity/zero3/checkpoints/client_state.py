@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 __all__ = ["RESERVED_KEYS", "of_user", "refuse_reserved"]
 
@@ -38,7 +36,7 @@ RESERVED_KEYS = frozenset(
 """Keys of the file that are not the user's."""
 
 
-def refuse_reserved(state: Mapping[str, Any]) -> None:
+def refuse_reserved(state: SavedState) -> None:
     """Refuse entries that would take the place of DeepSpeed's.
 
     Raises:
@@ -52,6 +50,6 @@ def refuse_reserved(state: Mapping[str, Any]) -> None:
         )
 
 
-def of_user(client_state: Mapping[str, Any]) -> dict[str, Any]:
+def of_user(client_state: SavedState) -> ClientState:
     """Of what an engine returns when it loads: what a user had saved."""
     return {key: value for key, value in client_state.items() if key not in RESERVED_KEYS}

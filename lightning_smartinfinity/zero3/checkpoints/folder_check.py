@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pickle
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, PARAM_SHAPES
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
-from lightning_smartinfinity.zero3.collectives import gather, raising_together
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.untyped import DeepSpeedEngine, SavedState
 
 __all__ = [
     "SAVE_ID",
@@ -37,7 +37,9 @@ SAVE_ID = "smart_infinity_save"
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
 
-def check_checkpoint(path: str | Path, *, engine: Any, strict: bool = True, needed: Collection[str] = ()) -> Path:
+def check_checkpoint(
+    path: str | Path, *, engine: DeepSpeedEngine, strict: bool = True, needed: Collection[str] = ()
+) -> Path:
     """Check that a folder is a ZeRO-3 checkpoint that an engine can go on from, and its files are whole.
 
     Collective: if one rank finds a fault, every rank raises.
@@ -71,7 +73,7 @@ def check_checkpoint(path: str | Path, *, engine: Any, strict: bool = True, need
     return folder
 
 
-def check_weights(path: str | Path, *, engine: Any) -> Path:
+def check_weights(path: str | Path, *, engine: DeepSpeedEngine) -> Path:
     """Check that a folder is a ZeRO-3 checkpoint of this precision, and its files are whole.
 
     As :func:`check_checkpoint`, but for weights alone: any number of processes may have saved them.
@@ -86,7 +88,7 @@ def check_weights(path: str | Path, *, engine: Any) -> Path:
     return folder
 
 
-def check_needed(states: Mapping[str, Any], needed: Collection[str], path: str | Path) -> None:
+def check_needed(states: SavedState, needed: Collection[str], path: str | Path) -> None:
     """Check that what a Trainer goes on from lies beside the model.
 
     Raises:
@@ -102,7 +104,7 @@ def check_needed(states: Mapping[str, Any], needed: Collection[str], path: str |
         )
 
 
-def check_frozen(module: torch.nn.Module, states: Mapping[str, Any], path: str | Path) -> None:
+def check_frozen(module: torch.nn.Module, states: SavedState, path: str | Path) -> None:
     """Check that the parameters that are not trained were saved, if there are any.
 
     Raises:
@@ -122,7 +124,7 @@ def optimizer_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(_OPTIMIZER_FILES))
 
 
-def check_same_save(engine: Any, client_state: Mapping[str, Any]) -> None:
+def check_same_save(engine: DeepSpeedEngine, client_state: SavedState) -> None:
     """After loading: check that every file that any rank read was written by one and the same save.
 
     Files copied from one folder to another by hand can be of two.
@@ -178,7 +180,7 @@ def tagged_folder(path: Path) -> Path:
     return path / tag
 
 
-def _checked_folder(path: str | Path, engine: Any) -> Path:
+def _checked_folder(path: str | Path, engine: DeepSpeedEngine) -> Path:
     folder = tagged_folder(Path(path))
     files = optimizer_files(folder)
     if not files:
@@ -187,7 +189,7 @@ def _checked_folder(path: str | Path, engine: Any) -> Path:
     return folder
 
 
-def _check_precision(files: list[Path], engine: Any) -> None:
+def _check_precision(files: list[Path], engine: DeepSpeedEngine) -> None:
     saved, wanted = files[0].name.startswith("bf16_"), bool(engine.bfloat16_enabled())
     if saved != wanted:
         raise CheckpointError(
@@ -218,14 +220,14 @@ def _check_own_share(folder: Path) -> None:
         check_records(file, tensors=not file.match(_OPTIMIZER_FILES))
 
 
-def _own_model_states(folder: Path, engine: Any) -> Mapping[str, Any]:
+def _own_model_states(folder: Path, engine: DeepSpeedEngine) -> SavedState:
     path = engine._get_ckpt_name(str(folder.parent), folder.name)
     with reading_checkpoint(path):
-        states: Mapping[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        states: SavedState = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     return states
 
 
-def _check_parameters(states: Mapping[str, Any], engine: Any) -> None:
+def _check_parameters(states: SavedState, engine: DeepSpeedEngine) -> None:
     """Compare names and shapes, in the order in which they lie in the optimizer's state."""
     saved, expected = (
         [(name, tuple(shape)) for group in of_one for name, shape in group.items()]

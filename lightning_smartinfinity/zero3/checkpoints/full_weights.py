@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakSet
 
 import deepspeed
@@ -14,7 +13,8 @@ from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CON
 
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.parameters.outside_writes import OutsideWrites
+from lightning_smartinfinity.zero3.step.outside_writes import OutsideWrites
+from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["full_state_dict", "load_full_weights", "refuse_plain_loading"]
 
@@ -22,7 +22,7 @@ _MAX_NAMED = 5
 _GUARDED: WeakSet[torch.nn.Module] = WeakSet()
 
 
-def full_state_dict(checkpoint: Any, path: object) -> Mapping[str, Any]:
+def full_state_dict(checkpoint: object, path: object) -> SavedState:
     """The weights in a checkpoint of one file.
 
     Raises:
@@ -35,7 +35,7 @@ def full_state_dict(checkpoint: Any, path: object) -> Mapping[str, Any]:
 
 
 def load_full_weights(
-    module: torch.nn.Module, weights: Mapping[str, Any], *, writes: OutsideWrites | None, strict: bool
+    module: torch.nn.Module, weights: SavedState, *, writes: OutsideWrites | None, strict: bool
 ) -> None:
     """Load a full state dict into a partitioned model, and into the masters of a training. Collective.
 
@@ -81,7 +81,7 @@ class _Misfits:
 
 
 def _load(
-    module: torch.nn.Module, weights: dict[str, Any], prefix: str, metadata: Mapping[str, Any], found: _Misfits
+    module: torch.nn.Module, weights: dict[str, object], prefix: str, metadata: SavedState, found: _Misfits
 ) -> None:
     """As ``Module.load_state_dict`` descends, with each module's own parameters gathered in their turn."""
     with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
@@ -104,7 +104,7 @@ def refuse_plain_loading(module: torch.nn.Module) -> None:
             _GUARDED.add(part)
 
 
-def _refuse(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+def _refuse(module: torch.nn.Module, state_dict: SavedState, prefix: str, *_: object) -> None:
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
         # DeepSpeed's own checkpoints hold the empty stand-ins of partitioned parameters, and load them.

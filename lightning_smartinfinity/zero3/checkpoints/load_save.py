@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from lightning_smartinfinity.zero3.checkpoints.folder_check import check_checkpoint, check_same_save, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import of_user
+from lightning_smartinfinity.zero3.checkpoints.folder_check import check_checkpoint, check_same_save, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.full_weights import load_full_weights
 from lightning_smartinfinity.zero3.checkpoints.universal import load_universal
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import is_universal
 from lightning_smartinfinity.zero3.checkpoints.weight_loading import load_saved_weights
+from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState
 
 __all__ = ["load_engine", "load_weights", "save_engine"]
 
 _TAG = "checkpoint"
 
 
-def save_engine(engine: Any, path: str | Path, client_state: dict[str, Any], *, exclude_frozen: bool) -> None:
+def save_engine(engine: DeepSpeedEngine, path: str | Path, client_state: ClientState, *, exclude_frozen: bool) -> None:
     """Save the trained model, its optimizer state and what else is to lie in the same files."""
     engine.save_checkpoint(str(path), client_state=client_state, tag=_TAG, exclude_frozen_parameters=exclude_frozen)
 
 
 def load_engine(
-    path: str | Path, engine: Any, *, with_optimizer: bool, strict: bool, needed: Collection[str] = ()
-) -> dict[str, Any]:
+    path: str | Path, engine: DeepSpeedEngine, *, with_optimizer: bool, strict: bool, needed: Collection[str] = ()
+) -> ClientState:
     """Load into an engine; what the user had saved beside it is returned.
 
     Args:
@@ -51,7 +51,7 @@ def load_engine(
     return of_user(client_state)
 
 
-def load_weights(weights: Mapping[str, Any], engine: Any, *, trained: bool, strict: bool) -> None:
+def load_weights(weights: SavedState, engine: DeepSpeedEngine, *, trained: bool, strict: bool) -> None:
     """Load a plain state dict, alike on all ranks, into an engine, and into the masters if it is being trained."""
     writes = engine.optimizer.outside_writes if trained else None
     load_full_weights(engine.module, weights, writes=writes, strict=strict)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +23,14 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
 from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
-from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.parameters.partition import write_range
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import SavedResidual, describe_residual, write_residual
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import WITHOUT_ARRAYS, describe_stock
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, room_for
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ParamGroup, SavedState
 
 __all__ = ["EXTRA_KEY", "FILE", "is_described", "load_state_dict", "state_dict", "write_arrays"]
 
@@ -44,13 +43,13 @@ EXTRA_KEY = "smart_infinity"
 _VERSION = 1
 
 
-def state_dict(optimizer: Any) -> dict[str, Any]:
+def state_dict(optimizer: StorageOptimizer) -> SavedState:
     """This rank's optimizer state in words: masters and other arrays are tensors without memory, one per sub-group.
 
     :func:`write_arrays` fills them in where they were saved.
     """
-    layout: PartitionLayout = optimizer.layout
-    steps, with_arrays = optimizer.settled_handler().steps, _saves_arrays(optimizer)
+    layout = optimizer.layout
+    steps, with_arrays = optimizer.drained_handler().steps, _saves_arrays(optimizer)
     return {
         ZERO_STAGE: ZeroStageEnum.weights,
         LOSS_SCALER: optimizer.loss_scaler,
@@ -76,12 +75,12 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def is_described(state: Any) -> bool:
+def is_described(state: object) -> bool:
     """Whether this came from :func:`state_dict`."""
     return isinstance(state, Mapping) and EXTRA_KEY in state
 
 
-def write_arrays(optimizer: Any, file: TensorFile) -> None:
+def write_arrays(optimizer: StorageOptimizer, file: TensorFile) -> None:
     """Write masters and other arrays into a file that :func:`state_dict` was saved to."""
     streams = _streams(optimizer, file, with_arrays=_saves_arrays(optimizer))
 
@@ -89,11 +88,11 @@ def write_arrays(optimizer: Any, file: TensorFile) -> None:
         for stream, values in zip(streams, window.arrays, strict=False):
             stream.write(values)
 
-    optimizer.settled_handler().scan(write)
+    optimizer.drained_handler().scan(write)
     write_residual(optimizer, file, file.state[OPTIMIZER_STATE_DICT][EXTRA_KEY])
 
 
-def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optimizer_states: bool) -> None:
+def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load_optimizer_states: bool) -> None:
     """Write a checkpoint's masters, and the rest of its state if asked for, to storage and to the partition.
 
     Args:
@@ -120,7 +119,7 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optim
             streams = _streams(optimizer, file, with_arrays=with_arrays)
             residual = SavedResidual(optimizer, file, _words_of(file), wanted=load_optimizer_states)
         steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
-        optimizer.settled_handler().replace(_Filler(optimizer, streams), steps=steps, together=together)
+        optimizer.drained_handler().replace(_Filler(optimizer, streams), steps=steps, together=together)
         with together():
             residual.restore()
     if load_optimizer_states:
@@ -131,8 +130,8 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optim
     optimizer.overflow = state_dict["overflow"]
 
 
-def _words_of(file: TensorFile) -> Mapping[str, Any]:
-    words: Mapping[str, Any] = file.state[OPTIMIZER_STATE_DICT].get(EXTRA_KEY, {})
+def _words_of(file: TensorFile) -> SavedState:
+    words: SavedState = file.state[OPTIMIZER_STATE_DICT].get(EXTRA_KEY, {})
     return words
 
 
@@ -144,8 +143,8 @@ class _Filler:
         streams: Of the first arrays; the others begin anew.
     """
 
-    def __init__(self, optimizer: Any, streams: Sequence[TensorStream]) -> None:
-        self._layout: PartitionLayout = optimizer.layout
+    def __init__(self, optimizer: StorageOptimizer, streams: Sequence[TensorStream]) -> None:
+        self._layout = optimizer.layout
         self._optimizer = optimizer
         self._streams = streams
         # What pads a stock checkpoint was never initialised.
@@ -161,16 +160,16 @@ class _Filler:
                 for values in window.arrays:
                     values[max(0, begin - window.begin) : end - window.begin] = 0
         # Not by sub-group: parameters may lie elsewhere than in the partition that DeepSpeed keeps.
-        write_range(self._optimizer, self._layout, window.begin, torch.from_numpy(window.arrays[0]))
+        self._optimizer.partition.write(window.begin, torch.from_numpy(window.arrays[0]))
 
 
-def _saves_arrays(optimizer: Any) -> bool:
+def _saves_arrays(optimizer: StorageOptimizer) -> bool:
     """Whether there is more to save than masters: torch's SGD keeps nothing without momentum."""
-    counts = optimizer.settled_handler().steps.tolist()
+    counts = optimizer.drained_handler().steps.tolist()
     return not optimizer.saves_weights_only and any(map(optimizer.rule.holds_state, counts))
 
 
-def _streams(optimizer: Any, file: TensorFile, *, with_arrays: bool) -> list[TensorStream]:
+def _streams(optimizer: StorageOptimizer, file: TensorFile, *, with_arrays: bool) -> list[TensorStream]:
     """One for each of the rule's arrays, or for the masters alone.
 
     Sub-groups may be cut differently in the file; the order of elements is the same.
@@ -186,7 +185,7 @@ def _streams(optimizer: Any, file: TensorFile, *, with_arrays: bool) -> list[Ten
     ]
 
 
-def _describe_arrays(optimizer: Any, steps: NDArray[np.int64]) -> dict[int, dict[str, torch.Tensor]]:
+def _describe_arrays(optimizer: StorageOptimizer, steps: NDArray[np.int64]) -> dict[int, dict[str, torch.Tensor]]:
     described = {}
     for sub_group in optimizer.layout.sub_groups:
         arrays = {name: room_for(sub_group.numel) for name in optimizer.rule.arrays[1:]}
@@ -196,21 +195,21 @@ def _describe_arrays(optimizer: Any, steps: NDArray[np.int64]) -> dict[int, dict
     return described
 
 
-def _groups_with_sub_groups(optimizer: Any) -> list[dict[str, Any]]:
+def _groups_with_sub_groups(optimizer: StorageOptimizer) -> list[ParamGroup]:
     groups = [{**group, "params": []} for group in optimizer.optimizer.param_groups]
     for sub_group, group in optimizer.sub_group_to_group_id.items():
         groups[group]["params"].append(sub_group)
     return groups
 
 
-def _restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]], *, ours: bool) -> None:
+def _restore_groups(optimizer: StorageOptimizer, saved: Sequence[SavedState], *, ours: bool) -> None:
     for group, values in zip(optimizer.optimizer.param_groups, saved, strict=True):
         # DeepSpeed's own optimizers have settings that torch's do not know.
         group.update({key: value for key, value in values.items() if key != "params" and (ours or key in group)})
 
 
-def _checked(optimizer: Any, state_dict: Mapping[str, Any], *, ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    extra: Mapping[str, Any] | None = state_dict.get(EXTRA_KEY)
+def _checked(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_config: DeepSpeedConfig) -> SavedState:
+    extra: SavedState | None = state_dict.get(EXTRA_KEY)
     if extra is None:
         extra = describe_stock(optimizer, state_dict, ds_config=ds_config)
     else:
@@ -224,7 +223,7 @@ def _checked(optimizer: Any, state_dict: Mapping[str, Any], *, ds_config: Mappin
     return extra
 
 
-def _check_ours(optimizer: Any, extra: Mapping[str, Any]) -> None:
+def _check_ours(optimizer: StorageOptimizer, extra: SavedState) -> None:
     if extra["version"] != _VERSION:
         raise CheckpointError(
             f"The checkpoint has format version {extra['version']}; this version reads {_VERSION}.",
@@ -255,7 +254,7 @@ def _check_ours(optimizer: Any, extra: Mapping[str, Any]) -> None:
         )
 
 
-def _first_difference(saved: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> str:
+def _first_difference(saved: list[tuple[str, int]], expected: list[tuple[str, int]]) -> str:
     for index, (a, b) in enumerate(zip(saved, expected, strict=False)):
         if a != b:
             return f"parameter {index} is {a[0]!r} with {a[1]} elements there and {b[0]!r} with {b[1]} here"

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["saved_names"]
 
 
-def saved_names(
-    module: torch.nn.Module, names: Collection[str], saved: Mapping[str, Any], path: Path
-) -> dict[str, str]:
+def saved_names(module: torch.nn.Module, names: Collection[str], saved: SavedState, path: Path) -> dict[str, str]:
     """Which saved parameter each parameter of a module takes its values from.
 
     Where names differ, the module's pre-hooks of ``load_state_dict`` are asked, with tensors without elements in the
@@ -37,7 +35,7 @@ def saved_names(
     if here <= set(names):
         return {name: name for name in here}
     markers = {name: torch.empty(0) for name in names}
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     _pass_hooks(module, {**saved, **markers}, "", getattr(saved, "_metadata", {}), found)
     by_marker = {id(marker): name for name, marker in markers.items()}
     origins = {name: by_marker.get(id(value), name) for name, value in found.items()}
@@ -53,7 +51,7 @@ def saved_names(
 
 
 def _pass_hooks(
-    module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], found: dict[str, Any]
+    module: torch.nn.Module, state: dict[str, object], prefix: str, metadata: SavedState, found: dict[str, object]
 ) -> None:
     """As ``Module.load_state_dict`` descends."""
     for hook in module._load_state_dict_pre_hooks.values():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, room_for
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["SavedResidual", "begin_residual", "describe_residual", "write_residual"]
 
@@ -20,20 +21,20 @@ _KEY = "residual"
 _CHUNK_NUMEL = 1 << 20
 
 
-def describe_residual(optimizer: Any) -> dict[str, Any]:
+def describe_residual(optimizer: StorageOptimizer) -> SavedState:
     """What :func:`write_residual` fills in: one tensor without memory, if there is a residual to save."""
     residual = _residual_of(optimizer)
     return {} if residual is None or optimizer.saves_weights_only else {_KEY: room_for(residual.numel())}
 
 
-def write_residual(optimizer: Any, file: TensorFile, extra: Mapping[str, Any]) -> None:
+def write_residual(optimizer: StorageOptimizer, file: TensorFile, extra: SavedState) -> None:
     """Write it into a file that was saved with :func:`describe_residual`; no step is in flight."""
     residual = _residual_of(optimizer)
     if residual is not None and _KEY in extra:
         file.stream([extra[_KEY]]).write(residual.numpy())
 
 
-def begin_residual(optimizer: Any) -> None:
+def begin_residual(optimizer: StorageOptimizer) -> None:
     """Let it begin at zero, and say so."""
     residual = _residual_of(optimizer)
     if residual is not None:
@@ -55,7 +56,7 @@ class SavedResidual:
         CheckpointError: It has been damaged.
     """
 
-    def __init__(self, optimizer: Any, file: TensorFile, extra: Mapping[str, Any], *, wanted: bool) -> None:
+    def __init__(self, optimizer: StorageOptimizer, file: TensorFile, extra: SavedState, *, wanted: bool) -> None:
         self._optimizer = optimizer
         self._residual = _residual_of(optimizer)
         self._file = file
@@ -86,6 +87,6 @@ def _chunks(numel: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + _CHUNK_NUMEL, numel)) for begin in range(0, numel, _CHUNK_NUMEL)]
 
 
-def _residual_of(optimizer: Any) -> torch.Tensor | None:
+def _residual_of(optimizer: StorageOptimizer) -> torch.Tensor | None:
     compressed = optimizer.rank_state.compressed
     return None if compressed is None else compressed.residual

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 
 __all__ = ["WINDOW_NUMEL", "Piece", "Put", "SavedWeights", "Wanted", "pieces_of", "read_pieces", "reaches", "windows"]
 
@@ -105,7 +106,7 @@ class SavedWeights(ABC):
         self._rank = rank if self.num_saved == world_size else 0
 
     @cached_property
-    def model_states(self) -> Mapping[str, Any]:
+    def model_states(self) -> SavedState:
         """What the rank saved beside the optimizer's state: buffers, shapes, Lightning's state."""
         states = self.model_states_of(self._rank)
         if states["dp_world_size"] != self.num_saved:
@@ -117,7 +118,7 @@ class SavedWeights(ABC):
         return states
 
     @cached_property
-    def _first_model_states(self) -> Mapping[str, Any]:
+    def _first_model_states(self) -> SavedState:
         return self.model_states if self._rank == 0 else self.model_states_of(0)
 
     @property
@@ -125,9 +126,9 @@ class SavedWeights(ABC):
         """Shape of every trained parameter, in the order in which the files of the optimizer hold them."""
         return {name: shape for of_group in self.model_states[PARAM_SHAPES] for name, shape in of_group.items()}
 
-    def model_states_of(self, rank: int) -> Mapping[str, Any]:
+    def model_states_of(self, rank: int) -> SavedState:
         """What a process saved beside the optimizer's state."""
-        states: Mapping[str, Any] = self._load(self.model_file(rank))
+        states: SavedState = self._load(self.model_file(rank))
         return states
 
     def frozen_shapes(self) -> dict[str, torch.Size] | None:
@@ -142,9 +143,9 @@ class SavedWeights(ABC):
         return dict(self._first_model_states["shared_params"])
 
     @property
-    def module(self) -> Mapping[str, Any]:
+    def module(self) -> SavedState:
         """The module's state dict: buffers, and stand-ins without elements for parameters."""
-        module: Mapping[str, Any] = self.model_states["module"]
+        module: SavedState = self.model_states["module"]
         return module
 
     def frozen(self, name: str, begin: int, end: int) -> torch.Tensor:
@@ -181,7 +182,7 @@ class SavedWeights(ABC):
         """Where a process saved what is beside the optimizer's state."""
         return self.path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
-    def _load(self, file: Path) -> Any:
+    def _load(self, file: Path) -> Pickled:
         if not file.is_file():
             raise CheckpointError(f"The checkpoint {self.path} has no file {file}.", self.remedy)
         try:

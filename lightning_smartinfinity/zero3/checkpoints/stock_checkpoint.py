@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, SavedState
 
 __all__ = ["STEP", "WITHOUT_ARRAYS", "check_groups", "describe_stock"]
 
@@ -22,7 +23,7 @@ STEP = "step"
 """Key of a number of updates among the arrays of an optimizer."""
 
 
-def describe_stock(optimizer: Any, state_dict: Mapping[str, Any], *, ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
+def describe_stock(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_config: DeepSpeedConfig) -> SavedState:
     """What a checkpoint of ours says about itself, found out about one of stock DeepSpeed.
 
     Names and shapes of its parameters lie in another file, and have been compared by ``check_checkpoint``.
@@ -30,7 +31,7 @@ def describe_stock(optimizer: Any, state_dict: Mapping[str, Any], *, ds_config: 
     Raises:
         CheckpointError: It has no optimizer state in it, or that of another optimizer, model or number of processes.
     """
-    layout: PartitionLayout = optimizer.layout
+    layout = optimizer.layout
     masters = state_dict[FP32_FLAT_GROUPS]
     numels = [master.numel() for master in masters]
     if layout.numel and not sum(numels):
@@ -55,7 +56,7 @@ def describe_stock(optimizer: Any, state_dict: Mapping[str, Any], *, ds_config: 
     return {"save_id": None, "steps": _steps_of_parameters(layout, numels, steps)}
 
 
-def _check_precision(optimizer: Any, ds_config: Mapping[str, Any]) -> None:
+def _check_precision(optimizer: StorageOptimizer, ds_config: DeepSpeedConfig) -> None:
     # bf16 shows in the names of the files, which are compared before.
     saved, wanted = bool(ds_config.get("fp16", {}).get("enabled")), optimizer.dtype == torch.float16
     if saved != wanted:
@@ -66,7 +67,7 @@ def _check_precision(optimizer: Any, ds_config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_states(optimizer: Any, states: Sequence[Mapping[str, Any]], numels: Sequence[int]) -> None:
+def _check_states(optimizer: StorageOptimizer, states: Sequence[SavedState], numels: Sequence[int]) -> None:
     names = {*optimizer.rule.arrays[1:], *([STEP] if optimizer.rule.counts_updates else [])}
     for state, numel in zip(states, numels, strict=True):
         found = set(state)
@@ -77,7 +78,7 @@ def _check_states(optimizer: Any, states: Sequence[Mapping[str, Any]], numels: S
             )
 
 
-def check_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+def check_groups(optimizer: StorageOptimizer, groups: Sequence[SavedState]) -> None:
     """Check that the settings of parameter groups are those of this optimizer.
 
     Raises:

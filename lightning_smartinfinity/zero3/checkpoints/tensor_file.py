@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.zero3.untyped import Pickled
 
 __all__ = ["TensorFile", "TensorStream", "check_records", "room_for", "saved_with_room"]
 
@@ -106,7 +107,7 @@ class TensorFile:
         self._path = path
         self._writable = writable
         with FakeTensorMode():
-            self.state: Any = torch.load(path, weights_only=False)
+            self.state: Pickled = torch.load(path, weights_only=False)
         with zipfile.ZipFile(path) as archive:
             self._infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
             self._directory_offset = archive.start_dir
@@ -218,7 +219,7 @@ class _Record(NamedTuple):
     nbytes: int
 
 
-def saved_with_room(state: Any, path: Path) -> TensorFile:
+def saved_with_room(state: object, path: Path) -> TensorFile:
     """Save as ``torch.save`` does, but for tensors made by :func:`room_for`, which are still to be written.
 
     Raises:
@@ -269,7 +270,7 @@ def _read_through(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
             pass
 
 
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(tree: object) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,24 +14,27 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
+from lightning_smartinfinity.zero3.checkpoints.client_state import of_user
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     SAVE_ID,
     check_frozen,
     check_needed,
     reading_checkpoint,
 )
-from lightning_smartinfinity.zero3.checkpoints.client_state import of_user
-from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.parameters.partition import write_range
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import begin_residual
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import check_groups
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE, UniversalFolder
 from lightning_smartinfinity.zero3.checkpoints.weight_loading import check_names
+from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState, ZeroParameter
 
 __all__ = ["load_universal"]
 
 
-def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Collection[str] = ()) -> dict[str, Any]:
+def load_universal(
+    engine: DeepSpeedEngine, path: str | Path, *, strict: bool, needed: Collection[str] = ()
+) -> ClientState:
     """Load a universal checkpoint into an engine that trains, to go on from there.
 
     Collective: if one rank finds a fault, every rank raises, before anything has been changed.
@@ -50,7 +52,7 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
         CheckpointError: The checkpoint belongs to another model, optimizer or precision, or is damaged.
     """
     folder = UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
-    optimizer = engine.optimizer
+    optimizer: StorageOptimizer = engine.optimizer
 
     @contextmanager
     def together() -> Iterator[None]:
@@ -71,7 +73,7 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
         folder.check_arrays(_files_of(optimizer, folder))
         frozen = _frozen_slices(engine, folder)
     optimizer.checkpoint_event_prologue()
-    optimizer.settled_handler().replace(_filler(optimizer, folder), steps=steps, together=together)
+    optimizer.drained_handler().replace(_filler(optimizer, folder), steps=steps, together=together)
     begin_residual(optimizer)
     checkpoint = {"module": folder.model_states["module"], FROZEN_PARAM_FRAGMENTS: frozen}
     with together():
@@ -85,13 +87,13 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
 # ---- filling this rank's partition
 
 
-def _files_of(optimizer: Any, folder: UniversalFolder) -> tuple[str, ...]:
+def _files_of(optimizer: StorageOptimizer, folder: UniversalFolder) -> tuple[str, ...]:
     """Names of the files of each parameter, in the order of the rule's arrays; those that are missing begin anew."""
     return (MASTER_FILE, *(optimizer.rule.arrays[1:] if folder.arrays else ()))
 
 
-def _filler(optimizer: Any, folder: UniversalFolder) -> Callable[[Window], None]:
-    layout: PartitionLayout = optimizer.layout
+def _filler(optimizer: StorageOptimizer, folder: UniversalFolder) -> Callable[[Window], None]:
+    layout = optimizer.layout
     rank = dist.get_rank(optimizer.dp_process_group)
     shapes = folder.shapes
     files, first_values = _files_of(optimizer, folder), optimizer.first_values
@@ -116,7 +118,7 @@ def _filler(optimizer: Any, folder: UniversalFolder) -> Callable[[Window], None]
                 array[target] = array_of(piece, file)[first : first + end - begin].numpy()
             for number in range(len(files), len(window.arrays)):
                 window.arrays[number][target] = first_values[number - 1]
-        write_range(optimizer, layout, window.begin, torch.from_numpy(window.arrays[0]))
+        optimizer.partition.write(window.begin, torch.from_numpy(window.arrays[0]))
 
     return fill
 
@@ -130,7 +132,7 @@ def _pieces_in(layout: PartitionLayout, window: Window) -> list[tuple[ParameterS
     return [(piece, begin, end) for piece, begin, end in pieces if begin < end]
 
 
-def _frozen_slices(engine: Any, folder: UniversalFolder) -> dict[str, torch.Tensor] | None:
+def _frozen_slices(engine: DeepSpeedEngine, folder: UniversalFolder) -> dict[str, torch.Tensor] | None:
     """This rank's slice of every frozen parameter, padded as ZeRO-3 pads it."""
     saved = folder.frozen_shapes()
     if saved is None:
@@ -146,7 +148,7 @@ def _frozen_slices(engine: Any, folder: UniversalFolder) -> dict[str, torch.Tens
     return slices
 
 
-def _restore_optimizer(optimizer: Any, folder: UniversalFolder) -> None:
+def _restore_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> None:
     states = folder.optimizer_states
     for group, saved in zip(optimizer.optimizer.param_groups, folder.param_groups, strict=True):
         # Stock DeepSpeed's own optimizers have settings that torch's lack.
@@ -156,7 +158,7 @@ def _restore_optimizer(optimizer: Any, folder: UniversalFolder) -> None:
     optimizer.overflow = states["overflow"]
 
 
-def _restore_counters(engine: Any, states: Mapping[str, Any]) -> None:
+def _restore_counters(engine: DeepSpeedEngine, states: SavedState) -> None:
     engine.global_steps = states["global_steps"]
     engine.global_samples = states.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = states["skipped_steps"]
@@ -165,7 +167,7 @@ def _restore_counters(engine: Any, states: Mapping[str, Any]) -> None:
 # ---- whether it fits
 
 
-def _check_model(engine: Any, folder: UniversalFolder) -> None:
+def _check_model(engine: DeepSpeedEngine, folder: UniversalFolder) -> None:
     present = {name: shape for of_group in engine._get_zero_param_shapes() for name, shape in of_group.items()}
     check_names(present, folder.shapes, folder.path)
     saved = folder.frozen_shapes()
@@ -184,7 +186,7 @@ def _check_buffers(module: torch.nn.Module, folder: UniversalFolder) -> None:
         )
 
 
-def _check_optimizer(optimizer: Any, folder: UniversalFolder) -> None:
+def _check_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> None:
     extra, dtype = folder.extra, _saved_dtype(folder)
     if extra is not None and extra["optimizer"] != optimizer.rule.name:
         raise CheckpointError(
@@ -224,14 +226,14 @@ def _saved_dtype(folder: UniversalFolder) -> str:
     return {"fp16": "torch.float16", "bf16": "torch.bfloat16"}[enabled[0]] if enabled else "torch.float32"
 
 
-def _params_of_groups(optimizer: Any) -> list[list[Any]]:
-    groups: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
+def _params_of_groups(optimizer: StorageOptimizer) -> list[list[ZeroParameter]]:
+    groups: list[list[ZeroParameter]] = [[] for _ in optimizer.optimizer.param_groups]
     for sub_group, params in enumerate(optimizer.fp16_groups):
         groups[optimizer.sub_group_to_group_id[sub_group]] += params
     return groups
 
 
-def _check_files(optimizer: Any, folder: UniversalFolder) -> None:
+def _check_files(optimizer: StorageOptimizer, folder: UniversalFolder) -> None:
     shapes = folder.shapes
     for piece in optimizer.layout.parameters:
         for file in _files_of(optimizer, folder):

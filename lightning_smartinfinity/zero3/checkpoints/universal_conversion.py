@@ -1,8 +1,8 @@
 """Making a universal checkpoint: what the processes saved of each parameter, put together in files of its own.
 
 DeepSpeed's ``ds_to_universal`` knows Adam's moments alone. This writes the same layout, see
-:mod:`lightning_smartinfinity.zero3.checkpoints.universal_folder`, of whatever arrays an optimizer keeps; in bounded memory, and the
-checksums of all that is read are compared.
+:mod:`lightning_smartinfinity.zero3.checkpoints.universal_folder`, of whatever arrays an optimizer keeps; in bounded
+memory, and the checksums of all that is read are compared.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import beside
+from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL, Piece, pieces_of, windows
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import (

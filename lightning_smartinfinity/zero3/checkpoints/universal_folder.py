@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES
@@ -27,10 +26,18 @@ from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
-from lightning_smartinfinity.zero3.collectives import gather
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put, SavedWeights, Wanted, pieces_of, reaches, read_pieces
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
+    Put,
+    SavedWeights,
+    Wanted,
+    pieces_of,
+    reaches,
+    read_pieces,
+)
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, check_records
+from lightning_smartinfinity.zero3.collectives import gather
+from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["MASTER_FILE", "UniversalFolder", "is_universal"]
 
@@ -72,18 +79,18 @@ class UniversalFolder(SavedWeights):
                 check_records(file, tensors=tensors, remedy=self.remedy)
 
     @cached_property
-    def optimizer_states(self) -> Mapping[str, Any]:
+    def optimizer_states(self) -> SavedState:
         """The optimizer file of the first rank; its flat tensors are of no use here."""
-        states: Mapping[str, Any] = self._load(self.path / "zero" / "optimizer_state.pt")
+        states: SavedState = self._load(self.path / "zero" / "optimizer_state.pt")
         return states
 
     @property
-    def extra(self) -> Mapping[str, Any] | None:
+    def extra(self) -> SavedState | None:
         """What this strategy saved beyond DeepSpeed's own format; None if stock DeepSpeed saved the checkpoint."""
         return self.optimizer_states.get(EXTRA_KEY)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[SavedState]:
         """The optimizer's parameter groups, whose ``params`` are names."""
         names = [list(of_sub_group) for of_sub_group in self.model_states[PARAM_SHAPES]]
         return [
@@ -98,8 +105,8 @@ class UniversalFolder(SavedWeights):
         return tuple(sorted(names - {STEP}))
 
     @property
-    def _states_of_sub_groups(self) -> Mapping[int, Mapping[str, Any]]:
-        states: Mapping[int, Mapping[str, Any]] = self.optimizer_states[OPTIMIZER_STATE_DICT]["state"]
+    def _states_of_sub_groups(self) -> Mapping[int, SavedState]:
+        states: Mapping[int, SavedState] = self.optimizer_states[OPTIMIZER_STATE_DICT]["state"]
         return states
 
     @property

@@ -6,29 +6,31 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.transfer.windows import Window
-from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_weights, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import of_user
-from lightning_smartinfinity.zero3.collectives import gather, raising_together
-from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
-from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
-from lightning_smartinfinity.zero3.parameters.partition import write_range
-from lightning_smartinfinity.zero3.release import trainings_of
+from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_weights, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.renamed_keys import saved_names
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import SavedWeights
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder, is_universal
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
+from lightning_smartinfinity.zero3.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
+from lightning_smartinfinity.zero3.release import trainings_of
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState, ZeroParameter
+
+Shapes: TypeAlias = Mapping[str, "torch.Size | torch.Tensor"]
 
 __all__ = ["check_names", "load_saved_weights"]
 
 
-def load_saved_weights(engine: Any, path: str | Path, *, strict: bool) -> dict[str, Any]:
+def load_saved_weights(engine: DeepSpeedEngine, path: str | Path, *, strict: bool) -> ClientState:
     """Load a checkpoint's weights, saved by any number of processes, ordinary or universal.
 
     Every rank reads what its slices need, a window at a time. A training of the module takes the values as its masters,
@@ -47,24 +49,24 @@ def load_saved_weights(engine: Any, path: str | Path, *, strict: bool) -> dict[s
         CheckpointError: The checkpoint belongs to another model or precision, or is damaged.
     """
     saved = _opened(engine, path)
-    targets: dict[str, list[Any]] = {}
+    targets: dict[str, list[ZeroParameter]] = {}
     with raising_together(), reading_checkpoint(saved.path):
         saved.require_whole()
         if strict:
             check_frozen(engine.module, saved.model_states, saved.path)
         targets = _targets(engine.module, saved, strict=strict)
     optimizer = engine.optimizer
-    trains = isinstance(optimizer, SmartInfinityOptimizer)
-    trainings = [optimizer] if trains else _idle_trainings(engine.module)
+    trains = isinstance(optimizer, StorageOptimizer)
+    trainings: list[StorageOptimizer] = [optimizer] if trains else _idle_trainings(engine.module)
     for training in trainings:
-        # After a fit that was broken off a step may be in flight; undone later, it would take back what is loaded.
-        training.update.settle()
+        # After a fit that was broken off a step may be in flight; rolled back later, it would take back what is loaded.
+        training.update.drain()
     # Nothing may stay gathered: it would hide what is written into the partition.
     if trains:
         optimizer.checkpoint_event_prologue()
     else:
         optimizer.partition_all_parameters()
-    with _undone_on_failure(trainings, engine), raising_together(), reading_checkpoint(saved.path):
+    with _restored_on_failure(trainings, engine), raising_together(), reading_checkpoint(saved.path):
         engine.load_module_state_dict(checkpoint={"module": _without_parameters(saved)}, strict=strict)
         _fill(targets, saved)
     for training in trainings:
@@ -74,7 +76,7 @@ def load_saved_weights(engine: Any, path: str | Path, *, strict: bool) -> dict[s
     return of_user(saved.model_states)
 
 
-def check_names(present: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:
+def check_names(present: Shapes, saved: Shapes, path: Path) -> None:
     """Compare parameters by names and shapes.
 
     Raises:
@@ -95,13 +97,13 @@ def check_names(present: Mapping[str, Any], saved: Mapping[str, Any], path: Path
         )
 
 
-def _shape(shapes: Mapping[str, Any], name: str) -> str:
+def _shape(shapes: Shapes, name: str) -> str:
     if name not in shapes:
         return "missing"
     return f"of shape {tuple(getattr(shapes[name], 'shape', shapes[name]))}"
 
 
-def _opened(engine: Any, path: str | Path) -> SavedWeights:
+def _opened(engine: DeepSpeedEngine, path: str | Path) -> SavedWeights:
     if is_universal(path):
         return UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
     return ZeroFolder(check_weights(path, engine=engine), rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -113,9 +115,9 @@ def _saved_shapes(saved: SavedWeights) -> dict[str, torch.Size]:
     return shapes | {alias: shapes[name] for alias, name in saved.shared.items() if name in shapes}
 
 
-def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> dict[str, list[Any]]:
+def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> dict[str, list[ZeroParameter]]:
     """The parameters that take the values of each saved one; tied there and not here, they are several."""
-    parameters: list[tuple[str, Any]] = list(module.named_parameters(remove_duplicate=False))
+    parameters: list[tuple[str, ZeroParameter]] = list(module.named_parameters(remove_duplicate=False))
     shapes, here = _saved_shapes(saved), {name: param.ds_shape for name, param in parameters}
     origins = saved_names(module, shapes, saved.module, saved.path)
     there = {name: shapes[origin] for name, origin in origins.items()}
@@ -126,19 +128,19 @@ def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> d
         check_names({name: here[name] for name in there}, there, saved.path)
     # As load_state_dict: of several names that a parameter has here, the last one counts.
     sources = {param: saved.shared.get(origins[name], origins[name]) for name, param in parameters if name in origins}
-    targets: dict[str, list[Any]] = {}
+    targets: dict[str, list[ZeroParameter]] = {}
     for param, name in sources.items():
         targets.setdefault(name, []).append(param)
     return targets
 
 
-def _without_parameters(saved: SavedWeights) -> dict[str, Any]:
+def _without_parameters(saved: SavedWeights) -> SavedState:
     """What ``load_state_dict`` is given: buffers, and parameters without elements, which are what it finds."""
     nothing = torch.empty(0)
     return {**saved.module, **dict.fromkeys(_saved_shapes(saved).keys() & saved.module.keys(), nothing)}
 
 
-def _fill(targets: Mapping[str, list[Any]], saved: SavedWeights) -> None:
+def _fill(targets: Mapping[str, list[ZeroParameter]], saved: SavedWeights) -> None:
     wanted = {name: _own_elements(params[0]) for name, params in targets.items()}
     swappers = {param.nvme_swapper for params in targets.values() for param in params if stored_parameter(param)}
     for swapper in swappers:
@@ -154,13 +156,13 @@ def _fill(targets: Mapping[str, list[Any]], saved: SavedWeights) -> None:
         swapper.parts.synchronize()
 
 
-def _own_elements(param: Any) -> range:
+def _own_elements(param: ZeroParameter) -> range:
     numel, whole = param.partition_numel(), param.ds_numel
     rank = dist.get_rank(param.ds_process_group)
     return range(min(rank * numel, whole), min((rank + 1) * numel, whole))
 
 
-def _write(param: Any, begin: int, values: torch.Tensor) -> None:
+def _write(param: ZeroParameter, begin: int, values: torch.Tensor) -> None:
     """Replace elements of this rank's slice, rounding them to the parameter's dtype."""
     stored = stored_parameter(param)
     if stored is None:
@@ -170,7 +172,7 @@ def _write(param: Any, begin: int, values: torch.Tensor) -> None:
         param.nvme_swapper.parts.put(stored, begin * rounded.itemsize, rounded.view(torch.uint8))
 
 
-def _idle_trainings(module: torch.nn.Module) -> list[Any]:
+def _idle_trainings(module: torch.nn.Module) -> list[StorageOptimizer]:
     """Of this module, those that are over and can still be saved, on every rank."""
     return [
         training
@@ -180,18 +182,18 @@ def _idle_trainings(module: torch.nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _undone_on_failure(trainings: Iterable[Any], engine: Any) -> Iterator[None]:
+def _restored_on_failure(trainings: Iterable[StorageOptimizer], engine: DeepSpeedEngine) -> Iterator[None]:
     """Give what is trained the values of its masters again, which a failed load has not touched."""
     try:
         yield
     except SmartInfinityError:
         for optimizer in trainings:
             with raising_together():
-                optimizer.settled_handler().scan(partial(_put_back, optimizer))
+                optimizer.drained_handler().scan(partial(_restore_parameters, optimizer))
             if optimizer is engine.optimizer:
                 optimizer.checkpoint_event_epilogue()
         raise
 
 
-def _put_back(optimizer: Any, window: Window) -> None:
-    write_range(optimizer, optimizer.layout, window.begin, torch.from_numpy(window.arrays[0]))
+def _restore_parameters(optimizer: StorageOptimizer, window: Window) -> None:
+    optimizer.partition.write(window.begin, torch.from_numpy(window.arrays[0]))

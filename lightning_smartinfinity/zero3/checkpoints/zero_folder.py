@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT
 from typing_extensions import override
 
 from lightning_smartinfinity.errors import CheckpointError
-from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, optimizer_files
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put, SavedWeights, Wanted, pieces_of, reaches, read_pieces
+from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
+    Put,
+    SavedWeights,
+    Wanted,
+    pieces_of,
+    reaches,
+    read_pieces,
+)
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
+from lightning_smartinfinity.zero3.untyped import SavedState
 
 __all__ = ["ZeroFolder"]
 
@@ -32,9 +38,9 @@ class ZeroFolder(SavedWeights):
 
     @property
     @override
-    def module(self) -> Mapping[str, Any]:
+    def module(self) -> SavedState:
         # Alike on all ranks, whatever their number: as if one process had saved the checkpoint.
-        module: Mapping[str, Any] = self._first_model_states["module"]
+        module: SavedState = self._first_model_states["module"]
         return module
 
     @override
@@ -61,9 +67,9 @@ class ZeroFolder(SavedWeights):
         return self.path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     @cached_property
-    def optimizer_states(self) -> Mapping[str, Any]:
+    def optimizer_states(self) -> SavedState:
         """What the first process saved of the optimizer."""
-        states: Mapping[str, Any] = self._load(self.optimizer_file(0))[OPTIMIZER_STATE_DICT]
+        states: SavedState = self._load(self.optimizer_file(0))[OPTIMIZER_STATE_DICT]
         return states
 
     def masters(self, file: TensorFile, rank: int) -> list[torch.Tensor]:

@@ -1,1 +1,1 @@
-"""ZeRO-3's partitioned parameters: where they lie, how they are gathered, and who writes them outside of steps."""
+"""The parameters that ZeRO-3 partitions: where they lie and how they are gathered."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["end_gathers"]
 
@@ -24,7 +26,7 @@ def end_gathers(module: torch.nn.Module) -> None:
     for handle in handles:
         with suppress(AssertionError):  # some of what it brings has come
             handle.wait()
-    for param in cast(Iterator[Any], module.parameters()):
+    for param in cast(Iterator[ZeroParameter], module.parameters()):
         if getattr(param, "ds_status", None) is ZeroParamStatus.INFLIGHT:
             param.data = param.data.new_empty(0)
             param.ds_status = ZeroParamStatus.NOT_AVAILABLE

@@ -7,12 +7,13 @@ knows the order of one step, without it, and would raise a tracing error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+
+from lightning_smartinfinity.zero3.untyped import ZeroModule, ZeroOffload
 
 __all__ = ["learn_late_uses"]
 
 
-def learn_late_uses(offload: Any) -> None:
+def learn_late_uses(offload: ZeroOffload) -> None:
     """Let ZeRO-3 learn its order anew when a module has come to use further parameters.
 
     Args:
@@ -20,8 +21,8 @@ def learn_late_uses(offload: Any) -> None:
     """
     num_known: dict[int, int] = {}
 
-    def learning(gather: Callable[[Any], None]) -> Callable[[Any], None]:
-        def gathering(sub_module: Any) -> None:
+    def learning(gather: Callable[[ZeroModule], None]) -> Callable[[ZeroModule], None]:
+        def gathering(sub_module: ZeroModule) -> None:
             num_external = len(getattr(sub_module, "_external_params", ()))
             coordinator = offload.get_param_coordinator()
             if num_external > num_known.get(sub_module.ds_id, 0):

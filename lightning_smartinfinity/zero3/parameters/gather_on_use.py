@@ -10,9 +10,8 @@ partition has the dtype of the Trainer's precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["gathering_on_use"]
 
@@ -37,7 +37,7 @@ _OWN_REFERENCES = 2
 
 Tensor = torch.Tensor
 # What a partitioned parameter knows without its values.
-_ANSWERS: dict[Any, Callable[..., Any]] = {
+_ANSWERS: dict[object, Callable[..., object]] = {
     Tensor.shape.__get__: lambda param: param.ds_shape,  # type: ignore[attr-defined]
     Tensor.ndim.__get__: lambda param: len(param.ds_shape),  # type: ignore[attr-defined]
     Tensor.size: lambda param, dim=None: param.ds_shape if dim is None else param.ds_shape[dim],
@@ -49,7 +49,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 }
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 # What is the same for a parameter that is partitioned.
-_INDIFFERENT: set[Any] = {
+_INDIFFERENT: set[object] = {
     getattr(Tensor, name).__get__
     for name in ("device", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "layout")
 } | {
@@ -93,7 +93,7 @@ def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
         with _GatherOnUse(pool):
             yield
         # Not after an error: the other ranks may not get here.
-        pool.settle_all()
+        pool.partition_all()
 
 
 class _GatherOnUse(TorchFunctionMode):
@@ -103,7 +103,13 @@ class _GatherOnUse(TorchFunctionMode):
         super().__init__()
         self._pool = pool
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         found = list(_zero_params((args, kwargs)))
         partitioned = [param for param in found if _is_partitioned(param)]
@@ -125,16 +131,16 @@ class _Pool:
 
     def __init__(self, module: torch.nn.Module | None) -> None:
         self._module = module
-        self._held: dict[int, Any] = {}
+        self._held: dict[int, ZeroParameter] = {}
         # What each parameter was built as, by ds_id.
         self._dtypes: dict[int, torch.dtype] = {}
 
-    def dtype_of(self, param: Any) -> torch.dtype:
+    def dtype_of(self, param: ZeroParameter) -> torch.dtype:
         """Of the parameter while it is gathered."""
         dtype: torch.dtype = self._dtypes.get(param.ds_id, param.ds_tensor.dtype)
         return dtype
 
-    def hold(self, params: Sequence[Any]) -> None:
+    def hold(self, params: Sequence[ZeroParameter]) -> None:
         """Gather those of these parameters that are partitioned."""
         wanted = [param for param in params if _is_partitioned(param)]
         for param in params:
@@ -147,12 +153,19 @@ class _Pool:
             param.all_gather()
             self._held[param.ds_id] = param
 
-    def settle_all(self) -> None:
+    def partition_all(self) -> None:
         """Partition all again, whatever else refers to their memory."""
         for param in list(self._held.values()):
-            self._settle(param)
+            self._partition(param)
 
-    def around_all_gather(self, original: Callable[..., Any], init: Any, param_list: Any, *args: Any, **kw: Any) -> Any:
+    def around_all_gather(
+        self,
+        original: Callable[..., object],
+        init: ZeroInit,
+        param_list: Iterable[ZeroParameter],
+        *args: object,
+        **kw: object,
+    ) -> object:
         """What is gathered has the dtype that it was built with."""
         param_list = list(param_list)
         with torch._C.DisableTorchFunction():
@@ -163,7 +176,14 @@ class _Pool:
                     param.data = param.data.to(self.dtype_of(param))
             return result
 
-    def around_partition(self, original: Callable[..., Any], init: Any, param_list: Any, *args: Any, **kw: Any) -> Any:
+    def around_partition(
+        self,
+        original: Callable[..., object],
+        init: ZeroInit,
+        param_list: Iterable[ZeroParameter],
+        *args: object,
+        **kw: object,
+    ) -> object:
         """Somebody else partitions (GatheredParameters, apply): what is still in use here is partitioned later."""
         with torch._C.DisableTorchFunction():
             others = [param for param in param_list if param.ds_id not in self._held]
@@ -172,9 +192,9 @@ class _Pool:
                     param.data = param.data.to(param.ds_tensor.dtype)
             return original(init, others, *args, **kw)
 
-    def around_post_init(self, original: Callable[..., None], init: Any, module: torch.nn.Module) -> None:
+    def around_post_init(self, original: Callable[..., None], init: ZeroInit, module: torch.nn.Module) -> None:
         """A constructor has ended: what it made is rounded to the precision of the Trainer and partitioned."""
-        built: list[tuple[Any, torch.dtype]] = []
+        built: list[tuple[ZeroParameter, torch.dtype]] = []
         for name, param in module.named_parameters(recurse=False):
             if is_zero_param(param):
                 continue
@@ -190,7 +210,7 @@ class _Pool:
         original(init, module)
         self._dtypes |= {param.ds_id: dtype for param, dtype in built}
 
-    def around_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around_call(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
         """What :class:`_GatherOnUse` does, around a single function."""
         self.hold(list(_zero_params((args, kwargs))))
         return original(*args, **kwargs)
@@ -203,9 +223,9 @@ class _Pool:
                 break
             oldest.append(param)
             surplus -= _num_bytes(param)
-        self._settle_unused(oldest)
+        self._partition_unused(oldest)
 
-    def _settle_unused(self, params: list[Any]) -> None:
+    def _partition_unused(self, params: list[ZeroParameter]) -> None:
         """Partition those whose memory nothing else refers to, on any rank."""
         if not params:
             return
@@ -215,9 +235,9 @@ class _Pool:
             dist.all_reduce(unused, op=dist.ReduceOp.MIN)
         for param, flag in zip(params, unused.tolist(), strict=True):
             if flag:
-                self._settle(param)
+                self._partition(param)
 
-    def _settle(self, param: Any) -> None:
+    def _partition(self, param: ZeroParameter) -> None:
         with torch._C.DisableTorchFunction():
             del self._held[param.ds_id]
             if param.shape != param.ds_shape:
@@ -231,7 +251,7 @@ class _Pool:
             dist.broadcast(param.data.view(torch.uint8), 0, group=param.ds_process_group)
             param.partition(has_been_updated=True)
 
-    def _name_of(self, param: Any) -> str:
+    def _name_of(self, param: ZeroParameter) -> str:
         names = self._module.named_parameters() if self._module is not None else ()
         return next((repr(name) for name, other in names if other is param), "that is not in the model yet")
 
@@ -244,7 +264,7 @@ def _keep_dtypes() -> None:
     init._add_tensor_creation_wrappers()
 
 
-def _zero_params(value: Any) -> Iterator[Any]:
+def _zero_params(value: object) -> Iterator[ZeroParameter]:
     """The parameters among these arguments that ZeRO-3 has taken over."""
     if isinstance(value, Tensor):
         if "ds_id" in value.__dict__:
@@ -256,25 +276,25 @@ def _zero_params(value: Any) -> Iterator[Any]:
         yield from _zero_params(list(value.values()))
 
 
-def _is_partitioned(param: Any) -> bool:
+def _is_partitioned(param: ZeroParameter) -> bool:
     return param.ds_status is ZeroParamStatus.NOT_AVAILABLE
 
 
-def _num_bytes(param: Any) -> int:
+def _num_bytes(param: ZeroParameter) -> int:
     return int(param.ds_numel * param.ds_tensor.element_size())
 
 
-def _is_unused(param: Any) -> bool:
+def _is_unused(param: ZeroParameter) -> bool:
     with torch._C.DisableTorchFunction():
         return bool(torch._C._storage_Use_Count(param.untyped_storage()._cdata) <= _OWN_REFERENCES)
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+def _replaced(owner: type, name: str, around: Callable[..., object]) -> Iterator[None]:
     """Let calls of a method go to ``around``, with the original first."""
     own, function = owner.__dict__.get(name), getattr(owner, name)
 
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: object, **kwargs: object) -> object:
         return around(function, *args, **kwargs)
 
     setattr(owner, name, staticmethod(method) if name == "__new__" else method)

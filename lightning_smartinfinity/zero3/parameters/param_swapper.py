@@ -10,14 +10,12 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -29,6 +27,7 @@ from lightning_smartinfinity.transfer.host_buffers import HostMemory
 from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers, StoredParameter
 from lightning_smartinfinity.zero3.collectives import failing_together, raising_together
 from lightning_smartinfinity.zero3.settings import ParameterSettings
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["ParameterSwapper", "stored_parameter", "swapper_for", "swapping_with"]
 
@@ -37,7 +36,7 @@ _LEAST_NUMEL = BLOCK_BYTES // 2
 _STORED = "smart_infinity_stored"
 
 
-def stored_parameter(param: Any) -> StoredParameter | None:
+def stored_parameter(param: ZeroParameter) -> StoredParameter | None:
     """Where this rank's partition of a parameter lies on storage; None if it stays in memory."""
     stored: StoredParameter | None = getattr(param, _STORED, None)
     return stored
@@ -47,7 +46,7 @@ def stored_parameter(param: Any) -> StoredParameter | None:
 class _Held:
     """A partition in host memory: there, or (with a ticket) on its way."""
 
-    param: Any
+    param: ZeroParameter
     memory: torch.Tensor
     ticket: int | None = None
 
@@ -75,8 +74,8 @@ class ParameterSwapper:
         self._warned = False
         self.closed = False
         # Called with parameters that are about to be read, and asked about those that are to be read ahead.
-        self.before_reading: Callable[[Sequence[Any]], None] | None = None
-        self.leaves_for_later: Callable[[Any], bool] | None = None
+        self.before_reading: Callable[[Sequence[ZeroParameter]], None] | None = None
+        self.leaves_for_later: Callable[[ZeroParameter], bool] | None = None
 
     # ---- in our own words
 
@@ -131,7 +130,7 @@ class ParameterSwapper:
         waiting = [h.param for h in self._held.values() if h.param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         self.remove_partition_and_release_buffers(waiting)
 
-    def read_partition(self, param: Any) -> torch.Tensor:
+    def read_partition(self, param: ZeroParameter) -> torch.Tensor:
         """A copy of this rank's partition in host memory."""
         stored = stored_parameter(param)
         assert stored is not None
@@ -141,7 +140,7 @@ class ParameterSwapper:
             self.parts.synchronize()
         return values.view(param.dtype)
 
-    def write_partition(self, param: Any, values: torch.Tensor) -> None:
+    def write_partition(self, param: ZeroParameter, values: torch.Tensor) -> None:
         """Replace this rank's partition, given in the parameter's dtype and host memory."""
         stored = stored_parameter(param)
         assert stored is not None and values.dtype == param.dtype
@@ -161,14 +160,14 @@ class ParameterSwapper:
 
     # ---- in DeepSpeed's: building a model
 
-    def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+    def swappable_tensor(self, param: ZeroParameter = None, numel: int | None = None) -> bool:
         """Whether a partition of so many elements is to lie on storage: not if DeepSpeed keeps the parameter anyway."""
         count = int(param.ds_tensor.ds_numel if numel is None else numel)
         # The parameter may have world_size - 1 elements less than all of its partitions.
         fewest = (count - 1) * dist.get_world_size() + 1
         return count >= _LEAST_NUMEL and fewest > self.settings.persistence_numel
 
-    def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
+    def get_buffer(self, param: ZeroParameter, numel: int) -> torch.Tensor:
         """Memory for a new partition, which DeepSpeed fills."""
         nbytes = numel * param.dtype.itemsize
         self._largest_bytes = max(self._largest_bytes, nbytes)
@@ -183,7 +182,7 @@ class ParameterSwapper:
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """Nothing: updated parameters pass through the handler's staging buffer."""
 
-    def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
+    def swap_into_buffer(self, param: ZeroParameter, dest_buffer: torch.Tensor) -> None:
         """Read a partition that stays in memory from now on."""
         stored = stored_parameter(param)
         assert stored is not None
@@ -193,7 +192,7 @@ class ParameterSwapper:
     # ---- writing
 
     def swap_out_and_release(
-        self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
+        self, params: Sequence[ZeroParameter], async_op: bool = False, force_buffer_release: bool = False
     ) -> None:
         """Write partitions and release their memory."""
         try:
@@ -211,7 +210,10 @@ class ParameterSwapper:
         return max(0, free // self._largest_bytes) if self._largest_bytes else 0
 
     def swap_in(
-        self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Sequence[torch.Tensor] | None = None
+        self,
+        params: Sequence[ZeroParameter],
+        async_op: bool = True,
+        swap_in_buffers: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Read partitions, or start to."""
         assert swap_in_buffers is None, "nobody reads into other buffers"
@@ -232,7 +234,7 @@ class ParameterSwapper:
         with self._together():
             self._finish_reads()
 
-    def remove_partition_and_release_buffers(self, params: Iterable[Any]) -> None:
+    def remove_partition_and_release_buffers(self, params: Iterable[ZeroParameter]) -> None:
         """Release the memory of partitions, which then are on storage only."""
         for param in params:
             if param.ds_status is ZeroParamStatus.INFLIGHT:
@@ -261,8 +263,8 @@ class ParameterSwapper:
         weakref.finalize(self, _close_in, os.getpid(), store)
         return store
 
-    def _together(self) -> Any:
-        return failing_together(None, torch.device(get_accelerator().current_device_name()))
+    def _together(self) -> AbstractContextManager[None]:
+        return failing_together(None)
 
     def _held_bytes(self) -> int:
         return sum(held.memory.numel() for held in self._held.values())
@@ -282,7 +284,7 @@ class ParameterSwapper:
             )
         self._memory.limit = self.limit_bytes
 
-    def _start_write(self, param: Any) -> int:
+    def _start_write(self, param: ZeroParameter) -> int:
         held = self._held[param.ds_id]
         stored = stored_parameter(param)
         if stored is None:
@@ -300,7 +302,7 @@ class ParameterSwapper:
         if first is not None:
             raise first
 
-    def _start_reads(self, params: Sequence[Any]) -> None:
+    def _start_reads(self, params: Sequence[ZeroParameter]) -> None:
         if self.before_reading is not None:
             self.before_reading(params)
         for param in params:
@@ -326,7 +328,7 @@ class ParameterSwapper:
             held.param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
 
-def _nbytes(param: Any) -> int:
+def _nbytes(param: ZeroParameter) -> int:
     return int(param.ds_tensor.ds_numel) * int(param.dtype.itemsize)
 
 

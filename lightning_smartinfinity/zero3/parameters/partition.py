@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
+from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
 from lightning_smartinfinity.transfer.staging import TensorPartition
 from lightning_smartinfinity.transfer.tensors import flat_of
-from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
-from lightning_smartinfinity.zero3.parameters.stored_partition import StoredPartition, has_stored_parameters
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
+from lightning_smartinfinity.zero3.parameters.stored_partition import StoredPartition
+from lightning_smartinfinity.zero3.untyped import ZeroOptimizer, ZeroParameter
 
-__all__ = [
-    "describe_partition",
-    "lies_in_host_memory",
-    "make_contiguous",
-    "outputs_of",
-    "read_range",
-    "staged_partition",
-    "write_range",
-    "zero_padding",
-]
+__all__ = ["Partition", "describe_partition", "make_contiguous"]
 
 
-def describe_partition(optimizer: Any) -> list[ParameterSlice]:
+def describe_partition(optimizer: ZeroOptimizer) -> list[ParameterSlice]:
     """This rank's slice of every trainable parameter, in the order of the flat partition.
 
     The order is DeepSpeed's: parameter groups, sub-groups within them, parameters within those. Every slice is padded
@@ -56,80 +49,118 @@ def make_contiguous(model: torch.nn.Module) -> None:
             param.data = param.data.contiguous()
 
 
-def outputs_of(optimizer: Any, *, by_cuda: bool = True) -> Sequence[Flat] | CudaPartition | StagedPartition:
-    """Where updated parameters go: into host memory, to a CUDA device, or staged on their way to storage or elsewhere.
+class Partition:
+    """This rank's slices of the parameters, where DeepSpeed keeps them: in memory, on a device or on storage.
+
+    DeepSpeed keeps one flat tensor for each sub-group, unless parameters of the sub-group lie on storage.
 
     Args:
         optimizer: DeepSpeed's, with its sub-groups made and every parameter partitioned.
-        by_cuda: The storage device can copy to a CUDA device by itself.
+        layout: The order of the slices, from :func:`describe_partition`.
+
+    Attributes:
+        layout: The same.
+        group: Process group of the ranks that hold the other partitions.
+        dtype: The parameters' dtype.
+        index: Each parameter's index in ``layout.parameters``, by its ``ds_id``.
     """
-    partitions = optimizer.fp16_partitioned_groups_flat
-    if lies_in_host_memory(optimizer):
-        return [flat_of(partition) for partition in partitions]
-    link = None if has_stored_parameters(optimizer) or not by_cuda else link_to(partitions[0].device)
-    return link.partition(partitions) if link is not None else staged_partition(optimizer)
+
+    def __init__(self, optimizer: ZeroOptimizer, layout: PartitionLayout) -> None:
+        self.layout = layout
+        self.group: ProcessGroup | None = optimizer.dp_process_group
+        self.dtype: torch.dtype = optimizer.dtype
+        self._flats: list[torch.Tensor | None] = optimizer.fp16_partitioned_groups_flat
+        self._params: list[list[ZeroParameter]] = optimizer.fp16_groups
+        self.index: dict[int, int] = {param.ds_id: index for index, param in enumerate(self.params())}
+
+    def params(self) -> Iterator[ZeroParameter]:
+        """The parameters, in the order of ``layout.parameters``."""
+        return chain.from_iterable(self._params)
+
+    def indices_of(self, params: Iterable[ZeroParameter]) -> set[int]:
+        """The indices of those of these parameters that are trained."""
+        return {self.index[param.ds_id] for param in params if param.ds_id in self.index}
+
+    @property
+    def lies_in_host_memory(self) -> bool:
+        """Whether all of it does."""
+        return all(flat is not None and flat.device.type == "cpu" for flat in self._flats)
+
+    def outputs(self, *, by_cuda: bool) -> Sequence[Flat] | CudaPartition | StagedPartition:
+        """Where updated parameters go: into host memory, to a CUDA device, or staged towards storage or elsewhere.
+
+        Args:
+            by_cuda: The storage device can copy to a CUDA device by itself.
+        """
+        flats = self._whole_flats()
+        if flats is not None and self.lies_in_host_memory:
+            return [flat_of(flat) for flat in flats]
+        link = link_to(flats[0].device) if flats is not None and by_cuda else None
+        return self._staged() if flats is None or link is None else link.partition(flats)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Elements ``[begin, end)`` of the flat partition, in host memory and the parameters' dtype."""
+        staged, values = self._staged(), torch.empty(end - begin, dtype=self.dtype)
+        for sub_group, offset, where in self._in_sub_groups(begin, end):
+            staged.get(sub_group, offset, values[where])
+        staged.synchronize()
+        return values
+
+    def write(self, begin: int, values: torch.Tensor) -> None:
+        """Replace elements of the flat partition from ``begin`` on, rounding masters to the parameters' dtype.
+
+        Raises:
+            StorageError: Parameters lie on storage, and writing them failed.
+        """
+        staged, rounded = self._staged(), values.to(self.dtype)
+        for sub_group, offset, where in self._in_sub_groups(begin, begin + len(values)):
+            staged.put(sub_group, offset, rounded[where])
+        staged.synchronize()
+
+    def zero_padding(self) -> None:
+        """Zero the padding, which DeepSpeed leaves uninitialised.
+
+        Padding is updated like everything else; starting from zero it stays zero, and two runs store the same bytes.
+        """
+        for piece, param in zip(self.layout.parameters, self.params(), strict=True):
+            flat = self._flats[piece.sub_group]
+            if flat is not None:
+                start = piece.offset - self.layout.sub_groups[piece.sub_group].offset
+                flat.narrow(0, start + piece.real_numel, piece.numel - piece.real_numel).zero_()
+            elif stored_parameter(param) is None:
+                param.ds_tensor.detach()[piece.real_numel :].zero_()
+
+    def release_prefetched(self) -> None:
+        """Forget parameters that were read ahead from storage, where there are some: they are about to change there."""
+        swapper = self._swapper()
+        if swapper is not None:
+            swapper.release_prefetched()
+
+    def _staged(self) -> StagedPartition:
+        flats, swapper = self._whole_flats(), self._swapper()
+        if flats is not None:
+            return TensorPartition(flats)
+        assert swapper is not None
+        return StoredPartition(self._flats, self._params, dtype=self.dtype, swapper=swapper)
+
+    def _whole_flats(self) -> list[torch.Tensor] | None:
+        """The flat tensors; None if a sub-group has none, since parameters of it lie on storage."""
+        flats = [flat for flat in self._flats if flat is not None]
+        return flats if len(flats) == len(self._flats) else None
+
+    def _swapper(self) -> ParameterSwapper | None:
+        """What reads and writes the parameters on storage; None if all are in memory."""
+        stored = (params for params, flat in zip(self._params, self._flats, strict=True) if flat is None)
+        return next((params[0].nvme_swapper for params in stored), None)
+
+    def _in_sub_groups(self, begin: int, end: int) -> Iterator[tuple[int, int, slice]]:
+        """The sub-groups of a range, with the offset in each and the part of the range that lies there."""
+        for sub_group in self.layout.sub_groups:
+            first, last = max(begin, sub_group.offset), min(end, sub_group.offset + sub_group.numel)
+            if first < last:
+                yield sub_group.index, first - sub_group.offset, slice(first - begin, last - begin)
 
 
-def lies_in_host_memory(optimizer: Any) -> bool:
-    """Whether all of the partition does."""
-    flats = optimizer.fp16_partitioned_groups_flat
-    return all(flat is not None and flat.device.type == "cpu" for flat in flats)
-
-
-def staged_partition(optimizer: Any) -> StagedPartition:
-    """The 16-bit (or fp32) partition, wherever it lies."""
-    if has_stored_parameters(optimizer):
-        return StoredPartition(optimizer)
-    return TensorPartition(optimizer.fp16_partitioned_groups_flat)
-
-
-def read_range(optimizer: Any, layout: PartitionLayout, begin: int, end: int) -> torch.Tensor:
-    """Elements ``[begin, end)`` of the flat partition, in host memory and the parameters' dtype."""
-    partition, values = staged_partition(optimizer), torch.empty(end - begin, dtype=optimizer.dtype)
-    for sub_group, offset, where in _in_sub_groups(layout, begin, end):
-        partition.get(sub_group, offset, values[where])
-    partition.synchronize()
-    return values
-
-
-def write_range(optimizer: Any, layout: PartitionLayout, begin: int, values: torch.Tensor) -> None:
-    """Replace elements of the flat partition from ``begin`` on, rounding masters to the parameters' dtype.
-
-    Raises:
-        StorageError: Parameters lie on storage, and writing them failed.
-    """
-    partition, rounded = staged_partition(optimizer), values.to(optimizer.dtype)
-    for sub_group, offset, where in _in_sub_groups(layout, begin, begin + len(values)):
-        partition.put(sub_group, offset, rounded[where])
-    partition.synchronize()
-
-
-def zero_padding(optimizer: Any, layout: PartitionLayout) -> None:
-    """Zero the padding of the partition, which DeepSpeed leaves uninitialised.
-
-    Padding is updated like everything else; starting from zero it stays zero, and two runs store the same bytes.
-    """
-    for piece, param in zip(layout.parameters, _flatten(optimizer.fp16_groups), strict=True):
-        flat = optimizer.fp16_partitioned_groups_flat[piece.sub_group]
-        if flat is not None:
-            start = piece.offset - layout.sub_groups[piece.sub_group].offset
-            flat.narrow(0, start + piece.real_numel, piece.numel - piece.real_numel).zero_()
-        elif stored_parameter(param) is None:
-            param.ds_tensor.detach()[piece.real_numel :].zero_()
-
-
-def _in_sub_groups(layout: PartitionLayout, begin: int, end: int) -> Iterator[tuple[int, int, slice]]:
-    """The sub-groups of a range, with the offset in each and the part of the range that lies there."""
-    for sub_group in layout.sub_groups:
-        first, last = max(begin, sub_group.offset), min(end, sub_group.offset + sub_group.numel)
-        if first < last:
-            yield sub_group.index, first - sub_group.offset, slice(first - begin, last - begin)
-
-
-def _flatten(groups: Sequence[Sequence[Any]]) -> list[Any]:
-    return [param for group in groups for param in group]
-
-
-def _real_numel(param: Any, rank: int) -> int:
+def _real_numel(param: ZeroParameter, rank: int) -> int:
     numel = int(param.partition_numel())
     return max(0, min(numel, int(param.ds_numel) - rank * numel))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
+import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
+
+from lightning_smartinfinity.zero3.untyped import ZeroCoordinator, ZeroParameter
 
 __all__ = ["GATHER_PARAMS", "skip_in_prefetch"]
 
@@ -15,7 +17,10 @@ GATHER_PARAMS = "_PartitionedParameterCoordinator__all_gather_params"
 
 
 def skip_in_prefetch(
-    coordinator: Any, skipped: Callable[[Any], bool], *, before_use: Callable[[Iterable[Any]], None]
+    coordinator: ZeroCoordinator,
+    skipped: Callable[[ZeroParameter], bool],
+    *,
+    before_use: Callable[[Iterable[ZeroParameter]], None],
 ) -> None:
     """Let a coordinator gather some parameters only when their own module is about to run.
 
@@ -27,15 +32,15 @@ def skip_in_prefetch(
         before_use: Called with the parameters of a module that is about to run, gathered before or not.
     """
     fetch, gather = coordinator.fetch_sub_module, getattr(coordinator, GATHER_PARAMS)
-    needed: set[Any] = set()
+    needed: set[ZeroParameter] = set()
 
-    def fetch_noting(current_submodule: Any, forward: bool) -> None:
+    def fetch_noting(current_submodule: torch.nn.Module, forward: bool) -> None:
         needed.clear()
         needed.update(iter_params(current_submodule, recurse=z3_leaf_module(current_submodule)))
         before_use(needed)
         fetch(current_submodule, forward)
 
-    def gather_some(params: Iterable[Any], forward: bool) -> None:
+    def gather_some(params: Iterable[ZeroParameter], forward: bool) -> None:
         gather({param for param in params if param in needed or not skipped(param)}, forward)
 
     coordinator.fetch_sub_module = fetch_noting

@@ -6,23 +6,29 @@ Left to itself ``from_pretrained`` builds on the meta device, from which nothing
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 __all__ = ["loading_pretrained"]
 
 _MODELING = "transformers.modeling_utils"
 
+# transformers need not be installed.
+_Module: TypeAlias = Any
+_ModelClass: TypeAlias = Any
+
 
 @contextmanager
-def loading_pretrained(config: Mapping[str, Any]) -> Iterator[None]:
+def loading_pretrained(config: DeepSpeedConfig) -> Iterator[None]:
     """Let transformers know, whether it is imported already or within this context.
 
     Args:
@@ -38,9 +44,9 @@ def loading_pretrained(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _told(config: Mapping[str, Any]) -> Iterator[None]:
-    modeling_utils: Any = sys.modules[_MODELING]
-    integration: Any = import_module("transformers.integrations.deepspeed")
+def _told(config: DeepSpeedConfig) -> Iterator[None]:
+    modeling_utils: _Module = sys.modules[_MODELING]
+    integration: _Module = import_module("transformers.integrations.deepspeed")
     before = integration._hf_deepspeed_config_weak_ref
     zero3 = _Zero3(config)  # transformers keeps a weak reference
     integration.set_hf_deepspeed_config(zero3)
@@ -59,7 +65,7 @@ def _told(config: Mapping[str, Any]) -> Iterator[None]:
 class _Zero3:
     """What transformers asks of its ``HfDeepSpeedConfig``, which needs accelerate."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: DeepSpeedConfig) -> None:
         self.config = config
 
     def is_zero3(self) -> bool:
@@ -67,7 +73,7 @@ class _Zero3:
 
 
 @contextmanager
-def _without_needless_initialisation(model_class: Any) -> Iterator[None]:
+def _without_needless_initialisation(model_class: _ModelClass) -> Iterator[None]:
     """As transformers does where it enters zero.Init itself: weights that are loaded next are not drawn first."""
     original = model_class.__dict__.get("get_init_context")
     initialization = sys.modules.get("transformers.initialization")
@@ -75,8 +81,8 @@ def _without_needless_initialisation(model_class: Any) -> Iterator[None]:
         yield
         return
 
-    def get_init_context(cls: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        contexts: list[Any] = original.__func__(cls, *args, **kwargs)
+    def get_init_context(cls: type, /, *args: object, **kwargs: object) -> list[AbstractContextManager[object]]:
+        contexts: list[AbstractContextManager[object]] = original.__func__(cls, *args, **kwargs)
         return [*contexts, initialization.no_init_weights()]
 
     model_class.get_init_context = classmethod(get_init_context)
@@ -87,14 +93,14 @@ def _without_needless_initialisation(model_class: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _with_stand_ins(model_class: Any) -> Iterator[None]:
+def _with_stand_ins(model_class: _ModelClass) -> Iterator[None]:
     """Within ``from_pretrained``, which wants no more than the names, state dicts hold ZeRO-3's empty stand-ins.
 
     They would gather the whole model.
     """
     original = model_class.__dict__["from_pretrained"]
 
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: type, /, *args: object, **kwargs: object) -> object:
         state_dict = torch.nn.Module.state_dict
 
         def of_stand_ins(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +147,9 @@ class _Finder(MetaPathFinder):
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
 
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != _MODELING:
             return None
         spec = PathFinder.find_spec(fullname, path, target)

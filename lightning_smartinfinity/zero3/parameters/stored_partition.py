@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from lightning_smartinfinity.transfer.tensors import native_dtype
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
-__all__ = ["StoredPartition", "has_stored_parameters", "release_prefetched"]
-
-
-def has_stored_parameters(optimizer: Any) -> bool:
-    """Whether a sub-group of DeepSpeed's optimizer has no flat tensor."""
-    return any(flat is None for flat in optimizer.fp16_partitioned_groups_flat)
-
-
-def release_prefetched(optimizer: Any) -> None:
-    """Forget parameters that were read ahead from storage, where there are some: they are about to change there."""
-    if has_stored_parameters(optimizer):
-        _swapper_of(optimizer).release_prefetched()
+__all__ = ["StoredPartition"]
 
 
 class StoredPartition:
@@ -32,16 +21,26 @@ class StoredPartition:
     its own: on storage, or in memory if it is small. Every parameter is partitioned while this is in use.
 
     Args:
-        optimizer: DeepSpeed's, with its sub-groups made.
+        flats: Each sub-group's flat tensor, or None.
+        params: Each sub-group's parameters.
+        dtype: The parameters' dtype.
+        swapper: Holds what lies on storage.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self.dtype = native_dtype(optimizer.dtype)
-        self._flats: list[torch.Tensor | None] = optimizer.fp16_partitioned_groups_flat
-        self._params: list[list[Any]] = optimizer.fp16_groups
-        self._starts = [_starts(params) for params in self._params]
-        release_prefetched(optimizer)
-        self._parts = _swapper_of(optimizer).parts
+    def __init__(
+        self,
+        flats: Sequence[torch.Tensor | None],
+        params: Sequence[Sequence[ZeroParameter]],
+        *,
+        dtype: torch.dtype,
+        swapper: ParameterSwapper,
+    ) -> None:
+        self.dtype = native_dtype(dtype)
+        self._flats = flats
+        self._params = params
+        self._starts = [_starts(of_group) for of_group in params]
+        swapper.release_prefetched()
+        self._parts = swapper.parts
 
     def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
         for param, begin, part in self._split(sub_group, offset, values):
@@ -62,14 +61,14 @@ class StoredPartition:
     def synchronize(self) -> None:
         self._parts.synchronize()
 
-    def _resident(self, sub_group: int, param: Any, begin: int, numel: int) -> torch.Tensor:
+    def _resident(self, sub_group: int, param: ZeroParameter, begin: int, numel: int) -> torch.Tensor:
         flat = self._flats[sub_group] if param is None else param.ds_tensor
         assert flat is not None
         return flat.detach()[begin : begin + numel]
 
     def _split(
         self, sub_group: int, offset: int, values: torch.Tensor
-    ) -> Iterator[tuple[Any | None, int, torch.Tensor]]:
+    ) -> Iterator[tuple[ZeroParameter | None, int, torch.Tensor]]:
         """Parts of values with the parameter that each belongs to (None: the flat tensor) and where it begins there."""
         if self._flats[sub_group] is not None:
             yield None, offset, values
@@ -84,13 +83,7 @@ class StoredPartition:
             offset, values, index = offset + count, values[count:], index + 1
 
 
-def _swapper_of(optimizer: Any) -> ParameterSwapper:
-    first = optimizer.fp16_partitioned_groups_flat.index(None)
-    swapper: ParameterSwapper = optimizer.fp16_groups[first][0].nvme_swapper
-    return swapper
-
-
-def _starts(params: list[Any]) -> list[int]:
+def _starts(params: Sequence[ZeroParameter]) -> list[int]:
     starts, total = [], 0
     for param in params:
         starts.append(total)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
@@ -35,7 +34,7 @@ def _register() -> None:
     register_optimizer_step_pre_hook(_refuse)
 
 
-def _refuse(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+def _refuse(optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     looks = (_num_engines, sum(len(group["params"]) for group in optimizer.param_groups))
     if _FOUND_FREE.get(optimizer) != looks:
         _refuse_partitioned(optimizer)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.transfer.arena import GradientArena
+from lightning_smartinfinity.zero3.parameters.partition import Partition
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.retained_graphs import RetainedGraphs
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["GradientPath"]
 
@@ -32,13 +33,11 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         retained: Which parameters stay gathered because autograd will use a graph again.
     """
 
-    def __init__(self, *args: Any, rank_state: RankState, **kwargs: Any) -> None:
+    def __init__(self, *args: object, rank_state: RankState, **kwargs: object) -> None:
         self.rank_state = rank_state
-        # Parameter index by ds_id: the subclass fills it when it knows the layout.
-        self.parameter_index: dict[int, int] = {}
         # Parameters, by ds_id, whose gradient waits: in a bucket, or, where those are bypassed, in its own place, if it
         # came outside of the engine's backward.
-        self._waiting: dict[int, Any] = {}
+        self._waiting: dict[int, ZeroParameter] = {}
         self._in_backward = False
         super().__init__(*args, **kwargs)
         self.retained = RetainedGraphs(self.parameter_offload)
@@ -57,11 +56,16 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         )
 
     @property
+    def partition(self) -> Partition:
+        """This rank's slices of the parameters."""
+        return self.rank_state.partition
+
+    @property
     def arena(self) -> GradientArena:
         """Where gradients go."""
         return self.rank_state.arena
 
-    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
+    def reduce_ready_partitions_and_remove_grads(self, param: ZeroParameter) -> None:
         """As the base class, but a parameter may arrive again while it waits, and sparse gradients raise.
 
         Under reentrant checkpointing a shared weight arrives once per segment. As its ``grad`` is a view of the bucket,
@@ -78,7 +82,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
             return
         super().reduce_ready_partitions_and_remove_grads(param)
 
-    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: ZeroParameter) -> None:
         """As the base class, but a gradient that no other rank has a part in goes into the arena at once."""
         is_complete = getattr(param, "ds_grad_is_ready", True)
         if not self.bypasses_buckets:
@@ -99,13 +103,16 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         finally:
             self._in_backward = False
 
-    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
+    def partition_grads(
+        self, params_to_release: Sequence[ZeroParameter], grad_partitions: Sequence[torch.Tensor]
+    ) -> None:
         """Take reduced gradient slices into the arena and release the full gradients.
 
         Whether a slice is the window's first is decided here by arrival: DeepSpeed's micro_step_id is wrong under
         reentrant checkpointing.
         """
-        self.arena.arrive_all([self.parameter_index[param.ds_id] for param in params_to_release], grad_partitions)
+        index = self.partition.index
+        self.arena.arrive_all([index[param.ds_id] for param in params_to_release], grad_partitions)
         for param in params_to_release:
             _drop_gradient(param)
             self._waiting.pop(param.ds_id, None)
@@ -139,7 +146,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         if accelerator.resolves_data_dependency() or self.reduce_and_partition_stream == accelerator.default_stream():
             return
 
-        def ordered(param: Any) -> Any:
+        def ordered(param: ZeroParameter) -> Callable[[torch.Tensor], None]:
             def wait(gradient: torch.Tensor) -> None:
                 if param.ds_id in self._waiting:
                     accelerator.current_stream().wait_stream(self.reduce_and_partition_stream)
@@ -151,7 +158,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
                 self._grad_acc_hooks.append(param.register_hook(ordered(param)))
 
 
-def _drop_gradient(param: Any) -> None:
+def _drop_gradient(param: ZeroParameter) -> None:
     if param.grad is not None and not get_accelerator().is_synchronized_device():
         param.grad.record_stream(get_accelerator().current_stream())
     param.grad = None

@@ -32,8 +32,7 @@ class OverlapChoice:
             not try it.
 
     Attributes:
-        mode: Of the step that comes.
-        may_speculate: Whether any step may begin in backward.
+        mode: The overlap of the step that comes.
     """
 
     def __init__(self, setting: str, *, obstacle: str | None = None) -> None:
@@ -41,7 +40,6 @@ class OverlapChoice:
         if obstacle is not None and "backward" in candidates:
             _say(setting, obstacle)
             candidates = tuple(dict.fromkeys("forward" if name == "backward" else name for name in candidates))
-        self.may_speculate = "backward" in candidates
         self._candidates = candidates
         self._tried = 0
         self._last: float | None = None

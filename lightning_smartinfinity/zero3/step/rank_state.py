@@ -13,8 +13,9 @@ from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.zero3.parameters.partition import Partition
 
-__all__ = ["RankState", "warn_of_undone_step"]
+__all__ = ["RankState", "warn_of_rolled_back_step"]
 
 
 class RankState:
@@ -30,16 +31,16 @@ class RankState:
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
-        self._layout: PartitionLayout | None = None
+        self._partition: Partition | None = None
         self._arena: GradientArena | None = None
         self._handler: TransferHandler | None = None
         self._lost: str | None = None
         self.compressed: CompressedGradients | None = None
         self.in_fit = False
 
-    def hold_arena(self, layout: PartitionLayout, arena: GradientArena) -> None:
-        """Take the partition's layout and its arena."""
-        self._layout, self._arena = layout, arena
+    def hold_arena(self, partition: Partition, arena: GradientArena) -> None:
+        """Take the partition and its arena."""
+        self._partition, self._arena = partition, arena
 
     def hold_handler(self, handler: TransferHandler) -> None:
         """Take an open, initialized handler."""
@@ -52,21 +53,26 @@ class RankState:
 
     @property
     def is_usable(self) -> bool:
-        """Whether that state can be read and written: not after a step that could not be undone."""
+        """Whether that state can be read and written: not after a step that could not be rolled back."""
         return self.is_open and self._lost is None
 
     @property
+    def partition(self) -> Partition:
+        """This rank's slices of the parameters."""
+        assert self._partition is not None, "the partition is described before anything asks for it"
+        return self._partition
+
+    @property
     def layout(self) -> PartitionLayout:
-        """This rank's partition."""
-        assert self._layout is not None, "the layout is made before anything asks for it"
-        return self._layout
+        """The layout of the partition."""
+        return self.partition.layout
 
     @property
     def handler(self) -> TransferHandler:
         """The open transfer handler.
 
         Raises:
-            StorageError: The storage was closed, or a step failed that could not be undone.
+            StorageError: The storage was closed, or a step failed that could not be rolled back.
         """
         if self._handler is None:
             raise StorageError(
@@ -92,10 +98,10 @@ class RankState:
             )
         return self._arena
 
-    def abandon_step(self, error: BaseException) -> None:
-        """Undo what the step in flight did to the parameters, if there is one, or remember that it cannot be undone.
+    def roll_back(self, error: BaseException) -> None:
+        """Roll back the step in flight, if there is one, or remember that it cannot be rolled back.
 
-        Ctrl-C leaves it in flight, to be undone later.
+        Ctrl-C leaves it in flight, to be rolled back later.
 
         Args:
             error: Why it is not taken.
@@ -151,7 +157,7 @@ class RankState:
         # Closed before they are forgotten: after an interrupt it can be called again.
         if self._handler is not None:
             if self._lost is None:
-                self._finish_step(self._handler)
+                self._commit_or_roll_back(self._handler)
             self._handler.close(remove=not self._keep)
             self._handler = None
         if self._arena is not None:
@@ -176,19 +182,19 @@ class RankState:
 
         return close
 
-    def _finish_step(self, handler: TransferHandler) -> None:
+    def _commit_or_roll_back(self, handler: TransferHandler) -> None:
         if not handler.in_flight:
             return
         if handler.grows:
-            self.abandon_step(StorageError("The training ended within a backward.", "Train on."))
+            self.roll_back(StorageError("The training ended within a backward.", "Train on."))
             return
         try:
             handler.commit()
         except SmartInfinityError as error:
-            self.abandon_step(error)
-            warn_of_undone_step(error)
+            self.roll_back(error)
+            warn_of_rolled_back_step(error)
 
 
-def warn_of_undone_step(error: SmartInfinityError) -> None:
-    """The training was over when its last step failed."""
+def warn_of_rolled_back_step(error: SmartInfinityError) -> None:
+    """Warn that the last step failed when the training was over."""
     warnings.warn(f"The last step of the training was undone: {error}", stacklevel=3)

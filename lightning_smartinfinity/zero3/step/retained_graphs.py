@@ -7,9 +7,10 @@ pass through the same graph, or one through the graph that the first pass made, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+
+from lightning_smartinfinity.zero3.untyped import ZeroOffload
 
 __all__ = ["RetainedGraphs"]
 
@@ -21,7 +22,7 @@ class RetainedGraphs:
         offload: DeepSpeed's ``DeepSpeedZeRoOffload``, whose module hooks gather and release.
     """
 
-    def __init__(self, offload: Any) -> None:
+    def __init__(self, offload: ZeroOffload) -> None:
         self._offload = offload
         self._any = False
         self._last = True
@@ -51,15 +52,15 @@ class RetainedGraphs:
             self._offload.partition_all_parameters()
             self._release_leftovers()
 
-    def _noticing(self, gather: Callable[[Any], None]) -> Callable[[Any], None]:
-        def noticing(sub_module: Any) -> None:
+    def _noticing(self, gather: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+        def noticing(sub_module: torch.nn.Module) -> None:
             self._any = self._any or _graph_is_retained()
             gather(sub_module)
 
         return noticing
 
     def _unless_retained(self, release: Callable[..., None]) -> Callable[..., None]:
-        def releasing(*sub_module: Any) -> None:
+        def releasing(*sub_module: torch.nn.Module) -> None:
             if not self._any:
                 release(*sub_module)
 

@@ -2,8 +2,8 @@
 
 With ``overlap="backward"`` a tasklet is updated as soon as the gradients of all its parameters are there and no module
 computes with them any more. That is a guess: a step is skipped if any gradient is not finite, clipping scales all of
-them once the norm is known, another backward may come. Where the guess was wrong the update is undone, bit for bit,
-from the places that the step before left alone, and the step is taken as without overlap.
+them once the norm is known, another backward may come. Where the guess was wrong the update is rolled back, bit for
+bit, from the places that the step before left alone, and the step is taken as without overlap.
 
 Guesses are right or wrong on all ranks alike.
 """
@@ -11,12 +11,14 @@ Guesses are right or wrong on all ranks alike.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError
+from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.zero3.step.rank_state import RankState
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["Hysteresis", "Speculation"]
 
@@ -43,21 +45,21 @@ class Hysteresis:
         self._left = 0
 
     def allows(self) -> bool:
-        """Asked once in each window."""
+        """Returns whether to guess in this window; asked once in each."""
         if self._left > 0:
             self._left -= 1
             return False
         return True
 
     def was_right(self) -> None:
-        """The last guess was."""
+        """Records that the last speculative update was adopted."""
         if self._lost > 0:
             self._lost -= 1
         else:
             self._pause = max(self._pause // 2, self._first_pause)
 
     def was_wrong(self) -> None:
-        """The last guess was not."""
+        """Records that the last speculative update was discarded."""
         self._lost += 1
         if self._lost >= self._patience:
             # One wrong guess after the pause is enough for the next.
@@ -66,45 +68,42 @@ class Hysteresis:
 
 
 class Speculation:
-    """One optimizer's guesses, from backward to the step.
+    """The speculative update of a rank, from backward to the step.
 
     Args:
-        optimizer: A :class:`SmartInfinityOptimizer`.
-        enabled: Whether there are any.
+        rank_state: Its layout, its handler and the index of each parameter.
     """
 
-    def __init__(self, optimizer: Any, *, enabled: bool) -> None:
-        self._optimizer = optimizer
-        self._enabled = enabled
+    def __init__(self, rank_state: RankState) -> None:
+        self._rank_state = rank_state
         self._hysteresis = Hysteresis()
         self._on = False
         self._failed = False
         # Parameters whose gradient has come in this backward, and those of them that nobody computes with any more.
-        self._arrived: dict[int, Any] = {}
+        self._arrived: dict[int, ZeroParameter] = {}
         self._complete: set[int] = set()
-        # Of each tasklet: how many of its parameters are not complete.
+        # For each tasklet, the number of its parameters that are not complete.
         self._missing: list[int] = []
         self.num_right = 0
         self.num_wrong = 0
 
     @property
     def on(self) -> bool:
-        """An update has begun that the step may take."""
+        """Whether an update has begun that the step may adopt."""
         return self._on
 
-    def backward_begins(self, plan: StepPlan | None) -> None:
-        """The engine's backward begins.
+    def is_worthwhile(self) -> bool:
+        """Whether to begin one in this window; asked once in each."""
+        return self._hysteresis.allows()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begin an update with no tasklets yet; no step is in flight.
 
         Args:
-            plan: The step as it will be unless the guess is wrong, every parameter active; None: it is not the last
-                backward of its window, or nothing is known about it.
+            plan: The step as it will be unless the guess is wrong, every parameter active.
         """
-        self.lose()
-        if plan is None or not self._enabled or not self._hysteresis.allows():
-            return
-        self._optimizer.update.settle()
         self._arrived, self._complete, self._failed = {}, set(), False
-        self._missing = self._optimizer.layout.num_parameters_in.tolist()
+        self._missing = self._rank_state.layout.num_parameters_in.tolist()
         self._on = True
         try:
             self._handler.begin_growing(plan)
@@ -112,28 +111,29 @@ class Speculation:
             # The other ranks go on with this backward. The step cannot begin, either, and says so to all of them.
             self._failed = True
 
-    def arrived(self, params: Iterable[Any]) -> None:
-        """Their gradients, as far as this backward goes, are in the arena."""
+    def arrived(self, params: Iterable[ZeroParameter]) -> None:
+        """Take note that the gradients of these parameters, as far as this backward goes, are in the arena."""
         if self._on:
-            arrived = {self._optimizer.parameter_index[param.ds_id]: param for param in params}
+            index = self._rank_state.partition.index
+            arrived = {index[param.ds_id]: param for param in params}
             self._arrived |= arrived
-            self._open(arrived)
+            self._begin_ready(arrived)
 
-    def before_use(self, params: Iterable[Any]) -> None:
-        """Somebody is about to read these parameters or to write their gradients: none may have been updated."""
+    def before_use(self, params: Iterable[ZeroParameter]) -> None:
+        """Discard the update if it may have changed one of these parameters, which are about to be read or written."""
         if self._on and any(self.holds(param) for param in params):
-            self.lose()
+            self.discard()
 
-    def holds(self, param: Any) -> bool:
+    def holds(self, param: ZeroParameter) -> bool:
         """Whether the parameter may have been updated, alike on all ranks."""
-        return self._on and self._optimizer.parameter_index.get(param.ds_id) in self._complete
+        return self._on and self._rank_state.partition.index.get(param.ds_id) in self._complete
 
-    def open(self) -> None:
-        """Begin what can be: called when modules have released parameters."""
+    def begin_ready(self) -> None:
+        """Begin the tasklets that can begin; called when modules have released parameters."""
         if self._on:
-            self._open(self._arrived)
+            self._begin_ready(self._arrived)
 
-    def _open(self, arrived: Mapping[int, Any]) -> None:
+    def _begin_ready(self, arrived: Mapping[int, ZeroParameter]) -> None:
         ready: list[int] = []
         # In one process on a CPU a gathered parameter is its partition.
         free = [(index, param) for index, param in arrived.items() if not param.ds_active_sub_modules]
@@ -141,7 +141,7 @@ class Speculation:
             _part_from_partition(param)
             del self._arrived[index]
             self._complete.add(index)
-            for tasklet in self._optimizer.layout.tasklets_of(slice(index, index + 1)):
+            for tasklet in self._rank_state.layout.tasklets_of(slice(index, index + 1)):
                 self._missing[tasklet] -= 1
                 if self._missing[tasklet] == 0:
                     ready.append(tasklet)
@@ -149,23 +149,23 @@ class Speculation:
             try:
                 self._handler.extend(ready)
             except SmartInfinityError:
-                # Undone with the guess, or met again by the step, which all ranks take together.
+                # It is rolled back with the guess, or met again by the step, which all ranks take together.
                 self._failed = True
 
-    def lose(self) -> None:
-        """The guess was wrong, if there was one: undo it. Never raises StorageError.
+    def discard(self) -> None:
+        """Roll the update back, if there is one: the guess was wrong. Never raises StorageError.
 
         After Ctrl-C in the middle of it, call it again.
         """
         if not self._on:
             return
-        self._optimizer.rank_state.abandon_step(_WRONG)
+        self._rank_state.roll_back(_WRONG)
         self._on = False
         self._hysteresis.was_wrong()
         self.num_wrong += 1
 
-    def take(self, plan: StepPlan) -> bool:
-        """Make the guess the step, if it was right; else undo it.
+    def adopt(self, plan: StepPlan) -> bool:
+        """Make the update the step, if the guess was right; else discard it.
 
         Returns:
             Whether the step is in flight.
@@ -181,13 +181,13 @@ class Speculation:
         try:
             right = self._handler.complete(plan)
         except ConfigError:
-            self.lose()
+            self.discard()
             raise
         except SmartInfinityError:
-            # It has failed, and says so to whoever waits: to the settlement, on all ranks.
+            # It has failed, and says so to whoever waits: to the commit, on all ranks.
             right = True
         if not right:
-            self.lose()
+            self.discard()
             return False
         self._on = False
         self._hysteresis.was_right()
@@ -195,11 +195,11 @@ class Speculation:
         return True
 
     @property
-    def _handler(self) -> Any:
-        return self._optimizer.rank_state.handler
+    def _handler(self) -> TransferHandler:
+        return self._rank_state.handler
 
 
-def _part_from_partition(param: Any) -> None:
+def _part_from_partition(param: ZeroParameter) -> None:
     # What ZeRO-3 keeps gathered can be read until the step, and has the values before it.
     if param.ds_status is ZeroParamStatus.AVAILABLE and param.data_ptr() == param.ds_tensor.data_ptr():
         param.data = param.data.clone()

@@ -2,7 +2,7 @@
 
 With ``overlap="forward"`` ``step()`` returns when the update has begun. A parameter is gathered, and its place in the
 gradient arena written again, once its own tasklets are done; whatever else reads or writes parameters or state
-finishes the update first. So every value is that of ``overlap="none"``, bit for bit.
+drains the update first. So every value is that of ``overlap="none"``, bit for bit.
 
 Which parameters somebody has asked for since the step is known alike on all ranks; how far the update has come is not,
 and decides nothing.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch.distributed as dist
@@ -21,8 +21,11 @@ from numpy.typing import NDArray
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.plan import CudaPartition, StepPlan
+from lightning_smartinfinity.zero3.collectives import failing_together
 from lightning_smartinfinity.zero3.parameters.prefetch import skip_in_prefetch
-from lightning_smartinfinity.zero3.parameters.stored_partition import release_prefetched
+from lightning_smartinfinity.zero3.step.rank_state import RankState
+from lightning_smartinfinity.zero3.step.speculation import Speculation
+from lightning_smartinfinity.zero3.untyped import ZeroCoordinator, ZeroParameter
 
 __all__ = ["UpdateInFlight"]
 
@@ -30,24 +33,31 @@ _GATHERING = ("all_gather", "all_gather_coalesced")
 
 
 class UpdateInFlight:
-    """One optimizer's update, from :meth:`begin` to :meth:`settle`.
+    """A rank's update, from :meth:`begin` to :meth:`drain`.
 
-    A failure is agreed upon by all ranks in :meth:`settle`, which undoes the step on each of them and raises. A rank
+    A failure is agreed upon by all ranks in :meth:`drain`, which rolls the step back on each of them and raises. A rank
     that meets it earlier, where it waits for a parameter, goes on with what is in memory until then: the others are
     about to gather the parameter too, and would wait for this rank for ever. In one process it raises at once.
 
     Args:
-        optimizer: A :class:`SmartInfinityOptimizer`, complete by the time of :meth:`watch`.
+        rank_state: The partition and its handler.
+        speculation: The update that backward may begin before the step does.
+        release_gathered: Partitions every parameter that is gathered.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, rank_state: RankState, speculation: Speculation, *, release_gathered: Callable[[], None]
+    ) -> None:
+        self._rank_state = rank_state
+        self._partition = rank_state.partition
+        self._speculation = speculation
+        self._release_gathered = release_gathered
         self._lock = threading.RLock()  # autograd's threads gather, too
         self._begun = False
         self._training_over = False
         self._failure: SmartInfinityError | None = None
-        # Why the step in flight is being undone, until it is.
-        self._undoing: BaseException | None = None
+        # Why the step in flight is being rolled back, until it is.
+        self._rolled_back_for: BaseException | None = None
         # Indices of the parameters that nobody has asked for, and of those that still have to be waited for.
         self._untouched: set[int] = set()
         self._awaited: set[int] = set()
@@ -60,14 +70,14 @@ class UpdateInFlight:
         return self._begun and self._training_over
 
     def training_over(self) -> None:
-        """The training has ended, or was broken off. As :meth:`quiesce` otherwise."""
+        """Wait as :meth:`wait` does: the training has ended, or was broken off."""
         self._training_over = True
-        self.quiesce()
+        self.wait()
 
-    def watch(self, parameters: Iterable[Any]) -> None:
+    def watch(self, parameters: Iterable[ZeroParameter], coordinator: ZeroCoordinator) -> None:
         """From now on, gather each of these parameters, or read it from storage, only once it is updated.
 
-        What DeepSpeed would gather or read ahead is passed over as long as it is untouched.
+        Parameters that DeepSpeed would gather or read ahead are passed over as long as they are untouched.
         """
         for param in parameters:
             for name in _GATHERING:
@@ -77,9 +87,21 @@ class UpdateInFlight:
             if param.nvme_swapper is not None:
                 param.nvme_swapper.before_reading = self.require
                 param.nvme_swapper.leaves_for_later = self.is_untouched
+        skip_in_prefetch(coordinator, self.is_untouched, before_use=self._speculation.before_use)
 
-        coordinator = self._optimizer.parameter_offload.get_param_coordinator()
-        skip_in_prefetch(coordinator, self.is_untouched, before_use=self._optimizer.speculation.before_use)
+    def begin_speculatively(self, plan: StepPlan) -> None:
+        """Begin an update within backward, unless too many were discarded lately. Collective.
+
+        Args:
+            plan: The step as it will be unless the guess is wrong, every parameter active.
+
+        Raises:
+            ConfigError, StorageError, DeviceError, CudaError: As :meth:`drain`.
+        """
+        self._speculation.discard()
+        if self._speculation.is_worthwhile():
+            self.drain()
+            self._speculation.begin(plan)
 
     def begin(self, plan: StepPlan) -> None:
         """Start a step and return at once; nothing is in flight but what backward has begun of it.
@@ -88,113 +110,132 @@ class UpdateInFlight:
             SmartInfinityError: It could not begin, in a training of one process.
         """
         try:
-            if not self._optimizer.speculation.take(plan):
+            if not self._speculation.adopt(plan):
                 self._handler.begin_step(plan)
         except SmartInfinityError as error:
             self._failure = error
         except BaseException as error:
-            self._undo(error)
+            self.roll_back(error)
             raise
         self._begun, self._training_over = True, False
-        self._untouched = set(range(len(self._optimizer.layout.parameters)))
+        self._untouched = set(range(len(self._rank_state.layout.parameters)))
         self._awaited = set(self._untouched)
         # Copies to a device have only been started when a wait is over: every stream that gathers waits for them.
         self._waits_once = not isinstance(plan.outputs, CudaPartition)
         self._uses.clear()
         if self._failure is not None:
-            self._settle_alone()
+            self._drain_alone()
 
-    def is_untouched(self, param: Any) -> bool:
+    def is_untouched(self, param: ZeroParameter) -> bool:
         """Whether the parameter is of the step in flight, and nobody has asked for it yet: alike on all ranks."""
-        if self._optimizer.speculation.holds(param):
+        if self._speculation.holds(param):
             return True
-        return self._begun and self._optimizer.parameter_index.get(param.ds_id) in self._untouched
+        return self._begun and self._partition.index.get(param.ds_id) in self._untouched
 
     def first_uses(self) -> NDArray[np.int64]:
         """int64[num_parameters]: the order in which parameters were asked for since :meth:`begin`."""
-        uses = np.full(len(self._optimizer.layout.parameters), len(self._uses), np.int64)
+        uses = np.full(len(self._rank_state.layout.parameters), len(self._uses), np.int64)
         uses[list(self._uses)] = np.arange(len(self._uses))
         return uses
 
-    def require(self, parameters: Iterable[Any]) -> None:
+    def require(self, parameters: Iterable[ZeroParameter]) -> None:
         """Return when these parameters are those of the step that was begun last, and their gradients used.
 
         Raises:
-            StorageError, DeviceError, CudaError: The step failed, in a training of one process, and was undone.
+            StorageError, DeviceError, CudaError: The step failed, in a training of one process, and was rolled back.
         """
-        index, parameters = self._optimizer.parameter_index, list(parameters)
-        wanted = sorted({index[param.ds_id] for param in parameters if param.ds_id in index})
+        parameters = list(parameters)
+        wanted = sorted(self._partition.indices_of(parameters))
         self._uses.update(dict.fromkeys(wanted))
-        self._optimizer.speculation.before_use(parameters)
-        if not self._begun and self._undoing is None:
+        self._speculation.before_use(parameters)
+        if not self._begun and self._rolled_back_for is None:
             return
         with self._lock:
-            self._go_on_undoing()
+            self._complete_rollback()
             self._untouched.difference_update(wanted)
             wanted = [parameter for parameter in wanted if parameter in self._awaited]
-            if self._begun and wanted and self._failure is None and self._optimizer.rank_state.is_open:
-                self._wait(wanted)
+            if self._begun and wanted and self._failure is None and self._rank_state.is_open:
+                self._wait_for(wanted)
 
-    def settle(self) -> None:
-        """Finish the step in flight, if there is one, and commit it on all ranks. Collective.
+    def drain(self) -> None:
+        """Wait for the step in flight, if there is one, and commit it on all ranks. Collective.
 
-        What backward has begun, before there is a step, is undone.
+        What backward has begun, before there is a step, is discarded.
 
-        Ctrl-C leaves it in flight, to be settled later.
+        Ctrl-C leaves the step in flight, to be drained later.
 
         Raises:
             ConfigError: A hyperparameter was out of range on some rank; the step was taken on none.
             StorageError, DeviceError, CudaError: It failed on some rank, or could not be committed there, and was
-                undone on all.
+                rolled back on all.
         """
         with self._lock:
-            self.quiesce()
-            if not self._begun or not self._optimizer.rank_state.is_open:
+            self.wait()
+            if not self._begun or not self._rank_state.is_open:
                 return
             try:
                 self._commit()
             except SmartInfinityError as error:
-                self._undo(error)
+                self.roll_back(error)
                 raise
             self._end()
 
-    def quiesce(self) -> None:
+    def drained_handler(self) -> TransferHandler:
+        """The handler, once the step in flight is committed. Collective.
+
+        Raises:
+            ConfigError, StorageError, DeviceError, CudaError: As :meth:`drain`.
+            StorageError: There is no usable state.
+        """
+        self.drain()
+        return self._handler
+
+    def wait(self) -> None:
         """Return when nothing of the step in flight moves any more. Not collective; never raises StorageError."""
         with self._lock:
-            self._optimizer.speculation.lose()
-            self._go_on_undoing()
-            if self._begun and self._failure is None and self._optimizer.rank_state.is_open:
+            self._speculation.discard()
+            self._complete_rollback()
+            if self._begun and self._failure is None and self._rank_state.is_open:
                 try:
                     self._handler.drain()
                 except SmartInfinityError as error:
                     self._failure = error
 
-    def abandon(self, error: BaseException) -> None:
-        """Undo the step in flight, if there is one, on this rank."""
-        self._undo(error)
+    def roll_back(self, error: BaseException) -> None:
+        """Roll back the step in flight, if there is one, on this rank.
+
+        Args:
+            error: Why it is not taken.
+        """
+        self._rolled_back_for = error  # what Ctrl-C breaks off is taken up again by whoever comes next
+        self._end()
+        # What is gathered or read ahead may be of the step.
+        self._release_gathered()
+        self._partition.release_prefetched()
+        self._rank_state.roll_back(error)
+        self._rolled_back_for = None
 
     @property
     def _handler(self) -> TransferHandler:
-        handler: TransferHandler = self._optimizer.rank_state.handler
-        return handler
+        return self._rank_state.handler
 
-    def _wait(self, wanted: Sequence[int]) -> None:
+    def _wait_for(self, wanted: Sequence[int]) -> None:
         try:
             self._handler.wait(wanted)
         except SmartInfinityError as error:
             self._failure = error
-            self._settle_alone()
+            self._drain_alone()
             return
         if self._waits_once:
             self._awaited.difference_update(wanted)
 
-    def _settle_alone(self) -> None:
-        if dist.get_world_size(self._optimizer.dp_process_group) == 1:
-            self.settle()
+    def _drain_alone(self) -> None:
+        if dist.get_world_size(self._partition.group) == 1:
+            self.drain()
 
     def _commit(self) -> None:
         """Commit on all ranks: where one fails to, those that have committed take it back, and all raise."""
-        together = self._optimizer.failing_together
+        together = partial(failing_together, self._partition.group)
         if self._failure is None:
             # An interrupt may have come when it was done but for our knowing.
             if self._handler.in_flight:
@@ -208,31 +249,26 @@ class UpdateInFlight:
         self._untouched.clear()
         self._awaited.clear()
 
-    def _undo(self, error: BaseException) -> None:
-        self._undoing = error  # what Ctrl-C breaks off is taken up again by whoever comes next
-        self._end()
-        # What is gathered or read ahead may be of the step.
-        self._optimizer._partition_all_parameters()
-        release_prefetched(self._optimizer)
-        self._optimizer.rank_state.abandon_step(error)
-        self._undoing = None
-
-    def _go_on_undoing(self) -> None:
-        if self._undoing is not None:
-            self._undo(self._undoing)
+    def _complete_rollback(self) -> None:
+        if self._rolled_back_for is not None:
+            self.roll_back(self._rolled_back_for)
 
 
 class _Awaited:
     """A method of a parameter's that gathers it, or several; they are waited for first."""
 
-    def __init__(self, param: Any, original: Callable[..., Any], require: Callable[[Iterable[Any]], None]) -> None:
+    def __init__(
+        self,
+        param: ZeroParameter,
+        original: Callable[..., object],
+        require: Callable[[Iterable[ZeroParameter]], None],
+    ) -> None:
         self.original = original
         self._param = param
         self._require = require
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # What is gathered comes first; all_gather calls it param_list and, without it, gathers its own parameter.
-        given = args[0] if args else kwargs.pop("param_list", None)
-        params = [self._param] if given is None else list(given)
+    def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: object, **kwargs: object) -> object:
+        # What is gathered comes first; without it, all_gather gathers its own parameter.
+        params = [self._param] if param_list is None else list(param_list)
         self._require(params)
-        return self.original(params, *args[1:], **kwargs)
+        return self.original(params, *args, **kwargs)

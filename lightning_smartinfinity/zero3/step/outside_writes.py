@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,10 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
-from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.parameters.partition import read_range, write_range
+from lightning_smartinfinity.zero3.collectives import raising_together, sum_over_ranks
+from lightning_smartinfinity.zero3.step.rank_state import RankState
+from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["OutsideWrites", "unwatch"]
 
@@ -34,18 +35,21 @@ class OutsideWrites:
     Everything here is collective, and commits equally often on every rank.
 
     Args:
-        optimizer: A :class:`SmartInfinityOptimizer` with its parameters partitioned.
+        rank_state: The partition and its handler.
+        update: The update in flight, which is drained first.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, rank_state: RankState, update: UpdateInFlight) -> None:
+        self._rank_state = rank_state
+        self._partition = rank_state.partition
+        self._update = update
         self._deferred: set[int] | None = None
 
-    def watch(self, parameters: Iterable[Any]) -> None:
+    def watch(self, parameters: Iterable[ZeroParameter]) -> None:
         """Take every later write to these parameters; those that are not trained are only passed through."""
         for param in parameters:
             unwatch(param)
-            param.partition = _Watched(param, param.partition, self._take)
+            param.partition = _Watched(param, param.partition, self._note)
 
     @contextmanager
     def precisely(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -65,22 +69,21 @@ class OutsideWrites:
 
     def refresh_all(self) -> None:
         """Make every master the value of its parameter, exactly; moments and step counts stay."""
-        layout: PartitionLayout = self._optimizer.layout
+        layout = self._partition.layout
         for begin, end in _windows(layout, range(len(layout.tasklets))):
-            self._modify(begin, self._partition_between(begin, end).float().numpy())
+            self._modify(begin, self._partition.read(begin, end).float().numpy())
 
-    def _take(self, params: Iterable[Any]) -> None:
-        if not self._optimizer.rank_state.is_open:
+    def _note(self, params: Iterable[ZeroParameter]) -> None:
+        if not self._rank_state.is_open:
             return
-        index = self._optimizer.parameter_index
-        written = {index[param.ds_id] for param in params if param.ds_id in index}
+        written = self._partition.indices_of(params)
         if self._deferred is not None:
             self._deferred |= written
         else:
             self._refresh(written, {})
 
     def _refresh(self, written: Iterable[int], precise: Mapping[str, torch.Tensor]) -> None:
-        layout: PartitionLayout = self._optimizer.layout
+        layout = self._partition.layout
         touched = {tasklet for index in written for tasklet in layout.tasklets_of(slice(index, index + 1))}
         windows = list(_windows(layout, sorted(touched)))
         try:
@@ -88,31 +91,30 @@ class OutsideWrites:
         except SmartInfinityError:
             # The parameter goes back to its master: they must not differ when the caller goes on.
             with suppress(SmartInfinityError):
-                self._put_back(windows)
+                self._restore_from_masters(windows)
             raise
 
-    def _put_back(self, windows: Iterable[tuple[int, int]]) -> None:
+    def _restore_from_masters(self, windows: Iterable[tuple[int, int]]) -> None:
         for begin, end in windows:
-            masters = torch.from_numpy(self._masters_between(begin, end))
-            write_range(self._optimizer, self._optimizer.layout, begin, masters)
+            self._partition.write(begin, torch.from_numpy(self._masters_between(begin, end)))
 
     def _masters_between(self, begin: int, end: int) -> NDArray[np.float32]:
         masters: NDArray[np.float32] = np.empty(0, np.float32)
-        with raising_together(self._optimizer.dp_process_group):
-            masters = self._optimizer.settled_handler().read_range(begin, end, names=["master"])["master"]
+        with raising_together(self._partition.group):
+            masters = self._update.drained_handler().read_range(begin, end, names=["master"])["master"]
         return masters
 
     def _refresh_windows(self, windows: Iterable[tuple[int, int]], precise: Mapping[str, torch.Tensor]) -> None:
         for begin, end in windows:
             masters = self._masters_between(begin, end)
             changed = self._merge(begin, torch.from_numpy(masters), precise)
-            if self._optimizer.sum_over_ranks(float(changed)) > 0:
+            if sum_over_ranks(float(changed), self._partition.group) > 0:
                 self._modify(begin, masters)
 
     def _merge(self, begin: int, masters: torch.Tensor, precise: Mapping[str, torch.Tensor]) -> bool:
         """Bring masters up to date in place; whether any bit changed."""
-        current = self._partition_between(begin, begin + len(masters))
-        rank = dist.get_rank(self._optimizer.dp_process_group)
+        current = self._partition.read(begin, begin + len(masters))
+        rank = dist.get_rank(self._partition.group)
         before = masters.clone()
         masters.copy_(torch.where(masters.to(current.dtype) == current, masters, current.float()))
         for piece, full in self._pieces_between(begin, begin + len(masters), precise):
@@ -129,19 +131,16 @@ class OutsideWrites:
     def _pieces_between(
         self, begin: int, end: int, precise: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[ParameterSlice, torch.Tensor]]:
-        for piece in self._optimizer.layout.parameters_between(begin, end):
+        for piece in self._partition.layout.parameters_between(begin, end):
             if piece.name in precise:
                 yield piece, precise[piece.name]
 
-    def _partition_between(self, begin: int, end: int) -> torch.Tensor:
-        return read_range(self._optimizer, self._optimizer.layout, begin, end)
-
     def _modify(self, begin: int, masters: NDArray[np.float32]) -> None:
-        together = partial(raising_together, self._optimizer.dp_process_group)
-        self._optimizer.settled_handler().modify_range(begin, {"master": masters}, together=together)
+        together = partial(raising_together, self._partition.group)
+        self._update.drained_handler().modify_range(begin, {"master": masters}, together=together)
 
 
-def unwatch(param: Any) -> None:
+def unwatch(param: ZeroParameter) -> None:
     """Undo :meth:`OutsideWrites.watch` for one parameter."""
     if isinstance(param.partition, _Watched):
         param.partition = param.partition.original
@@ -150,21 +149,23 @@ def unwatch(param: Any) -> None:
 class _Watched:
     """``param.partition``, telling of writes. Takes what DeepSpeed's takes."""
 
-    def __init__(self, param: Any, original: Callable[..., None], take: Callable[[Iterable[Any]], None]) -> None:
+    def __init__(
+        self, param: ZeroParameter, original: Callable[..., None], note: Callable[[Iterable[ZeroParameter]], None]
+    ) -> None:
         self.original = original
         self._param = param
-        self._take = take
+        self._note = note
 
     def __call__(
         self,
-        param_list: list[Any] | None = None,
+        param_list: list[ZeroParameter] | None = None,
         hierarchy: int = 0,
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
         self.original(param_list, hierarchy, has_been_updated, free_data)
         if has_been_updated:
-            self._take(param_list if param_list is not None else [self._param])
+            self._note(param_list if param_list is not None else [self._param])
 
 
 def _windows(layout: PartitionLayout, tasklets: Iterable[int]) -> Iterator[tuple[int, int]]:

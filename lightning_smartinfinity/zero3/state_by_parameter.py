@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.transfer.layout import ParameterSlice
-from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.zero3.collectives import raising_together
-from lightning_smartinfinity.zero3.parameters.partition import write_range
-from lightning_smartinfinity.zero3.step.rank_state import RankState
-from lightning_smartinfinity.zero3.step.speculation import Speculation
-from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
+from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["StateByParameter"]
 
@@ -25,42 +21,32 @@ _MASTER = "master"
 _NOTHING = torch.empty(0)
 
 
-class StateByParameter:
-    """Mixin that stands before ``DeepSpeedZeroOptimizer_Stage3``; the names are DeepSpeed's.
+class StateByParameter(StorageOptimizer):
+    """The optimizer with this API; the names are DeepSpeed's.
 
     All of it is collective, the local calls too: a write is one commit on every rank, and what is wrong on one rank
     raises on all. Like DeepSpeed, it passes over parameters that are not trained, and over empty ones. Gradients are
     those of the window so far, in fp16 times the loss scale; a parameter without any has None.
     """
 
-    parameter_index: dict[int, int]
-    rank_state: RankState
-    rule: UpdateRule
-    update: UpdateInFlight
-    speculation: Speculation
-    dp_process_group: Any
-    _fp32_state_allgather: Callable[..., torch.Tensor]
-    _get_param_partition_rank: Callable[..., int]
-    _settle_residual: Callable[[], None]
-
     # ---- masters and optimizer state
 
     def _get_fp32_opt_state_partition(
-        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+        self, param: ZeroParameter, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
         if not self._has_state(param):
             return _NOTHING, 0
-        index = self.parameter_index[param.ds_id]
-        piece = self.rank_state.layout.parameters[index]
+        index = self.partition.index[param.ds_id]
+        piece = self.layout.parameters[index]
         padded = torch.zeros(piece.numel, dtype=torch.float32)
-        self.update.settle()
+        self.update.drain()
         with raising_together(self.dp_process_group):
             name = self._array_named(optim_state_key, index)
             values = self.rank_state.handler.read_parameter(index, names=[name])[name]
             padded[: piece.real_numel] = torch.from_numpy(values)
         return padded, piece.sub_group
 
-    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Replace the master, and the parameter with it, or one array of the optimizer state.
 
         Args:
@@ -79,7 +65,7 @@ class StateByParameter:
             values = self._own_slice(param, _checked(value, param.ds_numel))
         self._set(param, values, optim_state_key)
 
-    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_local_hp_param(self, value: torch.Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """As :meth:`set_full_hp_param`, but ``value`` is this rank's slice, with its padding."""
         if not self._has_state(param):
             return
@@ -88,10 +74,10 @@ class StateByParameter:
             values = _checked(value, param.ds_tensor.numel())[: self._piece(param).real_numel]
         self._set(param, values, optim_state_key)
 
-    def _set(self, param: Any, values: torch.Tensor | None, key: str | None) -> None:
+    def _set(self, param: ZeroParameter, values: torch.Tensor | None, key: str | None) -> None:
         assert values is not None
-        self.update.settle()
-        index = self.parameter_index[param.ds_id]
+        self.update.drain()
+        index = self.partition.index[param.ds_id]
         with raising_together(self.dp_process_group):
             name = self._array_named(key, index)
             handler = self.rank_state.handler
@@ -102,10 +88,10 @@ class StateByParameter:
             self._write_parameter(param, values)
 
     @torch.no_grad()
-    def _write_parameter(self, param: Any, values: torch.Tensor) -> None:
+    def _write_parameter(self, param: ZeroParameter, values: torch.Tensor) -> None:
         piece = self._piece(param)
         with raising_together(self.dp_process_group):
-            write_range(self, self.rank_state.layout, piece.offset, values)
+            self.partition.write(piece.offset, values)
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             # Gathered already, like the small parameters that ZeRO-3 keeps gathered between steps.
             padded = torch.zeros(piece.numel, dtype=torch.float32, device=param.device)
@@ -130,24 +116,26 @@ class StateByParameter:
 
     # ---- gradients
 
-    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
-        index = self.parameter_index[param.ds_id]
-        self.rank_state.arena.synchronize()
-        return self.rank_state.arena.gradient(index), self._piece(param).sub_group
+    def _get_fp32_grad_state_partition(
+        self, param: ZeroParameter, release_swap_buffers: bool
+    ) -> tuple[torch.Tensor, int]:
+        index = self.partition.index[param.ds_id]
+        self.arena.synchronize()
+        return self.arena.gradient(index), self._piece(param).sub_group
 
-    def get_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
+    def get_fp32_grad_for_param(self, param: ZeroParameter) -> torch.Tensor | None:
         """The full gradient in fp32, or None without one in this window."""
         local = self.get_local_fp32_grad_for_param(param)
         return None if local is None else self._fp32_state_allgather(param, local)
 
-    def get_local_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
+    def get_local_fp32_grad_for_param(self, param: ZeroParameter) -> torch.Tensor | None:
         """This rank's slice of the gradient with its padding, in fp32, or None without one in this window."""
         if not self._has_gradient(param):
             return None
         gradient, _ = self._get_fp32_grad_state_partition(param, release_swap_buffers=True)
         return gradient.to(param.device, torch.float32, copy=True)
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: ZeroParameter) -> None:
         """Replace the full gradient; a parameter without one in this window has one from now on.
 
         Raises:
@@ -155,20 +143,20 @@ class StateByParameter:
         """
         if not self._has_state(param):
             return
-        self._settle_residual()
+        self._drain_for_residual()
         with raising_together(self.dp_process_group):
             self._write_gradient(param, self._own_slice(param, _checked(value, param.ds_numel)))
 
-    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+    def set_local_grad_for_param(self, value: torch.Tensor, param: ZeroParameter) -> None:
         """As :meth:`set_fp32_grad_for_param`, but ``value`` is this rank's slice, with its padding."""
         if not self._has_state(param):
             return
-        self._settle_residual()
+        self._drain_for_residual()
         with raising_together(self.dp_process_group):
             self._write_gradient(param, _checked(value, param.ds_tensor.numel()))
 
     def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: Sequence[Any]
+        self, update_func: Callable[[torch.Tensor, ZeroParameter], torch.Tensor], param_list: Sequence[ZeroParameter]
     ) -> None:
         """Replace full gradients by ``update_func(gradient, param)``; parameters without one are passed over."""
         for param in param_list:
@@ -176,29 +164,29 @@ class StateByParameter:
             if gradient is not None:
                 self.set_fp32_grad_for_param(update_func(gradient, param), param)
 
-    def _has_gradient(self, param: Any) -> bool:
+    def _has_gradient(self, param: ZeroParameter) -> bool:
         # Alike on all ranks: a gradient that has no element here arrives, too.
-        return self._has_state(param) and bool(self.rank_state.arena.active[self.parameter_index[param.ds_id]])
+        return self._has_state(param) and bool(self.arena.active[self.partition.index[param.ds_id]])
 
-    def _write_gradient(self, param: Any, values: torch.Tensor) -> None:
-        self.speculation.lose()
+    def _write_gradient(self, param: ZeroParameter, values: torch.Tensor) -> None:
+        self.speculation.discard()
         self.update.require([param])
-        self.rank_state.arena.replace(self.parameter_index[param.ds_id], values)
+        self.arena.replace(self.partition.index[param.ds_id], values)
 
     # ---- slices
 
-    def _has_state(self, param: Any) -> bool:
-        return bool(param.requires_grad) and param.ds_id in self.parameter_index
+    def _has_state(self, param: ZeroParameter) -> bool:
+        return bool(param.requires_grad) and param.ds_id in self.partition.index
 
-    def _piece(self, param: Any) -> ParameterSlice:
-        return self.rank_state.layout.parameters[self.parameter_index[param.ds_id]]
+    def _piece(self, param: ZeroParameter) -> ParameterSlice:
+        return self.layout.parameters[self.partition.index[param.ds_id]]
 
-    def _own_slice(self, param: Any, full: torch.Tensor) -> torch.Tensor:
+    def _own_slice(self, param: ZeroParameter, full: torch.Tensor) -> torch.Tensor:
         piece = self._piece(param)
         return full[self._get_param_partition_rank(param) * piece.numel :][: piece.real_numel]
 
 
-def _checked(value: Any, numel: int) -> torch.Tensor:
+def _checked(value: object, numel: int) -> torch.Tensor:
     """``value``, flat."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from lightning_smartinfinity.zero3.collectives import sum_over_ranks
+from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 
 __all__ = ["clip_norm", "clip_values", "norm_as_torch"]
 
 _EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
-def clip_norm(optimizer: Any, limit: float) -> float:
+def clip_norm(optimizer: StorageOptimizer, limit: float) -> float:
     """Scale the gradients of this window so that their 2-norm over all ranks is at most ``limit``.
 
     Collective. Gradients that are not finite are left alone: the step skips them.
@@ -23,23 +22,22 @@ def clip_norm(optimizer: Any, limit: float) -> float:
     Returns:
         The norm before, of unscaled gradients.
     """
-    device = torch.device(get_accelerator().current_device_name())
-    total = sum_over_ranks(optimizer.arena.sum_of_squares(), optimizer.dp_process_group, device)
+    total = sum_over_ranks(optimizer.arena.sum_of_squares(), optimizer.dp_process_group)
     norm = math.sqrt(total) / float(optimizer.loss_scale) if total >= 0 else math.nan
     factor = limit / (norm + _EPS)
     if math.isfinite(norm) and factor < 1.0:
-        optimizer.speculation.lose()
+        optimizer.speculation.discard()
         optimizer.arena.scale(factor)
     return norm
 
 
-def clip_values(optimizer: Any, limit: float) -> None:
+def clip_values(optimizer: StorageOptimizer, limit: float) -> None:
     """Clamp every element of the gradients of this window to ``[-limit, limit]``.
 
     Gradients that are not finite are left alone: the step skips them.
     """
     if math.isfinite(optimizer.arena.sum_of_squares()):
-        optimizer.speculation.lose()
+        optimizer.speculation.discard()
         optimizer.arena.clamp(limit * float(optimizer.loss_scale))
 
 

@@ -1,0 +1,254 @@
+"""Measures how easy the code is to walk, room by room (a room is a folder of source files).
+
+    python tools/house.py                      # this checkout
+    python tools/house.py --against ../before  # beside another checkout of the project
+    python tools/house.py --sample 60          # docstrings picked at random, to be read cold
+    python tools/house.py --untested           # modules of the package that no test imports by name
+
+Lengths of C++ functions come from matching braces in clang-formatted code, which is exact enough for percentiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import random
+import re
+import statistics
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "lightning_smartinfinity"
+PRODUCT = (PACKAGE, "hls")
+CPP = frozenset({".cpp", ".hpp", ".inl"})
+FRAGMENTS = ("Of", "Or", "What")
+
+_COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.DOTALL)
+_NO_FUNCTION = re.compile(r"\b(namespace|class|struct|enum|union|extern)\b[^()]*$")
+_DEFINED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_NO_CODE = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
+
+
+@dataclass
+class Room:
+    """The figures of one folder."""
+
+    files: int = 0
+    lines: int = 0
+    code: int = 0
+    functions: list[int] = field(default_factory=list)
+    any_names: int = 0
+    fragments: int = 0
+
+    def add(self, other: Room) -> None:
+        """Adds the figures of another room."""
+        self.files += other.files
+        self.lines += other.lines
+        self.code += other.code
+        self.functions += other.functions
+        self.any_names += other.any_names
+        self.fragments += other.fragments
+
+    @property
+    def p90(self) -> float:
+        """Lines of the function that nine tenths of the room's functions do not exceed."""
+        if len(self.functions) < 2:
+            return float(sum(self.functions))
+        return statistics.quantiles(self.functions, n=10, method="inclusive")[-1]
+
+    def row(self) -> str:
+        """Returns the figures as columns of a table."""
+        lengths = self.functions or [0]
+        return (
+            f"{self.files:5} {self.lines:6} {self.code:6} {len(self.functions):5} {statistics.median(lengths):6.1f}"
+            f" {self.p90:6.1f} {max(lengths):4} {self.any_names:4} {self.fragments:4}"
+        )
+
+
+HEADER = "files  lines   code  func median    p90  max  Any frag"
+
+
+def sources(root: Path) -> Iterator[Path]:
+    """Yields the product's source files."""
+    for folder in PRODUCT:
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in CPP or path.suffix in {".py", ".pyi"}:
+                yield path
+
+
+def python_room(text: str) -> Room:
+    """Measures a Python file."""
+    tree = ast.parse(text)
+    documented = set[int]()
+    for node in docstrings(tree):
+        documented.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    spans = [(token.start[0], token.end[0]) for token in tokens if token.type not in _NO_CODE and token.string]
+    code = {line for first, last in spans for line in range(first, last + 1)} - documented
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return Room(
+        files=1,
+        lines=text.count("\n"),
+        code=len(code),
+        functions=[(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions],
+        any_names=sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree)),
+        fragments=sum(is_fragment(str(node.value)) for node in docstrings(tree)),
+    )
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yields the docstrings of a tree, and the strings that stand below attributes in their place."""
+    for node in ast.walk(tree):
+        for before, statement in zip([None, *body_of(node)], body_of(node), strict=False):
+            if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
+                continue
+            describes = isinstance(before, ast.Assign | ast.AnnAssign) or (
+                before is None and isinstance(node, _DEFINED)
+            )
+            if describes and isinstance(statement.value.value, str):
+                yield statement.value
+
+
+def body_of(node: ast.AST) -> list[ast.stmt]:
+    """Returns the statements of a node that may hold docstrings."""
+    return node.body if isinstance(node, _DEFINED) else []
+
+
+def is_fragment(constant: str) -> bool:
+    """Tells whether a docstring begins with a word that begins no sentence."""
+    return constant.split(maxsplit=1)[:1] != [] and constant.split(maxsplit=1)[0] in FRAGMENTS
+
+
+def cpp_room(text: str) -> Room:
+    """Measures a C++ file."""
+    bare = _COMMENT.sub(lambda match: '""' if match[0][0] in "\"'" else "\n" * match[0].count("\n"), text)
+    code = sum(bool(line.strip()) for line in bare.splitlines())
+    return Room(files=1, lines=text.count("\n"), code=code, functions=list(cpp_functions(bare)))
+
+
+def cpp_functions(bare: str) -> Iterator[int]:
+    """Yields the lengths, in lines, of the functions in C++ without comments and strings."""
+    line, opened, head, depth_in_function, began = 1, list[bool](), "", 0, 0
+    for char in bare:
+        line += char == "\n"
+        if char == "{":
+            is_function = depth_in_function == 0 and "(" in head and not _NO_FUNCTION.search(head)
+            opened.append(is_function)
+            if is_function:
+                began = line - head.lstrip().count("\n")
+            depth_in_function += is_function or depth_in_function > 0
+            head = ""
+        elif char == "}":
+            is_function = bool(opened) and opened.pop()
+            depth_in_function -= depth_in_function > 0
+            if is_function:
+                yield line - began + 1
+            head = ""
+        elif char == ";":
+            head = ""
+        else:
+            head += char
+
+
+def rooms(root: Path) -> dict[str, Room]:
+    """Measures every folder of the product's sources."""
+    found = defaultdict[str, Room](Room)
+    for path in sources(root):
+        text = path.read_text()
+        measured = cpp_room(text) if path.suffix in CPP else python_room(text)
+        found[str(path.parent.relative_to(root))].add(measured)
+    return dict(sorted(found.items()))
+
+
+def untested(root: Path) -> list[str]:
+    """Lists the package's modules that no file below tests/ imports by name."""
+    named = set[str]()
+    for path in (root / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                named.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                named.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    modules = [path for path in (root / PACKAGE).rglob("*.py") if path.name != "__init__.py"]
+    names = (".".join(path.relative_to(root).with_suffix("").parts) for path in sorted(modules))
+    return [name for name in names if name not in named]
+
+
+def sample(root: Path, count: int, seed: int) -> Iterator[str]:
+    """Yields docstrings of the package picked at random, each behind the place where it stands."""
+    found = []
+    for path in (root / PACKAGE).rglob("*.py"):
+        found += [(path.relative_to(root), node) for node in docstrings(ast.parse(path.read_text()))]
+    found.sort(key=lambda item: (str(item[0]), item[1].lineno))
+    for path, node in random.Random(seed).sample(found, min(count, len(found))):
+        yield f"{path}:{node.lineno}: {str(node.value).strip()}\n"
+
+
+def folded(now: dict[str, Room], before: dict[str, Room]) -> dict[str, Room]:
+    """Adds up rooms by those of another checkout: a new room counts to the old one that it lies in."""
+    sums = defaultdict[str, Room](Room)
+    for name, room in now.items():
+        path = Path(name)
+        sums[next((str(place) for place in (path, *path.parents) if str(place) in before), name)].add(room)
+    return sums
+
+
+def table(measured: dict[str, Room]) -> Iterator[str]:
+    """Yields a line for each room and one for all of them."""
+    total = Room()
+    yield f"{'room':44} {HEADER}"
+    for name, room in measured.items():
+        total.add(room)
+        yield f"{name:44} {room.row()}"
+    yield f"{'all':44} {total.row()}"
+
+
+def comparison(now: dict[str, Room], before: dict[str, Room]) -> Iterator[str]:
+    """Yields the rooms of another checkout, each above what it has become here."""
+    sums = folded(now, before)
+    yield f"{'room':44} {HEADER}"
+    for name, room in before.items():
+        after = sums.get(name, Room())
+        yield f"{name + ', before':44} {room.row()}"
+        above = "  p90 above before" if after.p90 > room.p90 else ""
+        yield f"{'  now, with the rooms cut from it':44} {after.row()}{above}"
+
+
+def report(root: Path, against: Path | None) -> Iterator[str]:
+    """Yields the figures of this checkout, and those of the other one beside them."""
+    now = rooms(root)
+    yield from table(now)
+    yield f"modules that no test imports by name: {len(untested(root))}"
+    if against is not None:
+        yield "\nBefore:"
+        before = rooms(against)
+        yield from table(before)
+        yield f"modules that no test imports by name: {len(untested(against))}\n"
+        yield from comparison(now, before)
+
+
+def main() -> None:
+    """Prints what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="another checkout, printed below each room")
+    parser.add_argument("--sample", type=int, metavar="N", help="print N docstrings picked at random instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (%(default)s)")
+    parser.add_argument("--untested", action="store_true", help="list the modules that no test imports instead")
+    arguments = parser.parse_args()
+    if arguments.sample is not None:
+        lines: Iterator[str] = sample(ROOT, arguments.sample, arguments.seed)
+    elif arguments.untested:
+        lines = iter(untested(ROOT))
+    else:
+        lines = report(ROOT, arguments.against)
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
