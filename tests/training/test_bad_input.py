@@ -287,7 +287,7 @@ def test_two_jobs_on_one_folder_are_kept_apart(tmp_path: Path) -> None:
         assert fit(LitTiny(Recipe()), other, tmp_path).global_step == 1
         other.close()
     finally:
-        holder.communicate("\n")
+        holder.communicate("\n", timeout=LIMIT)
     assert not list((tmp_path / "s").rglob("*.bin"))
 
 
