@@ -30,6 +30,7 @@ from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
 from tests.helpers import trainers
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.waiting import LIMIT
 from tests.training.worker import REPOSITORY
 
 
