@@ -39,7 +39,7 @@ INSTALLED := $(VENV)/.installed
 help: ## List the targets; times on two cores
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(INSTALLED) ## Create .venv and install the package into it (PYTHON=python3 by default)
+setup: $(INSTALLED) ## Create .venv and install the package into it (3 min; PYTHON=python3 by default)
 	@echo "$(VENV) is up to date"
 
 $(CREATED):
@@ -66,29 +66,29 @@ $(INSTALLED): $(BUILD_INPUTS) $(REQUIREMENTS)
 demo: setup ## Train a small language model on text found on this machine (about two minutes on two cores)
 	@$(VENV)/bin/python examples/finetune_text.py $(DEMO_OPTIONS)
 
-test: lint types contracts unit ## All checks: lint, types, contracts, tests (15 min; the first time 3 min of setup)
+test: lint types contracts unit ## All checks: lint, types, contracts, tests (15 min, setup not counted)
 
 # Every check prints one line that says what it does, and then nothing but what is wrong.
-lint: $(INSTALLED) ## Style of Python and C++ (ruff, clang-format), what no card could run in kernels (10 s)
-	@echo "lint: style of Python and C++, kernels that no card could run (10 s)"
+lint: $(INSTALLED) ## Style of Python and C++ (ruff, clang-format), what no card could run in kernels (5 s)
+	@echo "lint: style of Python and C++, kernels that no card could run (5 s)"
 	@ruff check --quiet .
 	@ruff format --check --quiet .
 	@printf '%s\n' $(CXX_FILES) | xargs clang-format --dry-run -Werror
 	@python -m hls.lint
 
-types: $(INSTALLED) ## mypy --strict on the package and on examples of user code (1 min, then 5 s)
-	@echo "types: mypy --strict (1 min, then 5 s)"
+types: $(INSTALLED) ## mypy --strict on the package and on examples of user code (30 s, then 5 s)
+	@echo "types: mypy --strict (30 s, then 5 s)"
 	@mypy --no-error-summary
 	@mypy --no-error-summary --strict tests/typing
 
-contracts: $(INSTALLED) ## Who may import whom (import-linter; 5 s)
-	@echo "contracts: who may import whom (5 s)"
+contracts: $(INSTALLED) ## Who may import whom (import-linter, 2 s)
+	@echo "contracts: who may import whom (2 s)"
 	@told=$$(lint-imports --no-logo) || { echo "$$told"; exit 1; }
 
 # In the order of folders: by the number of tests, as xdist would have it, long files of few tests came last.
-unit: $(INSTALLED) ## The tests; those that fail or are skipped come last, with the reason (14 min)
+unit: $(INSTALLED) ## The tests; the output ends with those that failed (14 min)
 	@tools/test_packages.sh
-	@echo "unit: the tests, in $(PYTEST_WORKERS) processes (14 min); what fails is told at the end"
+	@echo "unit: the tests, in $(PYTEST_WORKERS) processes (14 min); what failed comes last"
 	@HF_HUB_OFFLINE=1 python -m pytest --quiet --numprocesses $(PYTEST_WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(PYTEST_OPTIONS)
 

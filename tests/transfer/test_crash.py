@@ -37,7 +37,7 @@ def kill_while_training(folder: Path, case: Case, seed: int) -> None:
     last = generator.randrange(LAST_STEP)
     reached = -1
     while reached < last:
-        assert receiver.poll(LIMIT), f"no step after {reached} within {LIMIT} s"
+        assert receiver.poll(2 * LIMIT), f"no step after {reached}"  # the first one follows the server's imports
         reached = receiver.recv()
     time.sleep(generator.uniform(0, 0.02))
     process.kill()
