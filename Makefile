@@ -36,10 +36,10 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: help setup demo test test-long lint types contracts unit csim format dist clean
 
-help: ## List the targets
+help: ## List the targets; times on two cores
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(INSTALLED) ## Create .venv and install the package into it (PYTHON=python3 by default)
+setup: $(INSTALLED) ## Create .venv and install the package into it (3 min; PYTHON=python3 by default)
 	@echo "$(VENV) is up to date"
 
 $(CREATED):
@@ -66,30 +66,35 @@ $(INSTALLED): $(BUILD_INPUTS) $(REQUIREMENTS)
 demo: setup ## Train a small language model on text found on this machine (about two minutes on two cores)
 	@$(VENV)/bin/python examples/finetune_text.py $(DEMO_OPTIONS)
 
-test: lint types contracts unit ## All checks: lint, types, architecture contracts, tests
+test: lint types contracts unit ## All checks: lint, types, contracts, tests (15 min, setup not counted)
 
-lint: $(INSTALLED) ## Style of Python and C++ (ruff, clang-format), what no card could run in kernels (libclang)
-	ruff check .
-	ruff format --check .
-	clang-format --dry-run -Werror $(CXX_FILES)
-	python -m hls.lint
+# Every check prints one line that says what it does, and then nothing but what is wrong.
+lint: $(INSTALLED) ## Style of Python and C++ (ruff, clang-format), what no card could run in kernels (5 s)
+	@echo "lint: style of Python and C++, kernels that no card could run (5 s)"
+	@ruff check --quiet .
+	@ruff format --check --quiet .
+	@printf '%s\n' $(CXX_FILES) | xargs clang-format --dry-run -Werror
+	@python -m hls.lint
 
-types: $(INSTALLED) ## mypy --strict on the package and on examples of user code
-	mypy
-	mypy --strict tests/typing
+types: $(INSTALLED) ## mypy --strict on the package and on examples of user code (30 s, then 5 s)
+	@echo "types: mypy --strict (30 s, then 5 s)"
+	@mypy --no-error-summary
+	@mypy --no-error-summary --strict tests/typing
 
-contracts: $(INSTALLED) ## Who may import whom (import-linter), and which room of the core may include which
-	lint-imports --no-logo
-	python tools/include_contracts.py
+contracts: $(INSTALLED) ## Who may import whom, and which room of the core may include which (2 s)
+	@echo "contracts: who may import or include whom (2 s)"
+	@told=$$(lint-imports --no-logo) || { echo "$$told"; exit 1; }
+	@python tools/include_contracts.py
 
 # In the order of folders: by the number of tests, as xdist would have it, long files of few tests came last.
-unit: $(INSTALLED) ## The tests; skipped ones print why
+unit: $(INSTALLED) ## The tests; the output ends with those that failed (14 min)
 	@tools/test_packages.sh
-	HF_HUB_OFFLINE=1 python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder \
-	    $(PYTEST_OPTIONS)
+	@echo "unit: the tests, in $(PYTEST_WORKERS) processes (14 min); what failed comes last"
+	@HF_HUB_OFFLINE=1 python -m pytest --quiet --numprocesses $(PYTEST_WORKERS) --dist loadfile \
+	    --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-long: ## The tests that take minutes, and 4 GB in the folder for temporary files
-	$(MAKE) unit PYTEST_OPTIONS="--long -m long $(PYTEST_OPTIONS)"
+	@$(MAKE) unit PYTEST_OPTIONS="--long -m long -o timeout=3600 -o faulthandler_timeout=3630 $(PYTEST_OPTIONS)"
 
 csim: $(INSTALLED) ## The SmartSSD's kernels, compiled for this machine, against numpy and torch.optim
 	$(MAKE) -C hls csim

@@ -126,7 +126,9 @@ void Card::move(const Buffer& buffer, Direction direction, std::size_t bytes, st
 void Card::wait_for_channel(Clock::time_point begin, Clock::duration time, std::int64_t before) {
     constexpr Clock::duration kTurn = std::chrono::milliseconds(1);
     for (Clock::time_point end = begin; time > Clock::duration::zero(); time -= kTurn) {
-        end = end_of_turn(end, std::min(time, kTurn));
+        const Clock::duration turn = std::min(time, kTurn);
+        end = end_of_turn(end, turn);
+        journal().note(index_, "turn", (end - turn).time_since_epoch().count(), end.time_since_epoch().count());
         if (pause(end - Clock::now(), before)) return;
     }
 }

@@ -99,7 +99,8 @@ def choose_update_device(
             raise_together(error, group)
         first = _first_error(gather(_report(plan, error), group))
     if first is not None or plan is None:
-        _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", first)
+        # As text: a log record that is kept would keep the error's traceback, and by it buffers on the card.
+        _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", str(first))
         return offload
     _warn_of_settings(offload)
     return replace(offload, cards=plan)

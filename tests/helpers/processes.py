@@ -16,6 +16,7 @@ from pathlib import Path
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.waiting import LIMIT
 
 __all__ = ["REPOSITORY", "run_module"]
 
@@ -92,7 +93,7 @@ class _Server:
         atexit.unregister(self.kill)
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.wait(LIMIT)
         self._control.close()
 
 

@@ -1,16 +1,59 @@
-"""Waiting for what other threads do."""
+"""Waits that end, and deadlines that a busy machine can keep."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["await_that"]
+__all__ = ["LIMIT", "await_that", "join", "lenient"]
+
+LIMIT = 120.0
+"""Seconds after which a test gives up a wait: less than the limit of a test, so that the wait says what is missing."""
 
 
-def await_that(condition: Callable[[], bool], *, seconds: float = 30) -> None:
-    """Return once it is so; an AssertionError if it does not become so in time."""
+def await_that(condition: Callable[[], bool], *, seconds: float = LIMIT) -> None:
+    """Returns once the condition holds.
+
+    Raises:
+        AssertionError: It did not hold in time.
+    """
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until
+        assert time.monotonic() < until, f"not within {seconds} s"
         time.sleep(0.001)
+
+
+def join(*threads: threading.Thread) -> None:
+    """Waits until threads have ended.
+
+    Raises:
+        AssertionError: One has not ended in time.
+    """
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive(), f"{thread.name} has not ended within {LIMIT} s"
+
+
+def lenient(seconds: float, *, pauses: int = 20) -> float:
+    """Returns a deadline that work which nothing holds up keeps on this machine, however busy it is now.
+
+    Args:
+        seconds: The deadline on an idle machine.
+        pauses: It is at least so many times as long as a thread has to wait for a core now. A test that goes on when
+            something else is late is content with fewer.
+
+    Returns:
+        Seconds, in whole milliseconds if they are more than those given.
+    """
+    return max(seconds, round(pauses * _longest_pause(), 3))
+
+
+def _longest_pause() -> float:
+    """Computes for a few milliseconds; returns the longest time in seconds for which the thread was not let run."""
+    longest, until = 0.0, time.thread_time() + 0.02
+    last = time.monotonic()
+    while time.thread_time() < until:
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return longest

@@ -21,6 +21,7 @@ import lightning_smartinfinity.native._core as core
 from lightning_smartinfinity.native import Failure, HostBuffer, Operation, StateFile
 from tests.helpers.native_testing import inject
 from tests.helpers.update_rules import adam_step
+from tests.helpers.waiting import LIMIT, join
 from tests.native.stored import Run, StoredState
 from tests.native.test_pipeline import assert_same, initial, normals
 
@@ -170,11 +171,11 @@ def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
 
         waiter = threading.Thread(target=wait)
         waiter.start()
-        entered.wait()
+        assert entered.wait(LIMIT)
         state.pipeline.wait(0, 1)
         state.pipeline.close()
         state.pipeline.close()
-        waiter.join()
+        join(waiter)
         assert_threads_end(threads)
         for failure in results:
             assert failure is not None and (failure.kind, failure.errno) == ("io", errno.ECANCELED)
@@ -225,7 +226,7 @@ def another_thread_ran(state: StoredState, seed: int) -> bool:
     gate.release()
     assert state.pipeline.drain() is None
     result = ran.is_set()
-    thread.join()
+    join(thread)
     del memory
     return result
 

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "benchmarks", "hls", "examples")
+FOLDERS = (".", "docs", "benchmarks", "hls", "examples", "tests")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 
 
@@ -25,3 +26,11 @@ def test_make_targets_named_in_documents_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "\n".join(document.read_text() for document in DOCUMENTS)
     assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= targets
+
+
+def test_hooks_before_a_commit_fetch_nothing() -> None:
+    """Each runs one of the Makefile's targets, by what is installed."""
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    assert {hook["language"] for hook in repository["hooks"]} == {"system"}
+    assert [hook["entry"] for hook in repository["hooks"]] == ["make lint", "make types", "make contracts"]

@@ -30,6 +30,7 @@ from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
 from tests.helpers import trainers
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.waiting import LIMIT
 from tests.training.worker import REPOSITORY
 
 
@@ -287,7 +288,7 @@ def test_two_jobs_on_one_folder_are_kept_apart(tmp_path: Path) -> None:
         assert fit(LitTiny(Recipe()), other, tmp_path).global_step == 1
         other.close()
     finally:
-        holder.communicate("\n")
+        holder.communicate("\n", timeout=LIMIT)
     assert not list((tmp_path / "s").rglob("*.bin"))
 
 

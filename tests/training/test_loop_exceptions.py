@@ -19,6 +19,7 @@ from lightning_smartinfinity import SmartInfinityStrategy, StorageError, Unsuppo
 from tests.helpers import native_testing as testing
 from tests.helpers.plain import Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import join
 
 
 class Broken(Exception):
@@ -152,7 +153,7 @@ def test_ctrl_c_during_the_update_abandons_the_step(precision: Any, tmp_path: Pa
     trainer = quiet_trainer(tmp_path, **settings, **slow)
     with pytest.raises(SystemExit):
         trainer.fit(module)
-    interrupt.timer.join()
+    join(interrupt.timer)
     optimizer: Any = trainer.strategy.optimizers[0]
     assert optimizer.drained_handler().generation == 1 and not optimizer.drained_handler().in_flight
     parameters: Any = list(module.parameters())

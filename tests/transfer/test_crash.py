@@ -13,6 +13,7 @@ import torch
 
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError
 from lightning_smartinfinity.store import StateStore
+from tests.helpers.waiting import LIMIT
 from tests.transfer.crash_worker import NUM_STEPS, train
 from tests.transfer.harness import Case, Run, assert_equal, running
 
@@ -34,11 +35,13 @@ def kill_while_training(folder: Path, case: Case, seed: int) -> None:
     process.start()
     sender.close()
     last = generator.randrange(LAST_STEP)
-    while receiver.recv() < last:
-        pass
+    reached = -1
+    while reached < last:
+        assert receiver.poll(2 * LIMIT), f"no step after {reached}"  # the first one follows the server's imports
+        reached = receiver.recv()
     time.sleep(generator.uniform(0, 0.02))
     process.kill()
-    process.join()
+    process.join(LIMIT)
     assert process.exitcode == -signal.SIGKILL
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.helpers.waiting import LIMIT
+
 __all__ = ["Buffer", "Device", "Flags", "Run", "State", "XrtError"]
 
 
@@ -119,7 +121,7 @@ class Run:
     def start(self) -> None:
         _succeed(self._xrt.xrtRunStart(self.handle))
 
-    def wait(self, timeout_ms: int = 30_000) -> State:
+    def wait(self, timeout_ms: int = round(1000 * LIMIT)) -> State:
         """The state at the run's end, or ``TIMEOUT``; may be called again then."""
         return State(self._xrt.xrtRunWaitFor(self.handle, timeout_ms))
 

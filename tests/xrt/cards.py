@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.helpers.waiting import LIMIT
 from tests.xrt.builds import EmulatorBuild
 
 __all__ = ["ALL", "EmulatedCards", "Event"]
@@ -38,6 +39,7 @@ class Event:
     run-queued, run-begin   number of the run on this card, compute unit
     run-hung                number of the run
     sync-stalled            address
+    turn                    of a sync in the shared channel: its begin and end, in nanoseconds
     run-end                 number of the run, compute unit, completed | error | abort, the reason in words
     corrupt                 address
     ======================  ============================================================
@@ -151,7 +153,7 @@ class EmulatedCards:
             if event.name in (names or (event.name,)) and card in (None, event.card)
         ]
 
-    def wait_for(self, name: str, *, card: int | None = None, count: int = 1, timeout: float = 30) -> None:
+    def wait_for(self, name: str, *, card: int | None = None, count: int = 1, timeout: float = LIMIT) -> None:
         """Returns once an event happened so often.
 
         Raises:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
+from lightning_smartinfinity.devices.smartssd import unreturned
+from tests.helpers.waiting import await_that
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
@@ -22,10 +25,24 @@ def emulated_cards_of_process() -> EmulatedCards:
 
 @pytest.fixture
 def emulated_cards(emulated_cards_of_process: EmulatedCards) -> Iterator[EmulatedCards]:
-    """Two emulated cards without faults. A test that uses them is marked by ``RunIf(xrt=True)``."""
-    emulated_cards_of_process.reset()
-    yield emulated_cards_of_process
-    emulated_cards_of_process.reset()
+    """Two emulated cards without faults. A test that uses them is marked by ``RunIf(xrt=True)``.
+
+    The test gives back all memory that it took of these two: what it left on a card, another test would lack.
+    """
+    cards = emulated_cards_of_process
+    cards.reset()
+    before = [cards.counter("num_buffers", card) for card in range(2)]
+    yield cards
+    cards.reset()
+
+    def given_back() -> bool:
+        unreturned.close_returned()
+        if [cards.counter("num_buffers", card) for card in range(2)] == before:
+            return True
+        gc.collect()  # the traceback of an error that was raised may hold a buffer
+        return False
+
+    await_that(given_back)
 
 
 @pytest.fixture

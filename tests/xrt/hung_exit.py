@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from lightning_smartinfinity.devices.smartssd import unreturned
 from lightning_smartinfinity.devices.smartssd.cards import emulated_card
 from tests.helpers.card_runs import cards
 from tests.helpers.native_testing import Hold
+from tests.helpers.waiting import await_that, lenient
 from tests.transfer.harness import Case, Run
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
@@ -43,11 +43,10 @@ for number in range(0 if fault == "p2p" else 3):
     if number > 0:
         emulated_cards.wait_for(EVENTS[fault], count=number)
         emulated_cards.release()
-        while not unreturned.close_returned():
-            time.sleep(0.01)
+        await_that(unreturned.close_returned)
     emulated_cards.inject(fault)
     case = Case(dtype=torch.bfloat16)
-    run = Run(Path(sys.argv[2]) / str(number), case, device=cards(Path(sys.argv[1]), timeout=0.03))
+    run = Run(Path(sys.argv[2]) / str(number), case, device=cards(Path(sys.argv[1]), timeout=lenient(0.03)))
     run.step(0)
     run.close()
 print("left hanging")

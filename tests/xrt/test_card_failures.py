@@ -14,6 +14,7 @@ import pytest
 from lightning_smartinfinity.native import Card, CardError
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import join, lenient
 from tests.xrt.card_state import BINDINGS, CardCase, card_state
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.python_binding import ApiBinding
@@ -66,12 +67,13 @@ def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, ki
 
 def test_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Each is given up for its time; while it is out, the card takes nothing, and afterwards everything again."""
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET, timeout_ms=20)) as state:
+    case = CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient(0.02)))
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         for number in range(15):
             emulated_cards.inject("hang", skipped=number % 5)
             failure, parameter = fail(state)
-            assert "did not return within 20 ms" in failure.message
+            assert f"did not return within {case.timeout_ms} ms" in failure.message
             assert state.pipeline.busy
             with pytest.raises(ValueError, match="what was given up for its time has not returned"):
                 state.submit(runs_of(parameter), [STEP])
@@ -112,9 +114,8 @@ def test_closing_with_a_run_that_does_not_return(tmp_path: Path, emulated_cards:
     emulated_cards.reset(count=3)
     lost = 2  # which takes no other xclbin from now on: other tests have the first two
     before = emulated_cards.counter("num_buffers", lost)
-    with card_state(
-        tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET, card=lost, timeout_ms=20)
-    ) as state:
+    case = CardCase(tasklet_numel=TASKLET, card=lost, timeout_ms=round(1000 * lenient(0.02)))
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         during = emulated_cards.counter("num_buffers", lost)
         state.write(*ARRAYS)
         emulated_cards.inject("hang", card=lost)
@@ -156,14 +157,14 @@ def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: Emulated
         before = emulated_cards.counter("runs_completed")
         assert not completed
         emulated_cards.release()
-        abandoning.join()
+        join(abandoning)
         assert completed[0] > before and not state.pipeline.busy
         succeed(state)
 
 
 def test_abandoning_what_was_given_up(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """It is not waited for. One run at a time: no other is given up too, however busy this machine is."""
-    case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=200)
+    case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=round(1000 * lenient(0.2)))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("hang")
@@ -275,7 +276,7 @@ def test_a_binding_that_raises(
     binding = FailingBinding(0, emulated_cards.build.xclbin)
     monkeypatch.setitem(BINDINGS, "failing", lambda cards, index: Card(binding))
     # Only a run that hangs is waited for so long; others may be slow on a machine under load.
-    timeout_ms = 300 if method == "state" else 60_000
+    timeout_ms = round(1000 * lenient(0.3)) if method == "state" else 60_000
     with card_state(
         tmp_path,
         emulated_cards,

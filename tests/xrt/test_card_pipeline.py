@@ -27,6 +27,7 @@ from tests.helpers.compressed import block_scaled_codes
 from tests.helpers.golden import DTYPES, STEPS, assert_same_bits, encode, random_arrays
 from tests.helpers.payload import BLOCK, compress
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import await_that
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Array, Run, align
 from tests.xrt.api import Buffer
@@ -384,8 +385,7 @@ def test_reads_and_gradients_travel_while_a_kernel_runs(tmp_path: Path, emulated
         # Two gradients and two cleared status beats; the second run waits for the first, whose kernel it needs.
         emulated_cards.wait_for("to-end", count=4)
         emulated_cards.wait_for("run-queued", count=2)
-        while state.pipeline.counters().read_bytes < 3 * state.stored.extent_bytes:
-            assert not emulated_cards.events("run-end")
+        await_that(lambda: state.pipeline.counters().read_bytes == 3 * state.stored.extent_bytes)
         assert state.pipeline.counters().written_bytes == 0
         assert not emulated_cards.events("from-begin", "run-end")
         emulated_cards.release()

@@ -13,6 +13,7 @@ import pytest
 from lightning_smartinfinity.native import Card
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import LIMIT, lenient
 from tests.xrt.card_state import BINDINGS, CardCase, CardState, card_state
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.python_binding import ApiBinding
@@ -20,18 +21,22 @@ from tests.xrt.recovery import ARRAYS, NUMEL, STEP, TASKLET, fail, make_good, ru
 
 pytestmark = RunIf(xrt=True)
 
-IMPATIENT = CardCase(tasklet_numel=TASKLET, timeout_ms=150)
+
+def impatient(**settings: Any) -> CardCase:
+    """A card whose requests are given up early."""
+    return CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient(0.15)), **settings)
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])
 def test_late_read(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -> None:
     """Of an extent's regions or its trailer: the host does the rest at once, and the card nothing before it returns."""
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, IMPATIENT) as state:
+    case = impatient()
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         hold = Hold(state.pipeline, read_at=number)
         failure, parameter = fail(state)
         where = rf"reading \d+ bytes at offset \d+ of {re.escape(str(state.stored.paths[0]))}"
-        told = rf"{where} \(tasklet {failure.tasklet}\) did not return within 150 ms"
+        told = rf"{where} \(tasklet {failure.tasklet}\) did not return within {case.timeout_ms} ms"
         assert re.fullmatch(told, failure.message)
         assert hold.count == 1 and state.pipeline.busy and state.pipeline.writes_out() == []
         with pytest.raises(ValueError, match="what was given up for its time has not returned"):
@@ -46,12 +51,15 @@ def test_late_read(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -
 @pytest.mark.parametrize("number", [0, 1])
 def test_late_write(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -> None:
     """It is told where it may still write; the tasklet that it belongs to is not done."""
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, IMPATIENT) as state:
+    case = impatient()
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         hold = Hold(state.pipeline, write_at=number)
         failure, parameter = fail(state)
         told = re.fullmatch(
-            r"writing (\d+) bytes at offset (\d+) of .* \(tasklet (\d)\) did not return within 150 ms", failure.message
+            r"writing (\d+) bytes at offset (\d+) of .* \(tasklet (\d)\) did not return within "
+            rf"{case.timeout_ms} ms",
+            failure.message,
         )
         assert told is not None
         nbytes, offset, tasklet = map(int, told.groups())
@@ -68,7 +76,8 @@ def test_late_write(tmp_path: Path, emulated_cards: EmulatedCards, number: int) 
 
 def test_several_late_writes(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """The batch ends when all have been given up; the card works again when the last has returned."""
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, IMPATIENT) as state:
+    case = impatient()
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         hold = Hold(state.pipeline, write_at=0, count=100)
         _, parameter = fail(state)
@@ -82,12 +91,13 @@ def test_several_late_writes(tmp_path: Path, emulated_cards: EmulatedCards) -> N
 @pytest.mark.parametrize("number", range(5))
 def test_late_sync(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -> None:
     """Of a gradient, a status or parameters: as with a read."""
-    with card_state(tmp_path, emulated_cards, STEP, NUMEL, IMPATIENT) as state:
+    case = impatient()
+    with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("stall", skipped=number)
         failure, parameter = fail(state)
         told = r"the card did not update tasklet \d of .*: a sync of \d+ bytes (to|from) the card did not return within"
-        assert re.fullmatch(told + " 150 ms", failure.message)
+        assert re.fullmatch(told + f" {case.timeout_ms} ms", failure.message)
         assert state.pipeline.busy
         make_good(state, parameter)
         emulated_cards.release()
@@ -100,12 +110,13 @@ def test_late_sync(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -
 @pytest.mark.parametrize("number", [0, 2])
 def test_late_gradient(tmp_path: Path, emulated_cards: EmulatedCards, kind: str, verb: str, number: int) -> None:
     """On its way through a file, of which no place is state's: as with a read."""
-    case = CardCase(tasklet_numel=TASKLET, timeout_ms=150, through_file=True)
+    case = impatient(through_file=True)
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         hold = Hold(state.pipeline, gradients=True, **{kind: number})
         failure, parameter = fail(state)
-        assert f"{verb} the gradient in {tmp_path / 'gradients-0'} did not return within 150 ms" in failure.message
+        told = f"{verb} the gradient in {tmp_path / 'gradients-0'} did not return within {case.timeout_ms} ms"
+        assert told in failure.message
         assert hold.count == 1 and state.pipeline.busy and state.pipeline.writes_out() == []
         make_good(state, parameter)
         hold.release()
@@ -123,7 +134,7 @@ class SlowStart(ApiBinding):
         self.started.set()
 
     def start(self, run: Any) -> None:
-        self.started.wait()
+        self.started.wait(LIMIT)
         super().start(run)
 
 
@@ -131,12 +142,13 @@ def test_late_start(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: 
     """A run that may begin yet has its memory until it has ended."""
     binding = SlowStart(0, emulated_cards.build.xclbin)
     monkeypatch.setitem(BINDINGS, "slow", lambda cards, index: Card(binding))
-    case = CardCase(tasklet_numel=TASKLET, timeout_ms=150, binding="slow", compute_threads=1)
+    case = impatient(binding="slow", compute_threads=1)
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         binding.started.clear()
         failure, parameter = fail(state)
-        assert "the start of a run of kernel adamw_update did not return within 150 ms" in failure.message
+        told = f"the start of a run of kernel adamw_update did not return within {case.timeout_ms} ms"
+        assert told in failure.message
         assert state.pipeline.busy
         make_good(state, parameter)
         emulated_cards.inject("hang")
@@ -167,7 +179,7 @@ def test_closing_with_something_out(tmp_path: Path, emulated_cards: EmulatedCard
     emulated_cards.reset(count=6)
     lost = 3 + list(LATE).index(kind)  # whose memory stays taken
     before = emulated_cards.counter("num_buffers", lost)
-    case = CardCase(tasklet_numel=TASKLET, timeout_ms=150, card=lost)
+    case = impatient(card=lost)
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         during = emulated_cards.counter("num_buffers", lost)
         state.write(*ARRAYS)

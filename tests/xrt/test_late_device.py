@@ -18,7 +18,7 @@ from lightning_smartinfinity.native import Pipeline
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
-from tests.helpers.waiting import await_that
+from tests.helpers.waiting import await_that, lenient
 from tests.transfer.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
 
@@ -112,7 +112,7 @@ class Both:
 
 @pytest.fixture(params=["host", "storage"])
 def both(request: pytest.FixtureRequest, tmp_path: Path, emulated_cards: EmulatedCards) -> Iterator[Both]:
-    device = cards(emulated_cards.build.xclbin, timeout=SHORT, gradient_route=request.param)
+    device = cards(emulated_cards.build.xclbin, timeout=lenient(SHORT, pauses=5), gradient_route=request.param)
     with (
         running(tmp_path / "card", CASE, device=device) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,

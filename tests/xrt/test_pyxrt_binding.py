@@ -19,6 +19,7 @@ from lightning_smartinfinity.devices.smartssd.pci import PciPath
 from lightning_smartinfinity.devices.smartssd.pyxrt_binding import _opened
 from tests.helpers.card_runs import OPTIMIZERS, cards, plan_of, same_as_host, settled_host
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import lenient
 from tests.transfer.harness import Case, Run, running
 from tests.xrt.cards import EmulatedCards
 
@@ -63,7 +64,7 @@ def test_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCard
     case = Case(num_devices=1)
     with (
         running(
-            tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, binding="pyxrt", timeout=0.05)
+            tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, binding="pyxrt", timeout=lenient(0.05))
         ) as run,
         running(tmp_path / "host", case, device=settled_host) as host,
     ):

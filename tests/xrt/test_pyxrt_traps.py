@@ -20,6 +20,7 @@ import torch
 from hls import xclbin as xclbin_module
 from hls.xclbin import Section, SectionKind, sections, xclbin
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import join
 from tests.xrt.api import State
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.probe import BEATS, BYTES, PROBE, PROBE_DESIGN, Probe
@@ -289,5 +290,5 @@ class other_thread:
         return self._done
 
     def __exit__(self, *_: object) -> None:
-        self._thread.join()
+        join(self._thread)
         assert self._done.is_set()

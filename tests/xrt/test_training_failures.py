@@ -20,6 +20,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
+from tests.helpers.waiting import lenient
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = [
@@ -128,7 +129,7 @@ def test_at_every_moment(
                 emulated_cards.inject(kind, card=1)
 
         root = tmp_path / moment
-        strategy = on_cards(emulated_cards, root, overlap=overlap, timeout=0.05 if kind == "hang" else 30.0)
+        strategy = on_cards(emulated_cards, root, overlap=overlap, timeout=lenient(0.05) if kind == "hang" else 30.0)
         with caplog.at_level(logging.WARNING):
             module = fitted(root, strategy, Failing(moment, fail, root))
         happened = "emulated card 1 failed: " in caplog.text and "The host updates the" in caplog.text
@@ -181,7 +182,7 @@ def test_a_write_that_does_not_return(
         device = trainer.strategy._near_storage_optimizer.rank_state.handler._device
         late.append((device._workers[1].pipeline, Hold(device._workers[1].pipeline, write_at=0)))
 
-    strategy = on_cards(emulated_cards, tmp_path, overlap=overlap, timeout=0.2)
+    strategy = on_cards(emulated_cards, tmp_path, overlap=overlap, timeout=lenient(0.2))
     trainer = quiet_trainer(tmp_path, strategy, max_steps=RECIPE.max_steps, val_check_interval=2)
     module = Failing("last step", fail, tmp_path)
     with pytest.raises(DeviceError, match=r"card 1 has not returned from writing .*step before is whole"):

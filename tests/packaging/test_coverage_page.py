@@ -1,0 +1,79 @@
+"""tests/README.md names every folder of tests, every room of the package, and the modules that no test imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "lightning_smartinfinity"
+ROWS = re.findall(r"^\| `([^`]+)` \| (.+) \|$", (TESTS / "README.md").read_text(), re.MULTILINE)
+FOLDERS = {name.rstrip("/"): told for name, told in ROWS if name.endswith("/")}
+UNNAMED = {name: told for name, told in ROWS if not name.endswith("/")}
+
+
+def module_names() -> set[str]:
+    """Returns the package's modules, without the package's name; those that are a room's ``__init__`` are left out."""
+    files = (file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
+    return {".".join(file.with_suffix("").parts) for file in files}
+
+
+def names_in(source: str) -> set[str]:
+    """Returns what a file imports, and its strings: some modules are imported, or patched, by a string."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import package.room.module", "package.room.module"),
+        ("from package.room import module", "package.room.module"),
+        ("from package.room.module import name", "package.room.module"),
+        ("patch('package.room.module')", "package.room.module"),
+    ],
+)
+def test_a_name_is_found(source: str, name: str) -> None:
+    """However a test names a module."""
+    assert name in names_in(source)
+
+
+def test_every_folder_of_tests_is_on_the_page() -> None:
+    """And no other; helpers are no tests."""
+    folders = {folder.name for folder in TESTS.iterdir() if list(folder.glob("*.py"))}
+    assert set(FOLDERS) == folders - {"helpers"}
+
+
+def test_every_room_is_tested_by_a_folder() -> None:
+    """Every module and folder at the package's top stands beside a folder of tests."""
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    named = {name.split(".")[0] for told in FOLDERS.values() for name in re.findall(r"`([\w.]+)`", told)}
+    assert rooms - {"__init__", "lightning_options"} <= named
+
+
+def test_modules_that_no_test_imports_are_on_the_page() -> None:
+    """Exactly these, in the order of the alphabet: a new module has a test that names it, or a row."""
+    named = set().union(*(names_in(file.read_text()) for file in TESTS.rglob("*.py")))
+    unnamed = {name for name in module_names() if f"{PACKAGE.name}.{name}" not in named}
+    assert {"missing": sorted(unnamed - set(UNNAMED)), "too many": sorted(set(UNNAMED) - unnamed)} == {
+        "missing": [],
+        "too many": [],
+    }
+    assert list(UNNAMED) == sorted(UNNAMED)
+
+
+@pytest.mark.parametrize("module", UNNAMED)
+def test_the_test_that_covers_a_module_exists(module: str) -> None:
+    """It is a file of tests."""
+    (file,) = re.findall(r"`([^`]+)`", UNNAMED[module])
+    assert (TESTS / file).name.startswith("test_") and (TESTS / file).is_file()

@@ -1,0 +1,55 @@
+"""Tests that never end: one fails, the others run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.waiting import LIMIT
+
+ROOT = Path(__file__).parents[2]
+
+IN_PYTHON = """
+import threading, time
+def wait_for_ever(): time.sleep(1000)
+def test_hangs():
+    threading.Thread(target=wait_for_ever, daemon=True).start()
+    time.sleep(1000)
+def test_passes(): pass
+"""
+# Holds the interpreter's lock: no signal handler of Python's gets to run.
+IN_NATIVE_CODE = """
+import ctypes
+def test_hangs():
+    lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex)
+    lock(mutex)
+def test_passes(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [(IN_PYTHON, ["Timeout (>1.0s)", "wait_for_ever"]), (IN_NATIVE_CODE, ["crashed while running", "in test_hangs"])],
+    ids=["in Python", "in native code"],
+)
+def test_a_test_that_hangs_fails_alone(tmp_path: Path, source: str, told: list[str]) -> None:
+    """It is told where it stood, also in a process of xdist's, and the next test passes."""
+    (tmp_path / "test_it.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    limits = ["--numprocesses=1", "-otimeout=1", "-ofaulthandler_timeout=3", "-opythonpath="]
+    done = subprocess.run([*command, *limits, tmp_path], cwd=tmp_path, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    assert "1 failed, 1 passed" in output, output
+    assert [words for words in told if words not in output] == [], output
+
+
+def test_the_limits_of_this_project() -> None:
+    """A test fails before its process is ended, and waits in tests give up before that."""
+    limits = dict(
+        line.split(" = ") for line in (ROOT / "pyproject.toml").read_text().splitlines() if "timeout = " in line
+    )
+    assert LIMIT < float(limits["timeout"]) < float(limits["faulthandler_timeout"])

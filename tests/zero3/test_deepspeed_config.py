@@ -1,0 +1,54 @@
+"""DeepSpeed's configuration, made from the user's ``zero=``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity import ConfigError, UnsupportedError
+from lightning_smartinfinity.zero3.deepspeed_config import build_deepspeed_config
+
+
+def section(zero: dict[str, Any] | None) -> dict[str, Any]:
+    result: dict[str, Any] = build_deepspeed_config(zero)["zero_optimization"]
+    return result
+
+
+def test_users_keys_come_on_top_of_ours() -> None:
+    """The user's mapping is copied: DeepSpeed writes into what it is given."""
+    mine = {"offload_param": {"device": "cpu"}, "overlap_comm": True}
+    made = section(mine)
+    assert made == section(None) | mine
+    assert made["stage"] == 3 and made["offload_optimizer"]["device"] == "cpu"
+    assert made["offload_param"] is not mine["offload_param"]
+
+
+def test_parameters_on_storage() -> None:
+    """None stay in memory or gathered, unless the user says so."""
+    made = section({"offload_param": {"device": "nvme"}})
+    assert made["offload_param"]["max_in_cpu"] == 0 and made["stage3_max_reuse_distance"] == 0
+    made = section({"offload_param": {"device": "nvme", "max_in_cpu": 7}, "max_reuse_distance": 9})
+    assert made["offload_param"]["max_in_cpu"] == 7 and "stage3_max_reuse_distance" not in made
+
+
+@pytest.mark.parametrize(
+    ("zero", "error", "words"),
+    [
+        ({"stage": 2}, ConfigError, "this strategy is ZeRO stage 3"),
+        ({"cpu_offload_param": True}, ConfigError, "an old name"),
+        ({3: True}, ConfigError, "no str"),
+        ("stage", ConfigError, "not a mapping"),
+        ({"zenflow": {"topk_ratio": 0.1}}, UnsupportedError, "ZenFlow"),
+        ({"load_from_fp32_weights": False}, UnsupportedError, "load_from_fp32_weights"),
+    ],
+)
+def test_keys_that_are_refused(zero: Any, error: type[Exception], words: str) -> None:
+    """The error names the key."""
+    with pytest.raises(error, match=words):
+        build_deepspeed_config(zero)
+
+
+def test_refused_features_that_are_off() -> None:
+    """A key that switches nothing on is let through."""
+    assert section({"zenflow": None, "mics_shard_size": -1, "zero_hpz_partition_size": 1})["mics_shard_size"] == -1
