@@ -13,8 +13,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.batches import spans_of
 from lightning_smartinfinity.transfer.cuda import CudaLink, GradientCopies
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.plan import Flat
-from lightning_smartinfinity.transfer.tensors import HostTensor, is_native_dtype, native_dtype
+from lightning_smartinfinity.transfer.tensors import Flat, HostTensor, is_native_dtype, native_dtype
 
 __all__ = ["GradientArena"]
 
@@ -49,9 +48,9 @@ class GradientArena:
         # Of each parameter: the address of its slice, the elements of a gradient that fills it, and the sum of squares
         # of what has arrived, where that is known.
         self._addresses = [
-            self.buffer.data_ptr() + piece.offset * self.buffer.element_size() for piece in layout.parameters
+            self.buffer.data_ptr() + each.offset * self.buffer.element_size() for each in layout.parameters
         ]
-        self._whole = [piece.numel if piece.numel == piece.real_numel else None for piece in layout.parameters]
+        self._whole = [each.numel if each.numel == each.real_numel else None for each in layout.parameters]
         self._squares = np.full(len(layout.parameters), _UNKNOWN)
 
     @property

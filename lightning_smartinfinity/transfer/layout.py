@@ -50,7 +50,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubGroupSlice:
-    """One contiguous piece of the partition in memory.
+    """A part of the partition that is contiguous in memory.
 
     Args:
         index: Its number.
@@ -118,7 +118,7 @@ class PartitionLayout:
 
     Args:
         parameters: Slices in partition order; their index is the parameter index everywhere.
-        sub_groups: Contiguous pieces of memory, in partition order.
+        sub_groups: Parts that are contiguous in memory, in partition order.
         extents: Of the tasklets' state on storage.
         num_resident: Tasklets, from the first on, whose state stays in host memory.
     """

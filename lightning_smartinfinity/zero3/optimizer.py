@@ -27,8 +27,9 @@ from lightning_smartinfinity.transfer.compressed_gradients import CompressedGrad
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
+from lightning_smartinfinity.transfer.partitions import Partition
 from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.collectives import failing_together, raise_together, raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory
@@ -146,7 +147,7 @@ class SmartInfinityOptimizer(StateByParameter, GradientPath):
             link=link,
         )
 
-    def _outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:
+    def _outputs(self) -> Partition:
         return outputs_of(self, by_cuda=self._offload.cards is None)
 
     def _create_fp32_partitions(self) -> None:

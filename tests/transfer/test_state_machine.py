@@ -20,14 +20,14 @@ from tests.transfer.harness import Case, Run, assert_equal, running
 OUT_OF_ORDER: list[tuple[str, Callable[[Run], object]]] = [
     ("commit", lambda run: run.handler.commit()),
     ("rollback", lambda run: run.handler.rollback()),
-    ("wait", lambda run: run.handler.wait()),
+    ("wait", lambda run: run.handler.step.wait()),
 ]
 NOT_IN_A_STEP: list[tuple[str, Callable[[Run], object]]] = [
     ("begin_step", lambda run: run.handler.begin_step(run.collect(1))),
-    ("scan", lambda run: run.handler.scan(print)),
-    ("replace", lambda run: run.handler.replace(print, steps=run.handler.steps)),
-    ("read_parameter", lambda run: run.handler.read_parameter(0)),
-    ("modify", lambda run: run.handler.modify({})),
+    ("scan", lambda run: run.handler.state.scan(print)),
+    ("replace", lambda run: run.handler.state.replace(print, steps=run.handler.steps)),
+    ("read_parameter", lambda run: run.handler.state.read_parameter(0)),
+    ("modify", lambda run: run.handler.state.modify({})),
     ("initialize", lambda run: run.handler.initialize(run.outputs())),
 ]
 
@@ -70,7 +70,7 @@ def test_wait_for_some_parameters(tmp_path: Path, staged: bool) -> None:
         inject(run.device.pipeline, seed=3, max_delay_us=3_000)
         run.handler.begin_step(run.collect(1))
         for index in (0, 1, 3, 2, 6):
-            run.handler.wait(slice(index, index + 1))
+            run.handler.step.wait(slice(index, index + 1))
             assert torch.equal(run.slice(index), expected[index])
         run.handler.commit()
 
@@ -88,7 +88,7 @@ def test_tasklets_in_order_of_first_use(tmp_path: Path, staged: bool, seed: int)
         inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
         run.handler.begin_step(replace(run.collect(1), first_uses=random.permutation(len(case.shapes))))
         for indices in random.permutation(len(case.shapes)).reshape(-1, 1):
-            run.handler.wait([int(index) for index in indices])
+            run.handler.step.wait([int(index) for index in indices])
             assert all(torch.equal(run.slice(index), slices[index]) for index in indices)
         run.handler.commit()
         assert_equal(run.state(), expected)
@@ -173,11 +173,11 @@ def test_one_parameter(tmp_path: Path) -> None:
     with running(tmp_path, Case()) as run:
         run.steps(range(2))
         before = run.state()
-        assert set(run.handler.read_parameter(3, names=["exp_avg"])) == {"exp_avg"}
+        assert set(run.handler.state.read_parameter(3, names=["exp_avg"])) == {"exp_avg"}
         values = {name: np.arange(5_997, dtype=np.float32) + k for k, name in enumerate(("master", "exp_avg_sq"))}
-        run.handler.modify({3: values, 0: {"exp_avg": np.array([7.0], np.float32)}})
+        run.handler.state.modify({3: values, 0: {"exp_avg": np.array([7.0], np.float32)}})
         assert run.handler.generation == 3
-        read = run.handler.read_parameter(3)
+        read = run.handler.state.read_parameter(3)
         assert np.array_equal(read["master"], values["master"])
         assert np.array_equal(read["exp_avg_sq"], values["exp_avg_sq"])
         expected = {name: tensor.clone() for name, tensor in before.items()}
@@ -193,10 +193,10 @@ def test_modified_state_is_stepped_from(tmp_path: Path) -> None:
     for durability in ("none", "step"):
         with running(tmp_path / durability, Case(dtype=torch.bfloat16, durability=durability)) as run:
             run.step(1)
-            run.handler.modify_parameter(1, {"master": np.zeros(12_000, np.float32)})
+            run.handler.state.modify({1: {"master": np.zeros(12_000, np.float32)}})
             run.slice(1).zero_()
             run.step(3)
-            state = run.handler.read_parameter(1)
+            state = run.handler.state.read_parameter(1)
             assert np.abs(state["master"]).max() < 0.05
             torch.testing.assert_close(run.slice(1), torch.from_numpy(state["master"]).bfloat16(), rtol=0, atol=0)
 
@@ -274,13 +274,13 @@ def test_a_step_that_grows(tmp_path: Path, seed: int) -> None:
     with running(tmp_path / "growing", Case(dtype=dtype, num_buffers=2)) as run:
         inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
         plan = run.collect(1)
-        run.handler.begin_growing(replace(plan, active=np.ones_like(plan.active)))
+        run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
         for tasklet in random.permutation(_complete_tasklets(run, plan.active)):
-            run.handler.extend([int(tasklet)])
-        assert run.handler.grows
-        assert run.handler.complete(plan)
-        assert not run.handler.grows
-        run.handler.wait([1])
+            run.handler.step.extend([int(tasklet)])
+        assert not run.handler.step.is_complete
+        assert run.handler.step.complete(plan)
+        assert run.handler.step.is_complete
+        run.handler.step.wait([1])
         run.handler.commit()
         assert_equal(run.state(), expected)
 
@@ -292,10 +292,10 @@ def test_a_step_that_grew_goes_on_with_what_is_used_first(tmp_path: Path) -> Non
         uses = np.random.default_rng(0).permutation(len(run.layout.parameters))
         preferred: list[list[int]] = []
         run.device.prefer = preferred.append  # type: ignore[method-assign, assignment]
-        run.handler.begin_growing(replace(plan, active=np.ones_like(plan.active)))
+        run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
         opened = _complete_tasklets(run, plan.active)[::-1]
-        run.handler.extend(opened)
-        assert run.handler.complete(replace(plan, first_uses=uses))
+        run.handler.step.extend(opened)
+        assert run.handler.step.complete(replace(plan, first_uses=uses))
         run.handler.commit()
         tasklets = run.layout.in_order_of_use(range(len(run.layout.tasklets)), uses)
         listed = [*opened, *(tasklet for tasklet in tasklets if tasklet not in opened)]
@@ -317,10 +317,10 @@ def test_a_step_that_grew_otherwise_is_undone(tmp_path: Path, changed: str) -> N
             groups = [{**group, "lr": 1.0} for group in run.optimizer.param_groups]
             everything = replace(everything, groups=groups)
         final = replace(plan, gradient_scale=0.125) if "scale" in changed else plan
-        run.handler.begin_growing(everything)
+        run.handler.begin_incremental(everything)
         opened = range(len(run.layout.tasklets)) if "inactive" in changed else _complete_tasklets(run, plan.active)
-        run.handler.extend(list(opened))
-        assert not run.handler.complete(final)
+        run.handler.step.extend(list(opened))
+        assert not run.handler.step.complete(final)
         run.handler.rollback()
         assert_equal(run.state(), before)
         run.handler.begin_step(final)

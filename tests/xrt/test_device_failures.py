@@ -305,15 +305,15 @@ def test_both_cards_in_a_growing_step(tmp_path: Path, emulated_cards: EmulatedCa
             for each in (run, host):
                 plan = each.collect(step)
                 plan.active[:] = True
-                each.handler.begin_growing(plan)
+                each.handler.begin_incremental(plan)
                 if each is run:
                     emulated_cards.inject("error", card=0, skipped=step % 2)
                     emulated_cards.inject("abort", card=1, skipped=step // 2)
-                each.handler.extend([4, 3])
+                each.handler.step.extend([4, 3])
                 if step % 2:
-                    each.handler.wait([2])
-                each.handler.extend([0])
-                assert each.handler.complete(plan)
+                    each.handler.step.wait([2])
+                each.handler.step.extend([0])
+                assert each.handler.step.complete(plan)
                 each.handler.commit()
             same_as_host(run, host)
 

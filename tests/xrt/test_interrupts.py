@@ -10,8 +10,8 @@ import torch
 from lightning_smartinfinity import SmartInfinityError
 from lightning_smartinfinity.devices import host
 from lightning_smartinfinity.devices.smartssd import device, worker
-from lightning_smartinfinity.transfer import runs
-from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.transfer import submissions
+from lightning_smartinfinity.transfer.step_plan import StepPlan
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.interrupts import Interrupt
 from tests.helpers.runif import RunIf
@@ -21,7 +21,7 @@ from tests.xrt.cards import EmulatedCards
 pytestmark = RunIf(xrt=True)
 
 CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)))
-MODULES = (device, worker, host, runs)
+MODULES = (device, worker, host, submissions)
 
 
 @pytest.mark.parametrize(("growing", "goes_on"), [(False, True), (True, False)])
@@ -63,14 +63,14 @@ def interrupted_step(run: Run, line: int, *, growing: bool) -> bool:
     try:
         with Interrupt(line, MODULES).coming():
             if growing:
-                run.handler.begin_growing(plan)
-                run.handler.extend([4, 3])
-                run.handler.wait([2])
-                run.handler.extend([0])
-                assert run.handler.complete(plan)
+                run.handler.begin_incremental(plan)
+                run.handler.step.extend([4, 3])
+                run.handler.step.wait([2])
+                run.handler.step.extend([0])
+                assert run.handler.step.complete(plan)
             else:
                 run.handler.begin_step(plan)
-                run.handler.wait([0])
+                run.handler.step.wait([0])
             run.handler.drain()
             run.handler.commit()
     except KeyboardInterrupt:
@@ -79,7 +79,7 @@ def interrupted_step(run: Run, line: int, *, growing: bool) -> bool:
 
 
 def finish(run: Run, step: int, *, goes_on: bool) -> None:
-    if run.handler.in_flight and goes_on and not run.handler.grows:
+    if run.handler.in_flight and goes_on and run.handler.step.is_complete:
         try:
             run.handler.drain()
             run.handler.commit()

@@ -89,7 +89,7 @@ def write_arrays(optimizer: Any, file: TensorFile) -> None:
         for stream, values in zip(streams, window.arrays, strict=False):
             stream.write(values)
 
-    optimizer.settled_handler().scan(write)
+    optimizer.settled_handler().state.scan(write)
     write_residual(optimizer, file, file.state[OPTIMIZER_STATE_DICT][EXTRA_KEY])
 
 
@@ -120,7 +120,7 @@ def load_state_dict(optimizer: Any, state_dict: Mapping[str, Any], *, load_optim
             streams = _streams(optimizer, file, with_arrays=with_arrays)
             residual = SavedResidual(optimizer, file, _words_of(file), wanted=load_optimizer_states)
         steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
-        optimizer.settled_handler().replace(_Filler(optimizer, streams), steps=steps, together=together)
+        optimizer.settled_handler().state.replace(_Filler(optimizer, streams), steps=steps, together=together)
         with together():
             residual.restore()
     if load_optimizer_states:

@@ -187,7 +187,7 @@ def _undone_on_failure(trainings: Iterable[Any], engine: Any) -> Iterator[None]:
     except SmartInfinityError:
         for optimizer in trainings:
             with raising_together():
-                optimizer.settled_handler().scan(partial(_put_back, optimizer))
+                optimizer.settled_handler().state.scan(partial(_put_back, optimizer))
             if optimizer is engine.optimizer:
                 optimizer.checkpoint_event_epilogue()
         raise

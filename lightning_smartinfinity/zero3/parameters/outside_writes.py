@@ -99,7 +99,7 @@ class OutsideWrites:
     def _masters_between(self, begin: int, end: int) -> NDArray[np.float32]:
         masters: NDArray[np.float32] = np.empty(0, np.float32)
         with raising_together(self._optimizer.dp_process_group):
-            masters = self._optimizer.settled_handler().read_range(begin, end, names=["master"])["master"]
+            masters = self._optimizer.settled_handler().state.read_range(begin, end, names=["master"])["master"]
         return masters
 
     def _refresh_windows(self, windows: Iterable[tuple[int, int]], precise: Mapping[str, torch.Tensor]) -> None:
@@ -138,7 +138,7 @@ class OutsideWrites:
 
     def _modify(self, begin: int, masters: NDArray[np.float32]) -> None:
         together = partial(raising_together, self._optimizer.dp_process_group)
-        self._optimizer.settled_handler().modify_range(begin, {"master": masters}, together=together)
+        self._optimizer.settled_handler().state.modify_range(begin, {"master": masters}, together=together)
 
 
 def unwatch(param: Any) -> None:

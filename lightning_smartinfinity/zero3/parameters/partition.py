@@ -9,8 +9,8 @@ import torch
 
 from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
-from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
-from lightning_smartinfinity.transfer.staging import TensorPartition
+from lightning_smartinfinity.transfer.partitions import HostPartition, Partition
+from lightning_smartinfinity.transfer.staging import StagedPartition, TensorPartition
 from lightning_smartinfinity.transfer.tensors import flat_of
 from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.parameters.stored_partition import StoredPartition, has_stored_parameters
@@ -56,7 +56,7 @@ def make_contiguous(model: torch.nn.Module) -> None:
             param.data = param.data.contiguous()
 
 
-def outputs_of(optimizer: Any, *, by_cuda: bool = True) -> Sequence[Flat] | CudaPartition | StagedPartition:
+def outputs_of(optimizer: Any, *, by_cuda: bool = True) -> Partition:
     """Where updated parameters go: into host memory, to a CUDA device, or staged on their way to storage or elsewhere.
 
     Args:
@@ -65,7 +65,7 @@ def outputs_of(optimizer: Any, *, by_cuda: bool = True) -> Sequence[Flat] | Cuda
     """
     partitions = optimizer.fp16_partitioned_groups_flat
     if lies_in_host_memory(optimizer):
-        return [flat_of(partition) for partition in partitions]
+        return HostPartition([flat_of(partition) for partition in partitions])
     link = None if has_stored_parameters(optimizer) or not by_cuda else link_to(partitions[0].device)
     return link.partition(partitions) if link is not None else staged_partition(optimizer)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_smartinfinity.transfer.staging import StagedPartition
 from lightning_smartinfinity.transfer.tensors import native_dtype
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 
@@ -25,8 +26,8 @@ def release_prefetched(optimizer: Any) -> None:
         _swapper_of(optimizer).release_prefetched()
 
 
-class StoredPartition:
-    """A :class:`~lightning_smartinfinity.transfer.plan.StagedPartition` over sub-groups in memory and on storage.
+class StoredPartition(StagedPartition):
+    """Sub-groups in memory and on storage.
 
     DeepSpeed keeps a flat tensor for the sub-groups that fit into ``max_in_cpu``. In the others each parameter is on
     its own: on storage, or in memory if it is small. Every parameter is partitioned while this is in use.

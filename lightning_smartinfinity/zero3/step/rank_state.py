@@ -169,7 +169,7 @@ class RankState:
             # A forked child runs exit handlers too; the state is its parent's.
             if os.getpid() != owner:
                 return
-            if not remove and handler.in_flight and not handler.grows:
+            if not remove and handler.in_flight and handler.step.is_complete:
                 with suppress(SmartInfinityError):  # the generation before stays current
                     handler.commit()
             handler.close(remove=remove)
@@ -179,7 +179,7 @@ class RankState:
     def _finish_step(self, handler: TransferHandler) -> None:
         if not handler.in_flight:
             return
-        if handler.grows:
+        if not handler.step.is_complete:
             self.abandon_step(StorageError("The training ended within a backward.", "Train on."))
             return
         try:

@@ -56,7 +56,7 @@ class StateByParameter:
         self.update.settle()
         with raising_together(self.dp_process_group):
             name = self._array_named(optim_state_key, index)
-            values = self.rank_state.handler.read_parameter(index, names=[name])[name]
+            values = self.rank_state.handler.state.read_parameter(index, names=[name])[name]
             padded[: piece.real_numel] = torch.from_numpy(values)
         return padded, piece.sub_group
 
@@ -97,7 +97,7 @@ class StateByParameter:
             handler = self.rank_state.handler
         values = values.to("cpu", torch.float32).contiguous()
         together = partial(raising_together, self.dp_process_group)
-        handler.modify({index: {name: values.numpy()}}, together=together)
+        handler.state.modify({index: {name: values.numpy()}}, together=together)
         if key is None:
             self._write_parameter(param, values)
 
