@@ -69,7 +69,7 @@ class SubGroupSlice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskletSlice:
-    """A run of the flat partition whose state is one extent.
+    """A part of the flat partition whose state is one extent.
 
     Args:
         index: Its number, in partition order.
@@ -184,7 +184,7 @@ class PartitionLayout:
             parameters: Parameter indices with step 1; None stands for either end.
         """
         first, last, stride = parameters.indices(len(self.parameters))
-        assert stride == 1, "parameters are waited for in runs"
+        assert stride == 1, "neighbouring parameters"
         if first >= last:
             return range(0)
         begin, end = self.parameters[first].offset, self.parameters[last - 1].offset + self.parameters[last - 1].numel

@@ -57,7 +57,7 @@ def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], step
 def committing(store: StateStore, generation: int, together: Together) -> Iterator[None]:
     """Around writing and committing a generation; if another process could not commit it, it is taken back here.
 
-    With one slot there is nothing to go back to: the generation stays.
+    With one place for each tasklet there is nothing to go back to: the generation stays.
 
     Args:
         store: The store.

@@ -37,7 +37,8 @@ class Step:
 
     Attributes:
         is_complete: Whether it is known which tasklets belong to the step; only then it can be committed.
-        batches: What the device is given.
+        batches: Makes what the device is given.
+        failure: The error that ended the step; None: there is none so far.
 
     Raises:
         ConfigError: A hyperparameter of an active group is out of range.
@@ -73,7 +74,7 @@ class Step:
         )
         self._tasklets = [] if incremental else self._all_tasklets(plan)
         self._submission = self._submission_of(self.batches.update)
-        self._failure: SmartInfinityError | None = None
+        self.failure: SmartInfinityError | None = None
         # False as well where an interrupt came while the device was given something
         self._is_handed_out = incremental
 
@@ -112,11 +113,6 @@ class Step:
         """Whether it writes where the current generation lies."""
         return bool(self._tasklets) and self._layout.extents.num_slots == 1
 
-    @property
-    def failure(self) -> SmartInfinityError | None:
-        """What went wrong so far."""
-        return self._failure
-
     def start(self) -> None:
         """Starts the step and returns at once."""
         self._guarded(self._submission.start)
@@ -146,7 +142,7 @@ class Step:
         Raises:
             StorageError: As :meth:`wait`.
         """
-        if not self._is_handed_out and self._failure is None:
+        if not self._is_handed_out and self.failure is None:
             return False
         updates = self._updates_of(plan)
         begun = set(self._tasklets)
@@ -180,10 +176,10 @@ class Step:
             CudaError: The same, copying parameters from or to a CUDA device.
         """
         if parameters is None or isinstance(parameters, slice):
-            runs = [parameters or slice(None)]
+            slices = [parameters or slice(None)]
         else:
-            runs = [slice(index, index + 1) for index in parameters]
-        wanted = sorted({tasklet for run in runs for tasklet in self._layout.tasklets_of(run)})
+            slices = [slice(index, index + 1) for index in parameters]
+        wanted = sorted({tasklet for part in slices for tasklet in self._layout.tasklets_of(part)})
         self._require_handed_out()
         self._guarded(lambda: self._submission.wait(wanted))
 
@@ -193,8 +189,8 @@ class Step:
         self._guarded(self._submission.drain)
 
     def _require_handed_out(self) -> None:
-        if not self._is_handed_out and self._failure is None:
-            self._failure = StorageError("An interrupt came while the step began.", "Undo it.")
+        if not self._is_handed_out and self.failure is None:
+            self.failure = StorageError("An interrupt came while the step began.", "Undo it.")
 
     def commit(self) -> None:
         """Drains the step and makes it the current generation. Raises as :meth:`wait`."""
@@ -207,7 +203,7 @@ class Step:
 
     def stop(self) -> None:
         """Abandons what has not started; returns when nothing is in flight. The step cannot be committed any more."""
-        self._failure = self._failure or StorageError("The step was abandoned.", "Undo it.")
+        self.failure = self.failure or StorageError("The step was abandoned.", "Undo it.")
         self._submission.stop()
 
     def restore(self) -> None:
@@ -226,10 +222,10 @@ class Step:
             raise
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         try:
             action()
         except SmartInfinityError as error:
-            self._failure = error
+            self.failure = error
             raise

@@ -13,7 +13,7 @@ from lightning_smartinfinity.config import (
     SmartSSDConfig,
     TransferConfig,
 )
-from lightning_smartinfinity.devices.smartssd import CardPlan
+from lightning_smartinfinity.devices.smartssd import CardSetup
 
 __all__ = ["OffloadSettings", "ParameterSettings"]
 
@@ -45,7 +45,7 @@ class OffloadSettings:
     compression: GradientCodec | None = None
     update_device: str = "host"
     smartssd: SmartSSDConfig | None = None
-    cards: CardPlan | None = None
+    cards: CardSetup | None = None
     gradient_itemsize: int = 4
     parameter_itemsize: int = 4
     feed_back_threads: int = 1

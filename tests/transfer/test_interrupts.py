@@ -43,7 +43,7 @@ def test_on_every_line(tmp_path: Path, staged: bool, goes_on: bool) -> None:
 
 
 def test_opening_tasklets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step that grows: nobody knows which of them the device has, and it is not completed but made again."""
+    """Nobody knows which tasklets of the incremental step the device has: it is not completed but made again."""
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt

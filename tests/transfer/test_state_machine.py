@@ -264,14 +264,14 @@ def test_power_durability_flushes_state_before_the_record(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_step_that_grows(tmp_path: Path, seed: int) -> None:
+def test_an_incremental_step(tmp_path: Path, seed: int) -> None:
     """Tasklets opened one after the other and completed later give the bits of a step at once."""
     random = np.random.default_rng(seed)
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     with running(tmp_path / "plain", Case(dtype=dtype)) as run:
         run.step(1)
         expected = run.state()
-    with running(tmp_path / "growing", Case(dtype=dtype, num_buffers=2)) as run:
+    with running(tmp_path / "incremental", Case(dtype=dtype, num_buffers=2)) as run:
         inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
         plan = run.collect(1)
         run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
@@ -285,7 +285,7 @@ def test_a_step_that_grows(tmp_path: Path, seed: int) -> None:
         assert_equal(run.state(), expected)
 
 
-def test_a_step_that_grew_goes_on_with_what_is_used_first(tmp_path: Path) -> None:
+def test_a_completed_step_goes_on_with_what_is_used_first(tmp_path: Path) -> None:
     """Backward opens the last layers' tasklets first; from the step on the order is that of first use."""
     with running(tmp_path, Case()) as run:
         plan = run.collect(1)
@@ -303,14 +303,14 @@ def test_a_step_that_grew_goes_on_with_what_is_used_first(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("changed", ["a gradient scale", "a learning rate", "a parameter that turns out inactive"])
-def test_a_step_that_grew_otherwise_is_undone(tmp_path: Path, changed: str) -> None:
+def test_a_step_that_began_otherwise_is_undone(tmp_path: Path, changed: str) -> None:
     """It cannot be completed; rolled back, it has left no bit behind, and the right step follows."""
     with running(tmp_path / "plain", Case()) as run:
         plan = run.collect(1)
         run.handler.begin_step(replace(plan, gradient_scale=0.125) if "scale" in changed else plan)
         run.handler.commit()
         expected = run.state()
-    with running(tmp_path / "growing", Case(num_buffers=2)) as run:
+    with running(tmp_path / "incremental", Case(num_buffers=2)) as run:
         before, plan = run.state(), run.collect(1)
         everything = replace(plan, active=np.ones_like(plan.active))
         if changed == "a learning rate":

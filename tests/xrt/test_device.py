@@ -137,7 +137,7 @@ def test_traffic_of_a_step(
         assert moved.padding_bytes == 2 * (arrays - NUMEL * TRAFFIC[optimizer, "host", dtype][-1]) + filling
 
 
-def test_a_step_that_grows(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+def test_an_incremental_step(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Tasklets in any order and in pieces, waited for one by one, on both cards."""
     case = Case(dtype=torch.bfloat16, num_devices=2)
     with (

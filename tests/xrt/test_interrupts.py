@@ -24,8 +24,8 @@ CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_00
 MODULES = (device, worker, host, submissions)
 
 
-@pytest.mark.parametrize(("growing", "goes_on"), [(False, True), (True, False)])
-def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, growing: bool, goes_on: bool) -> None:
+@pytest.mark.parametrize(("incremental", "goes_on"), [(False, True), (True, False)])
+def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, incremental: bool, goes_on: bool) -> None:
     """The step is gone on with, or taken back and made again; then all is as on the host, to the byte."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
@@ -34,7 +34,7 @@ def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, growing: b
         number, came = 0, True
         while came:
             emulated_cards.inject("error", card=number % 2)
-            came = interrupted_step(run, number, growing=growing)
+            came = interrupted_step(run, number, incremental=incremental)
             emulated_cards.reset()
             if came:
                 finish(run, number, goes_on=goes_on)
@@ -46,7 +46,7 @@ def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, growing: b
 
 
 def plan_of(run: Run, step: int) -> StepPlan:
-    """With every parameter active: a step that grows has no other."""
+    """Plans a step with every parameter active, as an incremental step needs it."""
     plan = run.collect(step)
     plan.active[:] = True
     return plan
@@ -57,12 +57,12 @@ def make_step(run: Run, step: int) -> None:
     run.handler.commit()
 
 
-def interrupted_step(run: Run, line: int, *, growing: bool) -> bool:
+def interrupted_step(run: Run, line: int, *, incremental: bool) -> bool:
     """Whether there was such a line."""
     plan = plan_of(run, line)
     try:
         with Interrupt(line, MODULES).coming():
-            if growing:
+            if incremental:
                 run.handler.begin_incremental(plan)
                 run.handler.step.extend([4, 3])
                 run.handler.step.wait([2])

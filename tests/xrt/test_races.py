@@ -118,7 +118,7 @@ class Racer:
 
 @SEEDS
 def test_pipelines_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds: range) -> None:
-    """Batches that grow, change their order, are waited for in parts, given up and closed, on both cards at once."""
+    """Batches that are extended, change their order, are waited for in parts, given up and closed, on two cards."""
     for seed in seeds:
         random = np.random.default_rng(seed)
         slow_down(random, emulated_cards)
@@ -168,7 +168,7 @@ FAULTS = ("error", "abort", "submit", "sync")
 
 @SEEDS
 def test_steps_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds: range) -> None:
-    """A handler's steps at once or growing, waited for in parts, taken back and taken again, with failures."""
+    """A handler's steps at once or incremental, waited for in parts, taken back and taken again, with failures."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
