@@ -149,7 +149,10 @@ class TransferHandler:
             ConfigError: A hyperparameter of an active group is out of range; nothing has begun.
             StorageError: An earlier commit failed beyond repair; nothing has begun.
         """
-        self._step = self._new_step(plan)
+        self._prepare()
+        self._step = Step(
+            self._layout, self._store, self._device, rule=self._rule, plan=plan, staging=self._staging_for
+        )
         self._step.start()
 
     def begin_incremental(self, plan: StepPlan) -> None:
@@ -165,7 +168,16 @@ class TransferHandler:
             ConfigError, StorageError: As :meth:`begin_step`.
         """
         assert self.can_roll_back
-        self._step = self._new_step(plan, incremental=True)
+        self._prepare()
+        self._step = Step(
+            self._layout,
+            self._store,
+            self._device,
+            rule=self._rule,
+            plan=plan,
+            staging=self._staging_for,
+            incremental=True,
+        )
 
     def drain(self) -> None:
         """Returns when the step in flight, if any, has nothing left to read, compute or write.
@@ -249,6 +261,12 @@ class TransferHandler:
         else:
             self._device.when_written(partial(self._store.close, remove=False))
 
+    def _prepare(self) -> None:
+        """Does what precedes a step."""
+        self._require_no_step()
+        self._store.require_usable()
+        self._spread()
+
     def _spread(self) -> None:
         """Between two steps: from the next one on tasklets go where bandwidth wants them; that one is measured."""
         if self._balance is None:
@@ -261,20 +279,6 @@ class TransferHandler:
     def _measured(self) -> None:
         if self._balance is not None:
             self._balance.end(self._device.counters().folders)
-
-    def _new_step(self, plan: StepPlan, *, incremental: bool = False) -> Step:
-        self._require_no_step()
-        self._store.require_usable()
-        self._spread()
-        return Step(
-            self._layout,
-            self._store,
-            self._device,
-            rule=self._rule,
-            plan=plan,
-            staging=self._staging_for,
-            incremental=incremental,
-        )
 
     def _require_no_step(self) -> None:
         assert self._step is None, "a step is in flight: commit it or roll it back"

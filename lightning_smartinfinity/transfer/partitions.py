@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_smartinfinity import native
@@ -51,7 +52,8 @@ class HostPartition(Partition):
     flats: Sequence[Flat]
 
     def submission(self, assignment: Assignment, staging: StagingMaker) -> DirectSubmission:
-        return DirectSubmission.over(assignment, FlatMemory(assignment.layout, self.flats))
+        memory = FlatMemory(assignment.layout, self.flats)
+        return DirectSubmission(assignment.device, partial(assignment.make_batch, memory), assignment.tasklets)
 
 
 @dataclass(frozen=True)
@@ -71,4 +73,5 @@ class CudaPartition(Partition):
 
     def submission(self, assignment: Assignment, staging: StagingMaker) -> DirectSubmission:
         memory = FlatMemory(assignment.layout, self.flats, stream=self.link.stream)
-        return DirectSubmission.over(assignment, memory, link=self.link)
+        make_parts = partial(assignment.make_batch, memory)
+        return DirectSubmission(assignment.device, make_parts, assignment.tasklets, link=self.link)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -229,8 +230,7 @@ class StagedSubmission(Submission):
         if self._loads:
             wave.get(self._pieces, self._partition)
             self._partition.synchronize()
-        make_batch = self._make_batch
-        submission = DirectSubmission(self._device, lambda tasklets: make_batch(tasklets, wave), wave.tasklets)
+        submission = DirectSubmission(self._device, partial(self._make_batch, wave), wave.tasklets)
         self._is_handed_out = False
         self._current = submission
         self._num_begun += 1

@@ -117,7 +117,7 @@ class StateAccess:
         pieces, first = self._all_pieces(), _FirstArrays(self._layout, first_values)
         tasklets, places = tasklets_in(pieces), self._next_places()
 
-        def make_batch(tasklets: Sequence[int], memory: Memory) -> list[native.Batch]:
+        def make_batch(memory: Memory, tasklets: Sequence[int]) -> list[native.Batch]:
             return [start_batch(self._layout, pieces, tasklets, places, masters=memory, arrays=first.addresses)]
 
         assignment = Assignment(

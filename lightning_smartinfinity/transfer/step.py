@@ -14,7 +14,7 @@ from lightning_smartinfinity.transfer.rules import UpdateRule
 from lightning_smartinfinity.transfer.state_access import commit_next, places_of
 from lightning_smartinfinity.transfer.step_batches import StepBatches
 from lightning_smartinfinity.transfer.step_plan import StepPlan
-from lightning_smartinfinity.transfer.submissions import Assignment, BatchMaker, Submission
+from lightning_smartinfinity.transfer.submissions import Assignment, BatchMaker
 from lightning_smartinfinity.transfer.work import Updates, choose_updates
 
 __all__ = ["Step"]
@@ -73,7 +73,7 @@ class Step:
             master_dtype=self._master_dtype if device.updates_from_parameters else None,
         )
         self._tasklets = [] if incremental else self._all_tasklets(plan)
-        self._submission = self._submission_of(self.batches.update)
+        self._submission = plan.outputs.submission(self._assignment(self.batches.update), staging)
         self.failure: SmartInfinityError | None = None
         # False as well where an interrupt came while the device was given something
         self._is_handed_out = incremental
@@ -92,15 +92,14 @@ class Step:
         tasklets = self.batches.tasklets
         return tasklets if plan.first_uses is None else self._layout.in_order_of_use(tasklets, plan.first_uses)
 
-    def _submission_of(self, make_batch: BatchMaker) -> Submission:
-        assignment = Assignment(
+    def _assignment(self, make_batch: BatchMaker) -> Assignment:
+        return Assignment(
             device=self._device,
             layout=self._layout,
             make_batch=make_batch,
             tasklets=self._tasklets,
             pieces=self.batches.pieces,
         )
-        return self._outputs.submission(assignment, self._staging)
 
     @property
     def _master_dtype(self) -> native.DType:
@@ -213,7 +212,7 @@ class Step:
             StorageError: They could not be read; it may be tried again.
             CudaError: They could not be copied; the same.
         """
-        self._submission = self._submission_of(self.batches.restore)
+        self._submission = self._outputs.submission(self._assignment(self.batches.restore), self._staging)
         try:
             self._submission.start()
             self._submission.drain()

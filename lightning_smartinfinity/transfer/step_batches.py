@@ -75,34 +75,8 @@ class StepBatches:
         """Number of elements that are updated."""
         return sum(piece.end - piece.begin for piece in self.pieces if piece.key >= 0)
 
-    def update(self, tasklets: Sequence[int], outputs: Memory) -> Iterable[native.Batch]:
+    def update(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
         """Makes the batch that updates these tasklets, in parts."""
-        batch = self._update_batch(tasklets, outputs)
-        if self._compressed is None:
-            return [batch]
-        if self._compressed.residual is not None:
-            self._sent |= {tasklet.index: tasklet for tasklet in batch.tasklets}
-        return self._compressed.encoded(batch)
-
-    def restore(self, tasklets: Sequence[int], outputs: Memory) -> Iterable[native.Batch]:
-        """Makes the batch that reads the current masters of updated parameters back into the parameters."""
-        return [restore_batch(self._layout, self.pieces, tasklets, self._places, outputs=outputs)]
-
-    @property
-    def has_residual(self) -> bool:
-        """Whether :meth:`feed_back` has anything to do: alike on all ranks."""
-        return self._compressed is not None and self._compressed.residual is not None
-
-    def feed_back(self) -> None:
-        """After the commit, on all ranks: keeps what compression left out of the gradients.
-
-        Raises:
-            StorageError: It cannot be kept; no residual has changed.
-        """
-        if self._compressed is not None:
-            self._compressed.feed_back(list(self._sent.values()), scale=self._loss_scale)
-
-    def _update_batch(self, tasklets: Sequence[int], outputs: Memory) -> native.Batch:
         gradients, compressed = self._gradients, self._compressed
         master_in_parameter = outputs.keeps_parameters and outputs.dtype == self._master_dtype
 
@@ -129,7 +103,7 @@ class StepBatches:
             )
             for index, segments in segments_of(self._layout, self.pieces, tasklets, segment=segment)
         ]
-        return native.Batch(
+        batch = native.Batch(
             native.Operation.UPDATE,
             worked,
             self.updates.steps,
@@ -137,3 +111,26 @@ class StepBatches:
             codec=None if compressed is None else compressed.codec,
             residual_scale=self._loss_scale,
         )
+        if compressed is None:
+            return [batch]
+        if compressed.residual is not None:
+            self._sent |= {tasklet.index: tasklet for tasklet in batch.tasklets}
+        return compressed.encoded(batch)
+
+    def restore(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
+        """Makes the batch that reads the current masters of updated parameters back into the parameters."""
+        return [restore_batch(self._layout, self.pieces, tasklets, self._places, outputs=outputs)]
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether :meth:`feed_back` has anything to do: alike on all ranks."""
+        return self._compressed is not None and self._compressed.residual is not None
+
+    def feed_back(self) -> None:
+        """After the commit, on all ranks: keeps what compression left out of the gradients.
+
+        Raises:
+            StorageError: It cannot be kept; no residual has changed.
+        """
+        if self._compressed is not None:
+            self._compressed.feed_back(list(self._sent.values()), scale=self._loss_scale)

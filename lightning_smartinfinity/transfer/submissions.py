@@ -16,8 +16,8 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout
 
 __all__ = ["Assignment", "BatchMaker", "DirectSubmission", "Direction", "Link", "PartMaker", "Submission"]
 
-BatchMaker = Callable[[Sequence[int], Memory], Iterable[native.Batch]]
-"""Makes the batch of some tasklets whose parameters lie in some memory, in parts; each when it is asked for."""
+BatchMaker = Callable[[Memory, Sequence[int]], Iterable[native.Batch]]
+"""Makes the batch of some tasklets whose parameters lie in this memory, in parts; each when it is asked for."""
 
 PartMaker = Callable[[Sequence[int]], Iterable[native.Batch]]
 """Makes the batch of some tasklets, in parts; each when it is asked for."""
@@ -121,12 +121,6 @@ class DirectSubmission(Submission):
         self._link = link
         self._positions = {tasklet: position for position, tasklet in enumerate(tasklets)}
         self._active = False
-
-    @classmethod
-    def over(cls, assignment: Assignment, memory: Memory, *, link: Link | None = None) -> DirectSubmission:
-        """Submits an assignment whose parameters lie in this memory."""
-        make_batch = assignment.make_batch
-        return cls(assignment.device, lambda tasklets: make_batch(tasklets, memory), assignment.tasklets, link=link)
 
     def extend(self, tasklets: Sequence[int]) -> None:
         assert self._link is None, "parameters are in host memory"
