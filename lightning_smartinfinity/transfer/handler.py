@@ -52,7 +52,7 @@ class TransferHandler:
         self._layout = layout
         self._store = store
         self._device = device
-        self._rule = rule
+        self._new_step = partial(Step, layout, store, device, rule=rule)
         self._access = StateAccess(layout, store, device, names=rule.arrays)
         num_folders = layout.extents.num_devices
         self._balance = Balance(num_folders) if device.moves_tasklets and num_folders > 1 else None
@@ -150,9 +150,7 @@ class TransferHandler:
             StorageError: An earlier commit failed beyond repair; nothing has begun.
         """
         self._prepare()
-        self._step = Step(
-            self._layout, self._store, self._device, rule=self._rule, plan=plan, staging=self._staging_for
-        )
+        self._step = self._new_step(plan=plan, staging=self._staging_for)
         self._step.start()
 
     def begin_incremental(self, plan: StepPlan) -> None:
@@ -169,15 +167,7 @@ class TransferHandler:
         """
         assert self.can_roll_back
         self._prepare()
-        self._step = Step(
-            self._layout,
-            self._store,
-            self._device,
-            rule=self._rule,
-            plan=plan,
-            staging=self._staging_for,
-            incremental=True,
-        )
+        self._step = self._new_step(plan=plan, staging=self._staging_for, incremental=True)
 
     def drain(self) -> None:
         """Returns when the step in flight, if any, has nothing left to read, compute or write.
