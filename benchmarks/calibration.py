@@ -38,7 +38,7 @@ from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Ma
 from lightning_smartinfinity.plan.step import System, simulate_step
 from lightning_smartinfinity.plan.workload import Workload
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from tests.helpers.card_runs import plan_of
+from tests.helpers.card_runs import setup_of
 from tests.helpers.native_testing import Throttle
 from tests.helpers.xrt import what_is_missing
 from tests.xrt import api
@@ -173,7 +173,7 @@ def on_cards(
         nbytes = 2 * layout.extents.tasklet_numel
         sent = codec.native().payload_bytes(nbytes // 2, DType.BFLOAT16) if codec else nbytes
         ring = CardRing(num_buffers=buffers, gradient_bytes=sent, parameter_bytes=nbytes)
-        made.append(SmartSSDDevice(plan_of(devices, build().xclbin), kernel=kernel_of("AdamW"), ring=ring))
+        made.append(SmartSSDDevice(setup_of(devices, build().xclbin), kernel=kernel_of("AdamW"), ring=ring))
         return made[0]
 
     transfer = TransferConfig(tasklet_bytes=CARD_TASKLET_BYTES, num_buffers=buffers, direct_io="on")

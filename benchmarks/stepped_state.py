@@ -18,8 +18,10 @@ from lightning_smartinfinity.store import StateStore, StoreDescription
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.plan import Flat, StepPlan
+from lightning_smartinfinity.transfer.partitions import HostPartition
 from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.transfer.step_plan import StepPlan
+from lightning_smartinfinity.transfer.tensors import Flat
 
 # The first optimizer of a process imports much of torch. This happens here, once, before processes are forked.
 OPTIMIZER = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
@@ -71,7 +73,7 @@ class SteppedState:
         self.numel = sum(numels)
         self._memory = [_bf16_memory(self.numel) for _ in range(2)]
         gradients, outputs = ([Flat(buffer.address, self.numel, DType.BFLOAT16)] for buffer in self._memory)
-        self.handler.initialize(outputs)
+        self.handler.initialize(HostPartition(outputs))
         compressed = None
         if codec is not None:
             memory = torch.frombuffer(self._memory[0].memoryview(), dtype=torch.bfloat16)
@@ -79,7 +81,7 @@ class SteppedState:
         self._plan = StepPlan(
             active=np.ones(len(parameters), np.bool_),
             gradients=gradients,
-            outputs=outputs,
+            outputs=HostPartition(outputs),
             groups=OPTIMIZER.param_groups,
             compressed=compressed,
         )

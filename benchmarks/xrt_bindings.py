@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from lightning_smartinfinity import TransferConfig
 from lightning_smartinfinity.devices.smartssd import CardRing, SmartSSDDevice, kernel_of
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from tests.helpers.card_runs import plan_of
+from tests.helpers.card_runs import setup_of
 from tests.helpers.xrt import VERSION, what_is_missing
 from tests.xrt import api, pyxrt
 from tests.xrt.builds import build
@@ -150,7 +150,7 @@ def stepped(binding: str, xclbin: Path, folder: Path, numel: int, num_cards: int
     def device(layout: PartitionLayout) -> SmartSSDDevice:
         nbytes = 2 * layout.extents.tasklet_numel  # bytes of bf16 parameters
         ring = CardRing(num_buffers=transfer.num_buffers, gradient_bytes=nbytes, parameter_bytes=nbytes)
-        return SmartSSDDevice(plan_of(num_cards, xclbin, binding=binding), kernel=kernel_of("AdamW"), ring=ring)
+        return SmartSSDDevice(setup_of(num_cards, xclbin, binding=binding), kernel=kernel_of("AdamW"), ring=ring)
 
     folders = [folder / f"card{number}" for number in range(num_cards)]
     return SteppedState(folders, [numel] * num_cards, state_format="fp32", transfer=transfer, make_device=device)

@@ -13,8 +13,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.batches import spans_of
 from lightning_smartinfinity.transfer.cuda import CudaLink, GradientCopies
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.plan import Flat
-from lightning_smartinfinity.transfer.tensors import HostTensor, is_native_dtype, native_dtype
+from lightning_smartinfinity.transfer.tensors import Flat, HostTensor, is_native_dtype, native_dtype
 
 __all__ = ["GradientArena"]
 
@@ -46,17 +45,14 @@ class GradientArena:
         self._layout = layout
         self._copies = GradientCopies(link) if link is not None else None
         self._memory = link.host_tensor(layout.numel, dtype) if link is not None else HostTensor(layout.numel, dtype)
+        self.buffer = self._memory.tensor
         # Of each parameter: the address of its slice, the elements of a gradient that fills it, and the sum of squares
         # of what has arrived, where that is known.
         self._addresses = [
-            self.buffer.data_ptr() + piece.offset * self.buffer.element_size() for piece in layout.parameters
+            self.buffer.data_ptr() + each.offset * self.buffer.element_size() for each in layout.parameters
         ]
-        self._whole = [piece.numel if piece.numel == piece.real_numel else None for piece in layout.parameters]
+        self._whole = [each.numel if each.numel == each.real_numel else None for each in layout.parameters]
         self._squares = np.full(len(layout.parameters), _UNKNOWN)
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        return self._memory.tensor
 
     def arrive(self, parameter: int, gradient: torch.Tensor) -> None:
         """Take this rank's slice of a parameter's gradient: the first one in a window writes, later ones add.
@@ -100,19 +96,30 @@ class GradientArena:
                 self.arrive(parameter, gradient)
         for dtype, pairs in arriving.items():
             indices = [parameter for parameter, _ in pairs]
-            self._accumulate(indices, [gradient for _, gradient in pairs], dtype)
+            adds = self.active[indices].tolist()
+            if any(adds):
+                self.synchronize()
+            self._squares[indices] = native.accumulate(
+                [gradient.data_ptr() for _, gradient in pairs],
+                [self._addresses[parameter] for parameter in indices],
+                [gradient.numel() for _, gradient in pairs],
+                adds,
+                native_dtype(dtype),
+                native_dtype(self.buffer.dtype),
+            )
+            self.active[indices] = True
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of this window."""
         self._squares[:] = _UNKNOWN
-        for run in self._active_runs():
-            run.mul_(factor)
+        for gradients in self._active_gradients():
+            gradients.mul_(factor)
 
     def clamp(self, limit: float) -> None:
         """Clamp the gradients of this window to ``[-limit, limit]``."""
         self._squares[:] = _UNKNOWN
-        for run in self._active_runs():
-            run.clamp_(-limit, limit)
+        for gradients in self._active_gradients():
+            gradients.clamp_(-limit, limit)
 
     def reset(self) -> None:
         """End the window: no parameter is active. Memory is left as it is."""
@@ -165,25 +172,11 @@ class GradientArena:
         finally:
             self._memory.close()
 
-    def _active_runs(self) -> list[torch.Tensor]:
+    def _active_gradients(self) -> list[torch.Tensor]:
         """The gradients of this window, neighbours of one sub-group as one; their padding is zero."""
         self.synchronize()
         spans = spans_of(self._layout, self.active.astype(np.int64))
         return [self.buffer[begin:end] for begin, end, is_active in spans if is_active]
-
-    def _accumulate(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        adds = self.active[parameters].tolist()
-        if any(adds):
-            self.synchronize()
-        self._squares[parameters] = native.accumulate(
-            [gradient.data_ptr() for gradient in gradients],
-            [self._addresses[parameter] for parameter in parameters],
-            [gradient.numel() for gradient in gradients],
-            adds,
-            native_dtype(dtype),
-            native_dtype(self.buffer.dtype),
-        )
-        self.active[parameters] = True
 
     def _write(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
         if self._copies is not None and self._copies.takes(gradient):

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.store.spread import Placement
-from lightning_smartinfinity.transfer.compressed_gradients import Compression
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.plan import Flat
+from lightning_smartinfinity.transfer.tensors import Flat
 
 __all__ = [
+    "Compression",
     "DTYPE_BYTES",
     "FlatMemory",
     "Memory",
@@ -60,6 +60,10 @@ class Memory(Protocol):
         """Of the elements."""
 
     @property
+    def keeps_parameters(self) -> bool:
+        """Whether parameters stay there; if not, they only pass through it."""
+
+    @property
     def stream(self) -> native.CudaStream | None:
         """What parameters travel on, if they lie in a CUDA device's memory; None: they lie in host memory."""
 
@@ -84,6 +88,7 @@ class FlatMemory:
         for flat, sub_group in zip(flats, layout.sub_groups, strict=True):
             assert flat.numel == sub_group.numel, (flat, sub_group)
         self.stream = stream
+        self.keeps_parameters = True
         self.dtype = dtypes.pop() if dtypes else native.DType.FLOAT32
         # Address that element 0 of the partition would have if its memory reached there.
         size = DTYPE_BYTES[self.dtype]
@@ -92,6 +97,22 @@ class FlatMemory:
 
     def address(self, piece: Piece) -> int:
         return self._origins[piece.sub_group] + piece.begin * self._size
+
+
+class Compression(NamedTuple):
+    """What a :class:`native.Tasklet` is told of its gradient's compression.
+
+    Args:
+        payload: Address that it is compressed to.
+        payload_bytes: There are.
+        residual: Address of its elements' residual; 0: none.
+        padding: Offsets and lengths of what is no element of a parameter.
+    """
+
+    payload: int = 0
+    payload_bytes: int = 0
+    residual: int = 0
+    padding: tuple[tuple[int, int], ...] = ()
 
 
 class Places(NamedTuple):

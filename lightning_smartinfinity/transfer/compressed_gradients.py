@@ -5,39 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.compression import GradientCodec, TopK
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.transfer.batches import Compression
 from lightning_smartinfinity.transfer.cuda import CudaLink
 from lightning_smartinfinity.transfer.device_selection import DeviceSelection
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.tensors import HostTensor, native_dtype
 
-__all__ = ["CompressedGradients", "Compression", "feed_back_threads"]
+__all__ = ["CompressedGradients", "feed_back_threads"]
 
 _BEAT_BYTES = 64
 _FP32_BYTES = 4
 _MOST_THREADS = 8  # of all processes of a machine: each moves some 15 GB/s, as much as memory gives to few more
-
-
-class Compression(NamedTuple):
-    """What a :class:`native.Tasklet` is told of its gradient's compression.
-
-    Args:
-        payload: Address that it is compressed to.
-        payload_bytes: There are.
-        residual: Address of its elements' residual; 0: none.
-        padding: Offsets and lengths of what is no element of a parameter.
-    """
-
-    payload: int = 0
-    payload_bytes: int = 0
-    residual: int = 0
-    padding: tuple[tuple[int, int], ...] = ()
 
 
 class CompressedGradients:
@@ -160,8 +144,8 @@ def feed_back_threads(compute_threads: int, num_processes: int) -> int:
 def _padding_of(layout: PartitionLayout) -> list[tuple[tuple[int, int], ...]]:
     """Of each tasklet, in its own elements."""
     found: list[list[tuple[int, int]]] = [[] for _ in layout.tasklets]
-    for piece in layout.parameters:
-        begin, end = piece.offset + piece.real_numel, piece.offset + piece.numel
+    for parameter in layout.parameters:
+        begin, end = parameter.offset + parameter.real_numel, parameter.offset + parameter.numel
         numel = layout.extents.tasklet_numel
         while begin < end:
             tasklet = layout.tasklets[begin // numel]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def _layout(manifest: Manifest, *, tasklet_bytes: int, num_devices: int, state_f
     """
     try:
         slices = [_slice_of(parameter) for parameter in manifest.description.parameters]
-        if sum(piece.numel for piece in slices) != manifest.extents.numel:
+        if sum(parameter.numel for parameter in slices) != manifest.extents.numel:
             raise ValueError("the parameters are not those of the partition")
         return build_layout(
             slices,
@@ -180,12 +180,12 @@ def _copy(source: StateStore, target: StateStore, layout: PartitionLayout, progr
         writing = StateAccess(layout, target, _device(target, opened), names=names)
 
         def fill(window: Window) -> None:
-            arrays = reading.read_range(window.begin, window.end, names)
+            arrays = reading.read_range(window.begin, window.end, names=names)
             for name, array in zip(names, window.arrays, strict=True):
                 array[:] = arrays[name]
             progress(window.end)
 
-        writing.replace(fill, steps=source.steps, together=nullcontext)
+        writing.replace(fill, steps=source.steps)
 
 
 def _device(store: StateStore, opened: ExitStack) -> HostDevice:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.transfer.plan import CudaPartition, Flat
-from lightning_smartinfinity.transfer.tensors import HostTensor, native_dtype
+from lightning_smartinfinity.transfer.partitions import CudaPartition
+from lightning_smartinfinity.transfer.tensors import Flat, HostTensor, native_dtype
 
 __all__ = ["CudaLink", "GradientCopies", "link_to"]
 
-_PIECE_NUMEL = 1 << 20
+_CHUNK_NUMEL = 1 << 20
 
 
 def link_to(device: torch.device) -> CudaLink | None:
@@ -60,6 +60,14 @@ class CudaLink:
         """Handle of torch's current stream."""
         return torch.cuda.current_stream(self._where).cuda_stream
 
+    def take(self) -> None:
+        """Lets copies from now on run after what torch's current stream was given so far."""
+        self.stream.follow(self.current_stream())
+
+    def give(self) -> None:
+        """Lets what torch's current stream is given from now on run after the copies started so far."""
+        self.stream.lead(self.current_stream())
+
     def keep(self, tensor: torch.Tensor) -> None:
         """Let the tensor's memory not be used again before the current stream has done what it was given so far."""
         tensor.record_stream(torch.cuda.current_stream(self._where))
@@ -86,7 +94,7 @@ class CudaLink:
         """
         assert all(self.holds(tensor) and tensor.is_contiguous() for tensor in tensors)
         flats = [Flat(tensor.data_ptr(), tensor.numel(), native_dtype(tensor.dtype)) for tensor in tensors]
-        return CudaPartition(flats, stream=self.stream, link=self)
+        return CudaPartition(flats, link=self)
 
     def warn_of_unregistered(self) -> None:
         """Warn, once, if host memory could not be registered."""
@@ -133,21 +141,21 @@ class GradientCopies:
     def add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
         """Start ``target += gradient``, after all that was started before.
 
-        The device adds, piece by piece, in the current stream's order: the host neither waits nor computes.
+        The device adds, chunk by chunk, in the current stream's order: the host neither waits nor computes.
         """
         stream = self._link.current_stream()
         for other in self._pending - {stream}:
             self._events[other].hold(stream)
         if self._total is None or self._total.dtype != target.dtype:
-            self._total = self._link.empty(_PIECE_NUMEL, target.dtype)
-        for begin in range(0, gradient.numel(), _PIECE_NUMEL):
-            piece = gradient[begin : begin + _PIECE_NUMEL]
-            where = target[begin : begin + piece.numel()]
-            total = self._total[: piece.numel()]
+            self._total = self._link.empty(_CHUNK_NUMEL, target.dtype)
+        for begin in range(0, gradient.numel(), _CHUNK_NUMEL):
+            chunk = gradient[begin : begin + _CHUNK_NUMEL]
+            where = target[begin : begin + chunk.numel()]
+            total = self._total[: chunk.numel()]
             self._link.device.copy_to_device(
                 device=total.data_ptr(), host=where.data_ptr(), nbytes=where.nbytes, stream=stream
             )
-            self._link.add(total, piece)
+            self._link.add(total, chunk)
             self._copy_to_host(where, total, stream)
         self._link.keep(gradient)
         self._note(stream)

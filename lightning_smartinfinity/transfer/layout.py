@@ -51,7 +51,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubGroupSlice:
-    """One contiguous piece of the partition in memory.
+    """A part of the partition that is contiguous in memory.
 
     Args:
         index: Its number.
@@ -70,7 +70,7 @@ class SubGroupSlice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskletSlice:
-    """A run of the flat partition whose state is one extent.
+    """A part of the flat partition whose state is one extent.
 
     Args:
         index: Its number, in partition order.
@@ -119,7 +119,7 @@ class PartitionLayout:
 
     Args:
         parameters: Slices in partition order; their index is the parameter index everywhere.
-        sub_groups: Contiguous pieces of memory, in partition order.
+        sub_groups: Parts that are contiguous in memory, in partition order.
         extents: Of the tasklets' state on storage.
         num_resident: Tasklets, from the first on, whose state stays in host memory.
     """
@@ -185,7 +185,7 @@ class PartitionLayout:
             parameters: Parameter indices with step 1; None stands for either end.
         """
         first, last, stride = parameters.indices(len(self.parameters))
-        assert stride == 1, "parameters are waited for in runs"
+        assert stride == 1, "neighbouring parameters"
         if first >= last:
             return range(0)
         begin, end = self.parameters[first].offset, self.parameters[last - 1].offset + self.parameters[last - 1].numel

@@ -1,29 +1,21 @@
-"""Parameters on storage: whole ones to and from block-aligned host memory, parts of them through small buffers."""
+"""Parameters on storage: whole ones to and from block-aligned host memory."""
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store import ParameterFiles, Place
-from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.os_errors import failure_error, require_io_engine, storage_errors
-from lightning_smartinfinity.store.parameter_files import whole_blocks
 
-__all__ = ["ParameterStore", "PartTransfers", "StoredParameter"]
+__all__ = ["ParameterStore", "StoredParameter"]
 
 _IO_THREADS_PER_FILE = 4
-_PART_BYTES = 1 << 20
-_NUM_PARTS = 4
 
 
 class StoredParameter:
@@ -156,138 +148,3 @@ class ParameterStore:
         self._interrupted = False
         if self._failed:
             raise failure_error(next(iter(self._failed.values())), what="Parameters")
-
-
-class PartTransfers:
-    """Any bytes of parameters to and from any host memory, through a few buffers of a fixed size.
-
-    Storage is written in whole blocks. The last block of a part that ends inside it is held back: mostly the next part
-    begins there. Otherwise, and at :meth:`synchronize`, the rest of the block is read first.
-
-    Args:
-        store: Where parameters lie.
-    """
-
-    def __init__(self, store: ParameterStore) -> None:
-        self._store = store
-        memory = native.HostBuffer(_NUM_PARTS * _PART_BYTES + BLOCK_BYTES)
-        whole = torch.frombuffer(memory.memoryview(), dtype=torch.uint8)
-        self._buffers = deque(whole[i * _PART_BYTES : (i + 1) * _PART_BYTES] for i in range(_NUM_PARTS))
-        self._in_flight: deque[tuple[int, Callable[[], object]]] = deque()
-        # Where the parts end that were written since the last synchronize().
-        self._ends: dict[StoredParameter, int] = {}
-        # The parts that were read since then.
-        self._read: defaultdict[StoredParameter, list[range]] = defaultdict(list)
-        self._block = whole[_NUM_PARTS * _PART_BYTES :]
-        # The block held back: of what, where it begins, and which of its bytes are in memory.
-        self._held: tuple[StoredParameter, int, int, int] | None = None
-        self.nbytes = memory.nbytes
-
-    def put(self, stored: StoredParameter, begin: int, values: torch.Tensor) -> None:
-        """Start writing ``values`` (uint8, which may change on return) at byte ``begin``.
-
-        Raises:
-            StorageError: This or an earlier transfer failed.
-        """
-        if begin < self._ends.get(stored, 0) or self._is_read(stored, begin, begin + values.numel()):
-            self.synchronize()  # transfers in flight may overtake each other
-        self._ends[stored] = begin + values.numel()
-        while values.numel():
-            inside = begin % BLOCK_BYTES
-            numel = values.numel()
-            if inside or numel < BLOCK_BYTES:
-                count = min(BLOCK_BYTES - inside, numel)
-                self._hold(stored, begin - inside, inside, values[:count])
-            else:
-                count = min(numel // BLOCK_BYTES * BLOCK_BYTES, _PART_BYTES)
-                buffer = self._next_buffer()
-                buffer[:count].copy_(values[:count])
-                self._start(self._store.write(stored, buffer[:count], offset=begin))
-            begin, values = begin + count, values[count:]
-
-    def get(self, stored: StoredParameter, begin: int, values: torch.Tensor) -> None:
-        """Start reading from byte ``begin`` into ``values`` (uint8), which is filled after :meth:`synchronize`.
-
-        Raises:
-            StorageError: This or an earlier transfer failed.
-        """
-        if self._ends:
-            self.synchronize()
-        self._read[stored].append(range(begin, begin + values.numel()))
-        while values.numel():
-            inside = begin % BLOCK_BYTES
-            count = min(values.numel(), _PART_BYTES - inside)
-            buffer = self._next_buffer()
-            ticket = self._store.read(stored, buffer[: whole_blocks(inside + count)], offset=begin - inside)
-            self._start(ticket, partial(values[:count].copy_, buffer[inside : inside + count]))
-            begin, values = begin + count, values[count:]
-
-    def synchronize(self) -> None:
-        """Return when everything started has completed.
-
-        Raises:
-            StorageError: Something failed; nothing of it is in flight any more.
-        """
-        self._ends.clear()
-        self._read.clear()
-        try:
-            self._write_held()
-            while self._in_flight:
-                self._finish_first()
-        except BaseException:
-            self._abandon()
-            raise
-
-    def _is_read(self, stored: StoredParameter, begin: int, end: int) -> bool:
-        return any(part.start < end and begin < part.stop for part in self._read.get(stored, ()))
-
-    def _start(self, ticket: int, then: Callable[[], object] = lambda: None) -> None:
-        self._in_flight.append((ticket, then))
-
-    def _next_buffer(self) -> torch.Tensor:
-        if len(self._in_flight) == _NUM_PARTS:
-            self._finish_first()
-        self._buffers.rotate(-1)
-        return self._buffers[-1]
-
-    def _finish_first(self) -> None:
-        ticket, then = self._in_flight[0]
-        try:
-            self._store.finish(ticket)
-        except StorageError:
-            self._in_flight.popleft()
-            raise
-        # Not after an interrupt: the transfer still uses its buffer.
-        self._in_flight.popleft()
-        then()
-
-    def _hold(self, stored: StoredParameter, block: int, inside: int, values: torch.Tensor) -> None:
-        if self._held is None or self._held[:2] != (stored, block) or self._held[3] != inside:
-            self._write_held()
-            self._held = (stored, block, inside, inside)
-        end = inside + values.numel()
-        self._block[inside:end].copy_(values)
-        self._held = (stored, block, self._held[2], end)
-        if end == BLOCK_BYTES or block + end == stored.nbytes:
-            self._write_held()
-
-    def _write_held(self) -> None:
-        if self._held is None:
-            return
-        stored, block, first, end = self._held
-        self._held = None
-        buffer = self._next_buffer()[:BLOCK_BYTES]
-        if first > 0 or (end < BLOCK_BYTES and block + end < stored.nbytes):
-            # Its neighbours may be on their way to storage.
-            while self._in_flight:
-                self._finish_first()
-            self._start(self._store.read(stored, buffer, offset=block))
-            self._finish_first()
-        buffer[first:end].copy_(self._block[first:end])
-        self._start(self._store.write(stored, buffer, offset=block))
-
-    def _abandon(self) -> None:
-        self._held = None
-        while self._in_flight:
-            with suppress(StorageError):
-                self._finish_first()

@@ -1,18 +1,23 @@
-"""Partitions outside host memory: a bounded host buffer that parameters pass through."""
+"""Partitions outside host memory: their parameters pass through a bounded host buffer, wave by wave."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 import torch
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.transfer.batches import DTYPE_BYTES, Piece, pieces_within
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.plan import StagedPartition
+from lightning_smartinfinity.transfer.partitions import ParameterMemory, StagingMaker
+from lightning_smartinfinity.transfer.submissions import Assignment, Direction, DirectSubmission, Submission
 from lightning_smartinfinity.transfer.tensors import HostTensor, native_dtype
 
-__all__ = ["StagingBuffer", "TensorPartition", "Wave", "waves_of"]
+__all__ = ["StagedPartition", "StagingBuffer", "TensorPartition"]
 
 _TORCH_DTYPES = {
     native.DType.FLOAT32: torch.float32,
@@ -22,10 +27,36 @@ _TORCH_DTYPES = {
 _NUM_HALVES = 2
 
 
-class TensorPartition:
-    """A :class:`~lightning_smartinfinity.transfer.plan.StagedPartition` over one flat tensor per sub-group.
+class StagedPartition(ParameterMemory):
+    """Parameters that only their owner can reach: they travel through a small host buffer, wave by wave.
 
-    Copies block: for memory that nothing faster can reach.
+    :class:`TensorPartition` holds torch tensors on any device; ``zero3.parameters.stored_partition`` holds parameters
+    on storage, and its methods may raise a StorageError.
+
+    Attributes:
+        dtype: The parameters' dtype.
+    """
+
+    dtype: native.DType
+
+    @abstractmethod
+    def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        """Starts copying ``values`` to elements ``[offset, offset + len(values))`` of a sub-group."""
+
+    @abstractmethod
+    def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
+        """Starts copying these elements of a sub-group into ``values``."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Returns when every copy started so far has completed."""
+
+    def submission(self, assignment: Assignment, staging: StagingMaker) -> StagedSubmission:
+        return StagedSubmission(assignment, self, staging(self.dtype))
+
+
+class TensorPartition(StagedPartition):
+    """One flat tensor per sub-group. Copies block: this is for memory that nothing faster can reach.
 
     Args:
         tensors: Flat, contiguous, one dtype, in sub-group order; on any device. At least one.
@@ -77,16 +108,7 @@ class StagingBuffer:
         return self._memory.tensor[begin : begin + self._half_numel]
 
 
-def waves_of(layout: PartitionLayout, tasklets: Sequence[int], staging: StagingBuffer) -> list[Wave]:
-    """Deal tasklets, as they come, to waves in alternating halves of the buffer."""
-    size = staging.tasklets_per_wave
-    return [
-        Wave(layout, tasklets[begin : begin + size], staging.half(number))
-        for number, begin in enumerate(range(0, len(tasklets), size))
-    ]
-
-
-class Wave:
+class _Wave:
     """Some tasklets' parameters in a half of the staging buffer, one tasklet behind the other.
 
     It is a :class:`~lightning_smartinfinity.transfer.batches.Memory`.
@@ -101,6 +123,7 @@ class Wave:
         self.tasklets = tasklets
         self.dtype = native_dtype(half.dtype)
         self.stream = None
+        self.keeps_parameters = False
         self._layout = layout
         self._half = half
         self._rows = {tasklet: row for row, tasklet in enumerate(tasklets)}
@@ -109,13 +132,13 @@ class Wave:
         return self._half.data_ptr() + self._position(piece) * self._half.element_size()
 
     def put(self, pieces: Sequence[Piece], partition: StagedPartition) -> None:
-        """Start copying those of these pieces that lie in the wave, and were updated, to the partition."""
+        """Starts copying the pieces that lie in the wave and were updated to the partition."""
         for piece in self._own(pieces):
             if piece.key >= 0:
                 partition.put(piece.sub_group, self._offset(piece), self._values(piece))
 
     def get(self, pieces: Sequence[Piece], partition: StagedPartition) -> None:
-        """Start copying those of these pieces that lie in the wave from the partition."""
+        """Starts copying the pieces that lie in the wave from the partition."""
         for piece in self._own(pieces):
             partition.get(piece.sub_group, self._offset(piece), self._values(piece))
 
@@ -132,3 +155,84 @@ class Wave:
     def _position(self, piece: Piece) -> int:
         numel = self._layout.extents.tasklet_numel
         return self._rows[piece.tasklet] * numel + piece.begin - piece.tasklet * numel
+
+
+class StagedSubmission(Submission):
+    """Wave after wave through the two halves of the staging buffer.
+
+    The caller's waits drive it: a wave is copied to the partition, and the next one started, when somebody waits. While
+    a wave is at work, its predecessor's parameters travel to the partition. The next wait resumes what an interrupt
+    broke off, but for a wave of which nobody knows whether the device has it.
+
+    Args:
+        assignment: The work.
+        partition: The parameters' partition.
+        staging: The buffer.
+    """
+
+    def __init__(self, assignment: Assignment, partition: StagedPartition, staging: StagingBuffer) -> None:
+        self._device = assignment.device
+        self._make_batch = assignment.make_batch
+        self._pieces = assignment.pieces
+        self._loads = assignment.direction is Direction.FROM_PARTITION
+        self._partition = partition
+        tasklets, size = assignment.tasklets, staging.tasklets_per_wave
+        self._waves = [
+            _Wave(assignment.layout, tasklets[begin : begin + size], staging.half(number))
+            for number, begin in enumerate(range(0, len(tasklets), size))
+        ]
+        self._wave_of = {tasklet: number for number, wave in enumerate(self._waves) for tasklet in wave.tasklets}
+        self._num_begun = 0
+        self._num_finished = 0
+        self._current: DirectSubmission | None = None  # the wave that was begun last
+        self._is_handed_out = True
+
+    def start(self) -> None:
+        self._begin_next()
+
+    def wait(self, tasklets: Sequence[int]) -> None:
+        last = max((self._wave_of[tasklet] for tasklet in tasklets if tasklet in self._wave_of), default=-1)
+        self._finish_waves(last + 1)
+
+    def drain(self) -> None:
+        self._finish_waves(len(self._waves))
+
+    def stop(self) -> None:
+        if self._current is not None:
+            self._current.stop()
+        self._current = None
+        with suppress(SmartInfinityError):  # as in DirectSubmission: the caller knows, or abandons the work anyway
+            self._partition.synchronize()
+
+    def _finish_waves(self, count: int) -> None:
+        """Returns when so many waves are done and their parameters in the partition."""
+        while self._num_finished < count:
+            if not self._is_handed_out:
+                raise StorageError("An interrupt came while a part of the step began.", "Undo it.")
+            self._finish_wave(self._waves[self._num_finished])
+        self._partition.synchronize()
+
+    def _finish_wave(self, wave: _Wave) -> None:
+        if self._num_begun == self._num_finished + 1:
+            assert self._current is not None
+            self._current.drain()
+            # Before the next wave overwrites the other half; its copies had all this wave's time.
+            self._partition.synchronize()
+            self._begin_next()
+        if not self._loads:
+            wave.put(self._pieces, self._partition)
+        self._num_finished += 1
+
+    def _begin_next(self) -> None:
+        if self._num_begun == len(self._waves):
+            return
+        wave = self._waves[self._num_begun]
+        if self._loads:
+            wave.get(self._pieces, self._partition)
+            self._partition.synchronize()
+        submission = DirectSubmission(self._device, partial(self._make_batch, wave), wave.tasklets)
+        self._is_handed_out = False
+        self._current = submission
+        self._num_begun += 1
+        submission.start()
+        self._is_handed_out = True

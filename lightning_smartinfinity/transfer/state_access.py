@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +12,10 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.store import StateStore
-from lightning_smartinfinity.transfer.batches import (
-    FlatMemory,
-    Piece,
-    Places,
-    Span,
-    cut,
-    tasklets_in,
-    whole_sub_groups,
-)
+from lightning_smartinfinity.transfer.batches import Memory, Piece, Places, Span, cut, tasklets_in, whole_sub_groups
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
-from lightning_smartinfinity.transfer.runs import DirectRun
-from lightning_smartinfinity.transfer.staging import StagingBuffer, waves_of
+from lightning_smartinfinity.transfer.partitions import ParameterMemory, StagingMaker
+from lightning_smartinfinity.transfer.submissions import Assignment, Direction, DirectSubmission, Submission
 from lightning_smartinfinity.transfer.windows import Window, WindowWalk
 from lightning_smartinfinity.transfer.work import array_batch, start_batch
 
@@ -66,7 +57,7 @@ def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], step
 def committing(store: StateStore, generation: int, together: Together) -> Iterator[None]:
     """Around writing and committing a generation; if another process could not commit it, it is taken back here.
 
-    With one slot there is nothing to go back to: the generation stays.
+    With one place for each tasklet there is nothing to go back to: the generation stays.
 
     Args:
         store: The store.
@@ -104,13 +95,13 @@ class _FirstArrays:
 
 
 class StateAccess:
-    """The methods of the same names of ``TransferHandler``; no batch may be in flight.
+    """A rank's committed state on storage, read and replaced outside of steps; no batch may be in flight.
 
     Args:
         layout: The partition.
         store: Its state.
-        device: Open.
-        names: Of the arrays, ``UpdateRule.arrays``.
+        device: The device, open.
+        names: Names of the arrays, ``UpdateRule.arrays``.
     """
 
     def __init__(
@@ -121,57 +112,134 @@ class StateAccess:
         self._device = device
         self._names = tuple(names)
 
-    def initialize(self, masters: Sequence[Flat], values: Sequence[float]) -> None:
-        self._start(FlatMemory(self._layout, masters), values)
-
-    def initialize_from_cuda(self, masters: CudaPartition, values: Sequence[float]) -> None:
-        self._start(FlatMemory(self._layout, masters.flats, stream=masters.stream), values, masters)
-
-    def _start(self, memory: FlatMemory, values: Sequence[float], partition: CudaPartition | None = None) -> None:
-        pieces, first = self._all_pieces(), _FirstArrays(self._layout, values)
+    def initialize(self, masters: ParameterMemory, first_values: Sequence[float], staging: StagingMaker) -> None:
+        """Writes the first state and commits it; see ``TransferHandler.initialize``."""
+        pieces, first = self._all_pieces(), _FirstArrays(self._layout, first_values)
         tasklets, places = tasklets_in(pieces), self._next_places()
-        batch = start_batch(self._layout, pieces, tasklets, places, masters=memory, arrays=first.addresses)
-        self._work(batch, tasklets, partition)
-        commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
-    def initialize_staged(self, masters: StagedPartition, staging: StagingBuffer, values: Sequence[float]) -> None:
-        pieces, places = self._all_pieces(), self._next_places()
-        tasklets, first = tasklets_in(pieces), _FirstArrays(self._layout, values)
-        for wave in waves_of(self._layout, tasklets, staging):
-            wave.get(pieces, masters)
-            masters.synchronize()
-            batch = start_batch(self._layout, pieces, wave.tasklets, places, masters=wave, arrays=first.addresses)
-            self._work(batch, wave.tasklets)
+        def make_batch(memory: Memory, tasklets: Sequence[int]) -> list[native.Batch]:
+            return [start_batch(self._layout, pieces, tasklets, places, masters=memory, arrays=first.addresses)]
+
+        assignment = Assignment(
+            device=self._device,
+            layout=self._layout,
+            make_batch=make_batch,
+            tasklets=tasklets,
+            pieces=pieces,
+            direction=Direction.FROM_PARTITION,
+        )
+        _finish(masters.submission(assignment, staging))
         commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
     def scan(self, visit: Callable[[Window], object]) -> None:
+        """Hands over the whole state, window after window in partition order.
+
+        It takes as much host memory as the ring, or two tasklets where that is more.
+
+        Args:
+            visit: Called with each window, whose arrays hold the state during the call.
+
+        Raises:
+            StorageError: The state could not be read, or is not what was written.
+        """
         self._walk(places_of(self._store)).read(visit)
 
-    def replace(self, fill: Callable[[Window], object], *, steps: NDArray[np.int64], together: Together) -> None:
+    def replace(
+        self, fill: Callable[[Window], object], *, steps: NDArray[np.int64], together: Together = nullcontext
+    ) -> None:
+        """Replaces the whole state, window after window in partition order, and commits it.
+
+        It takes as much host memory as :meth:`scan`. The partition in memory is the caller's: write the parameters too.
+        If ``fill`` or a write raises, here or under ``together`` elsewhere, the previous generation stays current;
+        only with one place each (``durability="none"``) the state is lost.
+
+        Args:
+            fill: Called with each window, all of whose arrays it fills.
+            steps: int64[num_parameters].
+            together: Entered around writing and committing. With several ranks it must raise on each of them if its
+                body raised on one; so none keeps a generation that another could not commit.
+
+        Raises:
+            StorageError: It could not be written.
+        """
         assert len(steps) == len(self._layout.parameters)
         with committing(self._store, self._store.generation + 1, together):
             places = self._next_places()
             self._walk(places).write(fill)
             commit_next(self._store, places, range(self._layout.extents.num_tasklets), np.asarray(steps, np.int64))
 
-    def read_parameter(self, parameter: int, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+    def read_parameter(self, parameter: int, *, names: Sequence[str] | None = None) -> dict[str, NDArray[np.float32]]:
+        """Reads one parameter's arrays.
+
+        Args:
+            parameter: Parameter index.
+            names: The arrays to read; None: all.
+
+        Returns:
+            float32[real_numel] by name.
+
+        Raises:
+            StorageError: As :meth:`scan`.
+        """
         numel = self._layout.parameters[parameter].real_numel
-        values = {name: np.empty(numel, np.float32) for name in names}
+        values = {name: np.empty(numel, np.float32) for name in names or self._names}
         addresses = self._in_parameters({parameter: values})
         self._move(native.Operation.READ, self._pieces_of([parameter]), places_of(self._store), addresses)
         return values
 
-    def modify(self, values: Mapping[int, Mapping[str, NDArray[np.float32]]], *, together: Together) -> None:
+    def modify(
+        self, values: Mapping[int, Mapping[str, NDArray[np.float32]]], *, together: Together = nullcontext
+    ) -> None:
+        """Replaces some arrays of some parameters, as one commit.
+
+        The partition in memory is the caller's: after replacing a master, write the parameter too. Every rank calls it
+        the same number of times, so that generations stay common to all.
+
+        In a state format that rounds, values are rounded to nearest. Elements that are not replaced keep theirs, unless
+        they share a block of 8-bit codes with new ones so large that its exponent no longer reaches down to them.
+
+        Args:
+            values: By parameter index, then array name: float32[real_numel].
+            together: As for :meth:`replace`.
+
+        Raises:
+            StorageError: It could not be written; the previous generation stays current.
+        """
         kept = {index: self._checked(index, arrays) for index, arrays in values.items()}
         self._modify(self._pieces_of(sorted(kept)), self._in_parameters(kept), together)
 
-    def read_range(self, begin: int, end: int, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+    def read_range(self, begin: int, end: int, *, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        """Reads elements ``[begin, end)`` of the flat partition, padding included.
+
+        Args:
+            begin: First element.
+            end: One past the last.
+            names: The arrays to read.
+
+        Returns:
+            float32[end - begin] by name.
+
+        Raises:
+            StorageError: As :meth:`scan`.
+        """
         values = {name: np.empty(end - begin, np.float32) for name in names}
         addresses = self._in_range(begin, values)
         self._move(native.Operation.READ, self._pieces_between(begin, end), places_of(self._store), addresses)
         return values
 
-    def modify_range(self, begin: int, values: Mapping[str, NDArray[np.float32]], *, together: Together) -> None:
+    def modify_range(
+        self, begin: int, values: Mapping[str, NDArray[np.float32]], *, together: Together = nullcontext
+    ) -> None:
+        """Replaces some arrays of consecutive elements of the flat partition, as one commit; else as :meth:`modify`.
+
+        Args:
+            begin: First element.
+            values: By array name: contiguous float32, all equally long.
+            together: As for :meth:`replace`.
+
+        Raises:
+            StorageError: It could not be written; the previous generation stays current.
+        """
         (numel,) = {len(array) for array in values.values()}
         assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in values.values())
         self._modify(self._pieces_between(begin, begin + numel), self._in_range(begin, values), together)
@@ -213,17 +281,10 @@ class StateAccess:
         places: Places,
         addresses: Callable[[Piece], tuple[int, ...]],
     ) -> None:
-        tasklets = tasklets_in(pieces)
-        batch = array_batch(operation, self._layout, pieces, tasklets, places, addresses=addresses)
-        self._work(batch, tasklets)
+        def make_parts(tasklets: Sequence[int]) -> list[native.Batch]:
+            return [array_batch(operation, self._layout, pieces, tasklets, places, addresses=addresses)]
 
-    def _work(self, batch: native.Batch, tasklets: Sequence[int], partition: CudaPartition | None = None) -> None:
-        run = DirectRun(self._device, [batch], tasklets, partition=partition)
-        try:
-            run.start()
-            run.drain()
-        finally:
-            run.stop()  # after an interrupt the device is still at work
+        _finish(DirectSubmission(self._device, make_parts, tasklets_in(pieces)))
 
     def _in_parameters(
         self, values: Mapping[int, Mapping[str, NDArray[np.float32]]]
@@ -255,3 +316,12 @@ class StateAccess:
         for name, array in arrays.items():
             assert array.shape == (numel,), f"{name}: {array.shape} instead of ({numel},)"
         return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
+
+
+def _finish(submission: Submission) -> None:
+    """Starts a submission and returns when it is done."""
+    try:
+        submission.start()
+        submission.drain()
+    finally:
+        submission.stop()  # after an interrupt the device is still at work

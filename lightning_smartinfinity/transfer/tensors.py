@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.transfer.plan import Flat
 
-__all__ = ["HostTensor", "flat_of", "is_native_dtype", "native_dtype", "torch_dtype"]
+__all__ = ["Flat", "HostTensor", "flat_of", "is_native_dtype", "native_dtype", "torch_dtype"]
 
 _DTYPES = {
     torch.float32: native.DType.FLOAT32,
     torch.float16: native.DType.FLOAT16,
     torch.bfloat16: native.DType.BFLOAT16,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One sub-group's contiguous memory. The caller keeps it alive for as long as it is in use.
+
+    Args:
+        address: The first element's address.
+        numel: Number of elements.
+        dtype: The elements' dtype.
+    """
+
+    address: int
+    numel: int
+    dtype: native.DType
 
 
 def is_native_dtype(dtype: torch.dtype) -> bool:

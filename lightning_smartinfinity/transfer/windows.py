@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.transfer.batches import Piece, Places, cut, whole_sub_groups
 from lightning_smartinfinity.transfer.layout import PartitionLayout
-from lightning_smartinfinity.transfer.runs import DirectRun
+from lightning_smartinfinity.transfer.submissions import DirectSubmission
 from lightning_smartinfinity.transfer.work import array_batch
 
 __all__ = ["Window", "WindowBuffer", "WindowWalk"]
@@ -95,10 +95,10 @@ class WindowWalk:
         visited: Window | None = None
         with ExitStack() as in_flight:
             for tasklets, window in self._buffer.windows():
-                run = self._start(native.Operation.READ, tasklets, window, in_flight)
+                submission = self._start(native.Operation.READ, tasklets, window, in_flight)
                 if visited is not None:
                     visit(visited)
-                run.drain()
+                submission.drain()
                 visited = window
             if visited is not None:
                 visit(visited)
@@ -106,23 +106,27 @@ class WindowWalk:
     def write(self, fill: Callable[[Window], object]) -> None:
         """Have one window after the other filled, while the one before is being written."""
         with ExitStack() as in_flight:
-            run: DirectRun | None = None
+            submission: DirectSubmission | None = None
             for tasklets, window in self._buffer.windows():
                 fill(window)
-                if run is not None:
-                    run.drain()
-                run = self._start(native.Operation.WRITE, tasklets, window, in_flight)
-            if run is not None:
-                run.drain()
+                if submission is not None:
+                    submission.drain()
+                submission = self._start(native.Operation.WRITE, tasklets, window, in_flight)
+            if submission is not None:
+                submission.drain()
 
-    def _start(self, operation: native.Operation, tasklets: range, window: Window, in_flight: ExitStack) -> DirectRun:
+    def _start(
+        self, operation: native.Operation, tasklets: range, window: Window, in_flight: ExitStack
+    ) -> DirectSubmission:
         def addresses(piece: Piece) -> tuple[int, ...]:
             skipped = (piece.begin - window.begin) * _FP32_BYTES
             return tuple(array.ctypes.data + skipped for array in window.arrays)
 
-        batch = array_batch(operation, self._layout, self._pieces, tasklets, self._places, addresses=addresses)
-        run = DirectRun(self._device, [batch], tasklets)
+        def make_parts(tasklets: Sequence[int]) -> list[native.Batch]:
+            return [array_batch(operation, self._layout, self._pieces, tasklets, self._places, addresses=addresses)]
+
+        submission = DirectSubmission(self._device, make_parts, tasklets)
         # Whatever happens, nothing may move to or from the buffer after it is gone.
-        in_flight.callback(run.stop)
-        run.start()
-        return run
+        in_flight.callback(submission.stop)
+        submission.start()
+        return submission

@@ -1,4 +1,4 @@
-"""What the handler asks of a device: each kind of batch, made from a layout and from memory."""
+"""The scalars of a step, and the batches that move parameters or whole arrays."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native.steps import UpdateStep
 from lightning_smartinfinity.transfer.batches import Memory, Piece, Places, segments_of
-from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients, Compression
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.rules import UpdateRule
 
-__all__ = ["Updates", "array_batch", "choose_updates", "restore_batch", "start_batch", "update_batch"]
+__all__ = ["Updates", "array_batch", "choose_updates", "restore_batch", "start_batch"]
 
 
 class Updates:
@@ -94,55 +93,6 @@ def choose_updates(
         scalars,
         origins=[(distinct[setting], step, gradient_scale) for setting, step in chosen],
         counts=[rule.count_after(distinct[setting], step) for setting, step in chosen],
-    )
-
-
-def update_batch(
-    layout: PartitionLayout,
-    pieces: Sequence[Piece],
-    tasklets: Sequence[int],
-    places: Places,
-    *,
-    updates: Updates,
-    gradients: Memory,
-    outputs: Memory,
-    master_in_parameter: bool,
-    compressed: CompressedGradients | None = None,
-    loss_scale: float = 1.0,
-) -> native.Batch:
-    """An optimizer step; pieces have an index into ``updates.steps`` as their key and cover the tasklets."""
-
-    def segment(offset: int, piece: Piece) -> native.Segment:
-        updated = piece.key >= 0
-        return native.Segment(
-            offset=offset,
-            numel=piece.end - piece.begin,
-            step=piece.key,
-            gradient=gradients.address(piece) if updated else 0,
-            gradient_dtype=gradients.dtype,
-            # A master that lies in the parameter is written to storage even where nothing is updated.
-            parameter=outputs.address(piece) if updated or master_in_parameter else 0,
-            parameter_dtype=outputs.dtype,
-        )
-
-    listed = segments_of(layout, pieces, tasklets, segment=segment)
-    worked = [
-        places.tasklet(
-            layout,
-            index,
-            segments,
-            master_in_parameter=master_in_parameter,
-            compression=Compression() if compressed is None else compressed.of(index),
-        )
-        for index, segments in listed
-    ]
-    return native.Batch(
-        native.Operation.UPDATE,
-        worked,
-        updates.steps,
-        outputs.stream,
-        codec=None if compressed is None else compressed.codec,
-        residual_scale=loss_scale,
     )
 
 

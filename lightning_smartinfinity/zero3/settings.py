@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
-from lightning_smartinfinity.devices.smartssd import CardPlan
+from lightning_smartinfinity.devices.smartssd import CardSetup
 from lightning_smartinfinity.settings import StrategySettings
 
 __all__ = ["OffloadSettings", "ParameterSettings"]
@@ -28,7 +28,7 @@ class OffloadSettings(StrategySettings):
     """
 
     storage: tuple[Path, ...] = field()  # without the default of the base
-    cards: CardPlan | None = None
+    cards: CardSetup | None = None
     gradient_itemsize: int = 4
     parameter_itemsize: int = 4
     feed_back_threads: int = 1

@@ -42,7 +42,7 @@ class StateByParameter(StorageOptimizer):
         self.update.drain()
         with raising_together(self.dp_process_group):
             name = self._array_named(optim_state_key, index)
-            values = self.rank_state.handler.read_parameter(index, names=[name])[name]
+            values = self.rank_state.handler.state.read_parameter(index, names=[name])[name]
             padded[: piece.real_numel] = torch.from_numpy(values)
         return padded, piece.sub_group
 
@@ -83,7 +83,7 @@ class StateByParameter(StorageOptimizer):
             handler = self.rank_state.handler
         values = values.to("cpu", torch.float32).contiguous()
         together = partial(raising_together, self.dp_process_group)
-        handler.modify({index: {name: values.numpy()}}, together=together)
+        handler.state.modify({index: {name: values.numpy()}}, together=together)
         if key is None:
             self._write_parameter(param, values)
 

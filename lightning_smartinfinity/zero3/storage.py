@@ -34,7 +34,7 @@ from lightning_smartinfinity.store import (
 from lightning_smartinfinity.transfer.free_memory import measure_memory, share_of_memory
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
-from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
+from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
@@ -53,7 +53,7 @@ def open_storage(
     dtype: torch.dtype,
     gradient_dtype: torch.dtype,
     groups: Sequence[ParamGroup],
-    masters: Sequence[Flat] | CudaPartition | StagedPartition,
+    masters: ParameterMemory,
     first_values: Sequence[float],
     group: ProcessGroup | None,
 ) -> TransferHandler:

@@ -26,8 +26,9 @@ from lightning_smartinfinity.transfer.compressed_gradients import CompressedGrad
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
+from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
+from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.collectives import raise_together, raising_together, sum_over_ranks
 from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
@@ -149,7 +150,7 @@ class StorageOptimizer(GradientPath):
             link=link,
         )
 
-    def _outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:
+    def _outputs(self) -> ParameterMemory:
         return self.partition.outputs(by_cuda=self._offload.cards is None)
 
     def _create_fp32_partitions(self) -> None:

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.config import SmartSSDConfig
 from lightning_smartinfinity.devices.smartssd import (
-    CardPlan,
     CardRing,
+    CardSetup,
     System,
     find_cards,
     kernel_of,
@@ -83,27 +83,27 @@ def choose_update_device(
     if offload.update_device == "host" or obstacle is not None:
         _tell(obstacle)
         return offload
-    plan, error = _attempted(lambda: _find(offload, optimizer))
-    reports = gather(_report(plan, error), group)
+    setup, error = _attempted(lambda: _find(offload, optimizer))
+    reports = gather(_report(setup, error), group)
     error = error or _disagreement(reports)
     first = error or _first_error(reports)
-    if first is None and plan is not None:
-        error = _attempted(partial(_test, offload, plan, kernel_of(optimizer), reports))[1]
-        first = _first_error(gather(_report(plan, error), group))
+    if first is None and setup is not None:
+        error = _attempted(partial(_test, offload, setup, kernel_of(optimizer), reports))[1]
+        first = _first_error(gather(_report(setup, error), group))
     if offload.update_device == "smartssd":
         raise_together(error, group)
-    if first is None and plan is not None:
-        plan = replace(plan, sharers=_sharers(reports))
-        error = _attempted(partial(_require_memory, replace(offload, cards=plan), plan, kernel_of(optimizer)))[1]
+    if first is None and setup is not None:
+        setup = replace(setup, sharers=_sharers(reports))
+        error = _attempted(partial(_require_memory, replace(offload, cards=setup), setup, kernel_of(optimizer)))[1]
         if offload.update_device == "smartssd":
             raise_together(error, group)
-        first = _first_error(gather(_report(plan, error), group))
-    if first is not None or plan is None:
+        first = _first_error(gather(_report(setup, error), group))
+    if first is not None or setup is None:
         # As text: a log record that is kept would keep the error's traceback, and by it buffers on the card.
         _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", str(first))
         return offload
     _warn_of_settings(offload)
-    return replace(offload, cards=plan)
+    return replace(offload, cards=setup)
 
 
 def _first_error(reports: Sequence[_Report]) -> SmartInfinityError | None:
@@ -136,25 +136,25 @@ def _attempted(work: Callable[[], T]) -> tuple[T | None, SmartInfinityError | No
         return None, DeviceError(f"SmartSSDs could not be set up: {error!r}.", "Use update_device='host'.")
 
 
-def _find(offload: OffloadSettings, optimizer: str) -> CardPlan:
+def _find(offload: OffloadSettings, optimizer: str) -> CardSetup:
     _require_direct_io(offload)
     _require_tasklets(offload, kernel_of(optimizer))
     return find_cards(offload.storage, offload.smartssd or SmartSSDConfig(), System())
 
 
-def _test(offload: OffloadSettings, plan: CardPlan, kernel: Kernel, reports: Sequence[_Report]) -> None:
+def _test(offload: OffloadSettings, setup: CardSetup, kernel: Kernel, reports: Sequence[_Report]) -> None:
     """Test those cards of this rank that no lower rank has: it would be the same test."""
     testers: dict[tuple[str, str], int] = {}
     for report in reports:
         for card in report.cards:
             testers.setdefault((report.machine, card), report.process)
-    own = _report(plan, None)
+    own = _report(setup, None)
     mine = [
         (card, folder)
-        for card, folder in zip(plan.cards, offload.storage, strict=True)
+        for card, folder in zip(setup.cards, offload.storage, strict=True)
         if testers[own.machine, card.address] == own.process
     ]
-    self_test(replace(plan, cards=tuple(card for card, _ in mine)), [folder for _, folder in mine], [kernel])
+    self_test(replace(setup, cards=tuple(card for card, _ in mine)), [folder for _, folder in mine], [kernel])
 
 
 def _require_direct_io(offload: OffloadSettings) -> None:
@@ -176,8 +176,8 @@ def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
         )
 
 
-def _require_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) -> None:
-    share_of_memory(plan)  # or an error
+def _require_memory(offload: OffloadSettings, setup: CardSetup, kernel: Kernel) -> None:
+    share_of_memory(setup)  # or an error
     if offload.update_device != "auto":
         return
     # Later it would be too late for the host: tasklets are cut for the device that updates them.
@@ -187,13 +187,13 @@ def _require_memory(offload: OffloadSettings, plan: CardPlan, kernel: Kernel) ->
         gradient_bytes=offload.gradient_bytes(numel),
         parameter_bytes=offload.parameter_itemsize * numel,
     )
-    for card in plan.cards:
-        require_memory(plan, card, ring, extent_bytes=offload.tasklet_bytes)
+    for card in setup.cards:
+        require_memory(setup, card, ring, extent_bytes=offload.tasklet_bytes)
 
 
-def _report(plan: CardPlan | None, error: SmartInfinityError | None) -> _Report:
-    cards = () if plan is None else tuple(card.address for card in plan.cards)
-    build = "" if plan is None else plan.xclbin.uuid
+def _report(setup: CardSetup | None, error: SmartInfinityError | None) -> _Report:
+    cards = () if setup is None else tuple(card.address for card in setup.cards)
+    build = "" if setup is None else setup.xclbin.uuid
     return _Report(machine_identity(), platform.node(), os.getpid(), cards, build, error)
 
 

@@ -225,7 +225,7 @@ def test_choice_of_binding() -> None:
 
 
 def test_everything_at_once(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan of two cards; P2P that is off and a closed node are errors with their remedies."""
+    """A setup of two cards; P2P that is off and a closed node are errors with their remedies."""
     monkeypatch.setattr(discovery, "runtime_of", lambda system: Runtime(tmp_path, None, "libxrt.so", False))
     path = tmp_path / "kernels.xclbin"
     path.write_bytes(xclbin(SMARTSSD))
@@ -233,9 +233,9 @@ def test_everything_at_once(machine: Machine, tmp_path: Path, monkeypatch: pytes
         smartssd(machine, number, mounted=f"/mnt/nvme{number}")
     machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", minor=140, p2p=f"bar:{SMALL}\nexp_bar:{WHOLE}\n")
     folders, settings, system = [Path("/mnt/nvme1"), Path("/mnt/nvme0")], SmartSSDConfig(xclbin=path), machine.system()
-    plan = find_cards(folders, settings, system)
-    assert [card.address for card in plan.cards] == ["0000:52:00.1", "0000:42:00.1"]
-    assert (plan.binding, plan.sharers, plan.xclbin.path) == ("native", 1, path)
+    setup = find_cards(folders, settings, system)
+    assert [card.address for card in setup.cards] == ["0000:52:00.1", "0000:42:00.1"]
+    assert (setup.binding, setup.sharers, setup.xclbin.path) == ("native", 1, path)
     off = SmartSSDConfig(xclbin=path, devices=[0, 1])
     with pytest.raises(DeviceError, match=r"P2P of the card 0000:01:00\.1 is disabled.*--p2p enable"):
         find_cards(folders, off, system)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from lightning_smartinfinity import DeviceError
-from lightning_smartinfinity.devices.smartssd import CardPlan, CardRing, ring_within, share_of_memory
-from tests.helpers.card_runs import plan_of
+from lightning_smartinfinity.devices.smartssd import CardRing, CardSetup, ring_within, share_of_memory
+from tests.helpers.card_runs import setup_of
 
 RING = CardRing(num_buffers=16, gradient_bytes=4096, parameter_bytes=4096)
 
 
-def shared(sharers: int, memory_bytes: int | None) -> CardPlan:
-    plan = plan_of(1, Path("kernels.xclbin"), sharers=sharers)
-    return replace(plan, xclbin=plan.xclbin._replace(memory_bytes=memory_bytes))
+def shared(sharers: int, memory_bytes: int | None) -> CardSetup:
+    setup = setup_of(1, Path("kernels.xclbin"), sharers=sharers)
+    return replace(setup, xclbin=setup.xclbin._replace(memory_bytes=memory_bytes))
 
 
 @pytest.mark.parametrize("sharers", [2, 3])
@@ -37,6 +37,6 @@ def test_a_card_of_ones_own(memory_bytes: int | None) -> None:
 
 def test_a_share_of_nobody_knows_what() -> None:
     """Two processes that took all would be in each other's way, one of them in the midst of its start."""
-    for use in (share_of_memory, lambda plan: ring_within(plan, RING, extent_bytes=8192)):
+    for use in (share_of_memory, lambda setup: ring_within(setup, RING, extent_bytes=8192)):
         with pytest.raises(DeviceError, match=r"2 processes share a card, .*kernels\.xclbin.*cards of its own"):
             use(shared(2, None))

@@ -10,7 +10,7 @@ import torch
 
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
-from lightning_smartinfinity.transfer.plan import CudaPartition
+from lightning_smartinfinity.transfer.partitions import CudaPartition
 from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
 
@@ -63,7 +63,7 @@ def test_partition_on_the_device(tmp_path: Path, link: CudaLink, dtype: torch.dt
     for number in range(3):
         before = run.state()
         run.handler.begin_step(run.collect(1))
-        run.handler.wait(slice(0, 1))
+        run.handler.step.wait(slice(0, 1))
         run.handler.rollback()
         assert_equal(run.state(), before)
         run.step(number)
@@ -126,7 +126,7 @@ def test_copies_keep_their_order_with_the_users_stream(tmp_path: Path, link: Cud
     torch.cuda._sleep(BUSY_CYCLES)
     before = [tensor.clone() for tensor in run.on_device]
     run.handler.begin_step(plan)
-    run.handler.wait()
+    run.handler.step.wait()
     after = [tensor.clone() for tensor in run.on_device]
     run.handler.commit()
     assert all(torch.equal(a, b) for a, b in zip(before, old, strict=True))

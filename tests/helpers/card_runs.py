@@ -12,12 +12,12 @@ from hls.description import SMARTSSD
 from hls.xclbin import xclbin
 from lightning_smartinfinity import SmartSSDConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
-from lightning_smartinfinity.devices.smartssd import CardPlan, CardRing, SmartSSDDevice, kernel_of
+from lightning_smartinfinity.devices.smartssd import CardRing, CardSetup, SmartSSDDevice, kernel_of
 from lightning_smartinfinity.devices.smartssd.cards import emulated_card
 from lightning_smartinfinity.devices.smartssd.xclbin import Xclbin
 from tests.transfer.harness import Run, assert_equal
 
-__all__ = ["OPTIMIZERS", "cards", "plan_of", "same_as_host", "settled_host", "state_files", "write_xclbin"]
+__all__ = ["OPTIMIZERS", "cards", "setup_of", "same_as_host", "settled_host", "state_files", "write_xclbin"]
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -41,20 +41,20 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 """Every update rule, with settings that use all of its arithmetic, as changes to a harness's ``Case``."""
 
 
-def plan_of(
+def setup_of(
     num_cards: int, path: Path, *, first: int = 0, sharers: int = 1, binding: str = "native", **settings: Any
-) -> CardPlan:
-    """A plan of emulated cards.
+) -> CardSetup:
+    """A setup of emulated cards.
 
     Args:
         num_cards: Of them.
         path: Of the xclbin.
         first: Number of the first card.
-        sharers: As :class:`CardPlan`'s.
+        sharers: As :class:`CardSetup`'s.
         binding: The same.
         **settings: Of :class:`SmartSSDConfig`.
     """
-    return CardPlan(
+    return CardSetup(
         xclbin=Xclbin(path, "", SMARTSSD.platform.vbnv, SMARTSSD.platform.bank.size_bytes),
         cards=tuple(emulated_card(number) for number in range(first, first + num_cards)),
         settings=SmartSSDConfig(xclbin=path, **settings),
@@ -69,7 +69,7 @@ def cards(path: Path, **settings: Any) -> Callable[[Run], StorageDevice]:
 
     Args:
         path: Of the xclbin.
-        **settings: As :func:`plan_of`'s.
+        **settings: As :func:`setup_of`'s.
     """
 
     def device(run: Run) -> StorageDevice:
@@ -79,8 +79,8 @@ def cards(path: Path, **settings: Any) -> Callable[[Run], StorageDevice]:
             gradient_bytes=numel * case.gradient_dtype.itemsize,
             parameter_bytes=numel * case.dtype.itemsize,
         )
-        plan = plan_of(case.num_devices, path, **settings)
-        return SmartSSDDevice(plan, kernel=kernel_of(case.rule.name), ring=ring)
+        setup = setup_of(case.num_devices, path, **settings)
+        return SmartSSDDevice(setup, kernel=kernel_of(case.rule.name), ring=ring)
 
     return device
 

@@ -13,7 +13,7 @@ from lightning_smartinfinity import DeviceError
 from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card
 from lightning_smartinfinity.devices.smartssd.pci import PciPath
 from lightning_smartinfinity.native import Card, CardError
-from tests.helpers.card_runs import plan_of
+from tests.helpers.card_runs import setup_of
 from tests.native.fake_xrt import FakeXrt, build, without
 
 BDF = "0000:42:00.1"
@@ -50,10 +50,10 @@ def test_a_card_by_address_or_number(xrt: FakeXrt, device: int | str, call: str)
 
 def test_a_real_card_is_opened_by_its_address(xrt: FakeXrt) -> None:
     """XRT's own numbers need not be in the order of addresses; emulated cards have nothing but numbers."""
-    plan = replace(plan_of(1, Path("kernels.xclbin")), library=str(xrt.library))
-    (emulated,) = plan.cards
-    open_card(plan, emulated._replace(path=PciPath(("pci0000:3a", "0000:3b:00.0", BDF)), number=5)).close()
-    open_card(plan, emulated._replace(number=5)).close()
+    setup = replace(setup_of(1, Path("kernels.xclbin")), library=str(xrt.library))
+    (emulated,) = setup.cards
+    open_card(setup, emulated._replace(path=PciPath(("pci0000:3a", "0000:3b:00.0", BDF)), number=5)).close()
+    open_card(setup, emulated._replace(number=5)).close()
     assert [line for line in xrt.log() if "Open" in line] == [f"xrtDeviceOpenByBDF {BDF}", "xrtDeviceOpen 5"]
 
 
@@ -118,10 +118,10 @@ def test_which_call_failed(xrt: FakeXrt) -> None:
 def test_our_error_names_the_card(xrt: FakeXrt) -> None:
     """With what to look at."""
     xrt.fail("xrtDeviceOpenByBDF", errno=errno.ENODEV)
-    plan = replace(plan_of(1, Path("kernels.xclbin")), library=str(xrt.library))
-    card = plan.cards[0]._replace(path=PciPath(("pci0000:3a", BDF)))
+    setup = replace(setup_of(1, Path("kernels.xclbin")), library=str(xrt.library))
+    card = setup.cards[0]._replace(path=PciPath(("pci0000:3a", BDF)))
     with pytest.raises(DeviceError, match=rf"The card {BDF}: xrtDeviceOpenByBDF.*No such device.*xbutil examine"):
-        open_card(plan, card)
+        open_card(setup, card)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_our_error_names_the_card(xrt: FakeXrt) -> None:
 )
 def test_remedies(xrt: FakeXrt, call: str, error: int, remedy: str) -> None:
     """What errno tells comes first: a card that is gone needs no other xclbin and no smaller tasklets."""
-    plan = replace(plan_of(1, Path("kernels.xclbin")), library=str(xrt.library))
-    (card,) = plan.cards
+    setup = replace(setup_of(1, Path("kernels.xclbin")), library=str(xrt.library))
+    (card,) = setup.cards
     card = card._replace(path=PciPath(("pci0000:3a", BDF)))
     xrt.fail(call, errno=error)
 
     def use() -> None:
         with card_errors(card):
-            opened = open_card(plan, card)
+            opened = open_card(setup, card)
             opened.allocate(4096, group=opened.group("adamw_update", 0)).sync_to_card(64)
 
     with pytest.raises(DeviceError) as failed:
@@ -160,9 +160,9 @@ def test_remedies(xrt: FakeXrt, call: str, error: int, remedy: str) -> None:
 def test_the_remedy_for_a_library_that_lacks_an_entry_point(library: FakeXrt, tmp_path: Path) -> None:
     """Not what helps against a call of that name that fails."""
     lacking = without(library.library, "xrtBOAlloc", tmp_path)
-    plan = replace(plan_of(1, Path("kernels.xclbin")), library=str(lacking))
+    setup = replace(setup_of(1, Path("kernels.xclbin")), library=str(lacking))
     with pytest.raises(DeviceError, match=r"has no xrtBOAlloc.*Install XRT"):
-        open_card(plan, plan.cards[0])
+        open_card(setup, setup.cards[0])
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -16,7 +16,7 @@ from lightning_smartinfinity.plan import cost
 from lightning_smartinfinity.strategy_base import _warn_of_no_gain
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.zero3.settings import OffloadSettings
-from tests.helpers.card_runs import plan_of
+from tests.helpers.card_runs import setup_of
 
 QUICK = TopK(0.01, error_feedback=False)
 
@@ -30,9 +30,9 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def reasons(
         codec: TopK, cards: int, *, num_processes: int = 1, sharers: int = 1, on_gpu: bool = False, **settings: Any
     ) -> list[str]:
-        plan = plan_of(cards, tmp_path / "none.xclbin", sharers=sharers, **settings)
+        setup = setup_of(cards, tmp_path / "none.xclbin", sharers=sharers, **settings)
         offload = OffloadSettings(
-            storage=(tmp_path,), transfer=TransferConfig(), compression=codec, smartssd=plan.settings, cards=plan
+            storage=(tmp_path,), transfer=TransferConfig(), compression=codec, smartssd=setup.settings, cards=setup
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

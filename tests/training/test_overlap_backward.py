@@ -193,10 +193,10 @@ class InterruptAt(pl.Callback):
 
 
 INTERRUPTED = {
-    "a guess begins": (TransferHandler, "begin_growing"),
-    "a tasklet is opened": (TransferHandler, "extend"),
+    "a guess begins": (TransferHandler, "begin_incremental"),
+    "a tasklet is opened": (Step, "extend"),
     "a gradient has come": (Speculation, "arrived"),
-    "the guess is completed": (TransferHandler, "complete"),
+    "the guess is completed": (Step, "complete"),
     "the guess is undone": (Step, "restore"),
     "the step begins after a wrong guess": (TransferHandler, "begin_step"),
     "a failed step is undone": (Step, "restore"),
@@ -239,7 +239,8 @@ def test_an_interrupt_within_a_guess(
     module = LitTiny(BF16)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer.fit(module)
-    assert not strategy.optimizers[0].rank_state.handler.grows
+    handler = strategy.optimizers[0].rank_state.handler
+    assert not handler.in_flight or handler.step.is_complete
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     assert strategy.optimizers[0].drained_handler().generation == 2
     assert_holds(trainer, module, two_steps(clip))

@@ -8,7 +8,7 @@ import torch
 
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.cuda import CudaLink
-from lightning_smartinfinity.transfer.plan import CudaPartition
+from lightning_smartinfinity.transfer.partitions import CudaPartition
 from tests.native.fake_cuda import FakeCuda
 from tests.transfer.harness import Case, Run
 

@@ -19,9 +19,10 @@ from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
-from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition, StepPlan
+from lightning_smartinfinity.transfer.partitions import HostPartition, ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.transfer.staging import TensorPartition
+from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.transfer.tensors import flat_of
 from lightning_smartinfinity.transfer.windows import Window
 
@@ -149,10 +150,10 @@ class Run:
         """Let a gradient arrive."""
         self.arena.arrive(parameter, gradient)
 
-    def outputs(self) -> Sequence[Flat] | CudaPartition | StagedPartition:
+    def outputs(self) -> ParameterMemory:
         if self.case.staged:
             return TensorPartition(self.partition)
-        return [flat_of(tensor) for tensor in self.partition]
+        return HostPartition([flat_of(tensor) for tensor in self.partition])
 
     def collect(self, step: int) -> StepPlan:
         """Fill the arena (and torch's gradients) for this step and plan it; schedules move lr and betas."""
@@ -203,7 +204,7 @@ class Run:
             for array, values in zip(flat, window.arrays, strict=True):
                 array[window.begin : window.end] = torch.from_numpy(values)
 
-        self.handler.scan(keep)
+        self.handler.state.scan(keep)
         groups = self.layout.sub_groups
         return [[array[group.offset : group.offset + group.numel] for array in flat] for group in groups]
 

@@ -76,7 +76,7 @@ def test_steps_and_rollbacks_give_the_bits_of_the_host(
     for number in range(3):
         before = run.state()
         run.handler.begin_step(run.collect(1))
-        run.handler.wait(slice(0, 1 + 3 * number))
+        run.handler.step.wait(slice(0, 1 + 3 * number))
         run.handler.rollback()
         assert_equal(run.state(), before)
         run.step(number)
@@ -106,7 +106,7 @@ def test_the_users_stream_sees_updated_parameters_after_wait(start: Callable[[Ca
     expected = [tensor.clone() for tensor in _stepped(start)]
     link.fake.delay(5, 20_000)
     run.handler.begin_step(run.collect(1))
-    run.handler.wait()
+    run.handler.step.wait()
     seen = [link.copy(tensor) for tensor in run.partition]
     link.fake.wait(link.user_stream)
     assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
@@ -211,7 +211,7 @@ def test_no_step_waits_for_the_device_as_a_whole(
     plan = run.collect(1)
     assert link.fake.calls().count("cuEventSynchronize") == 1
     run.handler.begin_step(plan)
-    run.handler.wait()
+    run.handler.step.wait()
     run.handler.commit()
     run.handler.begin_step(run.collect(2))
     run.handler.rollback()

@@ -58,7 +58,7 @@ class Pair:
         if event == "modify in vain":
             values = {"exp_avg": np.zeros(12_000, np.float32)}
             with pytest.raises(StorageError, match="elsewhere"):
-                self.cached.handler.modify({1: values}, together=failing_elsewhere)
+                self.cached.handler.state.modify({1: values}, together=failing_elsewhere)
         elif event in UNDONE:
             self.undone(event)
         elif event == "step":
@@ -66,19 +66,19 @@ class Pair:
         elif event == "compare":
             self.compare()
         elif event == "read a parameter":
-            for name, values in self.plain.handler.read_parameter(3).items():
-                assert np.array_equal(self.cached.handler.read_parameter(3)[name], values, equal_nan=True)
+            for name, values in self.plain.handler.state.read_parameter(3).items():
+                assert np.array_equal(self.cached.handler.state.read_parameter(3)[name], values, equal_nan=True)
         elif event == "initialize":
             self.both(lambda run: run.handler.initialize(run.outputs()))
         elif event == "replace":
             self.both(replace_all)
         elif event == "modify":
             values = {"exp_avg": self.random.standard_normal(12_000).astype(np.float32)}
-            self.both(lambda run: run.handler.modify({1: values}))
+            self.both(lambda run: run.handler.state.modify({1: values}))
         else:
             begin = int(self.random.integers(0, 20_000))
             values = {"exp_avg_sq": self.random.random(5_000, np.float32)}
-            self.both(lambda run: run.handler.modify_range(begin, values))
+            self.both(lambda run: run.handler.state.modify_range(begin, values))
 
     def undone(self, event: str) -> None:
         """A step of the cached run alone, of which nothing stays."""
@@ -86,13 +86,13 @@ class Pair:
         plan = run.collect(self.number + 100)
         inject(run.device.pipeline, seed=self.number, max_delay_us=200, **FAULTS.get(event, {}))
         if event == "guess wrongly":
-            run.handler.begin_growing(replace(plan, active=np.ones_like(plan.active)))
-            run.handler.extend(self.random.permutation(len(run.layout.tasklets)).tolist()[:3])
+            run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
+            run.handler.step.extend(self.random.permutation(len(run.layout.tasklets)).tolist()[:3])
         else:
             run.handler.begin_step(plan)
         with suppress(StorageError):
             if event == "abandon a part":
-                run.handler.wait([0])
+                run.handler.step.wait([0])
             elif event == "commit in vain":
                 run.handler.commit(together=failing_elsewhere)
             elif event != "abandon":
@@ -124,7 +124,7 @@ def settled(run: Run) -> dict[str, torch.Tensor]:
 
 def replace_all(run: Run) -> None:
     """Other arrays, and the parameters that go with them."""
-    run.handler.replace(fill, steps=run.handler.steps)
+    run.handler.state.replace(fill, steps=run.handler.steps)
     for tensor, group in zip(run.partition, run.layout.sub_groups, strict=True):
         tensor.copy_(torch.from_numpy(numbers(group.offset, group.offset + group.numel)))
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_smartinfinity import TopK
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
-from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.transfer.step_plan import StepPlan
 from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, running
 from tests.transfer.wandering import wander
@@ -49,7 +49,7 @@ def test_rollback_restores_every_bit(tmp_path: Path, case: Case, waited: slice |
         before = run.state()
         run.handler.begin_step(run.collect(4))
         if waited is not None:
-            run.handler.wait(waited)
+            run.handler.step.wait(waited)
         run.handler.rollback()
         assert not run.handler.in_flight
         assert_equal(run.state(), before)
@@ -82,7 +82,7 @@ def test_failed_step_can_be_done_again(
         assert type(caught.value) is kind
         assert caught.value.remedy
         with pytest.raises(kind):
-            run.handler.wait()
+            run.handler.step.wait()
         assert run.handler.generation == 2
         run.handler.rollback()
         assert_equal(run.state(), before)
@@ -127,7 +127,7 @@ def abandon(run: Run, plan: StepPlan) -> None:
     """Begin a step and give it up, whether it failed or not."""
     run.handler.begin_step(plan)
     with suppress(StorageError):
-        run.handler.wait(slice(0, 2))
+        run.handler.step.wait(slice(0, 2))
     roll_back(run)
 
 
@@ -281,12 +281,12 @@ def test_modification_that_another_rank_could_not_commit(tmp_path: Path) -> None
         before = run.state()
         ones = {"exp_avg": np.ones(12_000, np.float32)}
         with pytest.raises(StorageFullError, match="another rank"):
-            run.handler.modify({1: ones}, together=failing_elsewhere)
+            run.handler.state.modify({1: ones}, together=failing_elsewhere)
         with pytest.raises(StorageFullError, match="another rank"):
-            run.handler.replace(lambda _: None, steps=run.handler.steps + 7, together=failing_elsewhere)
+            run.handler.state.replace(lambda _: None, steps=run.handler.steps + 7, together=failing_elsewhere)
         assert run.handler.generation == 1
         assert_equal(run.state(), before)
-        run.handler.modify({1: ones})
+        run.handler.state.modify({1: ones})
         assert run.handler.generation == 2
 
 
@@ -317,7 +317,7 @@ def test_flipped_bit_is_found(tmp_path: Path, offset_in_extent: int) -> None:
             run.handler.commit()
             return
         with pytest.raises(StorageCorruptError, match=r"tasklet 2 at offset \d+ of /.*state\.bin is refused"):
-            run.handler.wait()
+            run.handler.step.wait()
 
 
 def test_extents_of_another_job(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_modification_that_fails_changes_nothing(tmp_path: Path) -> None:
         before = run.state()
         inject(run.device.pipeline, fail_write_at=0)
         with pytest.raises(StorageError, match=r"state\.bin"):
-            run.handler.modify_parameter(1, {"exp_avg": np.ones(12_000, np.float32)})
+            run.handler.state.modify({1: {"exp_avg": np.ones(12_000, np.float32)}})
         assert_equal(run.state(), before)
         assert run.handler.generation == 1
 

@@ -80,7 +80,7 @@ def test_masters_follow_torch(tmp_path: Path, name: str, dtype: torch.dtype) -> 
             run.optimizer.step()
         moved = []
         for index, parameter in enumerate(run.parameters):
-            found = torch.from_numpy(run.handler.read_parameter(index)["master"])
+            found = torch.from_numpy(run.handler.state.read_parameter(index)["master"])
             moved.append((found - parameter.detach()).abs())
         assert torch.cat(moved).mean() < (2e-4 if name == "bf16" else 2e-3)
         state = run.state()
@@ -99,7 +99,7 @@ def copied(run: Run, folder: Path, case: Case) -> Run:
         for array, key in zip(window.arrays, ("master", "exp_avg", "exp_avg_sq"), strict=True):
             array[:] = arrays[key][window.begin : window.end]
 
-    other.handler.replace(fill, steps=run.handler.steps)
+    other.handler.state.replace(fill, steps=run.handler.steps)
     for tensor, group in zip(other.partition, run.layout.sub_groups, strict=True):
         tensor.copy_(torch.from_numpy(arrays["master"][group.offset : group.offset + group.numel]))
     return other
@@ -189,13 +189,13 @@ def test_parameters_read_and_modified(tmp_path: Path, name: str, dtype: torch.dt
     """One parameter's arrays may be replaced; the other parameters keep every bit of theirs."""
     with running(tmp_path, Case(dtype=dtype, state_format=name)) as run:
         run.steps(range(2))
-        before = [run.handler.read_parameter(index) for index in range(len(run.parameters))]
+        before = [run.handler.state.read_parameter(index) for index in range(len(run.parameters))]
         ones = np.ones(6_000 - 3, np.float32)
-        run.handler.modify_parameter(3, {"exp_avg": ones, "exp_avg_sq": 2 * ones})
+        run.handler.state.modify({3: {"exp_avg": ones, "exp_avg_sq": 2 * ones}})
         for index, arrays in enumerate(before):
             if index == 3:
                 arrays = {"master": arrays["master"], "exp_avg": ones, "exp_avg_sq": 2 * ones}
-            for key, values in run.handler.read_parameter(index).items():
+            for key, values in run.handler.state.read_parameter(index).items():
                 np.testing.assert_array_equal(values.view(np.uint32), arrays[key].view(np.uint32))
 
 

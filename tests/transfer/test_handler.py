@@ -40,7 +40,7 @@ def test_follows_torch(tmp_path: Path, case: Case, dtype: torch.dtype) -> None:
         train_beside_torch(run, NUM_STEPS)
         for index, parameter in enumerate(run.parameters):
             state = run.optimizer.state[parameter]
-            arrays = run.handler.read_parameter(index)
+            arrays = run.handler.state.read_parameter(index)
             assert run.handler.steps[index] == state["step"]
             for name, expected in (("master", parameter.detach()), *((n, state[n]) for n in ("exp_avg", "exp_avg_sq"))):
                 torch.testing.assert_close(torch.from_numpy(arrays[name]), expected, rtol=1e-6, atol=1e-7)
@@ -112,7 +112,7 @@ def test_step_without_any_gradient_commits_nothing_but_its_number(tmp_path: Path
         plan = run.collect(0)
         run.arena.reset()
         run.handler.begin_step(plan)
-        run.handler.wait()
+        run.handler.step.wait()
         run.handler.commit()
         assert run.handler.generation == 1
         assert_equal(run.state(), before)
@@ -128,7 +128,7 @@ def test_partitions_of_nothing(tmp_path: Path, shapes: tuple[tuple[int, int, int
         for index in range(len(shapes)):
             run.arena.arrive(index, torch.empty(0))
         run.handler.begin_step(plan)
-        run.handler.wait(slice(0, 1))
+        run.handler.step.wait(slice(0, 1))
         run.handler.commit()
         assert run.handler.steps.tolist() == [1] * len(shapes)
         assert run.handler.generation == 1

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lightning_smartinfinity import StorageError, TopK
-from lightning_smartinfinity.transfer import compressed_gradients, handler, runs, staging, step
+from lightning_smartinfinity.transfer import compressed_gradients, handler, staging, step, step_batches, submissions
 from tests.helpers.interrupts import Interrupt
 from tests.transfer.harness import Case, Run, assert_equal, running
 
-MODULES = (compressed_gradients, handler, runs, staging, step)
+MODULES = (compressed_gradients, handler, submissions, staging, step, step_batches)
 CASE = Case(
     num_buffers=2,
     shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)),
@@ -43,7 +43,7 @@ def test_on_every_line(tmp_path: Path, staged: bool, goes_on: bool) -> None:
 
 
 def test_opening_tasklets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step that grows: nobody knows which of them the device has, and it is not completed but made again."""
+    """Nobody knows which tasklets of the incremental step the device has: it is not completed but made again."""
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
@@ -52,12 +52,12 @@ def test_opening_tasklets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         plan = run.collect(1)
         inactive = [run.layout.tasklets_of(slice(index, index + 1)) for index in np.flatnonzero(~plan.active)]
         (tasklet, *_) = set(range(len(run.layout.tasklets))).difference(*inactive)
-        run.handler.begin_growing(replace(plan, active=np.ones_like(plan.active)))
+        run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
         with monkeypatch.context() as patch:
             patch.setattr(run.device, "submit", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                run.handler.extend([tasklet])
-        assert not run.handler.complete(plan)
+                run.handler.step.extend([tasklet])
+        assert not run.handler.step.complete(plan)
         run.handler.rollback()
         run.step(1)
         straight.step(1)
@@ -71,7 +71,7 @@ def interrupted_step(run: Run, line: int) -> bool:
     try:
         with Interrupt(line, MODULES).coming():
             run.handler.begin_step(plan)
-            run.handler.wait([0])
+            run.handler.step.wait([0])
             run.handler.commit()
     except KeyboardInterrupt:
         return True

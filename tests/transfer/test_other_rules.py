@@ -55,7 +55,7 @@ def assert_follows_torch(run: Run, before_step: Callable[[Run, int], object] = l
         run.step(number)
         run.optimizer.step()
     for index, parameter in enumerate(run.parameters):
-        state, arrays = run.optimizer.state[parameter], run.handler.read_parameter(index)
+        state, arrays = run.optimizer.state[parameter], run.handler.state.read_parameter(index)
         expected = {
             "master": parameter.detach(),
             **{name: state[name] for name in run.case.rule.arrays if name in state},
@@ -90,7 +90,7 @@ def test_momentum_that_pauses_begins_anew(tmp_path: Path) -> None:
             run.optimizer.param_groups[0]["momentum"] = momentum
             run.step(number)
         assert run.handler.steps.tolist() == [1]
-        buffer = torch.from_numpy(run.handler.read_parameter(0)["momentum_buffer"])
+        buffer = torch.from_numpy(run.handler.state.read_parameter(0)["momentum_buffer"])
         assert torch.equal(buffer, gradient_of(case, 0, 4))
 
 

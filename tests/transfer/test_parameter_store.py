@@ -13,7 +13,8 @@ import torch
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError
 from lightning_smartinfinity.transfer.host_buffers import HostMemory
-from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers, StoredParameter
+from lightning_smartinfinity.transfer.parameter_store import ParameterStore, StoredParameter
+from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from tests.helpers.native_testing import inject
 from tests.native.test_interrupt import interrupted
 

@@ -118,7 +118,7 @@ def test_no_bit_depends_on_where_tasklets_lie(tmp_path: Path, case: Case) -> Non
                 run.step(number)
                 seen.add(run.store.placement.devices.tobytes())
                 found.append(run.state())
-            run.handler.modify_parameter(1, {"exp_avg": np.ones(SHAPES[1][0], np.float32)})
+            run.handler.state.modify({1: {"exp_avg": np.ones(SHAPES[1][0], np.float32)}})
             run.handler.initialize(run.outputs())
             run.step(6)
             found.append(run.state())

@@ -57,7 +57,7 @@ def test_staging_is_not_overwritten_before_it_was_copied(tmp_path: Path, dtype: 
     run.step(0)
     before = run.state()
     run.handler.begin_step(run.collect(3))
-    run.handler.wait(slice(0, 1))
+    run.handler.step.wait(slice(0, 1))
     run.handler.rollback()
     assert_equal(run.state(), before)
     run.steps(range(1, 3))
@@ -72,7 +72,7 @@ def test_failure_between_waves(tmp_path: Path) -> None:
         inject(run.device.pipeline, fail_write_at=7)
         run.handler.begin_step(plan)
         with pytest.raises(StorageError, match="tasklet"):
-            run.handler.wait()
+            run.handler.step.wait()
         assert not torch.equal(torch.cat(run.partition), before["partition"])
         run.handler.rollback()
         assert_equal(run.state(), before)

@@ -20,14 +20,14 @@ from tests.transfer.harness import Case, Run, assert_equal, running
 OUT_OF_ORDER: list[tuple[str, Callable[[Run], object]]] = [
     ("commit", lambda run: run.handler.commit()),
     ("rollback", lambda run: run.handler.rollback()),
-    ("wait", lambda run: run.handler.wait()),
+    ("wait", lambda run: run.handler.step.wait()),
 ]
 NOT_IN_A_STEP: list[tuple[str, Callable[[Run], object]]] = [
     ("begin_step", lambda run: run.handler.begin_step(run.collect(1))),
-    ("scan", lambda run: run.handler.scan(print)),
-    ("replace", lambda run: run.handler.replace(print, steps=run.handler.steps)),
-    ("read_parameter", lambda run: run.handler.read_parameter(0)),
-    ("modify", lambda run: run.handler.modify({})),
+    ("scan", lambda run: run.handler.state.scan(print)),
+    ("replace", lambda run: run.handler.state.replace(print, steps=run.handler.steps)),
+    ("read_parameter", lambda run: run.handler.state.read_parameter(0)),
+    ("modify", lambda run: run.handler.state.modify({})),
     ("initialize", lambda run: run.handler.initialize(run.outputs())),
 ]
 
@@ -70,7 +70,7 @@ def test_wait_for_some_parameters(tmp_path: Path, staged: bool) -> None:
         inject(run.device.pipeline, seed=3, max_delay_us=3_000)
         run.handler.begin_step(run.collect(1))
         for index in (0, 1, 3, 2, 6):
-            run.handler.wait(slice(index, index + 1))
+            run.handler.step.wait(slice(index, index + 1))
             assert torch.equal(run.slice(index), expected[index])
         run.handler.commit()
 
@@ -88,7 +88,7 @@ def test_tasklets_in_order_of_first_use(tmp_path: Path, staged: bool, seed: int)
         inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
         run.handler.begin_step(replace(run.collect(1), first_uses=random.permutation(len(case.shapes))))
         for indices in random.permutation(len(case.shapes)).reshape(-1, 1):
-            run.handler.wait([int(index) for index in indices])
+            run.handler.step.wait([int(index) for index in indices])
             assert all(torch.equal(run.slice(index), slices[index]) for index in indices)
         run.handler.commit()
         assert_equal(run.state(), expected)
@@ -173,11 +173,11 @@ def test_one_parameter(tmp_path: Path) -> None:
     with running(tmp_path, Case()) as run:
         run.steps(range(2))
         before = run.state()
-        assert set(run.handler.read_parameter(3, names=["exp_avg"])) == {"exp_avg"}
+        assert set(run.handler.state.read_parameter(3, names=["exp_avg"])) == {"exp_avg"}
         values = {name: np.arange(5_997, dtype=np.float32) + k for k, name in enumerate(("master", "exp_avg_sq"))}
-        run.handler.modify({3: values, 0: {"exp_avg": np.array([7.0], np.float32)}})
+        run.handler.state.modify({3: values, 0: {"exp_avg": np.array([7.0], np.float32)}})
         assert run.handler.generation == 3
-        read = run.handler.read_parameter(3)
+        read = run.handler.state.read_parameter(3)
         assert np.array_equal(read["master"], values["master"])
         assert np.array_equal(read["exp_avg_sq"], values["exp_avg_sq"])
         expected = {name: tensor.clone() for name, tensor in before.items()}
@@ -193,10 +193,10 @@ def test_modified_state_is_stepped_from(tmp_path: Path) -> None:
     for durability in ("none", "step"):
         with running(tmp_path / durability, Case(dtype=torch.bfloat16, durability=durability)) as run:
             run.step(1)
-            run.handler.modify_parameter(1, {"master": np.zeros(12_000, np.float32)})
+            run.handler.state.modify({1: {"master": np.zeros(12_000, np.float32)}})
             run.slice(1).zero_()
             run.step(3)
-            state = run.handler.read_parameter(1)
+            state = run.handler.state.read_parameter(1)
             assert np.abs(state["master"]).max() < 0.05
             torch.testing.assert_close(run.slice(1), torch.from_numpy(state["master"]).bfloat16(), rtol=0, atol=0)
 
@@ -264,38 +264,38 @@ def test_power_durability_flushes_state_before_the_record(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_step_that_grows(tmp_path: Path, seed: int) -> None:
+def test_an_incremental_step(tmp_path: Path, seed: int) -> None:
     """Tasklets opened one after the other and completed later give the bits of a step at once."""
     random = np.random.default_rng(seed)
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     with running(tmp_path / "plain", Case(dtype=dtype)) as run:
         run.step(1)
         expected = run.state()
-    with running(tmp_path / "growing", Case(dtype=dtype, num_buffers=2)) as run:
+    with running(tmp_path / "incremental", Case(dtype=dtype, num_buffers=2)) as run:
         inject(run.device.pipeline, seed=seed, max_delay_us=1_000)
         plan = run.collect(1)
-        run.handler.begin_growing(replace(plan, active=np.ones_like(plan.active)))
+        run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
         for tasklet in random.permutation(_complete_tasklets(run, plan.active)):
-            run.handler.extend([int(tasklet)])
-        assert run.handler.grows
-        assert run.handler.complete(plan)
-        assert not run.handler.grows
-        run.handler.wait([1])
+            run.handler.step.extend([int(tasklet)])
+        assert not run.handler.step.is_complete
+        assert run.handler.step.complete(plan)
+        assert run.handler.step.is_complete
+        run.handler.step.wait([1])
         run.handler.commit()
         assert_equal(run.state(), expected)
 
 
-def test_a_step_that_grew_goes_on_with_what_is_used_first(tmp_path: Path) -> None:
+def test_a_completed_step_goes_on_with_what_is_used_first(tmp_path: Path) -> None:
     """Backward opens the last layers' tasklets first; from the step on the order is that of first use."""
     with running(tmp_path, Case()) as run:
         plan = run.collect(1)
         uses = np.random.default_rng(0).permutation(len(run.layout.parameters))
         preferred: list[list[int]] = []
         run.device.prefer = preferred.append  # type: ignore[method-assign, assignment]
-        run.handler.begin_growing(replace(plan, active=np.ones_like(plan.active)))
+        run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
         opened = _complete_tasklets(run, plan.active)[::-1]
-        run.handler.extend(opened)
-        assert run.handler.complete(replace(plan, first_uses=uses))
+        run.handler.step.extend(opened)
+        assert run.handler.step.complete(replace(plan, first_uses=uses))
         run.handler.commit()
         tasklets = run.layout.in_order_of_use(range(len(run.layout.tasklets)), uses)
         listed = [*opened, *(tasklet for tasklet in tasklets if tasklet not in opened)]
@@ -303,24 +303,24 @@ def test_a_step_that_grew_goes_on_with_what_is_used_first(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("changed", ["a gradient scale", "a learning rate", "a parameter that turns out inactive"])
-def test_a_step_that_grew_otherwise_is_undone(tmp_path: Path, changed: str) -> None:
+def test_a_step_that_began_otherwise_is_undone(tmp_path: Path, changed: str) -> None:
     """It cannot be completed; rolled back, it has left no bit behind, and the right step follows."""
     with running(tmp_path / "plain", Case()) as run:
         plan = run.collect(1)
         run.handler.begin_step(replace(plan, gradient_scale=0.125) if "scale" in changed else plan)
         run.handler.commit()
         expected = run.state()
-    with running(tmp_path / "growing", Case(num_buffers=2)) as run:
+    with running(tmp_path / "incremental", Case(num_buffers=2)) as run:
         before, plan = run.state(), run.collect(1)
         everything = replace(plan, active=np.ones_like(plan.active))
         if changed == "a learning rate":
             groups = [{**group, "lr": 1.0} for group in run.optimizer.param_groups]
             everything = replace(everything, groups=groups)
         final = replace(plan, gradient_scale=0.125) if "scale" in changed else plan
-        run.handler.begin_growing(everything)
+        run.handler.begin_incremental(everything)
         opened = range(len(run.layout.tasklets)) if "inactive" in changed else _complete_tasklets(run, plan.active)
-        run.handler.extend(list(opened))
-        assert not run.handler.complete(final)
+        run.handler.step.extend(list(opened))
+        assert not run.handler.step.complete(final)
         run.handler.rollback()
         assert_equal(run.state(), before)
         run.handler.begin_step(final)

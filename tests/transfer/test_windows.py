@@ -34,7 +34,7 @@ def scanned(run: Run) -> list[np.ndarray]:
         for array, values in zip(arrays, window.arrays, strict=True):
             array[window.begin : window.end] = values
 
-    run.handler.scan(keep)
+    run.handler.state.scan(keep)
     return arrays
 
 
@@ -59,7 +59,7 @@ def test_scan_hands_over_what_single_parameters_hold(tmp_path: Path, case: Case)
         run.steps(range(2))
         arrays = scanned(run)
         for index, where in enumerate(run.layout.parameters):
-            values = run.handler.read_parameter(index)
+            values = run.handler.state.read_parameter(index)
             for name, array in zip(("master", "exp_avg", "exp_avg_sq"), arrays, strict=True):
                 found = array[where.offset : where.offset + where.real_numel]
                 assert found.tobytes() == values[name].tobytes(), (index, name)
@@ -71,7 +71,7 @@ def test_replaced_state_is_found_again(tmp_path: Path, case: Case) -> None:
     with running(tmp_path, case) as run:
         run.step(1)
         arrays, steps = random_arrays(run), np.arange(len(run.layout.parameters)) + 4
-        run.handler.replace(from_arrays(arrays), steps=steps)
+        run.handler.state.replace(from_arrays(arrays), steps=steps)
         assert run.handler.generation == 2
         assert run.handler.steps.tolist() == steps.tolist()
         for found, array in zip(scanned(run), arrays, strict=True):
@@ -89,7 +89,7 @@ def test_state_of_another_store_goes_on_from_there(tmp_path: Path, durability: s
         run.step(2)
         expected = run.state()
     with running(tmp_path / "second", Case(tasklet_bytes=100_000, durability=durability)) as run:
-        run.handler.replace(from_arrays(arrays), steps=saved["steps"].numpy())
+        run.handler.state.replace(from_arrays(arrays), steps=saved["steps"].numpy())
         masters = torch.from_numpy(arrays[0])
         for tensor, values in zip(run.partition, masters.split([t.numel() for t in run.partition]), strict=True):
             tensor.copy_(values)
@@ -104,7 +104,7 @@ def test_transfers_that_overtake_each_other(tmp_path: Path) -> None:
     with running(tmp_path, Case(num_buffers=8, num_devices=2)) as run:
         arrays = random_arrays(run)
         inject(run.device.pipeline, seed=3, max_delay_us=400, short_transfer_every=3)
-        run.handler.replace(from_arrays(arrays), steps=run.handler.steps)
+        run.handler.state.replace(from_arrays(arrays), steps=run.handler.steps)
         for found, array in zip(scanned(run), arrays, strict=True):
             assert found.tobytes() == array.tobytes()
 
@@ -114,7 +114,7 @@ def test_windows_are_whole_tasklets_in_order_within_the_ring(tmp_path: Path, cas
     """Windows cover the partition once; both halves together take no more than the ring, or than two tasklets."""
     with running(tmp_path, case) as run:
         windows: list[tuple[int, int, int]] = []
-        run.handler.scan(lambda w: windows.append((w.begin, w.end, sum(a.nbytes for a in w.arrays))))
+        run.handler.state.scan(lambda w: windows.append((w.begin, w.end, sum(a.nbytes for a in w.arrays))))
         numel, tasklet_numel = run.layout.numel, run.layout.extents.tasklet_numel
         assert [begin for begin, _, _ in windows] == [0, *(end for _, end, _ in windows[:-1])]
         assert windows[-1][1] == numel
@@ -137,7 +137,7 @@ def test_fill_that_raises_changes_nothing(tmp_path: Path) -> None:
                 raise KeyError("gone")
 
         with pytest.raises(KeyError, match="gone"):
-            run.handler.replace(fill, steps=run.handler.steps + 1)
+            run.handler.state.replace(fill, steps=run.handler.steps + 1)
         assert_equal(run.state(), before)
         assert run.handler.generation == 1
         run.step(2)
@@ -148,7 +148,7 @@ def test_visit_that_raises_leaves_the_device_free(tmp_path: Path) -> None:
     with running(tmp_path, Case(num_buffers=2)) as run:
         inject(run.device.pipeline, max_delay_us=2000)
         with pytest.raises(ZeroDivisionError):
-            run.handler.scan(lambda window: 1 // 0)
+            run.handler.state.scan(lambda window: 1 // 0)
         run.step(1)
 
 
@@ -169,9 +169,9 @@ def test_write_error_in_replace_changes_nothing(
         before, arrays = run.state(), random_arrays(run)
         inject(run.device.pipeline, **faults)
         with pytest.raises(kind, match=r"state\.bin"):
-            run.handler.replace(from_arrays(arrays), steps=run.handler.steps)
+            run.handler.state.replace(from_arrays(arrays), steps=run.handler.steps)
         assert_equal(run.state(), before)
-        run.handler.replace(from_arrays(arrays), steps=run.handler.steps)
+        run.handler.state.replace(from_arrays(arrays), steps=run.handler.steps)
         assert scanned(run)[0].tobytes() == arrays[0].tobytes()
 
 
@@ -199,7 +199,9 @@ def test_failure_elsewhere_keeps_the_commit_back(tmp_path: Path) -> None:
             raise StorageError("Rank 1 failed.", "Mend it.")
 
         with pytest.raises(StorageError, match="Rank 1"):
-            run.handler.replace(from_arrays(random_arrays(run)), steps=run.handler.steps, together=other_rank_failed)
+            run.handler.state.replace(
+                from_arrays(random_arrays(run)), steps=run.handler.steps, together=other_rank_failed
+            )
         assert written == [run.layout.extents.num_tasklets]
         assert_equal(run.state(), before)
 
@@ -209,8 +211,8 @@ def test_partitions_of_nothing(tmp_path: Path, shapes: tuple[tuple[int, int, int
     """A rank without elements visits and fills nothing, and still commits its generation."""
     with running(tmp_path, Case(shapes=shapes)) as run:
         windows: list[Window] = []
-        run.handler.scan(windows.append)
-        run.handler.replace(windows.append, steps=run.handler.steps + 3)
+        run.handler.state.scan(windows.append)
+        run.handler.state.replace(windows.append, steps=run.handler.steps + 3)
         assert windows == []
         assert run.handler.generation == 1
         assert run.handler.steps.tolist() == [3] * len(shapes)
@@ -223,9 +225,9 @@ def test_a_run_of_the_partition_is_read_and_modified(tmp_path: Path, case: Case)
         run.steps(range(2))
         before, generation = scanned(run), run.handler.generation
         begin, end = run.layout.numel // 5, run.layout.numel // 2 + 7
-        read = run.handler.read_range(begin, end, names=["master", "exp_avg_sq"])
+        read = run.handler.state.read_range(begin, end, names=["master", "exp_avg_sq"])
         assert [read[name].tobytes() for name in read] == [before[i][begin:end].tobytes() for i in (0, 2)]
-        run.handler.modify_range(begin, {"master": read["master"] + 1})
+        run.handler.state.modify_range(begin, {"master": read["master"] + 1})
         before[0][begin:end] += 1
         assert run.handler.generation == generation + 1
         assert [array.tobytes() for array in scanned(run)] == [array.tobytes() for array in before]
@@ -243,8 +245,10 @@ def test_a_run_that_fails_elsewhere_is_not_modified(tmp_path: Path) -> None:
     with running(tmp_path, Case()) as run:
         before = scanned(run)
         for modify in (
-            lambda together: run.handler.modify_range(0, {"master": np.zeros(500, np.float32)}, together=together),
-            lambda together: run.handler.modify(
+            lambda together: run.handler.state.modify_range(
+                0, {"master": np.zeros(500, np.float32)}, together=together
+            ),
+            lambda together: run.handler.state.modify(
                 {0: {"master": np.zeros(run.layout.parameters[0].real_numel, np.float32)}}, together=together
             ),
         ):

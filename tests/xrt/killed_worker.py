@@ -54,7 +54,7 @@ class Killed(LitTiny):
     def on_train_end(self) -> None:
         handler: Any = self.trainer.strategy._near_storage_optimizer.drained_handler()
         self.arrays = [
-            {name: torch.from_numpy(values.copy()) for name, values in handler.read_parameter(index).items()}
+            {name: torch.from_numpy(values.copy()) for name, values in handler.state.read_parameter(index).items()}
             for index in range(len(handler.steps))
         ]
 

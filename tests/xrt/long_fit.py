@@ -49,7 +49,7 @@ class LitGPT2(pl.LightningModule):
         handler = optimizer.drained_handler()
         for index, parameter in enumerate(optimizer.rank_state.layout.parameters):
             digest = hashlib.sha256()
-            for values in handler.read_parameter(index).values():
+            for values in handler.state.read_parameter(index).values():
                 digest.update(values.tobytes())
             self.digests[parameter.name] = digest.hexdigest()
 

@@ -137,7 +137,7 @@ def test_traffic_of_a_step(
         assert moved.padding_bytes == 2 * (arrays - NUMEL * TRAFFIC[optimizer, "host", dtype][-1]) + filling
 
 
-def test_a_step_that_grows(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+def test_an_incremental_step(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Tasklets in any order and in pieces, waited for one by one, on both cards."""
     case = Case(dtype=torch.bfloat16, num_devices=2)
     with (
@@ -148,12 +148,12 @@ def test_a_step_that_grows(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
             for each in (run, host):
                 plan = each.collect(step)
                 plan.active[:] = True
-                each.handler.begin_growing(plan)
+                each.handler.begin_incremental(plan)
                 for tasklets in ([5, 4], [1], [3]):
-                    each.handler.extend(tasklets)
-                assert each.handler.complete(plan)
-                each.handler.wait([6, 0])
-                each.handler.wait(slice(1, 3))
+                    each.handler.step.extend(tasklets)
+                assert each.handler.step.complete(plan)
+                each.handler.step.wait([6, 0])
+                each.handler.step.wait(slice(1, 3))
                 each.handler.commit()
         same_as_host(run, host)
 
@@ -186,7 +186,7 @@ def test_rollback_and_outside_changes(tmp_path: Path, emulated_cards: EmulatedCa
             each.handler.begin_step(each.collect(1))
             each.handler.rollback()
             assert torch.equal(torch.cat(each.partition), before)
-            each.handler.modify_parameter(1, {"master": values})
+            each.handler.state.modify({1: {"master": values}})
             each.slice(1).copy_(torch.from_numpy(values))
             each.step(1)
         same_as_host(run, host)

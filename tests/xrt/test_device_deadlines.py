@@ -99,9 +99,9 @@ def test_a_late_write_ends_the_step(tmp_path: Path, emulated_cards: EmulatedCard
             run.handler.begin_step(run.collect(1))
         run.handler.rollback()
         assert_equal(run.state(), before)
-        values = run.handler.read_parameter(0)
+        values = run.handler.state.read_parameter(0)
         with pytest.raises(DeviceError, match="it may still overwrite"):
-            run.handler.modify_parameter(0, values)
+            run.handler.state.modify({0: values})
         hold.release()
         await_that(lambda: not pipeline(run).busy)
         run.handler.begin_step(run.collect(1))

@@ -21,7 +21,7 @@ from lightning_smartinfinity import DeviceError, StorageCorruptError, StorageErr
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from lightning_smartinfinity.store import direct
-from tests.helpers.card_runs import cards, plan_of, same_as_host, settled_host, state_files
+from tests.helpers.card_runs import cards, same_as_host, settled_host, setup_of, state_files
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
@@ -291,7 +291,7 @@ def test_p2p_that_fails(
     assert len(failures(log)) == 1
 
 
-def test_both_cards_in_a_growing_step(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+def test_both_cards_in_an_incremental_step(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Failures between one piece of a step and the next."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
@@ -301,15 +301,15 @@ def test_both_cards_in_a_growing_step(tmp_path: Path, emulated_cards: EmulatedCa
             for each in (run, host):
                 plan = each.collect(step)
                 plan.active[:] = True
-                each.handler.begin_growing(plan)
+                each.handler.begin_incremental(plan)
                 if each is run:
                     emulated_cards.inject("error", card=0, skipped=step % 2)
                     emulated_cards.inject("abort", card=1, skipped=step // 2)
-                each.handler.extend([4, 3])
+                each.handler.step.extend([4, 3])
                 if step % 2:
-                    each.handler.wait([2])
-                each.handler.extend([0])
-                assert each.handler.complete(plan)
+                    each.handler.step.wait([2])
+                each.handler.step.extend([0])
+                assert each.handler.step.complete(plan)
                 each.handler.commit()
             same_as_host(run, host)
 
@@ -320,7 +320,7 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
     with pytest.raises(DeviceError, match=r"TransferConfig\(tasklet_bytes"):
         Run(tmp_path / "a", CASE.but(num_buffers=64), device=cards(emulated_cards.build.xclbin))
     emulated_cards.set("dram_mib", 4096)
-    bank = plan_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
+    bank = setup_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
     assert bank is not None
     sharers = bank // (1 << 20)
     with running(
@@ -335,7 +335,7 @@ def test_a_share_between_whole_pages(tmp_path: Path, emulated_cards: EmulatedCar
     case = CASE.but(num_buffers=64, num_devices=1, gradient_dtype=torch.bfloat16)
     numel = layout_of(case).extents.tasklet_numel
     assert 2 * numel % 4096  # of gradient and parameters
-    usable = plan_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
+    usable = setup_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
     assert usable is not None
     # Eleven buffers fit but for what fills pages up.
     sharers = usable * 7 // 8 // (11 * (12 * numel + 4096 + 4 * numel + 1024))

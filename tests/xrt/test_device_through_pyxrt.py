@@ -15,7 +15,7 @@ from tests.helpers.runif import RunIf
 from tests.transfer.harness import Case, running
 from tests.xrt.cards import EmulatedCards
 from tests.xrt.test_device import (
-    test_a_step_that_grows,
+    test_an_incremental_step,
     test_five_steps,
     test_gradients_through_the_cards_storage,
     test_rollback_and_outside_changes,
@@ -24,7 +24,7 @@ from tests.xrt.test_device import (
 )
 from tests.xrt.test_device_failures import (
     log,
-    test_both_cards_in_a_growing_step,
+    test_both_cards_in_an_incremental_step,
     test_close_with_a_hung_run,
     test_late_completion,
     test_no_such_card_kernel_or_file,
@@ -35,8 +35,8 @@ from tests.xrt.test_device_failures import (
 
 __all__ = [
     "log",
-    "test_a_step_that_grows",
-    "test_both_cards_in_a_growing_step",
+    "test_an_incremental_step",
+    "test_both_cards_in_an_incremental_step",
     "test_close_with_a_hung_run",
     "test_five_steps",
     "test_gradients_through_the_cards_storage",
@@ -56,7 +56,7 @@ pytestmark = RunIf(xrt=True)
 @pytest.fixture(autouse=True)
 def _through_pyxrt(pyxrt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opens all cards by way of Python."""
-    monkeypatch.setattr(card_runs, "plan_of", partial(card_runs.plan_of, binding="pyxrt"))
+    monkeypatch.setattr(card_runs, "setup_of", partial(card_runs.setup_of, binding="pyxrt"))
 
 
 def test_the_binding_is_python(tmp_path: Path, emulated_cards: EmulatedCards, pyxrt: ModuleType) -> None:

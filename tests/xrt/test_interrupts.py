@@ -10,8 +10,8 @@ import torch
 from lightning_smartinfinity import SmartInfinityError
 from lightning_smartinfinity.devices import host
 from lightning_smartinfinity.devices.smartssd import device, worker
-from lightning_smartinfinity.transfer import runs
-from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.transfer import submissions
+from lightning_smartinfinity.transfer.step_plan import StepPlan
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.interrupts import Interrupt
 from tests.helpers.runif import RunIf
@@ -21,11 +21,11 @@ from tests.xrt.cards import EmulatedCards
 pytestmark = RunIf(xrt=True)
 
 CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)))
-MODULES = (device, worker, host, runs)
+MODULES = (device, worker, host, submissions)
 
 
-@pytest.mark.parametrize(("growing", "goes_on"), [(False, True), (True, False)])
-def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, growing: bool, goes_on: bool) -> None:
+@pytest.mark.parametrize(("incremental", "goes_on"), [(False, True), (True, False)])
+def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, incremental: bool, goes_on: bool) -> None:
     """The step is gone on with, or taken back and made again; then all is as on the host, to the byte."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
@@ -34,7 +34,7 @@ def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, growing: b
         number, came = 0, True
         while came:
             emulated_cards.inject("error", card=number % 2)
-            came = interrupted_step(run, number, growing=growing)
+            came = interrupted_step(run, number, incremental=incremental)
             emulated_cards.reset()
             if came:
                 finish(run, number, goes_on=goes_on)
@@ -46,7 +46,7 @@ def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, growing: b
 
 
 def plan_of(run: Run, step: int) -> StepPlan:
-    """With every parameter active: a step that grows has no other."""
+    """Plans a step with every parameter active, as an incremental step needs it."""
     plan = run.collect(step)
     plan.active[:] = True
     return plan
@@ -57,20 +57,20 @@ def make_step(run: Run, step: int) -> None:
     run.handler.commit()
 
 
-def interrupted_step(run: Run, line: int, *, growing: bool) -> bool:
+def interrupted_step(run: Run, line: int, *, incremental: bool) -> bool:
     """Whether there was such a line."""
     plan = plan_of(run, line)
     try:
         with Interrupt(line, MODULES).coming():
-            if growing:
-                run.handler.begin_growing(plan)
-                run.handler.extend([4, 3])
-                run.handler.wait([2])
-                run.handler.extend([0])
-                assert run.handler.complete(plan)
+            if incremental:
+                run.handler.begin_incremental(plan)
+                run.handler.step.extend([4, 3])
+                run.handler.step.wait([2])
+                run.handler.step.extend([0])
+                assert run.handler.step.complete(plan)
             else:
                 run.handler.begin_step(plan)
-                run.handler.wait([0])
+                run.handler.step.wait([0])
             run.handler.drain()
             run.handler.commit()
     except KeyboardInterrupt:
@@ -79,7 +79,7 @@ def interrupted_step(run: Run, line: int, *, growing: bool) -> bool:
 
 
 def finish(run: Run, step: int, *, goes_on: bool) -> None:
-    if run.handler.in_flight and goes_on and not run.handler.grows:
+    if run.handler.in_flight and goes_on and run.handler.step.is_complete:
         try:
             run.handler.drain()
             run.handler.commit()

@@ -116,7 +116,7 @@ def test_parameters_are_there_before_their_state_is_written(tmp_path: Path, emul
         # The state has been read: what is slow from now on is its way back.
         throttle.bytes_per_second = 2 * run.layout.extents.extents[0].nbytes
         emulated_cards.release()
-        run.handler.wait([0])
+        run.handler.step.wait([0])
         assert (run.handler.traffic() - before).folders[0].write_bytes == 0
         assert not torch.equal(run.partition[0], parameters)
         throttle.bytes_per_second = 0

@@ -17,7 +17,7 @@ from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.devices.smartssd.p2p import P2P, P2PState
 from lightning_smartinfinity.devices.smartssd.pci import PciPath
 from lightning_smartinfinity.devices.smartssd.pyxrt_binding import _opened
-from tests.helpers.card_runs import OPTIMIZERS, cards, plan_of, same_as_host, settled_host
+from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host, setup_of
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import lenient
 from tests.transfer.harness import Case, Run, running
@@ -77,12 +77,12 @@ def test_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCard
 
 def test_self_test_and_refusals(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Passed by sound cards; what pyxrt raises is our own error."""
-    self_test(plan_of(2, emulated_cards.build.xclbin, binding="pyxrt"), [tmp_path, tmp_path], KERNELS)
+    self_test(setup_of(2, emulated_cards.build.xclbin, binding="pyxrt"), [tmp_path, tmp_path], KERNELS)
     with pytest.raises(DeviceError, match="emulated card 5"):
-        self_test(plan_of(1, emulated_cards.build.xclbin, binding="pyxrt", first=5), [tmp_path], KERNELS)
+        self_test(setup_of(1, emulated_cards.build.xclbin, binding="pyxrt", first=5), [tmp_path], KERNELS)
     emulated_cards.reset(count=7)
     with pytest.raises(DeviceError, match=r"kernel failed.* of this version: make -C hls xclbin"):
-        self_test(plan_of(1, emulated_cards.build.probe_xclbin, binding="pyxrt", first=6), [tmp_path], KERNELS[:1])
+        self_test(setup_of(1, emulated_cards.build.probe_xclbin, binding="pyxrt", first=6), [tmp_path], KERNELS[:1])
     emulated_cards.set("dram_mib", 1)
     with pytest.raises(DeviceError, match="emulated card 0"):
         Run(tmp_path / "run", Case(num_buffers=64), device=cards(emulated_cards.build.xclbin, binding="pyxrt"))
@@ -94,7 +94,7 @@ def test_a_module_that_is_not_there(
     """binding="pyxrt" without pyxrt."""
     monkeypatch.setitem(sys.modules, "pyxrt", None)
     with pytest.raises(DeviceError, match="pyxrt"):
-        self_test(plan_of(1, emulated_cards.build.xclbin, binding="pyxrt"), [tmp_path], KERNELS)
+        self_test(setup_of(1, emulated_cards.build.xclbin, binding="pyxrt"), [tmp_path], KERNELS)
 
 
 REAL_CARD = Card(

@@ -118,7 +118,7 @@ class Racer:
 
 @SEEDS
 def test_pipelines_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds: range) -> None:
-    """Batches that grow, change their order, are waited for in parts, given up and closed, on both cards at once."""
+    """Batches that are extended, change their order, are waited for in parts, given up and closed, on two cards."""
     for seed in seeds:
         random = np.random.default_rng(seed)
         slow_down(random, emulated_cards)
@@ -168,7 +168,7 @@ FAULTS = ("error", "abort", "submit", "sync")
 
 @SEEDS
 def test_steps_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds: range) -> None:
-    """A handler's steps at once or growing, waited for in parts, taken back and taken again, with failures."""
+    """A handler's steps at once or incremental, waited for in parts, taken back and taken again, with failures."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
@@ -203,13 +203,13 @@ def begin(random: np.random.Generator, run: HandlerRun, host: HandlerRun, number
         grow(random, run, plan)
     for _ in range(random.integers(4)):
         parameter = int(random.integers(len(CASE.shapes)))
-        run.handler.wait([parameter])
+        run.handler.step.wait([parameter])
         assert torch.equal(run.slice(parameter), host.slice(parameter))
 
 
 def grow(random: np.random.Generator, run: HandlerRun, plan: Any) -> None:
     """Its first tasklets are on their way before it is known what else belongs to it."""
-    run.handler.begin_growing(replace(plan, active=np.ones_like(plan.active)))
+    run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
     missing = {
         tasklet
         for parameter in np.flatnonzero(~plan.active)
@@ -217,5 +217,5 @@ def grow(random: np.random.Generator, run: HandlerRun, plan: Any) -> None:
     }
     complete = [tasklet for tasklet in range(len(run.layout.tasklets)) if tasklet not in missing]
     for index in random.permutation(complete)[: random.integers(len(complete) + 1)]:
-        run.handler.extend([int(index)])
-    assert run.handler.complete(plan)
+        run.handler.step.extend([int(index)])
+    assert run.handler.step.complete(plan)

@@ -23,14 +23,14 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
-from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, self_test, unreturned
+from lightning_smartinfinity.devices.smartssd import CardSetup, System, find_cards, self_test, unreturned
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.zero3 import collectives, update_device
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.update_device import choose_update_device
 from tests.helpers import native_testing as testing
-from tests.helpers.card_runs import plan_of
+from tests.helpers.card_runs import setup_of
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
 from tests.xrt.cards import EmulatedCards
@@ -43,8 +43,8 @@ self_test_module = importlib.import_module("lightning_smartinfinity.devices.smar
 
 def test_cards_that_pass(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Every card runs every kernel thrice for each type; folders need not be there, and nothing is left in what is."""
-    plan = plan_of(2, emulated_cards.build.xclbin)
-    self_test(plan, [tmp_path / "a/not/yet", tmp_path], KERNELS)
+    setup = setup_of(2, emulated_cards.build.xclbin)
+    self_test(setup, [tmp_path / "a/not/yet", tmp_path], KERNELS)
     assert [emulated_cards.counter("runs_completed", card) for card in range(2)] == [27, 27]
     assert list(tmp_path.iterdir()) == []
 
@@ -62,7 +62,7 @@ def test_a_card_that_computes_something_else(
     # The second of the tile's runs is the one that updates.
     emulated_cards.inject("corrupt", card=1, skipped=1, pointer=pointers[pointer], bit=bit)
     with pytest.raises(DeviceError, match=words):
-        self_test(plan_of(2, emulated_cards.build.xclbin), [tmp_path, tmp_path], [kernel])
+        self_test(setup_of(2, emulated_cards.build.xclbin), [tmp_path, tmp_path], [kernel])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,7 +73,7 @@ def test_a_card_that_computes_something_else_in_one_type(
     """Every type that gradients and parameters may have is tried."""
     emulated_cards.inject("corrupt", skipped=3 * number + 1, pointer=1, bit=64 * 32)
     with pytest.raises(DeviceError, match=rf"other bits than the host \(gradients and parameters in {dtype}\)"):
-        self_test(plan_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
+        self_test(setup_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
 
 
 @pytest.mark.parametrize(("kind", "words"), [("error", "ERROR"), ("hang", "did not return within {} ms")])
@@ -82,9 +82,9 @@ def test_a_card_whose_run_fails(tmp_path: Path, emulated_cards: EmulatedCards, k
     emulated_cards.reset(count=5)
     emulated_cards.inject(kind, card=4)
     deadline = lenient(0.03)
-    plan = plan_of(1, emulated_cards.build.xclbin, first=4, timeout=deadline)
+    setup = setup_of(1, emulated_cards.build.xclbin, first=4, timeout=deadline)
     with pytest.raises(DeviceError, match=words.format(round(1000 * deadline))) as failed:
-        self_test(plan, [tmp_path / "a"], KERNELS[:1])
+        self_test(setup, [tmp_path / "a"], KERNELS[:1])
     assert f"emulated card 4 in {str(tmp_path / 'a')!r}" in str(failed.value)
     assert ".smart-infinity-" not in str(failed.value)
 
@@ -93,18 +93,18 @@ def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCa
     """Nobody waits for it in vain: who asks for it next is told, until the run that was given up returns."""
     emulated_cards.reset(count=6)
     emulated_cards.inject("hang", card=5)
-    plan = plan_of(1, emulated_cards.build.xclbin, first=5, timeout=lenient(0.03))
+    setup = setup_of(1, emulated_cards.build.xclbin, first=5, timeout=lenient(0.03))
     with pytest.raises(DeviceError, match="did not return within"):
-        self_test(plan, [tmp_path], KERNELS[:1])
+        self_test(setup, [tmp_path], KERNELS[:1])
     begun = emulated_cards.counter("runs_begun", 5)
     with pytest.raises(
         DeviceError, match="emulated card 5 has not returned from a run or transfer that this process gave up"
     ):
-        self_test(plan, [tmp_path], KERNELS[:1])
+        self_test(setup, [tmp_path], KERNELS[:1])
     assert emulated_cards.counter("runs_begun", 5) == begun
     emulated_cards.release(5)
     emulated_cards.wait_for("run-end", card=5)
-    self_test(replace(plan, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
+    self_test(replace(setup, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
 
 
 def held_queue(monkeypatch: pytest.MonkeyPatch, **where: int) -> list[testing.Hold]:
@@ -138,25 +138,25 @@ def test_p2p_that_does_not_return(
 ) -> None:
     """It is given up for its time, and keeps the card's memory until it returns; then the card can be used again."""
     before = emulated_cards.counter("num_buffers")
-    plan = plan_of(1, emulated_cards.build.xclbin, timeout=lenient(0.05))
+    setup = setup_of(1, emulated_cards.build.xclbin, timeout=lenient(0.05))
     with monkeypatch.context() as patched:
-        (hold,) = _given_up(plan, tmp_path, held_queue(patched, **{where: 0}), verb)
+        (hold,) = _given_up(setup, tmp_path, held_queue(patched, **{where: 0}), verb)
     assert list(tmp_path.iterdir()) == []
     assert emulated_cards.counter("num_buffers") == before + 1
     with pytest.raises(DeviceError, match="has not returned from a run or transfer that this process gave up"):
-        self_test(plan, [tmp_path], KERNELS[:1])
+        self_test(setup, [tmp_path], KERNELS[:1])
     hold.release()
     await_that(unreturned.close_returned)
     assert emulated_cards.counter("num_buffers") == before
-    self_test(replace(plan, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
+    self_test(replace(setup, settings=SmartSSDConfig(xclbin=emulated_cards.build.xclbin)), [tmp_path], KERNELS[:1])
 
 
-def _given_up(plan: CardPlan, folder: Path, holds: list[testing.Hold], verb: str) -> list[testing.Hold]:
+def _given_up(setup: CardSetup, folder: Path, holds: list[testing.Hold], verb: str) -> list[testing.Hold]:
     with pytest.raises(
         DeviceError,
         match=rf"P2P between the emulated card 0 and its SSD failed: {verb} 1048576 bytes .*within \d+ ms.*kernel log",
     ):
-        self_test(plan, [folder], KERNELS[:1])
+        self_test(setup, [folder], KERNELS[:1])
     return holds
 
 
@@ -189,7 +189,7 @@ def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkey
 
     monkeypatch.setattr(native, "Pipeline", Failing)
     with pytest.raises(StorageError, match="health") as failed:
-        self_test(plan_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
+        self_test(setup_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
     assert f"emulated card 0 in {str(tmp_path)!r}" in str(failed.value)
     assert ".smart-infinity-" not in str(failed.value)
 
@@ -198,14 +198,14 @@ def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Nothing but a buffer on the card can tell, where sysfs does not."""
     emulated_cards.set("p2p", 0)
     with pytest.raises(DeviceError, match="xbutil configure --p2p enable"):
-        self_test(plan_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
+        self_test(setup_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
 
 
 def test_an_xclbin_without_the_kernel(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """That of the probe has none of ours."""
     emulated_cards.reset(count=7)
     with pytest.raises(DeviceError, match=r"adamw_update.* of this version: make -C hls xclbin"):
-        self_test(plan_of(1, emulated_cards.build.probe_xclbin, first=6), [tmp_path], KERNELS[:1])
+        self_test(setup_of(1, emulated_cards.build.probe_xclbin, first=6), [tmp_path], KERNELS[:1])
 
 
 # ---- which device updates
@@ -407,9 +407,9 @@ def test_another_rank_on_cards_of_unknown_memory(
 ) -> None:
     """Nobody knows what half of it is: an error on every rank, or the host."""
 
-    def find(*arguments: Any) -> CardPlan:
-        plan = find_cards(*arguments)
-        return replace(plan, xclbin=plan.xclbin._replace(memory_bytes=None))
+    def find(*arguments: Any) -> CardSetup:
+        setup = find_cards(*arguments)
+        return replace(setup, xclbin=setup.xclbin._replace(memory_bytes=None))
 
     monkeypatch.setattr(update_device, "find_cards", find)
     beside(monkeypatch)

@@ -59,7 +59,7 @@ class Reporting(LitTiny):
         handler = self.trainer.strategy._near_storage_optimizer.rank_state.handler
         layout = self.trainer.strategy._near_storage_optimizer.rank_state.layout
         self.arrays = {
-            name: {array: torch.from_numpy(values) for array, values in handler.read_parameter(index).items()}
+            name: {array: torch.from_numpy(values) for array, values in handler.state.read_parameter(index).items()}
             for index, name in enumerate(parameter.name for parameter in layout.parameters)
         }
 

@@ -69,7 +69,7 @@ class Failing(LitTiny):
 def trained_to(trainer: Any) -> list[dict[str, bytes]]:
     """Every array of every parameter."""
     handler = trainer.strategy._near_storage_optimizer.drained_handler()
-    arrays = [handler.read_parameter(index) for index in range(len(handler.steps))]
+    arrays = [handler.state.read_parameter(index) for index in range(len(handler.steps))]
     return [{name: values.tobytes() for name, values in each.items()} for each in arrays]
 
 

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
-from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.speculation import Speculation
 
@@ -70,14 +70,14 @@ def test_a_window_costs_what_arrives_in_it(asked: list[slice]) -> None:
         assert not asked
         speculation.arrived(params)
         assert len(asked) == NUM_PARAMETERS - 1
-        ((opened,),) = [call.args for call in handler.extend.call_args_list]
+        ((opened,),) = [call.args for call in handler.step.extend.call_args_list]
         assert opened == list(range(1, layout.extents.num_tasklets))
         looks = Param.num_looks
         speculation.begin_ready()
         assert Param.num_looks == looks + 1
         params[7].active = False
         speculation.begin_ready()
-        assert handler.extend.call_args.args == ([0],)
+        assert handler.step.extend.call_args.args == ([0],)
         params[7].active = True
         looks = Param.num_looks
         speculation.begin_ready()

@@ -12,7 +12,7 @@ from typing import NoReturn
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import FolderTraffic, StorageDevice, Traffic
 from lightning_smartinfinity.devices.host import HostDevice
-from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
+from lightning_smartinfinity.devices.smartssd.discovery import CardSetup
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
 from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card
@@ -38,7 +38,7 @@ class SmartSSDDevice(StorageDevice):
     Everything but updates runs on a host device over the same files, and so does what a card leaves undone.
 
     Args:
-        plan: The cards, one for each storage folder.
+        setup: The cards, one for each storage folder.
         kernel: The optimizer's kernel.
         ring: Buffers in each card's memory.
         compute_threads: Number of threads that update on the host.
@@ -46,9 +46,9 @@ class SmartSSDDevice(StorageDevice):
     """
 
     def __init__(
-        self, plan: CardPlan, *, kernel: Kernel, ring: CardRing, compute_threads: int = 1, io_engine: str = "auto"
+        self, setup: CardSetup, *, kernel: Kernel, ring: CardRing, compute_threads: int = 1, io_engine: str = "auto"
     ) -> None:
-        self._plan = plan
+        self._setup = setup
         self._kernel = kernel
         self._ring = ring
         self._host = HostDevice(num_buffers=_HOST_BUFFERS, compute_threads=compute_threads, io_engine=io_engine)
@@ -75,12 +75,12 @@ class SmartSSDDevice(StorageDevice):
         cards = ", ".join(worker.card.label for worker in self._workers)
         return (
             f"Optimizer state: updated on SmartSSD ({cards}; {self._kernel.name}, gradients by way of {self._route},"
-            f" XRT by {self._plan.binding}), {self._workers[0].pipeline.io_engine} for P2P."
+            f" XRT by {self._setup.binding}), {self._workers[0].pipeline.io_engine} for P2P."
         )
 
     @property
     def _route(self) -> str:
-        return "storage" if self._plan.settings.gradient_route == "storage" else "host"
+        return "storage" if self._setup.settings.gradient_route == "storage" else "host"
 
     @property
     def ring_bytes(self) -> int:
@@ -100,7 +100,7 @@ class SmartSSDDevice(StorageDevice):
         written_through: bool = True,
     ) -> None:
         assert not resident_bytes, "a card's state does not stay in host memory"
-        assert len(files) == len(self._plan.cards), "one card for each storage folder"
+        assert len(files) == len(self._setup.cards), "one card for each storage folder"
         self._num_files, self._workers = len(files), []
         close_returned()
         with ExitStack() as undo:
@@ -113,16 +113,16 @@ class SmartSSDDevice(StorageDevice):
     def _open_worker(
         self, index: int, file: native.StateFile, identity: native.Identity, buffer_bytes: int
     ) -> CardWorker:
-        card = self._plan.cards[index]
+        card = self._setup.cards[index]
         if not file.direct:
             raise DeviceError(
                 f"{file.path!r} is open through the page cache, which the {card.label} cannot reach.",
                 "Use TransferConfig(direct_io='on') on a file system that has direct I/O.",
             )
-        ring = ring_within(self._plan, self._ring, extent_bytes=buffer_bytes)
-        needed = gradient_file_bytes(self._plan, ring)
+        ring = ring_within(self._setup, self._ring, extent_bytes=buffer_bytes)
+        needed = gradient_file_bytes(self._setup, ring)
         gradients = open_gradient_file(Path(file.path).parent, needed, self._resources) if needed else None
-        opened = open_card(self._plan, card)
+        opened = open_card(self._setup, card)
         self._resources.callback(opened.close)
         with card_errors(card), storage_errors("Allocating buffers for", file.path):
             pipeline = native.Pipeline(
@@ -137,8 +137,8 @@ class SmartSSDDevice(StorageDevice):
                     kernel=self._kernel.name,
                     gradient_bytes=ring.gradient_bytes,
                     parameter_bytes=ring.parameter_bytes,
-                    timeout_ms=max(1, int(1000 * self._plan.settings.timeout)),
-                    dram_bytes=share_of_memory(self._plan),
+                    timeout_ms=max(1, int(1000 * self._setup.settings.timeout)),
+                    dram_bytes=share_of_memory(self._setup),
                     gradient_file=gradients,
                 ),
             )
@@ -158,7 +158,7 @@ class SmartSSDDevice(StorageDevice):
             self._host.submit(batch)
 
     def extend(self, more: native.Batch) -> None:
-        assert self._on_host is not None, "only updates grow"
+        assert self._on_host is not None, "only updates are extended"
         self._resume()
         self._require_no_late_write(more.tasklets)
         self._distribute(more)

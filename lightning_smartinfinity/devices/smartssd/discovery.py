@@ -23,11 +23,11 @@ from lightning_smartinfinity.devices.smartssd.system import System
 from lightning_smartinfinity.devices.smartssd.xclbin import Xclbin, read_xclbin
 from lightning_smartinfinity.errors import ConfigError, DeviceError
 
-__all__ = ["CardPlan", "find_cards", "paired_cards"]
+__all__ = ["CardSetup", "find_cards", "paired_cards"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CardPlan:
+class CardSetup:
     """The cards that update a rank's state, and how to open them.
 
     Args:
@@ -47,7 +47,7 @@ class CardPlan:
     sharers: int = 1
 
 
-def find_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System) -> CardPlan:
+def find_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System) -> CardSetup:
     """Find the card of every storage folder.
 
     Args:
@@ -66,7 +66,7 @@ def find_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System
     cards = paired_cards(folders, settings, system)
     for card in cards:
         _require_usable(system, card)
-    return CardPlan(xclbin=xclbin, cards=tuple(cards), settings=settings, binding=binding, library=runtime.library)
+    return CardSetup(xclbin=xclbin, cards=tuple(cards), settings=settings, binding=binding, library=runtime.library)
 
 
 def paired_cards(folders: Sequence[Path], settings: SmartSSDConfig, system: System) -> list[Card]:

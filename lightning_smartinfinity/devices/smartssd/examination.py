@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_smartinfinity.config import SmartSSDConfig, storage_folders
 from lightning_smartinfinity.devices.smartssd.cards import Card, cards_of, unusable_node, without_driver
-from lightning_smartinfinity.devices.smartssd.discovery import CardPlan, paired_cards
+from lightning_smartinfinity.devices.smartssd.discovery import CardSetup, paired_cards
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS, Kernel
 from lightning_smartinfinity.devices.smartssd.p2p import P2PState
 from lightning_smartinfinity.devices.smartssd.runtime import Runtime, choose_binding, require_runtime, runtime_of
@@ -76,14 +76,14 @@ def examine(
         yield from _findings_of("folders", "pairing", lambda: _pairing_findings(folders, settings, system, paired))
     bindings = [found.value for found in runtime_findings if found.name == _BINDING and found.ok]
     if paired and xclbins and bindings and runtime.root is not None:
-        plan = CardPlan(
+        setup = CardSetup(
             xclbin=xclbins[0],
             cards=tuple(paired),
             settings=settings,
             binding=bindings[0],
             library=runtime.library,
         )
-        yield from _at_work(plan, folders, p2p_bytes)
+        yield from _at_work(setup, folders, p2p_bytes)
 
 
 def _runtime_findings(runtime: Runtime, settings: SmartSSDConfig, system: System) -> list[Finding]:
@@ -155,23 +155,23 @@ def _pairing_findings(
     return [Finding(str(folder), "card", True, card.label) for folder, card in zip(folders, found, strict=True)]
 
 
-def _at_work(plan: CardPlan, folders: Sequence[Path], p2p_bytes: int) -> Iterator[Finding]:
-    for card, folder in zip(plan.cards, folders, strict=True):
-        yield from _findings_of(card.label, "P2P at work", partial(_p2p_at_work, plan, card, folder, p2p_bytes))
+def _at_work(setup: CardSetup, folders: Sequence[Path], p2p_bytes: int) -> Iterator[Finding]:
+    for card, folder in zip(setup.cards, folders, strict=True):
+        yield from _findings_of(card.label, "P2P at work", partial(_p2p_at_work, setup, card, folder, p2p_bytes))
         for kernel in KERNELS:
-            yield from _findings_of(card.label, kernel.name, partial(_kernel_at_work, plan, card, folder, kernel))
+            yield from _findings_of(card.label, kernel.name, partial(_kernel_at_work, setup, card, folder, kernel))
 
 
-def _p2p_at_work(plan: CardPlan, card: Card, folder: Path, nbytes: int) -> list[Finding]:
+def _p2p_at_work(setup: CardSetup, card: Card, folder: Path, nbytes: int) -> list[Finding]:
     with scratch_folder(card, folder) as scratch:
-        moved = check_p2p(plan, card, scratch, nbytes=nbytes)
+        moved = check_p2p(setup, card, scratch, nbytes=nbytes)
     speed = f"{moved.read / 1e9:.2f} GB/s from the SSD, {moved.write / 1e9:.2f} GB/s to it"
     return [Finding(card.label, "P2P at work", True, f"{_size(nbytes)} written back unchanged; {speed}")]
 
 
-def _kernel_at_work(plan: CardPlan, card: Card, folder: Path, kernel: Kernel) -> list[Finding]:
+def _kernel_at_work(setup: CardSetup, card: Card, folder: Path, kernel: Kernel) -> list[Finding]:
     with scratch_folder(card, folder) as scratch:
-        check_kernel(plan, card, kernel, scratch)
+        check_kernel(setup, card, kernel, scratch)
     return [Finding(card.label, kernel.name, True, "one tasklet, bit for bit as on the host")]
 
 

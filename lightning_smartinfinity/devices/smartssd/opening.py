@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card, cards_of
-from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
+from lightning_smartinfinity.devices.smartssd.discovery import CardSetup
 from lightning_smartinfinity.devices.smartssd.ring import CardRing, ring_within, share_of_memory
 from lightning_smartinfinity.devices.smartssd.system import System
 from lightning_smartinfinity.devices.smartssd.unreturned import require_returned
@@ -54,7 +54,7 @@ _REMEDIES = {
 _OTHER_REMEDY = "Check the card with `smart-infinity selftest` and the kernel log, or use update_device='host'."
 
 
-def open_card(plan: CardPlan, card: Card) -> native.Card:
+def open_card(setup: CardSetup, card: Card) -> native.Card:
     """Open a card and load the xclbin, unless it is loaded already.
 
     Raises:
@@ -62,20 +62,20 @@ def open_card(plan: CardPlan, card: Card) -> native.Card:
     """
     require_returned(card)
     with card_errors(card):
-        if plan.binding == "pyxrt":
+        if setup.binding == "pyxrt":
             from lightning_smartinfinity.devices.smartssd.pyxrt_binding import PyxrtBinding
 
-            return native.Card(PyxrtBinding(card, plan.xclbin, num_cards=len(cards_of(System()))))
+            return native.Card(PyxrtBinding(card, setup.xclbin, num_cards=len(cards_of(System()))))
         device: int | str = card.number if card.path is None else card.address
-        assert plan.library is not None
-        return native.Card.open(device, xclbin=str(plan.xclbin.path), library=plan.library)
+        assert setup.library is not None
+        return native.Card.open(device, xclbin=str(setup.xclbin.path), library=setup.library)
 
 
-def require_memory(plan: CardPlan, card: Card, wanted: CardRing, *, extent_bytes: int) -> None:
+def require_memory(setup: CardSetup, card: Card, wanted: CardRing, *, extent_bytes: int) -> None:
     """Allocate the memory of a ring on a card and free it again.
 
     Args:
-        plan: How cards are opened, and how many processes share one.
+        setup: How cards are opened, and how many processes share one.
         card: Card to try.
         wanted: Ring to allocate; buffers that exceed this process's share are left out.
         extent_bytes: Size of the largest extent, as for ``CardRing.parts``.
@@ -83,15 +83,15 @@ def require_memory(plan: CardPlan, card: Card, wanted: CardRing, *, extent_bytes
     Raises:
         DeviceError: There is too little memory, or the xclbin does not tell how much this process may use.
     """
-    ring, share = ring_within(plan, wanted, extent_bytes=extent_bytes), share_of_memory(plan)
+    ring, share = ring_within(setup, wanted, extent_bytes=extent_bytes), share_of_memory(setup)
     if share is not None and ring.nbytes(extent_bytes) > share:
         raise DeviceError(
             f"The memory of the {card.label} is too small: {ring.num_buffers} ring buffers take"
-            f" {ring.nbytes(extent_bytes)} bytes, and each of {plan.sharers} processes may take {share}.",
+            f" {ring.nbytes(extent_bytes)} bytes, and each of {setup.sharers} processes may take {share}.",
             _SMALLER,
         )
     with card_errors(card):
-        opened = open_card(plan, card)
+        opened = open_card(setup, card)
         buffers: list[native.CardBuffer] = []
         try:
             group = opened.group(*ANY_PORT)

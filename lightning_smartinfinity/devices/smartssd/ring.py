@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
+from lightning_smartinfinity.devices.smartssd.discovery import CardSetup
 from lightning_smartinfinity.devices.smartssd.xclbin import BUILD_REMEDY
 from lightning_smartinfinity.errors import DeviceError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
@@ -42,49 +42,49 @@ class CardRing:
         return self.num_buffers * sum(self.parts(extent_bytes))
 
 
-def share_of_memory(plan: CardPlan) -> int | None:
+def share_of_memory(setup: CardSetup) -> int | None:
     """Return the bytes of a card's memory that this process may use; ``None`` means all.
 
     Raises:
         DeviceError: The card is shared, and the xclbin does not tell how much memory it has.
     """
-    if plan.sharers == 1:
+    if setup.sharers == 1:
         return None
-    if plan.xclbin.memory_bytes is None:
+    if setup.xclbin.memory_bytes is None:
         raise DeviceError(
-            f"{plan.sharers} processes share a card, and the xclbin {str(plan.xclbin.path)!r} does not tell how much"
+            f"{setup.sharers} processes share a card, and the xclbin {str(setup.xclbin.path)!r} does not tell how much"
             " memory it has.",
             f"Give each process cards of its own. Or: {BUILD_REMEDY}",
         )
-    return plan.xclbin.memory_bytes * _USABLE_EIGHTHS // 8 // plan.sharers
+    return setup.xclbin.memory_bytes * _USABLE_EIGHTHS // 8 // setup.sharers
 
 
-def ring_within(plan: CardPlan, wanted: CardRing, *, extent_bytes: int) -> CardRing:
+def ring_within(setup: CardSetup, wanted: CardRing, *, extent_bytes: int) -> CardRing:
     """Reduce the wanted buffers to this process's share of the card, but not below two, which may then be refused.
 
     Args:
-        plan: How many processes share a card.
+        setup: How many processes share a card.
         wanted: Ring to reduce.
         extent_bytes: Size of the largest extent, as for ``CardRing.parts``.
 
     Raises:
         DeviceError: The card is shared, and the xclbin does not tell how much memory it has.
     """
-    share = share_of_memory(plan)
+    share = share_of_memory(setup)
     if share is None:
         return wanted
     most = share // sum(wanted.parts(extent_bytes))
     return replace(wanted, num_buffers=min(wanted.num_buffers, max(2, most)))
 
 
-def gradient_file_bytes(plan: CardPlan, ring: CardRing) -> int:
+def gradient_file_bytes(setup: CardSetup, ring: CardRing) -> int:
     """Return the size of the gradient file on each card's SSD: a place for each buffer, or 0 if there is no such file.
 
     Args:
-        plan: The settings, which name the gradients' route.
+        setup: The settings, which name the gradients' route.
         ring: The ring that :func:`ring_within` returned.
     """
-    if plan.settings.gradient_route != "storage":
+    if setup.settings.gradient_route != "storage":
         return 0
     return ring.num_buffers * _padded(ring.gradient_bytes)
 

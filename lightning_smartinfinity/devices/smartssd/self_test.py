@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
-from lightning_smartinfinity.devices.smartssd.discovery import CardPlan
+from lightning_smartinfinity.devices.smartssd.discovery import CardSetup
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
 from lightning_smartinfinity.devices.smartssd.opening import ANY_PORT, card_errors, open_card
 from lightning_smartinfinity.devices.smartssd.scratch import Scratch, scratch_folder
@@ -42,11 +42,11 @@ class Bandwidth(NamedTuple):
     write: float
 
 
-def self_test(plan: CardPlan, folders: Sequence[Path], kernels: Sequence[Kernel]) -> None:
-    """Check every card of a plan with the folder on its SSD; leave no files there.
+def self_test(setup: CardSetup, folders: Sequence[Path], kernels: Sequence[Kernel]) -> None:
+    """Check every card of a setup with the folder on its SSD; leave no files there.
 
     Args:
-        plan: The cards.
+        setup: The cards.
         folders: Storage folders, which need not exist yet.
         kernels: Kernels that will be used.
 
@@ -54,18 +54,18 @@ def self_test(plan: CardPlan, folders: Sequence[Path], kernels: Sequence[Kernel]
         DeviceError: A card does not do what it must.
         StorageError: The SSD of a card does not do what it must.
     """
-    for card, folder in zip(plan.cards, folders, strict=True):
+    for card, folder in zip(setup.cards, folders, strict=True):
         with scratch_folder(card, folder) as scratch:
-            check_p2p(plan, card, scratch)
+            check_p2p(setup, card, scratch)
             for kernel in kernels:
-                check_kernel(plan, card, kernel, scratch)
+                check_kernel(setup, card, kernel, scratch)
 
 
-def check_p2p(plan: CardPlan, card: Card, scratch: Scratch, *, nbytes: int = _P2P_BYTES) -> Bandwidth:
+def check_p2p(setup: CardSetup, card: Card, scratch: Scratch, *, nbytes: int = _P2P_BYTES) -> Bandwidth:
     """Read a file into the card's memory and write it from there into another file.
 
     Args:
-        plan: How cards are opened.
+        setup: How cards are opened.
         card: Card to check.
         scratch: A folder on its SSD.
         nbytes: Bytes to move, a multiple of 4096.
@@ -78,10 +78,10 @@ def check_p2p(plan: CardPlan, card: Card, scratch: Scratch, *, nbytes: int = _P2
     scratch.fill(_SOURCE, pattern)
     scratch.fill(_TARGET, np.zeros(nbytes, np.uint8))
     with card_errors(card):
-        opened = open_card(plan, card)
+        opened = open_card(setup, card)
         try:
             buffer = opened.allocate(nbytes, group=opened.group(*ANY_PORT), p2p=True)
-            bandwidth = _through(card, buffer, scratch, timeout_ms=_timeout_ms(plan))
+            bandwidth = _through(card, buffer, scratch, timeout_ms=_timeout_ms(setup))
         finally:
             opened.close()
     if scratch.read(_TARGET) != pattern.tobytes():
@@ -92,8 +92,8 @@ def check_p2p(plan: CardPlan, card: Card, scratch: Scratch, *, nbytes: int = _P2
 _SOURCE, _TARGET = "p2p-in", "p2p-out"
 
 
-def _timeout_ms(plan: CardPlan) -> int:
-    return max(1, int(1000 * plan.settings.timeout))
+def _timeout_ms(setup: CardSetup) -> int:
+    return max(1, int(1000 * setup.settings.timeout))
 
 
 def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch, *, timeout_ms: int) -> Bandwidth:
@@ -117,11 +117,11 @@ def _through(card: Card, buffer: native.CardBuffer, scratch: Scratch, *, timeout
     return Bandwidth(*(buffer.nbytes / max(passed, 1e-9) for passed in seconds))
 
 
-def check_kernel(plan: CardPlan, card: Card, kernel: Kernel, scratch: Scratch) -> None:
+def check_kernel(setup: CardSetup, card: Card, kernel: Kernel, scratch: Scratch) -> None:
     """Update a tasklet of each type on the card and on the host, and compare state and parameters bit for bit.
 
     Args:
-        plan: How cards are opened.
+        setup: How cards are opened.
         card: Card to check.
         kernel: Kernel to run.
         scratch: A folder on its SSD.
@@ -131,14 +131,14 @@ def check_kernel(plan: CardPlan, card: Card, kernel: Kernel, scratch: Scratch) -
         StorageError: A file cannot be created, read or written.
     """
     with card_errors(card):
-        opened = open_card(plan, card)
+        opened = open_card(setup, card)
         try:
             options = native.CardOptions(
                 card=opened,
                 kernel=kernel.name,
                 gradient_bytes=_NUMEL * _MOST_ITEM_BYTES,
                 parameter_bytes=_NUMEL * _MOST_ITEM_BYTES,
-                timeout_ms=_timeout_ms(plan),
+                timeout_ms=_timeout_ms(setup),
             )
             different = [
                 dtype.name.lower()

@@ -88,7 +88,7 @@ def write_arrays(optimizer: StorageOptimizer, file: TensorFile) -> None:
         for stream, values in zip(streams, window.arrays, strict=False):
             stream.write(values)
 
-    optimizer.drained_handler().scan(write)
+    optimizer.drained_handler().state.scan(write)
     write_residual(optimizer, file, file.state[OPTIMIZER_STATE_DICT][EXTRA_KEY])
 
 
@@ -119,7 +119,7 @@ def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load
             streams = _streams(optimizer, file, with_arrays=with_arrays)
             residual = SavedResidual(optimizer, file, _words_of(file), wanted=load_optimizer_states)
         steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
-        optimizer.drained_handler().replace(_Filler(optimizer, streams), steps=steps, together=together)
+        optimizer.drained_handler().state.replace(_Filler(optimizer, streams), steps=steps, together=together)
         with together():
             residual.restore()
     if load_optimizer_states:

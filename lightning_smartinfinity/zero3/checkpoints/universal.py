@@ -73,7 +73,7 @@ def load_universal(
         folder.check_arrays(_files_of(optimizer, folder))
         frozen = _frozen_slices(engine, folder)
     optimizer.checkpoint_event_prologue()
-    optimizer.drained_handler().replace(_filler(optimizer, folder), steps=steps, together=together)
+    optimizer.drained_handler().state.replace(_filler(optimizer, folder), steps=steps, together=together)
     begin_residual(optimizer)
     checkpoint = {"module": folder.model_states["module"], FROZEN_PARAM_FRAGMENTS: frozen}
     with together():

@@ -190,7 +190,7 @@ def _restored_on_failure(trainings: Iterable[StorageOptimizer], engine: DeepSpee
     except SmartInfinityError:
         for optimizer in trainings:
             with raising_together():
-                optimizer.drained_handler().scan(partial(_restore_parameters, optimizer))
+                optimizer.drained_handler().state.scan(partial(_restore_parameters, optimizer))
             if optimizer is engine.optimizer:
                 optimizer.checkpoint_event_epilogue()
         raise

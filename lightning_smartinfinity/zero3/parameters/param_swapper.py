@@ -24,7 +24,8 @@ from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.transfer.host_buffers import HostMemory
-from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers, StoredParameter
+from lightning_smartinfinity.transfer.parameter_store import ParameterStore, StoredParameter
+from lightning_smartinfinity.transfer.part_transfers import PartTransfers
 from lightning_smartinfinity.zero3.collectives import failing_together, raising_together
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ZeroParameter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.transfer.cuda import link_to
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
-from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
-from lightning_smartinfinity.transfer.staging import TensorPartition
+from lightning_smartinfinity.transfer.partitions import HostPartition, ParameterMemory
+from lightning_smartinfinity.transfer.staging import StagedPartition, TensorPartition
 from lightning_smartinfinity.transfer.tensors import flat_of
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.parameters.stored_partition import StoredPartition
@@ -86,7 +86,7 @@ class Partition:
         """Whether all of it does."""
         return all(flat is not None and flat.device.type == "cpu" for flat in self._flats)
 
-    def outputs(self, *, by_cuda: bool) -> Sequence[Flat] | CudaPartition | StagedPartition:
+    def outputs(self, *, by_cuda: bool) -> ParameterMemory:
         """Where updated parameters go: into host memory, to a CUDA device, or staged towards storage or elsewhere.
 
         Args:
@@ -94,7 +94,7 @@ class Partition:
         """
         flats = self._whole_flats()
         if flats is not None and self.lies_in_host_memory:
-            return [flat_of(flat) for flat in flats]
+            return HostPartition([flat_of(flat) for flat in flats])
         link = link_to(flats[0].device) if flats is not None and by_cuda else None
         return self._staged() if flats is None or link is None else link.partition(flats)
 

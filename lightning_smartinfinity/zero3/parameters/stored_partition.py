@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from lightning_smartinfinity.transfer.staging import StagedPartition
 from lightning_smartinfinity.transfer.tensors import native_dtype
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
@@ -14,8 +15,8 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 __all__ = ["StoredPartition"]
 
 
-class StoredPartition:
-    """A :class:`~lightning_smartinfinity.transfer.plan.StagedPartition` over sub-groups in memory and on storage.
+class StoredPartition(StagedPartition):
+    """Sub-groups in memory and on storage.
 
     DeepSpeed keeps a flat tensor for the sub-groups that fit into ``max_in_cpu``. In the others each parameter is on
     its own: on storage, or in memory if it is small. Every parameter is partitioned while this is in use.

@@ -101,7 +101,7 @@ class OutsideWrites:
     def _masters_between(self, begin: int, end: int) -> NDArray[np.float32]:
         masters: NDArray[np.float32] = np.empty(0, np.float32)
         with raising_together(self._partition.group):
-            masters = self._update.drained_handler().read_range(begin, end, names=["master"])["master"]
+            masters = self._update.drained_handler().state.read_range(begin, end, names=["master"])["master"]
         return masters
 
     def _refresh_windows(self, windows: Iterable[tuple[int, int]], precise: Mapping[str, torch.Tensor]) -> None:
@@ -137,7 +137,7 @@ class OutsideWrites:
 
     def _modify(self, begin: int, masters: NDArray[np.float32]) -> None:
         together = partial(raising_together, self._partition.group)
-        self._update.drained_handler().modify_range(begin, {"master": masters}, together=together)
+        self._update.drained_handler().state.modify_range(begin, {"master": masters}, together=together)
 
 
 def unwatch(param: ZeroParameter) -> None:

@@ -175,7 +175,7 @@ class RankState:
             # A forked child runs exit handlers too; the state is its parent's.
             if os.getpid() != owner:
                 return
-            if not remove and handler.in_flight and not handler.grows:
+            if not remove and handler.in_flight and handler.step.is_complete:
                 with suppress(SmartInfinityError):  # the generation before stays current
                     handler.commit()
             handler.close(remove=remove)
@@ -185,7 +185,7 @@ class RankState:
     def _commit_or_roll_back(self, handler: TransferHandler) -> None:
         if not handler.in_flight:
             return
-        if handler.grows:
+        if not handler.step.is_complete:
             self.roll_back(StorageError("The training ended within a backward.", "Train on."))
             return
         try:

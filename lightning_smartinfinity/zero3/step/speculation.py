@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError
 from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.plan import StepPlan
+from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
@@ -106,7 +106,7 @@ class Speculation:
         self._missing = self._rank_state.layout.num_parameters_in.tolist()
         self._on = True
         try:
-            self._handler.begin_growing(plan)
+            self._handler.begin_incremental(plan)
         except SmartInfinityError:
             # The other ranks go on with this backward. The step cannot begin, either, and says so to all of them.
             self._failed = True
@@ -147,7 +147,7 @@ class Speculation:
                     ready.append(tasklet)
         if ready and not self._failed:
             try:
-                self._handler.extend(ready)
+                self._handler.step.extend(ready)
             except SmartInfinityError:
                 # It is rolled back with the guess, or met again by the step, which all ranks take together.
                 self._failed = True
@@ -179,7 +179,7 @@ class Speculation:
             self._on = False
             return False
         try:
-            right = self._handler.complete(plan)
+            right = self._handler.step.complete(plan)
         except ConfigError:
             self.discard()
             raise

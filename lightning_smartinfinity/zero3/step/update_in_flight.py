@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.plan import CudaPartition, StepPlan
+from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.collectives import failing_together
 from lightning_smartinfinity.zero3.parameters.prefetch import skip_in_prefetch
 from lightning_smartinfinity.zero3.step.rank_state import RankState
@@ -121,7 +121,7 @@ class UpdateInFlight:
         self._untouched = set(range(len(self._rank_state.layout.parameters)))
         self._awaited = set(self._untouched)
         # Copies to a device have only been started when a wait is over: every stream that gathers waits for them.
-        self._waits_once = not isinstance(plan.outputs, CudaPartition)
+        self._waits_once = not plan.outputs.waits_per_stream
         self._uses.clear()
         if self._failure is not None:
             self._drain_alone()
@@ -221,7 +221,7 @@ class UpdateInFlight:
 
     def _wait_for(self, wanted: Sequence[int]) -> None:
         try:
-            self._handler.wait(wanted)
+            self._handler.step.wait(wanted)
         except SmartInfinityError as error:
             self._failure = error
             self._drain_alone()

@@ -1,0 +1,136 @@
+"""The batches of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_smartinfinity import native
+from lightning_smartinfinity.transfer.batches import (
+    Compression,
+    FlatMemory,
+    Memory,
+    Piece,
+    Places,
+    cut,
+    segments_of,
+    spans_of,
+    tasklets_in,
+)
+from lightning_smartinfinity.transfer.layout import PartitionLayout
+from lightning_smartinfinity.transfer.step_plan import StepPlan
+from lightning_smartinfinity.transfer.work import Updates, restore_batch
+
+__all__ = ["StepBatches"]
+
+
+class StepBatches:
+    """Makes the batches that update a step's tasklets, and those that read its parameters back.
+
+    Args:
+        layout: The partition.
+        places: The places where extents lie and where the step writes them.
+        plan: The step.
+        updates: The scalars with which each parameter is updated.
+        master_dtype: The dtype of parameters that stand for masters, or for half of them; None: none do.
+
+    Attributes:
+        updates: The scalars with which each parameter is updated.
+        pieces: The partition cut by them; the key of a piece is its parameters' index into ``updates.steps``.
+    """
+
+    updates: Updates
+    pieces: list[Piece]
+
+    def __init__(
+        self,
+        layout: PartitionLayout,
+        places: Places,
+        plan: StepPlan,
+        updates: Updates,
+        *,
+        master_dtype: native.DType | None,
+    ) -> None:
+        self._layout = layout
+        self._places = places
+        self._gradients = FlatMemory(layout, plan.gradients)
+        self._compressed = plan.compressed
+        self._loss_scale = plan.loss_scale
+        self._master_dtype = master_dtype
+        # By index: what an interrupt broke off is made twice.
+        self._sent: dict[int, native.Tasklet] = {}
+        self.choose(updates)
+
+    def choose(self, updates: Updates) -> None:
+        """Updates with these scalars from now on."""
+        self.updates = updates
+        self.pieces = cut(self._layout, spans_of(self._layout, updates.keys))
+
+    @property
+    def tasklets(self) -> list[int]:
+        """Indices of the tasklets that are updated, in partition order."""
+        return tasklets_in(piece for piece in self.pieces if piece.key >= 0)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that are updated."""
+        return sum(piece.end - piece.begin for piece in self.pieces if piece.key >= 0)
+
+    def update(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
+        """Makes the batch that updates these tasklets, in parts."""
+        gradients, compressed = self._gradients, self._compressed
+        master_in_parameter = outputs.keeps_parameters and outputs.dtype == self._master_dtype
+
+        def segment(offset: int, piece: Piece) -> native.Segment:
+            updated = piece.key >= 0
+            return native.Segment(
+                offset=offset,
+                numel=piece.end - piece.begin,
+                step=piece.key,
+                gradient=gradients.address(piece) if updated else 0,
+                gradient_dtype=gradients.dtype,
+                # A master that lies in the parameter is written to storage even where nothing is updated.
+                parameter=outputs.address(piece) if updated or master_in_parameter else 0,
+                parameter_dtype=outputs.dtype,
+            )
+
+        worked = [
+            self._places.tasklet(
+                self._layout,
+                index,
+                segments,
+                master_in_parameter=master_in_parameter,
+                compression=Compression() if compressed is None else compressed.of(index),
+            )
+            for index, segments in segments_of(self._layout, self.pieces, tasklets, segment=segment)
+        ]
+        batch = native.Batch(
+            native.Operation.UPDATE,
+            worked,
+            self.updates.steps,
+            outputs.stream,
+            codec=None if compressed is None else compressed.codec,
+            residual_scale=self._loss_scale,
+        )
+        if compressed is None:
+            return [batch]
+        if compressed.residual is not None:
+            self._sent |= {tasklet.index: tasklet for tasklet in batch.tasklets}
+        return compressed.encoded(batch)
+
+    def restore(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
+        """Makes the batch that reads the current masters of updated parameters back into the parameters."""
+        return [restore_batch(self._layout, self.pieces, tasklets, self._places, outputs=outputs)]
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether :meth:`feed_back` has anything to do: alike on all ranks."""
+        return self._compressed is not None and self._compressed.residual is not None
+
+    def feed_back(self) -> None:
+        """After the commit, on all ranks: keeps what compression left out of the gradients.
+
+        Raises:
+            StorageError: It cannot be kept; no residual has changed.
+        """
+        if self._compressed is not None:
+            self._compressed.feed_back(list(self._sent.values()), scale=self._loss_scale)

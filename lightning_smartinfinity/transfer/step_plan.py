@@ -1,0 +1,43 @@
+"""One optimizer step, as its caller describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
+from lightning_smartinfinity.transfer.partitions import ParameterMemory
+from lightning_smartinfinity.transfer.tensors import Flat
+
+__all__ = ["StepPlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What one optimizer step updates, from which gradients, with which hyperparameters.
+
+    Args:
+        active: bool[num_parameters]: which parameters have a gradient; the others are left as they are, as in torch.
+        gradients: Host memory of each sub-group's gradients, in sub-group order (``GradientArena.flats()``).
+        outputs: The parameters. fp32 parameters in host or CUDA memory are the master weights, bf16 ones their upper
+            halves in ``"int8_remainder"``: what lies there when the step begins is what is updated.
+        groups: The optimizer's ``param_groups``, read once when the step begins.
+        gradient_scale: Factor on every gradient before the update: one over the combined loss and clipping scale.
+        compressed: Where gradients are compressed to; None: they reach the update as they are.
+        loss_scale: Of the gradients, which a residual does not have.
+        first_uses: int64[num_parameters]: tasklets are worked in the order of the least of these numbers among their
+            parameters; None: in partition order. It changes no result.
+    """
+
+    active: NDArray[np.bool_]
+    gradients: Sequence[Flat]
+    outputs: ParameterMemory
+    groups: Sequence[Mapping[str, Any]]
+    gradient_scale: float = 1.0
+    compressed: CompressedGradients | None = None
+    loss_scale: float = 1.0
+    first_uses: NDArray[np.int64] | None = None
