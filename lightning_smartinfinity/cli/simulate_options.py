@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["add_options"]
 
@@ -64,7 +65,7 @@ def _add_settings(settings: Any) -> None:
         words = f"{words} (default: %(default)s)"
         settings.add_argument(f"--{name}", choices=choices, default=choices[0], help=words)
 
-    add("optimizer", "whose state it is, in all systems", ("adamw", "adagrad", "sgd"))
+    add("optimizer", "whose state it is, in all systems", tuple(rule.name for rule in RULES))
     add("dtype", "of this package's gradients and parameters; published systems have fp32", ("bf16", "fp16", "fp32"))
     add(
         "gradient-route",

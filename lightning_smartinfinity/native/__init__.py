@@ -6,6 +6,8 @@ been drained.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from lightning_smartinfinity.native._core import (
     AdagradStep,
     AdamStep,
@@ -79,6 +81,7 @@ __all__ = [
     "Tasklet",
     "TopK",
     "TransferSchedule",
+    "UpdateStep",
     "accumulate",
     "crc32c",
     "crc32c_combine",
@@ -91,3 +94,6 @@ __all__ = [
     "sum_of_squares",
     "supported_instruction_sets",
 ]
+
+UpdateStep: TypeAlias = AdamStep | AdagradStep | SgdStep
+"""The scalars of one hyperparameter set at one step, whatever the update rule."""

@@ -201,7 +201,7 @@ class Identity:
 
 class AdamStep:
     """
-    The scalars of one hyperparameter set at one step, as fp32.
+    Holds the scalars of one hyperparameter set at one step, as fp32.
 
     g = gradient * gradient_scale (+ l2 * p); m, v as in torch; p = p * decay
     - step_size * (m / (sqrt(v) * inverse_sqrt_bias_correction2 + eps)). `seed` is the
@@ -212,7 +212,6 @@ class AdamStep:
         self,
         *,
         gradient_scale: float,
-        beta1: float,
         one_minus_beta1: float,
         beta2: float,
         one_minus_beta2: float,
@@ -225,8 +224,6 @@ class AdamStep:
     ) -> None: ...
     @property
     def gradient_scale(self) -> float: ...
-    @property
-    def beta1(self) -> float: ...
     @property
     def one_minus_beta1(self) -> float: ...
     @property
@@ -251,7 +248,7 @@ class AdamStep:
 
 class AdagradStep:
     """
-    The scalars of one hyperparameter set at one step, as fp32.
+    Holds the scalars of one hyperparameter set at one step, as fp32.
 
     g = gradient * gradient_scale (+ weight_decay * p); s = s + g * g;
     p = p - step_size * (g / (sqrt(s) + eps)).
@@ -272,7 +269,7 @@ class AdagradStep:
 
 class SgdStep:
     """
-    The scalars of one hyperparameter set at one step, as fp32.
+    Holds the scalars of one hyperparameter set at one step, as fp32.
 
     g = gradient * gradient_scale (+ weight_decay * p);
     b = buffer_coefficient * b + gradient_coefficient * g;

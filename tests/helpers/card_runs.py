@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hls.description import SMARTSSD
+from hls.description import EMULATED, SMARTSSD
 from hls.xclbin import xclbin
 from lightning_smartinfinity import SmartSSDConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
@@ -113,5 +113,5 @@ def same_as_host(run: Run, host: Run) -> None:
 def write_xclbin(folder: Path) -> Path:
     """The xclbin for tests."""
     path = folder / "kernels.xclbin"
-    path.write_bytes(xclbin(SMARTSSD))
+    path.write_bytes(xclbin(EMULATED))
     return path

@@ -25,8 +25,8 @@ _TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLO
 STEPS = {
     "adamw": adam_step(),
     "adam": adam_step(decay=1.0, l2=0.01),
-    "adam_near_end": adam_step(beta1=0.2, one_minus_beta1=0.8, gradient_scale=-0.5),
-    "adam_half": adam_step(beta1=0.5, one_minus_beta1=0.5, l2=0.1, decay=1.0),
+    "adam_near_end": adam_step(one_minus_beta1=0.8, gradient_scale=-0.5),
+    "adam_half": adam_step(one_minus_beta1=0.5, l2=0.1, decay=1.0),
     "adagrad": adagrad_step(),
     "adagrad_decayed": adagrad_step(weight_decay=0.1, step_size=1e-2 / 1.9, gradient_scale=-0.5),
     "adagrad_without_eps": adagrad_step(eps=0.0),

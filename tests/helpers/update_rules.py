@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.native import AdagradStep, AdamStep, SgdStep
+from lightning_smartinfinity.update_rules import RULES as DESCRIPTIONS
 
 __all__ = ["ARRAYS", "RULES", "Floats", "adagrad", "adagrad_step", "adam", "adam_step", "flush", "sgd", "sgd_step"]
 
 Floats = npt.NDArray[np.float32]
 
-ARRAYS = {
-    AdamStep: ("master", "exp_avg", "exp_avg_sq"),
-    AdagradStep: ("master", "sum"),
-    SgdStep: ("master", "momentum_buffer"),
-}
+ARRAYS = {getattr(native, rule.step): rule.arrays for rule in DESCRIPTIONS}
 """What each rule keeps of an element."""
 
 
@@ -30,7 +28,6 @@ def adam_step(*, seed: int = 0, **changes: float) -> AdamStep:
     step = 10
     values = {
         "gradient_scale": 1.0,
-        "beta1": 0.9,
         "one_minus_beta1": 1 - 0.9,
         "beta2": 0.999,
         "one_minus_beta2": 1 - 0.999,

@@ -85,8 +85,8 @@ struct State {
 
 // Two steps of every rule, one of which a scenario is of.
 const std::vector<UpdateStep> kSteps[] = {
-    {AdamStep{0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
-     AdamStep{1.0f, 0.3f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0}},
+    {AdamStep{0.5f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
+     AdamStep{1.0f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0}},
     {AdagradStep{0.5f, 0.0f, 1e-2f, 1e-10f}, AdagradStep{-1.0f, 0.1f, 1e-3f, 1e-6f}},
     {SgdStep{0.5f, 0.0f, 0.9f, 0.7f, 0.9f, 1e-2f}, SgdStep{-1.0f, 0.1f, 0.0f, 1.0f, 0.0f, 1e-3f}},
 };

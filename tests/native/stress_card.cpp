@@ -115,8 +115,8 @@ struct Rule {
 const Rule kRules[] = {
     {"adamw_update",
      3,
-     {AdamStep{0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
-      AdamStep{1.0f, 0.3f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0}}},
+     {AdamStep{0.5f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
+      AdamStep{1.0f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0}}},
     {"adagrad_update", 2, {AdagradStep{0.5f, 0.1f, 1e-2f, 0.0f}, AdagradStep{1.0f, 0.0f, 1e-3f, 1e-10f}}},
     {"sgd_update", 2, {SgdStep{0.5f, 0.1f, 0.9f, 0.7f, 0.9f, 1e-2f}, SgdStep{1.0f, 0.0f, 0.0f, 1.0f, 0.0f, 1e-3f}}},
 };

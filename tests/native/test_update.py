@@ -11,10 +11,10 @@ from lightning_smartinfinity.native import (
     DType,
     InstructionSet,
     Operation,
+    UpdateStep,
     select_instruction_set,
     supported_instruction_sets,
 )
-from lightning_smartinfinity.native.steps import UpdateStep
 from tests.helpers.golden import (
     DTYPES,
     STEPS,
@@ -167,7 +167,6 @@ def test_torch_optimizers(instruction_set: InstructionSet, tmp_path: Path, decou
             expected.grad = torch.from_numpy(gradient.copy())
             optimizer.step()
             step = adam_step(
-                beta1=betas[0],
                 one_minus_beta1=1 - betas[0],
                 beta2=betas[1],
                 one_minus_beta2=1 - betas[1],

@@ -18,8 +18,8 @@ from lightning_smartinfinity.native import (
     Segment,
     StateFile,
     Tasklet,
+    UpdateStep,
 )
-from lightning_smartinfinity.native.steps import UpdateStep
 from tests.helpers.update_rules import adagrad_step, adam_step, sgd_step
 from tests.native.stored import JOB, Run, StoredState, extent_bytes
 

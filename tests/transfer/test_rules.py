@@ -214,7 +214,6 @@ def test_scalars_are_computed_in_double() -> None:
     scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=3, gradient_scale=0.5)
     expected = {
         "gradient_scale": -0.5,
-        "beta1": 0.9,
         "one_minus_beta1": 1 - 0.9,
         "beta2": 0.99999,
         "one_minus_beta2": 1 - 0.99999,

@@ -157,7 +157,7 @@ def _of_pairs(folders: Sequence[Path], settings: SmartSSDConfig, system: System,
 def _at_work(plan: CardPlan, folders: Sequence[Path], p2p_bytes: int) -> Iterator[Finding]:
     for card, folder in zip(plan.cards, folders, strict=True):
         yield from _tried(card.label, "P2P at work", partial(_p2p_at_work, plan, card, folder, p2p_bytes))
-        for kernel in KERNELS:
+        for kernel in (kernel for kernel in KERNELS if kernel.name in plan.xclbin.kernels):
             yield from _tried(card.label, kernel.name, partial(_kernel_at_work, plan, card, folder, kernel))
 
 

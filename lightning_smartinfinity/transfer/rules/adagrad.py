@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.transfer.rules.base import UpdateRule
+from lightning_smartinfinity.update_rules import ADAGRAD
 
 __all__ = ["AdagradHyperparameters", "AdagradRule"]
 
@@ -29,8 +30,8 @@ class AdagradRule(UpdateRule):
     """torch.optim.Adagrad."""
 
     name = "Adagrad"
-    arrays = ("master", "sum")
-    telling_setting = "lr_decay"
+    description = ADAGRAD
+    distinctive_setting = "lr_decay"
     counts_updates = True
     state_formats = ("fp32",)
 
