@@ -85,9 +85,10 @@ def load_universal(engine: Any, path: str | Path, *, strict: bool, needed: Colle
 # ---- filling this rank's partition
 
 
-def _files_of(optimizer: Any, folder: UniversalFolder) -> tuple[str, ...]:
-    """Names of the files of each parameter, in the order of the rule's arrays; those that are missing begin anew."""
-    return (MASTER_FILE, *(optimizer.rule.arrays[1:] if folder.arrays else ()))
+def _files_of(optimizer: Any, folder: UniversalFolder) -> dict[str, int]:
+    """Names the files of each parameter, with the number of the array in each; arrays without a file begin anew."""
+    kept = optimizer.rule.kept_arrays(folder.param_groups) if folder.arrays else ()
+    return {MASTER_FILE: 0} | {name: optimizer.rule.arrays.index(name) for name in kept}
 
 
 def _filler(optimizer: Any, folder: UniversalFolder) -> Callable[[Window], None]:
@@ -112,10 +113,10 @@ def _filler(optimizer: Any, folder: UniversalFolder) -> Callable[[Window], None]
         for piece, begin, end in _pieces_in(layout, window):
             target = slice(begin - window.begin, end - window.begin)
             first = rank * piece.numel + begin - piece.offset
-            for file, array in zip(files, window.arrays, strict=False):
-                array[target] = array_of(piece, file)[first : first + end - begin].numpy()
-            for number in range(len(files), len(window.arrays)):
-                window.arrays[number][target] = first_values[number - 1]
+            for number, first_value in enumerate(first_values, start=1):
+                window.arrays[number][target] = first_value
+            for file, number in files.items():
+                window.arrays[number][target] = array_of(piece, file)[first : first + end - begin].numpy()
         write_range(optimizer, layout, window.begin, torch.from_numpy(window.arrays[0]))
 
     return fill
@@ -193,10 +194,10 @@ def _check_optimizer(optimizer: Any, folder: UniversalFolder) -> None:
         )
     if extra is None:
         check_groups(optimizer, folder.param_groups)
-    if set(folder.arrays) not in (set(), set(optimizer.rule.arrays[1:])):
+    kept = optimizer.rule.kept_arrays(folder.param_groups)
+    if set(folder.arrays) not in (set(), set(kept)):
         raise CheckpointError(
-            f"{folder.path} holds {', '.join(folder.arrays)}, {optimizer.rule.name} keeps "
-            f"{', '.join(optimizer.rule.arrays[1:])}.",
+            f"{folder.path} holds {', '.join(folder.arrays)}, {optimizer.rule.name} keeps {', '.join(kept)}.",
             "Return the optimizer that it was saved with from configure_optimizers.",
         )
     if dtype != str(optimizer.dtype):
