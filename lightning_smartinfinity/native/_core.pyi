@@ -303,6 +303,48 @@ class SgdStep:
     def words(self) -> list[int]:
         """The scalars as a card's kernel takes them: the bits of each, in order."""
 
+class RmspropStep:
+    """
+    Holds the scalars of one hyperparameter set at one step, as fp32.
+
+    g = gradient * gradient_scale (+ weight_decay * p); v = alpha * v + one_minus_alpha * g * g;
+    a = torch.lerp(a, g, one_minus_alpha) where centered; d = g / (sqrt(v (- a * a)) + eps);
+    b = momentum * b + d where there is momentum; p = p - lr * (b or d).
+    Without momentum b stays as it is, and not centered a does.
+    """
+
+    def __init__(
+        self,
+        *,
+        gradient_scale: float,
+        weight_decay: float,
+        alpha: float,
+        one_minus_alpha: float,
+        eps: float,
+        momentum: float,
+        centered: float,
+        lr: float,
+    ) -> None: ...
+    @property
+    def gradient_scale(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def one_minus_alpha(self) -> float: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def momentum(self) -> float: ...
+    @property
+    def centered(self) -> float: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def words(self) -> list[int]:
+        """The scalars as a card's kernel takes them: the bits of each, in order."""
+
 class Segment:
     """
     Elements [offset, offset + numel) of a tasklet; addresses are those of the first element, 0 is none.
@@ -461,7 +503,7 @@ class Batch:
         self,
         operation: Operation,
         tasklets: Sequence[Tasklet],
-        steps: Sequence[AdamStep | AdagradStep | SgdStep] = [],
+        steps: Sequence[AdamStep | AdagradStep | SgdStep | RmspropStep] = [],
         stream: CudaStream | None = None,
         codec: GradientCodec | None = None,
         residual_scale: float = 1.0,
@@ -471,7 +513,7 @@ class Batch:
     @property
     def tasklets(self) -> list[Tasklet]: ...
     @property
-    def steps(self) -> list[AdamStep | AdagradStep | SgdStep]: ...
+    def steps(self) -> list[AdamStep | AdagradStep | SgdStep | RmspropStep]: ...
     @property
     def stream(self) -> CudaStream | None: ...
     @property

@@ -37,6 +37,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
             {"lr": 3e-3, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
         ),
     },
+    "rmsprop": {
+        "optimizer": torch.optim.RMSprop,
+        "options": (
+            {"lr": 1e-2, "momentum": 0.9, "centered": True, "weight_decay": 0.1},
+            {"lr": 3e-3, "alpha": 0.3, "maximize": True},
+        ),
+    },
 }
 """Every update rule, with settings that use all of its arithmetic, as changes to a harness's ``Case``."""
 

@@ -92,6 +92,14 @@ def test_link_is_told_of_every_compute_unit(toolchain: Toolchain) -> None:
     assert [name for names in named.values() for name in names] == [unit.name for unit in SMARTSSD.compute_units]
 
 
+def test_an_xclbin_for_another_optimizer(toolchain: Toolchain) -> None:
+    """OPTIMIZER= chooses the design that has its kernel."""
+    assert toolchain.make("xclbin", "OPTIMIZER=rmsprop").returncode == 0
+    compiled, linked = map(_options, toolchain.calls())
+    assert compiled["--kernel"] == "rmsprop_update"
+    assert Path(linked["--config"]).read_text().splitlines()[1:] == ["nk=rmsprop_update:1:rmsprop_update_1"]
+
+
 def test_steps_leave_nothing_in_each_others_way(toolchain: Toolchain) -> None:
     """Each has folders of its own for logs and temporary files, below the build's: steps may run side by side."""
     toolchain.make("-j4", "xclbin")

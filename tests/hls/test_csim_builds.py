@@ -17,7 +17,7 @@ from tests.hls.simulation import LIBRARIES, PROGRAMS, ROOT, Library, Program, Si
 from tests.hls.tasklet import FORMS, Form, make_tasklet
 
 RANGES = [(0, 0), (0, 1), (17, 40), (31, 33), (0, 1_100), (1_099, 1_100), (5, 1_095)]
-RULE_STEPS = [STEPS["adam"], STEPS["adagrad_without_eps"], STEPS["sgd_nesterov"]]
+RULE_STEPS = [STEPS["adam"], STEPS["adagrad_without_eps"], STEPS["sgd_nesterov"], STEPS["rmsprop"]]
 MOST_STREAM_ELEMENTS = 65_536
 SPARSE, BLOCK_SCALED = FORMS[1], FORMS[-1]
 BAD_INDEX, BAD_HEADER, _, _, WRONG_COUNTS, BAD_CODE = ERROR_BITS.values()
@@ -34,7 +34,7 @@ def simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
             yield program
 
 
-@pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sgd"])
+@pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sgd", "rmsprop"])
 def test_runs(simulation: Simulation, step: object) -> None:
     """Every form and kind of range: the same bits, within the buffers, without a race or a deadlock."""
     for seed, form in enumerate(FORMS):

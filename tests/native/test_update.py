@@ -28,7 +28,7 @@ from tests.helpers.golden import (
 from tests.helpers.update_rules import ARRAYS, Floats, adam_step
 from tests.native.stored import Run, StoredState
 
-ONE_OF_EACH = ["adam_half", "adagrad_decayed", "sgd_nesterov"]
+ONE_OF_EACH = ["adam_half", "adagrad_decayed", "sgd_nesterov", "rmsprop"]
 
 
 def stored(folder: Path, step: UpdateStep, numel: int) -> StoredState:
@@ -144,6 +144,7 @@ def test_words_are_the_scalars_in_the_order_of_a_kernel() -> None:
         "inverse_sqrt_bias_correction2 eps",
         "adagrad_decayed": "gradient_scale weight_decay step_size eps",
         "sgd_nesterov": "gradient_scale weight_decay buffer_coefficient gradient_coefficient nesterov_momentum lr",
+        "rmsprop": "gradient_scale weight_decay alpha one_minus_alpha eps momentum centered lr",
     }
     for name, order in orders.items():
         scalars = np.array([getattr(STEPS[name], field) for field in order.split()], np.float32)

@@ -179,6 +179,41 @@ void update(const SgdStep& step, const UpdateArrays& arrays, std::size_t numel) 
     }
 }
 
+// torch.optim.RMSprop, single-tensor order. What torch keeps only with momentum, or centered, stays as it is without.
+template <class Gradient, class Parameter>
+void update(const RmspropStep& step, const UpdateArrays& arrays, std::size_t numel) {
+    const RmspropStep s = step;
+    const float keep = 1.0f - s.one_minus_alpha;
+    const bool near_start = s.one_minus_alpha < 0.5f;
+    const bool decays = s.weight_decay != 0.0f;
+    const bool centered = s.centered != 0.0f;
+    const bool moves = s.momentum != 0.0f;
+    float* __restrict master = arrays.arrays[0];
+    float* __restrict square_avg = arrays.arrays[1];
+    float* __restrict momentum_buffer = arrays.arrays[2];
+    float* __restrict grad_avg = arrays.arrays[3];
+    const auto* __restrict gradient = static_cast<const typename Gradient::Storage*>(arrays.gradient);
+    auto* __restrict parameter = static_cast<typename Parameter::Storage*>(arrays.parameter);
+    for (std::size_t i = 0; i < numel; ++i) {
+        float p = master[i];
+        const float scaled = Gradient::widen(gradient[i]) * s.gradient_scale;
+        const float g = decays ? scaled + s.weight_decay * p : scaled;
+        const float v = square_avg[i] * s.alpha + (s.one_minus_alpha * g) * g;
+        const float gap = g - grad_avg[i];
+        const float average = near_start ? grad_avg[i] + s.one_minus_alpha * gap : g - gap * keep;
+        const float a = centered ? average : grad_avg[i];
+        const float variance = centered ? v - a * a : v;
+        const float change = g / (__builtin_sqrtf(variance) + s.eps);
+        const float moved = moves ? s.momentum * momentum_buffer[i] + change : change;
+        p = p - s.lr * moved;
+        square_avg[i] = v;
+        momentum_buffer[i] = moves ? moved : momentum_buffer[i];
+        grad_avg[i] = a;
+        master[i] = p;
+        if constexpr (IsWritten<Parameter>::value) parameter[i] = Parameter::narrow(p);
+    }
+}
+
 template <class Type>
 void widen(const void* values, float* out, std::size_t numel) {
     const auto* __restrict in = static_cast<const typename Type::Storage*>(values);
