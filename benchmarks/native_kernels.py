@@ -24,9 +24,8 @@ from pathlib import Path
 import numpy as np
 from machine import describe
 
+from lightning_smartinfinity import native, update_rules
 from lightning_smartinfinity.native import (
-    AdagradStep,
-    AdamStep,
     Batch,
     DType,
     HostBuffer,
@@ -35,39 +34,18 @@ from lightning_smartinfinity.native import (
     Operation,
     Pipeline,
     Segment,
-    SgdStep,
     StateFile,
     Tasklet,
+    UpdateStep,
     crc32c,
     crc32c_widths,
     select_instruction_set,
     sum_of_squares,
     supported_instruction_sets,
 )
-from lightning_smartinfinity.native.steps import UpdateStep
+from lightning_smartinfinity.update_rules import RuleDescription
 
 BLOCK = 4096
-ADAMW = AdamStep(
-    gradient_scale=1.0,
-    beta1=0.9,
-    one_minus_beta1=0.1,
-    beta2=0.999,
-    one_minus_beta2=0.001,
-    decay=0.9999,
-    l2=0.0,
-    step_size=1e-3,
-    inverse_sqrt_bias_correction2=1.0,
-    eps=1e-8,
-)
-ADAGRAD = AdagradStep(gradient_scale=1.0, weight_decay=0.0, step_size=1e-3, eps=1e-10)
-SGD = SgdStep(
-    gradient_scale=1.0,
-    weight_decay=0.0,
-    buffer_coefficient=0.9,
-    gradient_coefficient=1.0,
-    nesterov_momentum=0.0,
-    lr=1e-3,
-)
 
 
 @dataclass(frozen=True)
@@ -79,7 +57,14 @@ class Rule:
     num_arrays: int
 
 
-RULES = (Rule("AdamW", ADAMW, 3), Rule("Adagrad", ADAGRAD, 2), Rule("SGD", SGD, 2))
+def _step(rule: RuleDescription) -> UpdateStep:
+    """A step as trainings usually have it, without the terms that a setting of zero leaves out."""
+    unused = {"l2": 0.0, "weight_decay": 0.0, "nesterov_momentum": 0.0}
+    step: UpdateStep = getattr(native, rule.step)(**{name: unused.get(name, x) for name, x in rule.scalars.items()})
+    return step
+
+
+RULES = tuple(Rule(rule.optimizers[-1], _step(rule), len(rule.arrays)) for rule in update_rules.RULES)
 
 
 @dataclass(frozen=True)

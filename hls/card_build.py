@@ -29,6 +29,7 @@ def compile_line(design: Design, kernel: Kernel, *, target: str, folder: str) ->
         "--compile",
         *("--kernel", kernel.name),
         *("-I", "hls/include"),
+        *("-I", f"{folder}/include"),
         *_leftovers(folder, kernel.name),
         *("--output", _object(kernel, folder)),
         kernel.source,

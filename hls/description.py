@@ -1,7 +1,8 @@
 """The one description of the kernels: their arguments in order, their ports, compute units and the card's memory.
 
-The xclbin for tests (``hls/xclbin.py``), ``smartssd.cfg`` and the lines for v++ (``hls/card_build.py``) are generated
-from it, and the C++ signatures are checked against it.
+The kernels follow from the rules in ``lightning_smartinfinity/update_rules.py``. Their C++ signatures and numbers
+(``hls/signatures.py``), the xclbin for tests (``hls/xclbin.py``), ``smartssd.cfg`` and the lines for v++
+(``hls/card_build.py``) are generated from them.
 
 A kernel's arguments are, in this order::
 
@@ -13,18 +14,22 @@ All scalars are 32-bit words; floats travel as their bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
+from lightning_smartinfinity.update_rules import RULES
+
 __all__ = [
-    "ADAGRAD",
-    "ADAMW",
     "BLOCK_SCALED_FORM",
+    "DESIGNS",
+    "EMULATED",
     "ERROR_BITS",
     "INTERFACE_VERSION",
     "KERNELS",
+    "MAX_ARRAYS",
     "MAX_MASTERS",
-    "SGD",
     "SMARTSSD",
     "SPARSE_FORM",
     "STATUS_MAGIC",
@@ -36,22 +41,24 @@ __all__ = [
     "Kernel",
     "MemoryBank",
     "Platform",
+    "design_for",
 ]
 
 # Version of the arguments, the status beat and the compressed payload; kernels write it into the status beat.
-INTERFACE_VERSION = 1
+INTERFACE_VERSION = 2
 
 # Forms of a compressed gradient; the first is combined with the dtype of the values, the second stands alone.
 SPARSE_FORM = 0x100
 BLOCK_SCALED_FORM = 0x200
 
-# Words of the beat that every run ends with: what it counted and found, and checksums of what it moved.
+# Words of the beat that every run ends with: what it counted and found, and checksums of what it moved. The version is
+# the lower half of its word, the kernel's number the upper half.
 STATUS_MAGIC = 0x5349534C
 STATUS_WORDS = (
-    *("magic", "interface_version", "count", "errors"),
-    *("gradient_read", "array0_read", "array1_read", "array2_read"),
-    *("parameter_written", "array0_written", "array1_written", "array2_written"),
-    *("indices_read", "header_read", "kernel", "zero"),
+    *("magic", "version_and_kernel", "count", "errors"),
+    *("gradient_read", "array0_read", "array1_read", "array2_read", "array3_read"),
+    *("parameter_written", "array0_written", "array1_written", "array2_written", "array3_written"),
+    *("indices_read", "header_read"),
 )
 ERROR_BITS = {
     "bad_index": 1,
@@ -64,6 +71,9 @@ ERROR_BITS = {
 
 # Kernel interfaces that may share one memory bank (UG1393).
 MAX_MASTERS = 15
+
+# Arrays of a kernel that the status beat has words for.
+MAX_ARRAYS = 4
 
 _FIRST_ARGUMENT_OFFSET = 0x10
 _RESERVED_BYTES = 4
@@ -167,11 +177,13 @@ class MemoryBank:
     Attributes:
         base: Its first address. In a real xclbin v++ chooses it; here it is any value but 0, so that a pointer that
             was not set is no address.
+        max_masters: AXI masters that may share it.
     """
 
     name: str
     base: int
     size_bytes: int
+    max_masters: int = MAX_MASTERS
 
 
 @dataclass(frozen=True)
@@ -206,10 +218,11 @@ class Design:
         names = [unit.name for unit in self.compute_units]
         if len(set(names)) < len(names):
             raise ValueError(f"compute units share a name: {', '.join(names)}; give each its own")
-        if self.num_masters > MAX_MASTERS:
+        bank = self.platform.bank
+        if self.num_masters > bank.max_masters:
             parts = ", ".join(f"{unit.name} {len(unit.kernel.bundles)}" for unit in self.compute_units)
             raise ValueError(
-                f"{self.num_masters} AXI masters on {self.platform.bank.name}, which takes {MAX_MASTERS} ({parts}); "
+                f"{self.num_masters} AXI masters on {bank.name}, which takes {bank.max_masters} ({parts}); "
                 "let ports share bundles, or leave compute units out"
             )
 
@@ -224,50 +237,43 @@ class Design:
         return tuple(dict.fromkeys(unit.kernel for unit in self.compute_units))
 
 
-ADAMW = Kernel(
-    "adamw_update",
-    number=1,
-    arrays=("master", "exp_avg", "exp_avg_sq"),
-    words=(
-        "gradient_scale",
-        "one_minus_beta1",
-        "beta2",
-        "one_minus_beta2",
-        "decay",
-        "l2",
-        "step_size",
-        "inverse_sqrt_bias_correction2",
-        "eps",
-    ),
-)
-ADAGRAD = Kernel(
-    "adagrad_update",
-    number=2,
-    arrays=("master", "sum"),
-    words=("gradient_scale", "weight_decay", "step_size", "eps"),
-)
-SGD = Kernel(
-    "sgd_update",
-    number=3,
-    arrays=("master", "momentum_buffer"),
-    words=(
-        "gradient_scale",
-        "weight_decay",
-        "buffer_coefficient",
-        "gradient_coefficient",
-        "nesterov_momentum",
-        "lr",
-    ),
-)
-KERNELS = (ADAMW, ADAGRAD, SGD)
+KERNELS = tuple(Kernel(rule.kernel, rule.number, rule.arrays, tuple(rule.scalars)) for rule in RULES)
+"""The kernel of every update rule."""
+assert all(len(kernel.arrays) <= MAX_ARRAYS and kernel.number < 1 << 16 for kernel in KERNELS)
 
-SMARTSSD = Design(
-    Platform(
-        shell="xilinx_u2_gen3x4_xdma_gc_2_202110_1",
-        vbnv="xilinx_u2_gen3x4_xdma_gc_base_2",
-        part="xcku15p-ffva1156-2LV-e",
-        clock_mhz=200,
-        bank=MemoryBank("bank0", base=0x40_0000_0000, size_bytes=4 << 30),
-    ),
-    tuple(ComputeUnit(kernel, f"{kernel.name}_1") for kernel in KERNELS),
+_PLATFORM = Platform(
+    shell="xilinx_u2_gen3x4_xdma_gc_2_202110_1",
+    vbnv="xilinx_u2_gen3x4_xdma_gc_base_2",
+    part="xcku15p-ffva1156-2LV-e",
+    clock_mhz=200,
+    bank=MemoryBank("bank0", base=0x40_0000_0000, size_bytes=4 << 30),
 )
+
+
+def _design(kernels: Sequence[Kernel], platform: Platform) -> Design:
+    return Design(platform, tuple(ComputeUnit(kernel, f"{kernel.name}_1") for kernel in kernels))
+
+
+def _designs() -> Iterator[Design]:
+    """Puts kernels together, in order, as far as the memory bank has masters for them."""
+    kernels: list[Kernel] = []
+    for kernel in KERNELS:
+        if sum(len(each.bundles) for each in (*kernels, kernel)) > _PLATFORM.bank.max_masters:
+            yield _design(kernels, _PLATFORM)
+            kernels = []
+        kernels.append(kernel)
+    yield _design(kernels, _PLATFORM)
+
+
+DESIGNS = tuple(_designs())
+"""What can be built for a card: every kernel is in one of them."""
+
+SMARTSSD = DESIGNS[0]
+
+EMULATED = _design(KERNELS, replace(_PLATFORM, bank=replace(_PLATFORM.bank, max_masters=sys.maxsize)))
+"""All kernels at once, which only an emulated card has room for."""
+
+
+def design_for(rule: str) -> Design:
+    """Finds the design that has the kernel of an update rule, by the name of the rule."""
+    return {kernel.name: design for design in DESIGNS for kernel in design.kernels}[f"{rule}_update"]

@@ -2,11 +2,15 @@
 
 Usage::
 
+    python -m hls.generate signatures FILE
     python -m hls.generate test-xclbin FILE
-    python -m hls.generate config FILE
+    python -m hls.generate kernels [--optimizer adamw]
+    python -m hls.generate config FILE [--optimizer adamw]
     python -m hls.generate toolchain
     python -m hls.generate compile-line --kernel NAME [--target hw] [--folder build/card]
-    python -m hls.generate link-line --output FILE [--target hw] [--folder build/card]
+    python -m hls.generate link-line --output FILE [--optimizer adamw] [--target hw] [--folder build/card]
+
+``--optimizer`` chooses among the designs: the one that has this update rule's kernel.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hls import signatures
 from hls.card_build import compile_line, connectivity_config, link_line, missing_toolchain
-from hls.description import SMARTSSD
+from hls.description import EMULATED, KERNELS, SMARTSSD, design_for
 from hls.xclbin import xclbin
+from lightning_smartinfinity.update_rules import RULES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,33 +33,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.what == "toolchain":
         sys.exit(missing_toolchain(SMARTSSD) or 0)
-    if options.what == "test-xclbin":
-        options.file.write_bytes(xclbin(SMARTSSD))
+    if options.what == "signatures":
+        options.file.write_text(signatures.header())
+    elif options.what == "test-xclbin":
+        options.file.write_bytes(xclbin(EMULATED))
     elif options.what == "config":
-        options.file.write_text(connectivity_config(SMARTSSD))
+        options.file.write_text(connectivity_config(design_for(options.optimizer)))
     else:
-        sys.stdout.write(shlex.join(_line(options)) + "\n")
+        sys.stdout.write(shlex.join(_words(options)) + "\n")
 
 
-def _line(options: argparse.Namespace) -> list[str]:
+def _words(options: argparse.Namespace) -> list[str]:
+    if options.what == "kernels":
+        return [kernel.name for kernel in design_for(options.optimizer).kernels]
     if options.what == "link-line":
-        return link_line(SMARTSSD, target=options.target, folder=options.folder, output=options.output)
-    kernels = {kernel.name: kernel for kernel in SMARTSSD.kernels}
+        design = design_for(options.optimizer)
+        return link_line(design, target=options.target, folder=options.folder, output=options.output)
+    kernels = {kernel.name: kernel for kernel in KERNELS}
     return compile_line(SMARTSSD, kernels[options.kernel], target=options.target, folder=options.folder)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hls.generate", description="Generate from the kernels.")
     commands = parser.add_subparsers(dest="what", required=True)
-    for name in ("test-xclbin", "config"):
-        commands.add_parser(name).add_argument("file", type=Path)
-    commands.add_parser("toolchain")
-    compile_options, link_options = commands.add_parser("compile-line"), commands.add_parser("link-line")
-    compile_options.add_argument("--kernel", required=True, choices=[kernel.name for kernel in SMARTSSD.kernels])
-    link_options.add_argument("--output", required=True)
-    for each in (compile_options, link_options):
-        each.add_argument("--target", default="hw", choices=["hw", "hw_emu"])
-        each.add_argument("--folder", default="build/card")
+    names = ("signatures", "test-xclbin", "kernels", "config", "toolchain", "compile-line", "link-line")
+    command = {name: commands.add_parser(name) for name in names}
+    for name in ("signatures", "test-xclbin", "config"):
+        command[name].add_argument("file", type=Path)
+    command["compile-line"].add_argument("--kernel", required=True, choices=[kernel.name for kernel in KERNELS])
+    command["link-line"].add_argument("--output", required=True)
+    for name in ("kernels", "config", "link-line"):
+        command[name].add_argument("--optimizer", default=RULES[0].name, choices=[rule.name for rule in RULES])
+    for name in ("compile-line", "link-line"):
+        command[name].add_argument("--target", default="hw", choices=["hw", "hw_emu"])
+        command[name].add_argument("--folder", default="build/card")
     return parser
 
 

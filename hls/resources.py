@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from hls.description import ADAGRAD, ADAMW, KERNELS, SGD, Kernel
+from hls.description import DESIGNS, KERNELS, Design, Kernel
+from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["beat_columns", "network_luts", "report"]
 
@@ -23,21 +23,7 @@ _KU15P = {"LUT": 522_720, "BRAM36": 984, "URAM": 128, "DSP": 1_968}
 _COPIES = 2
 
 
-@dataclass(frozen=True)
-class Operators:
-    """Operators per element in a kernel's `compute`."""
-
-    multiply: int
-    add: int
-    divide: int
-    root: int
-
-    def total(self, multiply: int, add: int, divide: int, root: int) -> int:
-        """Return the cost of all copies, given the cost of each operator."""
-        return _COPIES * (self.multiply * multiply + self.add * add + self.divide * divide + self.root * root)
-
-
-_OPERATORS = {ADAMW: Operators(10, 7, 1, 1), ADAGRAD: Operators(4, 4, 1, 1), SGD: Operators(6, 4, 0, 0)}
+_OPERATORS = {kernel: rule.operators for kernel, rule in zip(KERNELS, RULES, strict=True)}
 
 # Estimates for single precision, with the DSPs that Vitis HLS uses by default (three for fmul, two for fadd).
 _OPERATOR_LUTS, _OPERATOR_DSPS = (80, 210, 780, 460), (3, 2, 0, 0)
@@ -92,11 +78,16 @@ def _streams(kernel: Kernel) -> int:
     return 5 + 2 * len(kernel.arrays)
 
 
+def _of_operators(kernel: Kernel, multiply: int, add: int, divide: int, root: int) -> int:
+    """Sums what all copies of a kernel's operators cost, from the cost of each."""
+    each = _OPERATORS[kernel]
+    return _COPIES * (each.multiply * multiply + each.add * add + each.divide * divide + each.root * root)
+
+
 def _luts(kernel: Kernel) -> dict[str, int]:
-    operators = _OPERATORS[kernel]
     return {
         "operators (multiplier 80 LUT, adder 210, divider 780, root 460), their inputs' multiplexers (128)": (
-            operators.total(*_OPERATOR_LUTS) + operators.total(1, 1, 1, 1) * _MULTIPLEXER_LUTS
+            _of_operators(kernel, *_OPERATOR_LUTS) + _of_operators(kernel, 1, 1, 1, 1) * _MULTIPLEXER_LUTS
         ),
         f"checksums: {network_luts():,} per network, {_either(_networks)} of them": _networks(kernel) * network_luts(),
         f"masks of ranges ({_MASK_LUTS} each, {_either(_masks)} of them) and padding": (
@@ -120,8 +111,8 @@ def _masters(kernel: Kernel) -> int:
 
 
 def _either(count: Callable[[Kernel], int]) -> str:
-    """Show the count of Adam and that of the others."""
-    return f"{count(ADAMW)} or {count(SGD)}"
+    """List the counts of all kernels, each once."""
+    return " or ".join(map(str, dict.fromkeys(map(count, KERNELS))))
 
 
 def _bram36(kernel: Kernel) -> int:
@@ -136,7 +127,7 @@ def _totals(kernel: Kernel) -> dict[str, int]:
         "LUT": round(sum(_luts(kernel).values()), -3),
         "BRAM36": _bram36(kernel),
         "URAM": 2 * _LANES,
-        "DSP": _OPERATORS[kernel].total(*_OPERATOR_DSPS),
+        "DSP": _of_operators(kernel, *_OPERATOR_DSPS),
     }
 
 
@@ -148,7 +139,7 @@ _TOTAL_NAMES = {
 
 def report() -> str:
     """Return the tables in Markdown."""
-    parts = [_operations(), _thousands(), _shares()]
+    parts = [_operations(), _thousands(), *map(_shares, DESIGNS)]
     return "\n".join("\n".join(f"| {' | '.join(row)} |" for row in part) + "\n" for part in parts)
 
 
@@ -173,13 +164,13 @@ def _thousands() -> list[Sequence[str]]:
     return [*rows, ["together", *(f"{sum(column.values()) / 1000:.1f}" for column in columns)]]
 
 
-def _shares() -> list[Sequence[str]]:
-    rows = _head("", *(f"`{kernel.name}`" for kernel in KERNELS), "all three", "of the KU15P")
+def _shares(design: Design) -> list[Sequence[str]]:
+    rows = _head("", *(f"`{kernel.name}`" for kernel in design.kernels), "together", "of the KU15P")
     for name, available in _KU15P.items():
-        counts = [_totals(kernel)[name] for kernel in KERNELS]
+        counts = [_totals(kernel)[name] for kernel in design.kernels]
         cells = [f"{count:,}" for count in (*counts, sum(counts))]
         rows.append([_TOTAL_NAMES.get(name, name), *cells, f"{sum(counts) / available:.0%}"])
-    masters = [_masters(kernel) for kernel in KERNELS]
+    masters = [_masters(kernel) for kernel in design.kernels]
     return [*rows, ["AXI masters on the one bank, of at most 15", *map(str, (*masters, sum(masters))), ""]]
 
 

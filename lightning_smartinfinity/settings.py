@@ -47,8 +47,8 @@ class StrategySettings:
             ``"auto"``: SmartSSDs if an xclbin for them is named and they can be used, else the host.
         smartssd: The xclbin and the cards, how gradients reach them, and how they are called.
         state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
-            ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4). Adagrad and
-            SGD have ``"fp32"`` only (8).
+            ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4). Optimizers
+            other than Adam and AdamW have ``"fp32"`` only (4 bytes per array).
         overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), ``"backward"`` (and the
             forward after it), or ``"auto"``.
         compression: How gradients travel to the update: :class:`TopK` sends the largest of them, :class:`BlockScaled`

@@ -28,6 +28,8 @@ ROOMS = (
 )
 """From the bottom to the top."""
 SOURCES = Path("lightning_smartinfinity/native/src")
+GENERATED = frozenset({"kernels/update_rules.hpp"})
+"""Headers that the build makes, see CMakeLists.txt."""
 EMULATOR = Path("hls/emulator")
 ONLY_USER_OF_TESTING = "module/bind_testing.cpp"
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -50,7 +52,7 @@ def violations(folder: Path) -> list[str]:
             found.append(f"{SOURCES / file} lies outside the rooms {', '.join(ROOMS)}")
             continue
         for included in includes(core / file):
-            problem = problem_of(str(file), included) if included in known else "is no path below src/"
+            problem = problem_of(str(file), included) if included in known | GENERATED else "is no path below src/"
             if problem:
                 found.append(f'{SOURCES / file}: "{included}" {problem}')
     for path in sorted((folder / EMULATOR).rglob("*.[ch]pp")):

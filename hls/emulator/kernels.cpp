@@ -1,8 +1,7 @@
 // The compute units of the emulated card: the card's kernels, compiled for this machine.
-#include <kernels.hpp>
+#include <card_kernels.hpp>
 
 #include "dispatch.hpp"
 
-SMART_INFINITY_COMPUTE_UNIT(adamw_update);
-SMART_INFINITY_COMPUTE_UNIT(adagrad_update);
-SMART_INFINITY_COMPUTE_UNIT(sgd_update);
+#define COMPUTE_UNIT(function, number, arrays) SMART_INFINITY_COMPUTE_UNIT(function);
+CARD_KERNELS(COMPUTE_UNIT)

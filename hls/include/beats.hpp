@@ -10,7 +10,7 @@ namespace card {
 constexpr std::uint32_t kLanes = 16;      // words of a beat
 constexpr std::uint32_t kGroup = 32;      // elements: a beat of 16-bit numbers, two beats of fp32
 constexpr std::uint32_t kPadding = 1024;  // elements: arrays in card memory have a multiple of them (4096 bytes)
-constexpr std::uint32_t kLargestNumel = 1u << 29;  // SGD's two arrays then fill the card's 4 GiB
+constexpr std::uint32_t kLargestNumel = 1u << 29;  // two arrays then fill the card's 4 GiB
 
 using Floats = hls::vector<float, kLanes>;
 using Words = hls::vector<std::uint32_t, kLanes>;

@@ -11,25 +11,22 @@
 
 namespace card {
 
-constexpr std::uint32_t kInterfaceVersion = 1;
+constexpr std::uint32_t kInterfaceVersion = 2;
 constexpr std::uint32_t kStatusMagic = 0x5349534cu;
 
 // Words of the status beat.
 enum StatusWord : std::uint32_t {
     kWordMagic = 0,
-    kWordVersion = 1,
+    kWordVersionAndKernel = 1,  // the version in the lower half
     kWordCount = 2,
     kWordErrors = 3,
     kWordGradientRead = 4,
-    kWordArrayRead = 5,  // and two more
-    kWordParameterWritten = 8,
-    kWordArrayWritten = 9,  // and two more
-    kWordIndicesRead = 12,
-    kWordHeaderRead = 13,
-    kWordKernel = 14,
+    kWordArrayRead = 5,  // and three more
+    kWordParameterWritten = 9,
+    kWordArrayWritten = 10,  // and three more
+    kWordIndicesRead = 14,
+    kWordHeaderRead = 15,
 };
-
-enum KernelNumber : std::uint32_t { kAdamW = 1, kAdagrad = 2, kSgd = 3 };
 
 enum Error : std::uint32_t {
     kBadIndex = 1,
@@ -100,9 +97,8 @@ inline Run plan_run(std::uint32_t kernel, std::uint32_t numel, std::uint32_t fir
         run.stored_end = last == numel ? rounded_up(numel, kPadding) / kLanes : run.end;
     }
     run.status[kWordMagic] = kStatusMagic;
-    run.status[kWordVersion] = kInterfaceVersion;
+    run.status[kWordVersionAndKernel] = kInterfaceVersion | kernel << 16;
     run.status[kWordCount] = last - first;
-    run.status[kWordKernel] = kernel;
     if (bad_range) refuse(run, kBadRange);
     if (!known_form) refuse(run, kUnknownForm);
     return run;

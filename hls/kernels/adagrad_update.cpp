@@ -9,8 +9,8 @@
 #include <hls_math.h>
 
 #include <arrays.hpp>
+#include <card_kernels.hpp>
 #include <gradient.hpp>
-#include <kernels.hpp>
 #include <process.hpp>
 
 using namespace card;
@@ -121,8 +121,8 @@ extern "C" void adagrad_update(const Words* gradient, const Floats* master_in, c
     hls::stream<Run, 2> runs_9("runs_9");
 #pragma HLS STREAM variable = runs_9 depth = 2
 
-    PROCESS(read_gradient, gradient, values, indices, counts, runs_1, kAdagrad, numel, first, last, gradient_form,
-            parameter_form, active);
+    PROCESS(read_gradient, gradient, values, indices, counts, runs_1, k_adagrad_update, numel, first, last,
+            gradient_form, parameter_form, active);
     PROCESS(decode_gradient, values, indices, dense, entries, runs_1, runs_2);
     PROCESS(expand_gradient, dense, counts, entries, gradients, findings, runs_2, runs_3);
     PROCESS(load_array, master_in, masters, runs_3, runs_4, 0);

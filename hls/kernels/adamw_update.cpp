@@ -10,8 +10,8 @@
 #include <hls_math.h>
 
 #include <arrays.hpp>
+#include <card_kernels.hpp>
 #include <gradient.hpp>
-#include <kernels.hpp>
 #include <process.hpp>
 
 using namespace card;
@@ -163,7 +163,7 @@ extern "C" void adamw_update(const Words* gradient, const Floats* master_in, con
     hls::stream<Run, 2> runs_11("runs_11");
 #pragma HLS STREAM variable = runs_11 depth = 2
 
-    PROCESS(read_gradient, gradient, values, indices, counts, runs_1, kAdamW, numel, first, last, gradient_form,
+    PROCESS(read_gradient, gradient, values, indices, counts, runs_1, k_adamw_update, numel, first, last, gradient_form,
             parameter_form, active);
     PROCESS(decode_gradient, values, indices, dense, entries, runs_1, runs_2);
     PROCESS(expand_gradient, dense, counts, entries, gradients, findings, runs_2, runs_3);

@@ -7,8 +7,8 @@
 //
 //   and along all of them the run: read_gradient --> ... --> write_status --> status
 #include <arrays.hpp>
+#include <card_kernels.hpp>
 #include <gradient.hpp>
-#include <kernels.hpp>
 #include <process.hpp>
 
 using namespace card;
@@ -126,7 +126,7 @@ extern "C" void sgd_update(const Words* gradient, const Floats* master_in, const
     hls::stream<Run, 2> runs_9("runs_9");
 #pragma HLS STREAM variable = runs_9 depth = 2
 
-    PROCESS(read_gradient, gradient, values, indices, counts, runs_1, kSgd, numel, first, last, gradient_form,
+    PROCESS(read_gradient, gradient, values, indices, counts, runs_1, k_sgd_update, numel, first, last, gradient_form,
             parameter_form, active);
     PROCESS(decode_gradient, values, indices, dense, entries, runs_1, runs_2);
     PROCESS(expand_gradient, dense, counts, entries, gradients, findings, runs_2, runs_3);

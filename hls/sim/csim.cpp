@@ -2,9 +2,9 @@
 
 #include <xmmintrin.h>
 
-#include <exception>
-#include <kernels.hpp>
+#include <card_kernels.hpp>
 #include <leftovers.hpp>
+#include <stdexcept>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -56,12 +56,11 @@ void call(void (*kernel)(Types...), Arguments arguments) {
 
 void call(std::uint32_t kernel, const Arguments& arguments) {
     switch (kernel) {
-        case 1:
-            return call(adamw_update, arguments);
-        case 2:
-            return call(adagrad_update, arguments);
-        default:
-            return call(sgd_update, arguments);
+#define CALL(function, number, arrays) \
+    case number:                       \
+        return call(function, arguments);
+        CARD_KERNELS(CALL)
+#undef CALL
     }
 }
 
@@ -84,7 +83,16 @@ std::string failure_of(std::uint32_t kernel, const Arguments& arguments) {
 
 }  // namespace
 
-std::size_t num_arrays(std::uint32_t kernel) { return kernel == 1 ? 3 : 2; }
+std::size_t num_arrays(std::uint32_t kernel) {
+    switch (kernel) {
+#define COUNT(function, number, arrays) \
+    case number:                        \
+        return arrays;
+        CARD_KERNELS(COUNT)
+#undef COUNT
+    }
+    throw std::invalid_argument("there is no kernel " + std::to_string(kernel));
+}
 
 std::string simulate(std::uint32_t kernel, void* const* buffers, const std::uint32_t* words) {
     const FlushedSubnormals flushed;

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_smartinfinity.checks import between, number, optional, positive
 from lightning_smartinfinity.cli.option_types import number_in, reading, whole_number_in
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["FORMATS_OF_HOST", "add_options"]
 
@@ -77,7 +78,7 @@ def _add_settings(settings: Any) -> None:
         words = f"{words} (default: %(default)s)"
         settings.add_argument(f"--{name}", choices=choices, default=choices[0], help=words)
 
-    add("optimizer", "whose state it is, in all systems", ("adamw", "adagrad", "sgd"))
+    add("optimizer", "whose state it is, in all systems", tuple(rule.name for rule in RULES))
     add("dtype", "of this package's gradients and parameters; published systems have fp32", ("bf16", "fp16", "fp32"))
     add(
         "gradient-route",

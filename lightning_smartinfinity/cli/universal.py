@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_smartinfinity.cli.progress import Progress
+from lightning_smartinfinity.update_rules import optimizer_names
 
 __all__ = ["add_to"]
 
-_DESCRIPTION = """\
+_DESCRIPTION = f"""\
 Write a universal checkpoint: every parameter as a whole, with what the optimizer keeps of it. fit(ckpt_path=INTO) and
 Fabric.load go on from it on any number of processes. Takes checkpoints of this strategy, and of stock DeepSpeed with
-ZeRO-3, of Adam, AdamW, Adagrad and SGD. The old checkpoint stays. Ended early, the command leaves nothing; killed, what
+ZeRO-3, of {optimizer_names()}. The old checkpoint stays. Ended early, the command leaves nothing; killed, what
 the next one removes.
 """
 

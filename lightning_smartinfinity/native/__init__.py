@@ -6,6 +6,8 @@ been drained.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from lightning_smartinfinity.native._core import (
     BLOCK_BYTES,
     CELL_NUMEL,
@@ -35,6 +37,7 @@ from lightning_smartinfinity.native._core import (
     InstructionSet,
     Operation,
     Pipeline,
+    RmspropStep,
     Segment,
     SgdStep,
     StateFile,
@@ -83,6 +86,7 @@ __all__ = [
     "MAX_THREADS",
     "Operation",
     "Pipeline",
+    "RmspropStep",
     "Segment",
     "SgdStep",
     "StateFile",
@@ -91,6 +95,7 @@ __all__ = [
     "Tasklet",
     "TopK",
     "TransferSchedule",
+    "UpdateStep",
     "accumulate",
     "crc32c",
     "crc32c_widths",
@@ -103,3 +108,6 @@ __all__ = [
     "sum_of_squares",
     "supported_instruction_sets",
 ]
+
+UpdateStep: TypeAlias = AdamStep | AdagradStep | SgdStep | RmspropStep
+"""The scalars of one hyperparameter set at one step, whatever the update rule."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from lightning_smartinfinity.native import StateFormat, state_formats
-from lightning_smartinfinity.native.steps import UpdateStep
+from lightning_smartinfinity.native import StateFormat, UpdateStep, state_formats
 
 __all__ = ["STATE_FORMATS", "formats_of", "names_where"]
 

@@ -14,11 +14,12 @@ from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.plan.gradients import ITEM_BYTES, GradientForm
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
+from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["ENOUGH_TASKLETS", "NUM_ARRAYS", "Workload"]
 
-NUM_ARRAYS: Mapping[str, int] = MappingProxyType({"adamw": 3, "adagrad": 2, "sgd": 2})
-"""fp32 arrays per element on storage: the master, and the moments, the sum or the momentum buffer."""
+NUM_ARRAYS: Mapping[str, int] = MappingProxyType({rule.name: len(rule.arrays) for rule in RULES})
+"""Number of fp32 arrays per element on storage, the master among them, by the name of the optimizer."""
 
 _FP32_BYTES = 4
 _MOST_PARAMETERS = 10**12

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.native.steps import UpdateStep
+from lightning_smartinfinity.native import UpdateStep
 from lightning_smartinfinity.transfer.batches import Memory, Piece, Places, segments_of
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.rules import UpdateRule

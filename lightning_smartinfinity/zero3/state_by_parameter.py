@@ -107,10 +107,12 @@ class StateByParameter(StorageOptimizer):
                 f"{self.rule.name} has no optimizer state {key!r} on storage.",
                 f"Use one of: {', '.join(map(repr, known))}.",
             )
-        if not self.rule.holds_state(int(self.rank_state.handler.steps[parameter])):
+        group = self.optimizer.param_groups[self.rank_state.layout.parameters[parameter].group]
+        begun = self.rule.holds_state(int(self.rank_state.handler.steps[parameter]))
+        if not begun or key not in self.rule.kept_arrays([group]):
             raise ConfigError(
                 f"{self.rule.name} has no {key!r} of this parameter yet: torch keeps none either.",
-                "Ask for it after a step with momentum.",
+                "Ask for it after a step with settings that keep it, such as momentum.",
             )
         return key
 

@@ -138,8 +138,15 @@ def _attempted(work: Callable[[], T]) -> tuple[T | None, SmartInfinityError | No
 
 def _find(offload: OffloadSettings, optimizer: str) -> CardSetup:
     _require_direct_io(offload)
-    _require_tasklets(offload, kernel_of(optimizer))
-    return find_cards(offload.storage, offload.smartssd or SmartSSDConfig(), System())
+    kernel = kernel_of(optimizer)
+    _require_tasklets(offload, kernel)
+    plan = find_cards(offload.storage, offload.smartssd or SmartSSDConfig(), System())
+    if kernel.name not in plan.xclbin.kernels:
+        raise DeviceError(
+            f"The xclbin {plan.xclbin.path} has no kernel {kernel.name}; it has {', '.join(plan.xclbin.kernels)}.",
+            f"Build one for {optimizer} with `make -C hls xclbin OPTIMIZER={kernel.rule.name}`.",
+        )
+    return plan
 
 
 def _test(offload: OffloadSettings, setup: CardSetup, kernel: Kernel, reports: Sequence[_Report]) -> None:

@@ -172,6 +172,7 @@ def test_options_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> Non
     assert row("--gpu", "A100")["seconds"]["backward"] < usual["seconds"]["backward"]
     assert row("--duplex")["seconds"]["update"] < usual["seconds"]["update"]
     assert row("--optimizer", "sgd")["bytes_per_parameter"]["internal_write"] == pytest.approx(8, rel=0.2)
+    assert row("--optimizer", "rmsprop")["bytes_per_parameter"]["internal_write"] == pytest.approx(16, rel=0.2)
     fp32 = row("--dtype", "fp32", "--gradient-route", "storage")["bytes_per_parameter"]
     assert fp32["internal_read"] / usual["bytes_per_parameter"]["internal_read"] == pytest.approx(16 / 12)
     assert fp32["shared_up"] == 2 * usual["bytes_per_parameter"]["shared_up"]

@@ -52,6 +52,7 @@ TRAINED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adagrad": (torch.optim.Adagrad, {}),
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "rmsprop": (torch.optim.RMSprop, {}),
 }
 
 

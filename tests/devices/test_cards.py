@@ -82,6 +82,7 @@ def test_header_of_an_xclbin(tmp_path: Path, machine: Machine) -> None:
         assert (found.path, found.platform) == (path, SMARTSSD.platform.vbnv)
         assert uuid.UUID(found.uuid).bytes in path.read_bytes()
         assert found.memory_bytes == SMARTSSD.platform.bank.size_bytes
+        assert found.kernels == tuple(kernel.name for kernel in SMARTSSD.kernels)
 
 
 def test_xclbins_that_are_none(tmp_path: Path, machine: Machine) -> None:

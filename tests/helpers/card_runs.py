@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hls.description import SMARTSSD
+from hls.description import EMULATED, SMARTSSD
 from hls.xclbin import xclbin
 from lightning_smartinfinity import SmartSSDConfig
 from lightning_smartinfinity.devices import HostDevice, StorageDevice
@@ -35,6 +35,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "options": (
             {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1},
             {"lr": 3e-3, "momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+        ),
+    },
+    "rmsprop": {
+        "optimizer": torch.optim.RMSprop,
+        "options": (
+            {"lr": 1e-2, "momentum": 0.9, "centered": True, "weight_decay": 0.1},
+            {"lr": 3e-3, "alpha": 0.3, "maximize": True},
         ),
     },
 }
@@ -113,5 +120,5 @@ def same_as_host(run: Run, host: Run) -> None:
 def write_xclbin(folder: Path) -> Path:
     """The xclbin for tests."""
     path = folder / "kernels.xclbin"
-    path.write_bytes(xclbin(SMARTSSD))
+    path.write_bytes(xclbin(EMULATED))
     return path

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_smartinfinity.native import DType
-from tests.helpers.update_rules import ARRAYS, RULES, Floats, adagrad_step, adam_step, sgd_step
+from tests.helpers.update_rules import ARRAYS, RULES, Floats, adagrad_step, adam_step, rmsprop_step, sgd_step
 
 __all__ = ["DTYPES", "STEPS", "Bits", "assert_same_bits", "decode", "encode", "expected_state", "random_arrays"]
 
@@ -25,8 +25,8 @@ _TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLO
 STEPS = {
     "adamw": adam_step(),
     "adam": adam_step(decay=1.0, l2=0.01),
-    "adam_near_end": adam_step(beta1=0.2, one_minus_beta1=0.8, gradient_scale=-0.5),
-    "adam_half": adam_step(beta1=0.5, one_minus_beta1=0.5, l2=0.1, decay=1.0),
+    "adam_near_end": adam_step(one_minus_beta1=0.8, gradient_scale=-0.5),
+    "adam_half": adam_step(one_minus_beta1=0.5, l2=0.1, decay=1.0),
     "adagrad": adagrad_step(),
     "adagrad_decayed": adagrad_step(weight_decay=0.1, step_size=1e-2 / 1.9, gradient_scale=-0.5),
     "adagrad_without_eps": adagrad_step(eps=0.0),
@@ -35,13 +35,17 @@ STEPS = {
     "sgd_dampened": sgd_step(gradient_coefficient=0.3, weight_decay=0.1),
     "sgd_nesterov": sgd_step(nesterov_momentum=0.9),
     "sgd_nesterov_first": sgd_step(nesterov_momentum=0.9, buffer_coefficient=0.0, weight_decay=0.01),
+    "rmsprop": rmsprop_step(weight_decay=0.1, gradient_scale=-0.5),
+    "rmsprop_plain": rmsprop_step(momentum=0.0, centered=0.0),
+    "rmsprop_with_momentum": rmsprop_step(centered=0.0, weight_decay=0.01),
+    "rmsprop_centered_near_end": rmsprop_step(momentum=0.0, alpha=0.2, one_minus_alpha=0.8),
 }
 
 _SPECIAL = np.array(
     [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 1.1754942e-38, 1.1754944e-38, 3e38, -3e38, 1e-30, 65504, 65520],
     np.float32,
 )
-_SQUARES = ("exp_avg_sq", "sum")  # never negative
+_SQUARES = ("exp_avg_sq", "sum", "square_avg")  # never negative
 
 
 def random_arrays(step: object, numel: int, seed: int, *, special: bool) -> tuple[Floats, ...]:
@@ -59,6 +63,8 @@ def random_arrays(step: object, numel: int, seed: int, *, special: bool) -> tupl
         values = random.standard_normal(numel).astype(np.float32)
         if name in _SQUARES:
             values = values * values
+        if name == "grad_avg":  # or the variance would be negative
+            values = np.tanh(values) * np.float32(0.9) * np.sqrt(arrays[2])
         if special:
             chosen = random.integers(0, 3, numel) == 0
             values[chosen] = random.choice(_SPECIAL, int(chosen.sum()))

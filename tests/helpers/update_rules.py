@@ -11,17 +11,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_smartinfinity.native import AdagradStep, AdamStep, SgdStep
+from lightning_smartinfinity import native
+from lightning_smartinfinity.native import AdagradStep, AdamStep, RmspropStep, SgdStep
+from lightning_smartinfinity.update_rules import RULES as DESCRIPTIONS
 
-__all__ = ["ARRAYS", "RULES", "Floats", "adagrad", "adagrad_step", "adam", "adam_step", "flush", "sgd", "sgd_step"]
+__all__ = [
+    "ARRAYS",
+    "RULES",
+    "Floats",
+    "adagrad",
+    "adagrad_step",
+    "adam",
+    "adam_step",
+    "flush",
+    "rmsprop",
+    "rmsprop_step",
+    "sgd",
+    "sgd_step",
+]
 
 Floats = npt.NDArray[np.float32]
 
-ARRAYS = {
-    AdamStep: ("master", "exp_avg", "exp_avg_sq"),
-    AdagradStep: ("master", "sum"),
-    SgdStep: ("master", "momentum_buffer"),
-}
+ARRAYS = {getattr(native, rule.step): rule.arrays for rule in DESCRIPTIONS}
 """What each rule keeps of an element."""
 
 
@@ -30,7 +41,6 @@ def adam_step(*, seed: int = 0, **changes: float) -> AdamStep:
     step = 10
     values = {
         "gradient_scale": 1.0,
-        "beta1": 0.9,
         "one_minus_beta1": 1 - 0.9,
         "beta2": 0.999,
         "one_minus_beta2": 1 - 0.999,
@@ -60,6 +70,21 @@ def sgd_step(**changes: float) -> SgdStep:
         "lr": 1e-2,
     }
     return SgdStep(**{**values, **changes})
+
+
+def rmsprop_step(**changes: float) -> RmspropStep:
+    """A centered step of RMSprop with momentum and torch's other defaults, with changes."""
+    values = {
+        "gradient_scale": 1.0,
+        "weight_decay": 0.0,
+        "alpha": 0.99,
+        "one_minus_alpha": 1 - 0.99,
+        "eps": 1e-8,
+        "momentum": 0.9,
+        "centered": 1.0,
+        "lr": 1e-2,
+    }
+    return RmspropStep(**{**values, **changes})
 
 
 def flush(values: Floats) -> Floats:
@@ -114,10 +139,29 @@ def sgd(step: SgdStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Flo
     return p, b
 
 
+def rmsprop(step: RmspropStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    """Master, square_avg, momentum_buffer and grad_avg after one step of RMSprop. As :func:`adam` otherwise."""
+    _, _, b, a = state  # what a step does not use keeps every bit
+    with np.errstate(all="ignore"):
+        p, v, buffer, average = (flush(array) for array in state)
+        g = _decayed(gradient, p, step.gradient_scale, step.weight_decay)
+        square = flush(flush(_scalar(step.one_minus_alpha) * g) * g)
+        v = variance = flush(flush(v * _scalar(step.alpha)) + square)
+        if step.centered:
+            a = _lerp(average, g, _scalar(step.one_minus_alpha))
+            variance = flush(v - flush(a * a))
+        change = flush(g / flush(np.sqrt(variance) + _scalar(step.eps)))
+        if step.momentum:
+            b = change = flush(flush(_scalar(step.momentum) * buffer) + change)
+        p = flush(p - flush(_scalar(step.lr) * change))
+    return p, v, b, a
+
+
 RULES: dict[type, Callable[[Any, Floats, tuple[Floats, ...]], tuple[Floats, ...]]] = {
     AdamStep: adam,
     AdagradStep: adagrad,
     SgdStep: sgd,
+    RmspropStep: rmsprop,
 }
 """The function of each class of step."""
 

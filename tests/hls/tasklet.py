@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 
 from hls.description import (
-    ADAGRAD,
-    ADAMW,
     BLOCK_SCALED_FORM,
     INTERFACE_VERSION,
-    SGD,
+    KERNELS,
+    MAX_ARRAYS,
     SPARSE_FORM,
     STATUS_MAGIC,
     STATUS_WORDS,
     Kernel,
 )
-from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, SgdStep, crc32c
+from lightning_smartinfinity import native
+from lightning_smartinfinity.native import DType, crc32c
+from lightning_smartinfinity.update_rules import RULES as DESCRIPTIONS
 from tests.helpers.compressed import Codes, block_scaled_codes
 from tests.helpers.golden import Bits, assert_same_bits, decode, encode, random_arrays
 from tests.helpers.payload import Payload, compress, expand
@@ -28,12 +29,11 @@ from tests.hls.simulation import Buffer, Simulation, aligned
 
 __all__ = ["FORMS", "KERNEL_OF", "Form", "Status", "Tasklet", "make_tasklet", "same_numbers"]
 
-KERNEL_OF: dict[type, Kernel] = {AdamStep: ADAMW, AdagradStep: ADAGRAD, SgdStep: SGD}
+KERNEL_OF: dict[type, Kernel] = {
+    getattr(native, rule.step): kernel for kernel, rule in zip(KERNELS, DESCRIPTIONS, strict=True)
+}
 PADDING = 1024
 GROUP = 32
-
-_NUM_ARRAYS = 3
-"""What the status beat has words for."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Status:
 
     @property
     def checksums(self) -> tuple[int, ...]:
-        return self.words[4:14]
+        return self.words[4:]
 
 
 @dataclass
@@ -140,12 +140,10 @@ class Tasklet:
         self._check_parameter(before[-1], expected[0], first, last)
         assert status.named == {
             "magic": STATUS_MAGIC,
-            "interface_version": INTERFACE_VERSION,
+            "version_and_kernel": INTERFACE_VERSION | self.kernel.number << 16,
             "count": last - first,
             "errors": 0,
             **self._checksums(before, first, last, active),
-            "kernel": self.kernel.number,
-            "zero": 0,
         }
         return status
 
@@ -179,7 +177,7 @@ class Tasklet:
         elif active:
             gradient = checksum(part_of(before[0], first, last, self.form.gradient))
         sums = {"gradient_read": gradient, "indices_read": indices, "header_read": header}
-        for number in range(_NUM_ARRAYS):
+        for number in range(MAX_ARRAYS):
             for name, arrays in (("read", before[1:-1]), ("written", self.arrays)):
                 known = arrays[number : number + 1]
                 sums[f"array{number}_{name}"] = sum(

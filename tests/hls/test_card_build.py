@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hls.description import KERNELS, SMARTSSD
+from hls.description import SMARTSSD
 
 ROOT = Path(__file__).parents[2]
 SHELL = "xilinx_u2_gen3x4_xdma_gc_2_202110_1"
@@ -68,11 +68,11 @@ def test_xclbin_compiles_every_kernel_and_links_them(toolchain: Toolchain) -> No
     assert xclbin.exists() and f'SmartSSDConfig(xclbin="{xclbin}")' in built.stdout
     *compiled, linked = toolchain.calls()
     options = [_options(call) for call in compiled]
-    assert {option["--kernel"] for option in options} == {kernel.name for kernel in KERNELS}
+    assert {option["--kernel"] for option in options} == {kernel.name for kernel in SMARTSSD.kernels}
     for call, option in zip(compiled, options, strict=True):
         assert "--compile" in call and "--link" not in call
         assert f"void {option['--kernel']}(" in (ROOT / call[-1]).read_text()
-        assert (ROOT / option["-I"] / "kernels.hpp").exists()
+        assert (Path(option["-I"]) / "card_kernels.hpp").exists() and "hls/include" in call
     assert "--link" in linked and "--compile" not in linked
     assert _options(linked)["--output"] == str(xclbin)
     assert sorted(part for part in linked if part.endswith(".xo")) == sorted(option["--output"] for option in options)
@@ -90,6 +90,14 @@ def test_link_is_told_of_every_compute_unit(toolchain: Toolchain) -> None:
     named = {line.removeprefix("nk=").split(":")[0]: line.split(":")[2].split(".") for line in lines[1:]}
     assert named.keys() == {_options(call)["--kernel"] for call in compiled}
     assert [name for names in named.values() for name in names] == [unit.name for unit in SMARTSSD.compute_units]
+
+
+def test_an_xclbin_for_another_optimizer(toolchain: Toolchain) -> None:
+    """OPTIMIZER= chooses the design that has its kernel."""
+    assert toolchain.make("xclbin", "OPTIMIZER=rmsprop").returncode == 0
+    compiled, linked = map(_options, toolchain.calls())
+    assert compiled["--kernel"] == "rmsprop_update"
+    assert Path(linked["--config"]).read_text().splitlines()[1:] == ["nk=rmsprop_update:1:rmsprop_update_1"]
 
 
 def test_steps_leave_nothing_in_each_others_way(toolchain: Toolchain) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,17 @@ import pytest
 import torch
 
 from hls.description import ERROR_BITS
-from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, SgdStep
+from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, RmspropStep, SgdStep
 from tests.helpers.compressed import Codes, block_scaled_codes
 from tests.helpers.golden import DTYPES, STEPS, decode, encode
 from tests.helpers.native_testing import crc32c_combine
 from tests.helpers.payload import BLOCK, Payload, build, expand
-from tests.helpers.update_rules import Floats, adagrad_step, adam_step, sgd_step
+from tests.helpers.update_rules import Floats, adagrad_step, adam_step, rmsprop_step, sgd_step
 from tests.hls.simulation import Library, aligned
 from tests.hls.tasklet import FORMS, Form, Tasklet, make_tasklet
 
-RULE_STEPS = [STEPS["adamw"], STEPS["adagrad_without_eps"], STEPS["sgd_dampened"]]
-RULES = pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sgd"])
+RULE_STEPS = [STEPS["adamw"], STEPS["adagrad_without_eps"], STEPS["sgd_dampened"], STEPS["rmsprop"]]
+RULES = pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sgd", "rmsprop"])
 LENGTHS = [0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 1000, 1023, 1024, 1025, 2047]
 
 FLOAT32 = DType.FLOAT32
@@ -67,10 +68,10 @@ def test_several_runs(sequential: Library, step: Any, form: Form) -> None:
     for index, (first, last) in enumerate(itertools.pairwise(edges)):
         other = type(step)(**{**_scalars(step), "gradient_scale": 1.0 + index})
         status = tasklet.run(sequential, first, last, step=other)
-        for place, (word, item) in enumerate([(8, 2), (9, 4)]):
+        for place, (word, item) in enumerate([(9, 2), (10, 4)]):
             combined[place] = crc32c_combine(combined[place], status.words[word], (last - first) * item)
     whole = tasklet.run(sequential, active=False)
-    assert combined == [whole.words[8], whole.words[9]]
+    assert combined == [whole.words[9], whole.words[10]]
 
 
 @RULES
@@ -328,6 +329,11 @@ def _sgd(number: int, **changes: float) -> SgdStep:
     return sgd_step(lr=LR, weight_decay=DECAY, **{**changes, **first})
 
 
+def _rmsprop(number: int, *, momentum: float, centered: bool) -> RmspropStep:
+    scale = -1.0 if centered else 1.0
+    return rmsprop_step(lr=LR, momentum=momentum, centered=float(centered), weight_decay=DECAY, gradient_scale=scale)
+
+
 OPTIMIZERS: dict[str, tuple[Optimizer, Callable[[int], Any]]] = {
     "AdamW": (
         lambda params: torch.optim.AdamW(params, lr=LR, betas=(0.9, 0.99), weight_decay=DECAY),
@@ -355,6 +361,16 @@ OPTIMIZERS: dict[str, tuple[Optimizer, Callable[[int], Any]]] = {
         lambda params: torch.optim.SGD(params, lr=LR, weight_decay=DECAY),
         lambda number: _sgd(number, buffer_coefficient=0.0),
     ),
+    **{
+        f"RMSprop with momentum {momentum}, centered {centered}": (
+            partial(
+                torch.optim.RMSprop, lr=LR, momentum=momentum, centered=centered, weight_decay=DECAY, maximize=centered
+            ),
+            partial(_rmsprop, momentum=momentum, centered=centered),
+        )
+        for momentum in (0.0, 0.9)
+        for centered in (False, True)
+    },
 }
 
 

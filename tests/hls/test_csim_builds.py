@@ -17,7 +17,7 @@ from tests.hls.simulation import LIBRARIES, PROGRAMS, ROOT, Library, Program, Si
 from tests.hls.tasklet import FORMS, Form, make_tasklet
 
 RANGES = [(0, 0), (0, 1), (17, 40), (31, 33), (0, 1_100), (1_099, 1_100), (5, 1_095)]
-RULE_STEPS = [STEPS["adam"], STEPS["adagrad_without_eps"], STEPS["sgd_nesterov"]]
+RULE_STEPS = [STEPS["adam"], STEPS["adagrad_without_eps"], STEPS["sgd_nesterov"], STEPS["rmsprop"]]
 MOST_STREAM_ELEMENTS = 65_536
 SPARSE, BLOCK_SCALED = FORMS[1], FORMS[-1]
 BAD_INDEX, BAD_HEADER, _, _, WRONG_COUNTS, BAD_CODE = ERROR_BITS.values()
@@ -34,7 +34,7 @@ def simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
             yield program
 
 
-@pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sgd"])
+@pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sgd", "rmsprop"])
 def test_runs(simulation: Simulation, step: object) -> None:
     """Every form and kind of range: the same bits, within the buffers, without a race or a deadlock."""
     for seed, form in enumerate(FORMS):
@@ -96,10 +96,8 @@ def test_depths(kernel: Kernel) -> None:
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """The threaded simulation of a kernel with two streams too shallow, and one that nobody reads."""
-    folder = tmp_path_factory.mktemp("broken")
-    for part in ("Makefile", "include", "kernels", "sim"):
-        copy = shutil.copytree if (ROOT / "hls" / part).is_dir() else shutil.copy
-        copy(ROOT / "hls" / part, folder / part)
+    folder = shutil.copytree(ROOT / "hls", tmp_path_factory.mktemp("broken") / "hls")
+    (folder.parent / "lightning_smartinfinity").symlink_to(ROOT / "lightning_smartinfinity")
     _replace(folder / "kernels" / "sgd_update.cpp", '32> indices("', '4> indices("')
     _replace(folder / "kernels" / "sgd_update.cpp", '8192> counts("', '4> counts("')
     _replace(folder / "include" / "arrays.hpp", "? order.num_blocks : 0;", "? 0u : 0u;")

@@ -6,15 +6,19 @@ import re
 import struct
 import uuid
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from hls.card_build import compile_line, connectivity_config, link_line
-from hls.description import ADAGRAD, ADAMW, KERNELS, SGD, SMARTSSD, ComputeUnit, Design, MemoryBank, Platform
+from hls.description import DESIGNS, EMULATED, KERNELS, SMARTSSD, ComputeUnit, Design, MemoryBank, Platform, design_for
 from hls.generate import main
 from hls.xclbin import SectionKind, sections, xclbin
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL
+from lightning_smartinfinity.update_rules import RULES
+
+ADAMW, ADAGRAD, SGD = KERNELS[:3]
 
 
 def test_arguments_come_in_the_order_of_the_contract() -> None:
@@ -24,7 +28,7 @@ def test_arguments_come_in_the_order_of_the_contract() -> None:
         *("numel", "first", "last", "gradient_form", "parameter_form", "active"),
         *("gradient_scale", "weight_decay", "buffer_coefficient", "gradient_coefficient", "nesterov_momentum", "lr"),
     ]
-    assert [len(kernel.arguments) for kernel in KERNELS] == [24, 17, 19]
+    assert [len(kernel.arguments) for kernel in (ADAMW, ADAGRAD, SGD)] == [24, 17, 19]
 
 
 def test_largest_tasklet_is_the_packages() -> None:
@@ -59,6 +63,19 @@ def test_kernels_fit_the_memory_bank_together() -> None:
     assert SMARTSSD.num_masters == 13
 
 
+def test_every_kernel_is_in_one_design() -> None:
+    """Designs follow from the kernels and the memory bank; an emulated card has all kernels."""
+    assert [kernel for design in DESIGNS for kernel in design.kernels] == list(KERNELS) == list(EMULATED.kernels)
+    for design, following in pairwise(DESIGNS):
+        assert design.num_masters + len(following.kernels[0].bundles) > 15
+    assert all(rule.kernel in [kernel.name for kernel in design_for(rule.name).kernels] for rule in RULES)
+
+
+def test_numbers_of_kernels_are_their_own() -> None:
+    """A status with another number is another kernel's."""
+    assert len({rule.number for rule in RULES}) == len(RULES)
+
+
 def test_sixteen_masters_are_refused() -> None:
     """v++ would fail only after hours."""
     second = ComputeUnit(ADAGRAD, "adagrad_update_2")
@@ -91,7 +108,7 @@ def test_lines_for_the_card_name_shell_kernel_and_files() -> None:
     assert line[line.index("--kernel") + 1] == "adamw_update"
     assert line[line.index("--output") + 1] == "out/adamw_update.xo"
     linked = link_line(SMARTSSD, target="hw_emu", folder="out", output="x.xclbin")
-    assert linked[-3:] == [f"out/{kernel.name}.xo" for kernel in KERNELS]
+    assert linked[-3:] == [f"out/{kernel.name}.xo" for kernel in SMARTSSD.kernels]
     assert linked[linked.index("--config") + 1] == "out/smartssd.cfg"
 
 
@@ -108,7 +125,7 @@ def test_xclbin_holds_bank_connections_and_units() -> None:
     bank = MemoryBank("ddr", base=0x1000_0000, size_bytes=2 << 30)
     contents = {part.kind: part.content for part in sections(replace(SMARTSSD, platform=_with(bank)))}
     assert struct.unpack_from("<i4xBB6xQQ16s", contents[SectionKind.MEM_TOPOLOGY])[3:5] == (2 << 20, 0x1000_0000)
-    pointers = [sum(argument.is_pointer for argument in kernel.arguments) for kernel in KERNELS]
+    pointers = [sum(argument.is_pointer for argument in kernel.arguments) for kernel in SMARTSSD.kernels]
     assert struct.unpack_from("<i", contents[SectionKind.CONNECTIVITY])[0] == sum(pointers)
     assert len(contents[SectionKind.IP_LAYOUT]) == 8 + 3 * 80
     assert b'name="beta2"' in contents[SectionKind.EMBEDDED_METADATA]
@@ -117,7 +134,7 @@ def test_xclbin_holds_bank_connections_and_units() -> None:
 def test_command_writes_files_and_prints_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the Makefile calls."""
     main(["test-xclbin", str(tmp_path / "x.xclbin")])
-    assert (tmp_path / "x.xclbin").read_bytes() == xclbin(SMARTSSD)
+    assert (tmp_path / "x.xclbin").read_bytes() == xclbin(EMULATED)
     main(["config", str(tmp_path / "smartssd.cfg")])
     assert (tmp_path / "smartssd.cfg").read_text() == connectivity_config(SMARTSSD)
     main(["link-line", "--output", "x.xclbin", "--folder", "out"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hls.description import ADAMW, SMARTSSD, Argument, ArgumentKind, ComputeUnit, Design, Kernel
+from hls.description import KERNELS, SMARTSSD, Argument, ArgumentKind, ComputeUnit, Design, Kernel
 from hls.lint import lint
 from hls.lint.__main__ import main
 
@@ -96,7 +96,7 @@ def test_a_slip_in_the_projects_kernel_is_found(tmp_path: Path, file: str, old: 
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    found = lint(Design(SMARTSSD.platform, (ComputeUnit(ADAMW, "adamw_update_1"),)), root=tmp_path)
+    found = lint(Design(SMARTSSD.platform, (ComputeUnit(KERNELS[0], "adamw_update_1"),)), root=tmp_path)
     assert any(message in finding.message for finding in found), found
 
 

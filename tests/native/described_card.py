@@ -121,8 +121,7 @@ class DescribedCard:
     def _status(self, call: Call, parameters: Bits) -> dict[str, int]:
         status = dict.fromkeys(STATUS_WORDS, 0) | {
             "magic": STATUS_MAGIC,
-            "interface_version": INTERFACE_VERSION,
-            "kernel": call.kernel.number,
+            "version_and_kernel": INTERFACE_VERSION | call.kernel.number << 16,
             "count": call.words["last"] - call.words["first"],
             "parameter_written": _checksum(parameters),
         }

@@ -1,6 +1,7 @@
 // A card in this process: its memory is the host's, its kernels are those of hls/, and it fails when it is told to.
 #pragma once
 
+#include <card_kernels.hpp>
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -14,9 +15,6 @@
 #include "base/flush_subnormals.hpp"
 #include "base/worker_pool.hpp"
 #include "card/card_binding.hpp"
-
-// The core has a kernels.hpp too.
-#include <include/kernels.hpp>
 
 namespace smart_infinity::fake {
 
@@ -168,9 +166,10 @@ inline void compute(const Started& run) {
     if (run.fault == CardFault::kOtherArray) flip(run.pointers[1], 2 * first);
     if (run.fault == CardFault::kOtherGradient) flip(run.pointers[0], first);
     const FlushSubnormals flush;
-    if (run.kernel == "adamw_update") call(adamw_update, run.pointers, run.words);
-    if (run.kernel == "adagrad_update") call(adagrad_update, run.pointers, run.words);
-    if (run.kernel == "sgd_update") call(sgd_update, run.pointers, run.words);
+#define CALL(function, number, arrays) \
+    if (run.kernel == #function) call(function, run.pointers, run.words);
+    CARD_KERNELS(CALL)
+#undef CALL
     if (run.fault == CardFault::kOtherParameter) {
         flip(run.pointers[1 + 2 * num_arrays], run.words[4] == 0 ? 2 * first : first);
     }

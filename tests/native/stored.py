@@ -24,8 +24,8 @@ from lightning_smartinfinity.native import (
     Segment,
     StateFile,
     Tasklet,
+    UpdateStep,
 )
-from lightning_smartinfinity.native.steps import UpdateStep
 
 __all__ = ["JOB", "Run", "StoredState", "address_of", "align", "extent_bytes", "region_bytes", "takes_direct"]
 

@@ -85,10 +85,12 @@ struct State {
 
 // Two steps of every rule, one of which a scenario is of.
 const std::vector<UpdateStep> kSteps[] = {
-    {AdamStep{0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
-     AdamStep{1.0f, 0.3f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0}},
+    {AdamStep{0.5f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
+     AdamStep{1.0f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0}},
     {AdagradStep{0.5f, 0.0f, 1e-2f, 1e-10f}, AdagradStep{-1.0f, 0.1f, 1e-3f, 1e-6f}},
     {SgdStep{0.5f, 0.0f, 0.9f, 0.7f, 0.9f, 1e-2f}, SgdStep{-1.0f, 0.1f, 0.0f, 1.0f, 0.0f, 1e-3f}},
+    {RmspropStep{0.5f, 0.0f, 0.99f, 0.01f, 1e-8f, 0.9f, 0.0f, 1e-2f},
+     RmspropStep{-1.0f, 0.1f, 0.3f, 0.7f, 1e-6f, 0.0f, 1.0f, 1e-3f}},
 };
 
 void update_element(const AdamStep& s, float gradient, State& state, std::size_t i) {
@@ -119,6 +121,25 @@ void update_element(const SgdStep& s, float gradient, State& state, std::size_t 
     if (s.weight_decay != 0) g = g + s.weight_decay * p;
     buffer = (s.buffer_coefficient != 0 ? s.buffer_coefficient * buffer : 0) + s.gradient_coefficient * g;
     p = p - s.lr * (s.nesterov_momentum != 0 ? g + s.nesterov_momentum * buffer : buffer);
+}
+
+void update_element(const RmspropStep& s, float gradient, State& state, std::size_t i) {
+    float& p = state.arrays[0][i];
+    float& square = state.arrays[1][i];
+    float& buffer = state.arrays[2][i];
+    float& mean = state.arrays[3][i];
+    float g = gradient * s.gradient_scale;
+    if (s.weight_decay != 0) g = g + s.weight_decay * p;
+    square = square * s.alpha + (s.one_minus_alpha * g) * g;
+    float variance = square;
+    if (s.centered != 0) {
+        const float gap = g - mean;
+        mean = s.one_minus_alpha < 0.5f ? mean + s.one_minus_alpha * gap : g - gap * (1 - s.one_minus_alpha);
+        variance = square - mean * mean;
+    }
+    float change = g / (std::sqrt(variance) + s.eps);
+    if (s.momentum != 0) change = buffer = s.momentum * buffer + change;
+    p = p - s.lr * change;
 }
 
 // A partition on storage, two slots per tasklet, and the same state in memory.
@@ -305,6 +326,13 @@ class Scenario {
     void initialize() {
         for (auto& array : expected_.arrays) random_.fill(array);
         for (float& value : expected_.arrays.back()) value = value * value;  // where there is one, it is of squares
+        if (std::holds_alternative<RmspropStep>(steps_.front())) {  // no average is larger than that of the squares
+            for (std::size_t i = 0; i < numel_; ++i) {
+                float& square = expected_.arrays[1][i];
+                expected_.arrays[3][i] = 0.5f * square;
+                square = square * square;
+            }
+        }
         parameters_ = expected_.arrays[0];
         require(!work(whole(Operation::kWrite, expected_)), "the first write failed", seed_);
         commit();

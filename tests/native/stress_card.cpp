@@ -116,10 +116,14 @@ struct Rule {
 const Rule kRules[] = {
     {"adamw_update",
      3,
-     {AdamStep{0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
-      AdamStep{1.0f, 0.3f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0}}},
+     {AdamStep{0.5f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
+      AdamStep{1.0f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0}}},
     {"adagrad_update", 2, {AdagradStep{0.5f, 0.1f, 1e-2f, 0.0f}, AdagradStep{1.0f, 0.0f, 1e-3f, 1e-10f}}},
     {"sgd_update", 2, {SgdStep{0.5f, 0.1f, 0.9f, 0.7f, 0.9f, 1e-2f}, SgdStep{1.0f, 0.0f, 0.0f, 1.0f, 0.0f, 1e-3f}}},
+    {"rmsprop_update",
+     4,
+     {RmspropStep{0.5f, 0.1f, 0.99f, 0.01f, 1e-8f, 0.9f, 0.0f, 1e-2f},
+      RmspropStep{1.0f, 0.0f, 0.3f, 0.7f, 1e-6f, 0.0f, 1.0f, 1e-3f}}},
 };
 
 // A file with two slots for each tasklet, and the parameters that come from it.
@@ -132,7 +136,7 @@ struct Side {
 class Scenario {
  public:
     Scenario(const std::string& folder, std::uint64_t seed)
-        : seed_(seed), random_(seed), rule_(kRules[seed % 3]), folder_(folder) {
+        : seed_(seed), random_(seed), rule_(kRules[seed % std::size(kRules)]), folder_(folder) {
         const std::size_t kind = random_.upto(3);
         numel_ = kind == 0 ? random_.between(1, 100) : kind == 1 ? random_.between(1, 5000) : random_.between(1, 40000);
         if (seed % 10 == 0) numel_ = random_.between(65530, 65600);

@@ -35,7 +35,7 @@ bool arithmetic() {
 void begin_with(bool) {}
 #endif
 
-const AdamStep kStep{0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 5};
+const AdamStep kStep{0.5f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 5};
 
 using Arrays = std::vector<std::vector<float>>;
 

@@ -55,7 +55,7 @@ void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); 
 namespace smart_infinity {
 namespace {
 
-const AdamStep kStep{0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 5};
+const AdamStep kStep{0.5f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 5};
 
 void require(bool condition, const char* what, std::uint64_t seed) {
     if (condition) return;

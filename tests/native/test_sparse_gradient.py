@@ -22,7 +22,7 @@ def memory_of(payload: Payload) -> Array:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
-@pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd_nesterov"])
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd_nesterov", "rmsprop"])
 def test_as_its_dense_form(tmp_path: Path, name: str, dtype: DType) -> None:
     """Segments that begin and end anywhere, of which some carry over and some are left out."""
     step = STEPS[name]

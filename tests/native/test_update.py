@@ -11,10 +11,10 @@ from lightning_smartinfinity.native import (
     DType,
     InstructionSet,
     Operation,
+    UpdateStep,
     select_instruction_set,
     supported_instruction_sets,
 )
-from lightning_smartinfinity.native.steps import UpdateStep
 from tests.helpers.golden import (
     DTYPES,
     STEPS,
@@ -28,7 +28,7 @@ from tests.helpers.golden import (
 from tests.helpers.update_rules import ARRAYS, Floats, adam_step
 from tests.native.stored import Run, StoredState
 
-ONE_OF_EACH = ["adam_half", "adagrad_decayed", "sgd_nesterov"]
+ONE_OF_EACH = ["adam_half", "adagrad_decayed", "sgd_nesterov", "rmsprop"]
 
 
 def stored(folder: Path, step: UpdateStep, numel: int) -> StoredState:
@@ -144,6 +144,7 @@ def test_words_are_the_scalars_in_the_order_of_a_kernel() -> None:
         "inverse_sqrt_bias_correction2 eps",
         "adagrad_decayed": "gradient_scale weight_decay step_size eps",
         "sgd_nesterov": "gradient_scale weight_decay buffer_coefficient gradient_coefficient nesterov_momentum lr",
+        "rmsprop": "gradient_scale weight_decay alpha one_minus_alpha eps momentum centered lr",
     }
     for name, order in orders.items():
         scalars = np.array([getattr(STEPS[name], field) for field in order.split()], np.float32)
@@ -167,7 +168,6 @@ def test_torch_optimizers(instruction_set: InstructionSet, tmp_path: Path, decou
             expected.grad = torch.from_numpy(gradient.copy())
             optimizer.step()
             step = adam_step(
-                beta1=betas[0],
                 one_minus_beta1=1 - betas[0],
                 beta2=betas[1],
                 one_minus_beta2=1 - betas[1],

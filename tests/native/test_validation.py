@@ -18,9 +18,9 @@ from lightning_smartinfinity.native import (
     Segment,
     StateFile,
     Tasklet,
+    UpdateStep,
 )
-from lightning_smartinfinity.native.steps import UpdateStep
-from tests.helpers.update_rules import adagrad_step, adam_step, sgd_step
+from tests.helpers.update_rules import adagrad_step, adam_step, rmsprop_step, sgd_step
 from tests.native.stored import JOB, Run, StoredState, extent_bytes
 
 NUMEL = 100
@@ -101,6 +101,7 @@ def test_bad_tasklet(tmp_path: Path, changes: dict[str, Any], problem: str) -> N
     [
         (adagrad_step(), "UPDATE by AdagradStep needs 2 arrays: master and sum"),
         (sgd_step(), "UPDATE by SgdStep needs 2 arrays: master and momentum_buffer"),
+        (rmsprop_step(), "UPDATE by RmspropStep needs 4 arrays: master, square_avg, momentum_buffer and grad_avg"),
     ],
 )
 def test_arrays_of_another_rule(tmp_path: Path, step: UpdateStep, problem: str) -> None:
@@ -109,7 +110,7 @@ def test_arrays_of_another_rule(tmp_path: Path, step: UpdateStep, problem: str) 
         state.pipeline.submit(Batch(Operation.UPDATE, [tasklet()], [step]))
 
 
-@pytest.mark.parametrize("step", [adagrad_step(), sgd_step()])
+@pytest.mark.parametrize("step", [adagrad_step(), sgd_step(), rmsprop_step()])
 @pytest.mark.parametrize("state_format", [1, 2, 3])
 def test_rules_without_moments_are_for_fp32_state(tmp_path: Path, step: UpdateStep, state_format: int) -> None:
     """ValueError, in every format that stores exp_avg and exp_avg_sq in fewer bits."""

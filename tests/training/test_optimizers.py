@@ -1,4 +1,4 @@
-"""Adagrad and SGD in a Trainer: as torch trains, with every overlap, through checkpoints and DeepSpeed's functions."""
+"""Adagrad, SGD and RMSprop in a Trainer: as torch trains, overlapped, through checkpoints and DeepSpeed's functions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,16 @@ ADAGRAD = dataclasses.replace(
     BASE, optimizer="Adagrad", clip=0.3, optimizer_kwargs={"lr_decay": 0.1, "initial_accumulator_value": 0.01}
 )
 SGD = dataclasses.replace(BASE, optimizer="SGD", lr=0.1, eps=None)
+RMSPROP = dataclasses.replace(BASE, optimizer="RMSprop", optimizer_kwargs={"momentum": 0.9, "centered": True})
 RECIPES = {
     "Adagrad": ADAGRAD,
     "Adagrad that maximizes": dataclasses.replace(ADAGRAD, lr=1e-4, optimizer_kwargs={"maximize": True}),
     "SGD": dataclasses.replace(SGD, optimizer_kwargs={"momentum": 0.9, "dampening": 0.2}),
     "SGD with nesterov": dataclasses.replace(SGD, optimizer_kwargs={"momentum": 0.9, "nesterov": True}),
     "SGD without momentum": SGD,
+    "RMSprop": RMSPROP,
+    "RMSprop without momentum": dataclasses.replace(RMSPROP, optimizer_kwargs={"centered": True}),
+    "plain RMSprop": dataclasses.replace(RMSPROP, optimizer_kwargs={}),
 }
 EVERYWHERE = [
     ("Adagrad", "32-true"),
@@ -42,6 +46,9 @@ EVERYWHERE = [
     ("SGD", "32-true"),
     ("SGD", "bf16-mixed"),
     ("SGD without momentum", "32-true"),
+    ("RMSprop", "32-true"),
+    ("RMSprop", "bf16-mixed"),
+    ("RMSprop without momentum", "32-true"),
 ]
 
 
@@ -70,7 +77,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], t
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [*EVERYWHERE, ("Adagrad that maximizes", "32-true"), ("SGD with nesterov", "32-true")]
+    ("name", "precision"),
+    [
+        *EVERYWHERE,
+        ("Adagrad that maximizes", "32-true"),
+        ("SGD with nesterov", "32-true"),
+        ("plain RMSprop", "32-true"),
+    ],
 )
 def test_trains_like_torch(name: str, precision: str, straight: Any) -> None:
     """The same losses and masters; nothing is left of the sums that torch's Adagrad makes when it is built."""
@@ -132,6 +145,13 @@ class Save(pl.Callback):
         ("Adagrad", {"step", "sum"}, {"step", "sum"}),
         ("SGD", set(), {"momentum_buffer"}),
         ("SGD without momentum", set(), set()),
+        (
+            "RMSprop",
+            {"step", "square_avg", "momentum_buffer", "grad_avg"},
+            {"step", "square_avg", "momentum_buffer", "grad_avg"},
+        ),
+        ("RMSprop without momentum", {"step", "square_avg", "grad_avg"}, {"step", "square_avg", "grad_avg"}),
+        ("plain RMSprop", {"step", "square_avg"}, {"step", "square_avg"}),
     ],
 )
 def test_checkpoints_hold_what_torch_keeps(name: str, first: set[str], last: set[str], tmp_path: Path) -> None:
@@ -172,7 +192,10 @@ class Doubled(pl.Callback):
             assert torch.equal(safe_get_full_optimizer_state(weight, self.key), before * 2)
 
 
-@pytest.mark.parametrize(("name", "key"), [("Adagrad", "sum"), ("SGD", "momentum_buffer")])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("Adagrad", "sum"), ("SGD", "momentum_buffer"), ("RMSprop", "grad_avg"), ("RMSprop", "square_avg")],
+)
 def test_arrays_can_be_read_and_replaced(name: str, key: str, tmp_path: Path) -> None:
     """By DeepSpeed's functions and torch's names; the next step uses what was written."""
     losses = []
@@ -183,23 +206,24 @@ def test_arrays_can_be_read_and_replaced(name: str, key: str, tmp_path: Path) ->
     assert losses[0][:2] == losses[1][:2] and losses[0][2:] != losses[1][2:]
 
 
-def test_there_is_no_buffer_without_momentum(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("optimizer", "recipe"), [("SGD", SGD), ("RMSprop", RECIPES["RMSprop without momentum"])])
+def test_there_is_no_buffer_without_momentum(optimizer: str, recipe: Recipe, tmp_path: Path) -> None:
     """As in torch: what is asked for or written does not exist."""
 
     class Ask(Doubled):
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
-            with pytest.raises(ConfigError, match="SGD has no 'momentum_buffer' of this parameter") as caught:
+            with pytest.raises(ConfigError, match=f"{optimizer} has no 'momentum_buffer' of this parameter") as caught:
                 super().on_train_batch_end(trainer, pl_module, *args)
             assert_helpful(caught.value, "momentum")
             asked.append(trainer.global_step)
             trainer.should_stop = True
 
     asked: list[int] = []
-    fit(LitTiny(SGD), tmp_path, precision="32-true", callbacks=[Ask("momentum_buffer")])
+    fit(LitTiny(recipe), tmp_path, precision="32-true", callbacks=[Ask("momentum_buffer")])
     assert asked == [1]
 
 
-@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+@pytest.mark.parametrize("name", ["Adagrad", "SGD", "RMSprop"])
 def test_formats_that_round_moments_are_refused(name: str, tmp_path: Path) -> None:
     """Before anything is written, with what to use instead."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", state_format="bf16")

@@ -1,4 +1,4 @@
-"""Universal checkpoints of Adagrad and SGD: on any number of processes, as if the training had never stopped."""
+"""Universal checkpoints of Adagrad, SGD and RMSprop: on any number of processes, as if training had never stopped."""
 
 from __future__ import annotations
 
@@ -29,8 +29,14 @@ RECIPES = {
     ),
     "SGD": dataclasses.replace(SGD, precision="bf16-mixed", optimizer_kwargs={"momentum": 0.9, "dampening": 0.2}),
     "SGD without momentum": SGD,
+    "RMSprop": dataclasses.replace(BASE, optimizer="RMSprop", optimizer_kwargs={"centered": True}),
 }
-ARRAYS = {"Adagrad": {"fp32", "sum"}, "SGD": {"fp32", "momentum_buffer"}, "SGD without momentum": {"fp32"}}
+ARRAYS = {
+    "Adagrad": {"fp32", "sum"},
+    "SGD": {"fp32", "momentum_buffer"},
+    "SGD without momentum": {"fp32"},
+    "RMSprop": {"fp32", "square_avg", "grad_avg"},
+}
 SAVE_AT = 3
 
 

@@ -1,4 +1,4 @@
-"""Adagrad and SGD through the handler: against torch.optim, and what they keep on storage.
+"""Adagrad, SGD and RMSprop through the handler: against torch.optim, and what they keep on storage.
 
 Tolerance against torch as in test_handler.py, but absolutely 1e-6: a buffer of gradients is several times as large.
 """
@@ -31,6 +31,8 @@ def with_options(case: Case, first: dict[str, Any], second: dict[str, Any]) -> C
     return case.but(options=({**case.options[0], **first}, {**case.options[1], **second}))
 
 
+RMSPROP = Case(optimizer=torch.optim.RMSprop, options=({"lr": 1e-2}, {"lr": 3e-3, "alpha": 0.4}))
+
 CASES = {
     "adagrad": ADAGRAD,
     "adagrad with everything": with_options(ADAGRAD, {"lr_decay": 0.1}, {"maximize": True}).but(
@@ -40,6 +42,17 @@ CASES = {
     "sgd with dampening": with_options(SGD, {"dampening": 0.3}, {"maximize": True}),
     "sgd with nesterov": with_options(SGD, {"nesterov": True}, {"nesterov": True, "momentum": 0.5}),
     "sgd without momentum": with_options(SGD, {"momentum": 0.0, "dampening": 0.5}, {"momentum": 0.5}),
+    # The second group is always plain: it keeps fewer arrays than the first.
+    **{
+        f"rmsprop with {settings}": with_options(RMSPROP, settings, {})
+        for settings in (
+            {"momentum": momentum, "centered": centered, "weight_decay": weight_decay, "maximize": maximize}
+            for momentum in (0.0, 0.9)
+            for centered in (False, True)
+            for weight_decay in (0.0, 0.05)
+            for maximize in (False, True)
+        )
+    },
 }
 
 
@@ -62,8 +75,9 @@ def assert_follows_torch(run: Run, before_step: Callable[[Run, int], object] = l
         }
         for name, values in expected.items():
             torch.testing.assert_close(torch.from_numpy(arrays[name]), values, rtol=1e-6, atol=1e-6)
+        (group,) = (group for group in run.optimizer.param_groups if any(p is parameter for p in group["params"]))
         has_state = run.case.rule.holds_state(int(run.handler.steps[index]))
-        assert has_state == (len(expected) == len(run.case.rule.arrays))
+        assert {*expected} == {"master", *(run.case.rule.kept_arrays([group]) if has_state else ())}
         if "step" in state:
             assert run.handler.steps[index] == state["step"]
 
@@ -94,7 +108,7 @@ def test_momentum_that_pauses_begins_anew(tmp_path: Path) -> None:
         assert torch.equal(buffer, gradient_of(case, 0, 4))
 
 
-@pytest.mark.parametrize("name", ["adagrad with everything", "sgd"])
+@pytest.mark.parametrize("name", ["adagrad with everything", "sgd", list(CASES)[-1]])
 def test_staged_partitions_give_the_same_bits(tmp_path: Path, name: str) -> None:
     """Parameters that pass through a buffer are updated as those in host memory are."""
     states = []
@@ -124,21 +138,21 @@ def test_sums_begin_with_the_initial_value(tmp_path: Path, fake_cuda: FakeCuda) 
     link.close()
 
 
-@pytest.mark.parametrize("case", [ADAGRAD, SGD], ids=["adagrad", "sgd"])
+@pytest.mark.parametrize("case", [ADAGRAD, SGD, RMSPROP], ids=["adagrad", "sgd", "rmsprop"])
 def test_traffic(tmp_path: Path, case: Case) -> None:
-    """Two arrays: a 32-true step reads 4 and writes 8 bytes per parameter, a 16-bit one reads and writes 8."""
-    numel, trailer = 16_384, 4096
-    for dtype, read_bytes in ((torch.float32, 4), (torch.bfloat16, 8)):
+    """A 32-true step writes all arrays and reads all but the master, a 16-bit one reads and writes all."""
+    numel, trailer, state_bytes = 16_384, 4096, 4 * len(case.rule.arrays)
+    for dtype, read_bytes in ((torch.float32, state_bytes - 4), (torch.bfloat16, state_bytes)):
         one = case.but(dtype=dtype, shapes=((numel, 0, 0, 0),), tasklet_bytes=1 << 20)
         with running(tmp_path / str(dtype), one) as run:
             before = run.handler.traffic()
             run.step(1)
             after = run.handler.traffic()
             assert after.shared_read_bytes - before.shared_read_bytes == read_bytes * numel + trailer
-            assert after.shared_write_bytes - before.shared_write_bytes == 8 * numel + trailer
+            assert after.shared_write_bytes - before.shared_write_bytes == state_bytes * numel + trailer
 
 
-@pytest.mark.parametrize("case", [ADAGRAD, SGD], ids=["adagrad", "sgd"])
+@pytest.mark.parametrize("case", [ADAGRAD, SGD, RMSPROP], ids=["adagrad", "sgd", "rmsprop"])
 def test_kept_state_is_converted_to_fp32_only(tmp_path: Path, case: Case) -> None:
     """Other formats round Adam's moments; into other tasklets and folders every bit goes."""
     run = Run(tmp_path, case)

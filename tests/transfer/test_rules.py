@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -30,6 +31,7 @@ ARRAYS = {
     torch.optim.AdamW: ("master", "exp_avg", "exp_avg_sq"),
     torch.optim.Adagrad: ("master", "sum"),
     torch.optim.SGD: ("master", "momentum_buffer"),
+    torch.optim.RMSprop: ("master", "square_avg", "momentum_buffer", "grad_avg"),
 }
 
 
@@ -41,9 +43,7 @@ def test_supported_optimizers(kind: type[torch.optim.Optimizer]) -> None:
     assert rule.arrays == ARRAYS[kind]
 
 
-@pytest.mark.parametrize(
-    "kind", [HomemadeAdamW, HomemadeSGD, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adamax]
-)
+@pytest.mark.parametrize("kind", [HomemadeAdamW, HomemadeSGD, torch.optim.NAdam, torch.optim.Adamax])
 def test_other_optimizers(kind: type[torch.optim.Optimizer]) -> None:
     """Others are refused by name, with the list of those that are supported."""
     with pytest.raises(UnsupportedError, match=kind.__name__) as caught:
@@ -87,6 +87,8 @@ def test_choices_of_implementation_are_ignored() -> None:
         (torch.optim.SGD, "dampening", math.nan),
         (torch.optim.SGD, "dampening", -math.inf),
         (torch.optim.SGD, "weight_decay", "much"),
+        (torch.optim.RMSprop, "alpha", -0.1),
+        (torch.optim.RMSprop, "momentum", math.nan),
     ],
 )
 def test_values_of_other_rules_out_of_range(kind: type[torch.optim.Optimizer], name: str, value: Any) -> None:
@@ -109,6 +111,26 @@ def test_first_values() -> None:
     optimizer.defaults["initial_accumulator_value"] = -1.0
     with pytest.raises(ConfigError, match="initial_accumulator_value"):
         rule_for(optimizer)
+
+
+def test_rmsprop_keeps_what_its_groups_use() -> None:
+    """As torch: the buffer with momentum, the average of gradients where centered, in any of the groups."""
+    rule = rule_for(torch.optim.RMSprop(parameters()))
+    for momentum, centered in itertools.product((0.0, 0.9), (False, True)):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.RMSprop([parameter], momentum=momentum, centered=centered)
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert {"step", *rule.kept_arrays(optimizer.param_groups)} == optimizer.state[parameter].keys()
+    plain = torch.optim.RMSprop(parameters()).param_groups
+    assert rule.kept_arrays([*plain, *optimizer.param_groups]) == rule.arrays[1:]
+
+
+def test_scalars_of_rmsprop() -> None:
+    """Computed in double, and rounded once."""
+    scalars = scalars_of(torch.optim.RMSprop(parameters(), alpha=0.99999, centered=True, maximize=True), 7)
+    expected = {"gradient_scale": -0.5, "alpha": 0.99999, "one_minus_alpha": 1 - 0.99999, "centered": 1.0}
+    assert {name: scalars[name] for name in expected} == {name: np.float32(value) for name, value in expected.items()}
 
 
 def scalars_of(optimizer: torch.optim.Optimizer, step: int) -> dict[str, float]:
@@ -214,7 +236,6 @@ def test_scalars_are_computed_in_double() -> None:
     scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=3, gradient_scale=0.5)
     expected = {
         "gradient_scale": -0.5,
-        "beta1": 0.9,
         "one_minus_beta1": 1 - 0.9,
         "beta2": 0.99999,
         "one_minus_beta2": 1 - 0.99999,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hls.description import SMARTSSD
+from hls.description import EMULATED
 from hls.xclbin import xclbin
 from tests.helpers.xrt import LIBRARIES
 from tests.native.builds import ROOT, run
@@ -106,7 +106,7 @@ def _configure(folder: Path, sanitize: str) -> None:
 
 def _write_files(made: EmulatorBuild) -> None:
     _write(made.ini, b"[Runtime]\nhw_em_driver=smart_infinity_card\n")
-    _write(made.xclbin, xclbin(SMARTSSD))
+    _write(made.xclbin, xclbin(EMULATED))
     _write(made.probe_xclbin, xclbin(PROBE_DESIGN))
     libraries = made.root / "lib"
     libraries.mkdir(parents=True, exist_ok=True)

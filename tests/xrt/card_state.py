@@ -12,6 +12,7 @@ import numpy as np
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native import Batch, Card, CardOptions, Failure, Operation, Pipeline, StateFile
+from lightning_smartinfinity.update_rules import RULES
 from tests.helpers.update_rules import ARRAYS
 from tests.native.stored import Array, Run, StoredState, align, takes_direct
 from tests.xrt.cards import EmulatedCards
@@ -19,7 +20,7 @@ from tests.xrt.python_binding import ApiBinding
 
 __all__ = ["BINDINGS", "CardCase", "CardState", "card_state", "kernel_of"]
 
-_KERNELS = {native.AdamStep: "adamw_update", native.AdagradStep: "adagrad_update", native.SgdStep: "sgd_update"}
+_KERNELS = {getattr(native, rule.step): rule.kernel for rule in RULES}
 
 BINDINGS: dict[str, Callable[[EmulatedCards, int], Card]] = {
     "xrt": lambda cards, index: Card.open(index, xclbin=str(cards.build.xclbin)),

@@ -56,7 +56,7 @@ def update_both(state: CardState, runs_of: Any, steps: list[Any], numel: int, dt
 
 @pytest.mark.parametrize("binding", BINDINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
-@pytest.mark.parametrize("name", ["adamw", "adagrad_without_eps", "sgd_nesterov"])
+@pytest.mark.parametrize("name", ["adamw", "adagrad_without_eps", "sgd_nesterov", "rmsprop"])
 def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str, dtype: DType, binding: str) -> None:
     """Several tasklets, none of whole beats, over three steps; subnormals among the values."""
     numel, step = 5 * 3_001 - 7, STEPS[name]

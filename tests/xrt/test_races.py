@@ -125,7 +125,7 @@ def test_pipelines_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, s
         with ExitStack() as stack:
             racers = []
             for card in range(NUM_CARDS):
-                name = str(random.choice(["adamw", "adagrad", "sgd_nesterov"]))
+                name = str(random.choice(["adamw", "adagrad", "sgd_nesterov", "rmsprop"]))
                 options: dict[str, Any] = {
                     "num_buffers": int(random.integers(1, 5)),
                     "compute_threads": int(random.integers(1, 4)),

@@ -246,6 +246,15 @@ def test_cards_are_chosen(tmp_path: Path, emulated_cards: EmulatedCards, wanted:
 
 
 @pytest.mark.usefixtures("alone")
+def test_an_xclbin_for_other_optimizers(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """A card has no room for all kernels: the error says how to build the one that is missing."""
+    without = SmartSSDConfig(xclbin=emulated_cards.build.probe_xclbin)
+    with pytest.raises(DeviceError, match="has no kernel sgd_update; it has probe") as caught:
+        choose_update_device(offload(tmp_path, emulated_cards, "smartssd", smartssd=without), optimizer="SGD")
+    assert "make -C hls xclbin OPTIMIZER=sgd" in caught.value.remedy
+
+
+@pytest.mark.usefixtures("alone")
 def test_host_is_chosen_and_the_reason_told(
     tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,6 +48,7 @@ RECIPES = {
     "Adam": dataclasses.replace(BASE, optimizer="Adam", optimizer_kwargs={"betas": (0.4, 0.99), "maximize": True}),
     "Adagrad": dataclasses.replace(BASE, optimizer="Adagrad", clip=0.3, optimizer_kwargs={"lr_decay": 0.1}),
     "SGD": SGD,
+    "RMSprop": dataclasses.replace(BASE, optimizer="RMSprop", optimizer_kwargs={"momentum": 0.9, "centered": True}),
 }
 
 
@@ -103,7 +104,11 @@ OVERLAPS = ("none", "forward", "backward")
     [
         *((name, "bf16-mixed", OVERLAPS) for name in RECIPES),
         ("AdamW", "32-true", OVERLAPS),
-        *((name, precision, ("forward",)) for name in ("Adagrad", "SGD") for precision in ("16-mixed", "32-true")),
+        *(
+            (name, precision, ("forward",))
+            for name in ("Adagrad", "SGD", "RMSprop")
+            for precision in ("16-mixed", "32-true")
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

@@ -158,7 +158,7 @@ def _pairing_findings(
 def _at_work(setup: CardSetup, folders: Sequence[Path], p2p_bytes: int) -> Iterator[Finding]:
     for card, folder in zip(setup.cards, folders, strict=True):
         yield from _findings_of(card.label, "P2P at work", partial(_p2p_at_work, setup, card, folder, p2p_bytes))
-        for kernel in KERNELS:
+        for kernel in (kernel for kernel in KERNELS if kernel.name in setup.xclbin.kernels):
             yield from _findings_of(card.label, kernel.name, partial(_kernel_at_work, setup, card, folder, kernel))
 
 

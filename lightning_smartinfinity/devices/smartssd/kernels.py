@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.native.steps import UpdateStep
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.native import UpdateStep
+from lightning_smartinfinity.update_rules import RULES, RuleDescription, optimizer_names
 
 __all__ = ["KERNELS", "LARGEST_NUMEL", "Kernel", "kernel_of"]
 
@@ -16,59 +17,39 @@ LARGEST_NUMEL = 1 << 29
 
 @dataclass(frozen=True)
 class Kernel:
-    """One update rule on a card.
+    """One update rule on a card."""
 
-    Args:
-        name: In the xclbin.
-        optimizers: Class names of torch's.
-        num_arrays: Per element on storage, the master among them.
-        example: Scalars of a step that touches every part of its arithmetic, for self-tests.
-    """
+    rule: RuleDescription
 
-    name: str
-    optimizers: tuple[str, ...]
-    num_arrays: int
-    example: Callable[[], UpdateStep]
+    @property
+    def name(self) -> str:
+        """Name in the xclbin."""
+        return self.rule.kernel
 
+    @property
+    def num_arrays(self) -> int:
+        """Number of arrays per element on storage, the master among them."""
+        return len(self.rule.arrays)
 
-def _adam() -> native.AdamStep:
-    return native.AdamStep(
-        gradient_scale=0.5,
-        beta1=0.9,
-        one_minus_beta1=0.1,
-        beta2=0.999,
-        one_minus_beta2=0.001,
-        decay=0.999,
-        l2=0.01,
-        step_size=0.01,
-        inverse_sqrt_bias_correction2=10.0,
-        eps=1e-8,
-        seed=1,
-    )
+    def example(self) -> UpdateStep:
+        """Returns the scalars of a step that touches every part of the arithmetic, for self-tests."""
+        step: UpdateStep = getattr(native, self.rule.step)(**self.rule.scalars)
+        return step
 
 
-def _adagrad() -> native.AdagradStep:
-    return native.AdagradStep(gradient_scale=0.5, weight_decay=0.01, step_size=0.01, eps=1e-10)
-
-
-def _sgd() -> native.SgdStep:
-    return native.SgdStep(
-        gradient_scale=0.5,
-        weight_decay=0.01,
-        buffer_coefficient=0.9,
-        gradient_coefficient=0.75,
-        nesterov_momentum=0.9,
-        lr=0.01,
-    )
-
-
-KERNELS = (
-    Kernel("adamw_update", ("Adam", "AdamW"), 3, _adam),
-    Kernel("adagrad_update", ("Adagrad",), 2, _adagrad),
-    Kernel("sgd_update", ("SGD",), 2, _sgd),
-)
+KERNELS = tuple(map(Kernel, RULES))
 
 
 def kernel_of(optimizer: str) -> Kernel:
-    """The kernel of a torch optimizer, by its class name (``UpdateRule.name``)."""
-    return next(kernel for kernel in KERNELS if optimizer in kernel.optimizers)
+    """Finds the kernel of a torch optimizer by its class name (``UpdateRule.name``).
+
+    Raises:
+        UnsupportedError: No kernel steps it.
+    """
+    for kernel in KERNELS:
+        if optimizer in kernel.rule.optimizers:
+            return kernel
+    raise UnsupportedError(
+        f"No SmartSSD kernel updates torch.optim.{optimizer}.",
+        f"Use update_device='host'; SmartSSDs update {optimizer_names()}.",
+    )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
-from lightning_smartinfinity.native.steps import UpdateStep
+from lightning_smartinfinity.native import UpdateStep
 
 __all__ = ["CardWorker", "Terms", "Work"]
 

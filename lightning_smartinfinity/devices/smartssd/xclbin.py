@@ -38,7 +38,12 @@ _HEADER = struct.Struct("<8s296xQ40x64s16s16xI4x")
 _SECTION = struct.Struct("<I20xQQ")
 _BANKS = struct.Struct("<i4x")
 _BANK = struct.Struct("<BB6xQ24x")
+# Of struct ip_layout and ip_data.
+_UNITS = struct.Struct("<i4x")
+_UNIT = struct.Struct("<I12x64s")
+_KERNEL = 1
 _MEM_TOPOLOGY = 6
+_IP_LAYOUT = 8
 _MOST_SECTIONS = 1024
 
 
@@ -56,12 +61,14 @@ class Xclbin(NamedTuple):
         uuid: Identifier of this build, on which all processes that use one card must agree.
         platform: Platform that it was built for.
         memory_bytes: Size of the card's largest memory bank; ``None`` if the header does not tell.
+        kernels: Names of its kernels.
     """
 
     path: Path
     uuid: str
     platform: str
     memory_bytes: int | None
+    kernels: tuple[str, ...] = ()
 
 
 class NamedXclbin(NamedTuple):
@@ -128,10 +135,14 @@ def _read(file: BinaryIO, named: NamedXclbin) -> Xclbin:
         # XRT follows these offsets without checking them.
         if length > nbytes or any(section.offset + section.nbytes > nbytes for section in sections):
             raise DeviceError(_torn(named, nbytes), BUILD_REMEDY)
-        memory = _largest_bank(file, sections)
+        memory, kernels = _largest_bank(file, sections), _kernels(file, sections)
     except struct.error as error:
         raise DeviceError(_torn(named, nbytes), BUILD_REMEDY) from error
-    return Xclbin(named.path, str(uuid.UUID(bytes=build)), platform.split(b"\0", 1)[0].decode(errors="replace"), memory)
+    return Xclbin(named.path, str(uuid.UUID(bytes=build)), _text(platform), memory, kernels)
+
+
+def _text(padded: bytes) -> str:
+    return padded.split(b"\0", 1)[0].decode(errors="replace")
 
 
 def _torn(named: NamedXclbin, nbytes: int) -> str:
@@ -173,3 +184,16 @@ def _largest_bank(file: BinaryIO, sections: Sequence[_Section]) -> int | None:
             banks = [_BANK.unpack_from(content, _BANKS.size + index * _BANK.size) for index in range(count)]
             return max((1024 * kibibytes for _, used, kibibytes in banks if used), default=None)
     return None
+
+
+def _kernels(file: BinaryIO, sections: Sequence[_Section]) -> tuple[str, ...]:
+    """Names the kernels of the section of compute units, which calls each unit ``<kernel>:<instance>``."""
+    names: dict[str, None] = {}
+    for section in sections:
+        if section.kind == _IP_LAYOUT:
+            file.seek(section.offset)
+            content = file.read(section.nbytes)
+            (count,) = _UNITS.unpack_from(content)
+            units = [_UNIT.unpack_from(content, _UNITS.size + index * _UNIT.size) for index in range(count)]
+            names |= dict.fromkeys(_text(name).split(":")[0] for kind, name in units if kind == _KERNEL)
+    return tuple(names)

@@ -1,6 +1,6 @@
 """Update rules: a torch optimizer's hyperparameters turned into the scalars of one step, computed in double.
 
-A new optimizer is one :class:`UpdateRule` in ``_RULES``.
+``docs/adding_an_optimizer.md`` shows what a further optimizer takes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.transfer.rules.adagrad import AdagradRule
 from lightning_smartinfinity.transfer.rules.adam import AdamRule
 from lightning_smartinfinity.transfer.rules.base import UpdateRule
+from lightning_smartinfinity.transfer.rules.rmsprop import RmspropRule
 from lightning_smartinfinity.transfer.rules.sgd import SgdRule
 
 __all__ = ["UpdateRule", "rule_for", "supported_optimizers"]
@@ -26,6 +27,7 @@ _RULES: dict[type[Optimizer], UpdateRule] = {
     torch.optim.AdamW: AdamRule("AdamW", decoupled_weight_decay=True),
     torch.optim.Adagrad: AdagradRule(),
     torch.optim.SGD: SgdRule(),
+    torch.optim.RMSprop: RmspropRule(),
 }
 
 

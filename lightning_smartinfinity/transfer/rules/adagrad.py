@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native.formats import formats_of
 from lightning_smartinfinity.transfer.rules.base import UpdateRule
+from lightning_smartinfinity.update_rules import ADAGRAD
 
 __all__ = ["AdagradHyperparameters", "AdagradRule"]
 
@@ -30,8 +31,8 @@ class AdagradRule(UpdateRule):
     """torch.optim.Adagrad."""
 
     name = "Adagrad"
-    arrays = ("master", "sum")
-    telling_setting = "lr_decay"
+    description = ADAGRAD
+    distinctive_setting = "lr_decay"
     counts_updates = True
     state_formats = formats_of(native.AdagradStep)
 

@@ -13,6 +13,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.native.formats import formats_of
 from lightning_smartinfinity.transfer.rules.base import UpdateRule
+from lightning_smartinfinity.update_rules import ADAMW
 
 __all__ = ["AdamHyperparameters", "AdamRule"]
 
@@ -38,8 +39,8 @@ class AdamRule(UpdateRule):
         decoupled_weight_decay: What a group without a setting of that name means (torch before 2.7).
     """
 
-    arrays = ("master", "exp_avg", "exp_avg_sq")
-    telling_setting = "betas"
+    description = ADAMW
+    distinctive_setting = "betas"
     counts_updates = True
     state_formats = formats_of(native.AdamStep)
 
@@ -71,7 +72,6 @@ class AdamRule(UpdateRule):
         h = hyperparameters
         return native.AdamStep(
             gradient_scale=-gradient_scale if h.maximize else gradient_scale,
-            beta1=h.beta1,
             one_minus_beta1=1 - h.beta1,
             beta2=h.beta2,
             one_minus_beta2=1 - h.beta2,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.native.steps import UpdateStep
+from lightning_smartinfinity.native import UpdateStep
+from lightning_smartinfinity.update_rules import RuleDescription
 
 __all__ = ["UpdateRule"]
 
@@ -18,18 +19,22 @@ class UpdateRule(ABC):
 
     Attributes:
         name: Class name of the torch optimizer, for messages.
-        arrays: Names of the arrays per element on storage; the first is ``"master"``, the others are torch's
-            names in ``optimizer.state``.
-        telling_setting: A setting of its groups that no optimizer of another kind has.
+        description: What the core, the cards and the simulator know of the rule.
+        distinctive_setting: A setting of its groups that no optimizer of another kind has.
         counts_updates: Whether torch keeps a parameter's number of updates, ``"step"``, in ``optimizer.state``.
         state_formats: Names of the state formats that its step can update.
     """
 
     name: str
-    arrays: tuple[str, ...]
-    telling_setting: str
+    description: RuleDescription
+    distinctive_setting: str
     counts_updates: bool
     state_formats: tuple[str, ...]
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """Names of the arrays per element on storage: ``"master"``, then torch's names in ``optimizer.state``."""
+        return self.description.arrays
 
     @abstractmethod
     def snapshot(self, group: Mapping[str, Any]) -> Hashable:
@@ -64,6 +69,13 @@ class UpdateRule(ABC):
     def count_after(self, hyperparameters: Any, step: int) -> int:
         """A parameter's number of updates once update number ``step`` is done; 0: the next one begins anew."""
         return step
+
+    def kept_arrays(self, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Names the arrays beside the master that torch would keep with these param groups, in the order of storage.
+
+        Storage has room for all arrays, whatever the groups say: checkpoints hold only these.
+        """
+        return self.arrays[1:]
 
     def holds_state(self, count: int) -> bool:
         """Whether torch would keep anything of a parameter after so many updates."""

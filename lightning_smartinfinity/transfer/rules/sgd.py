@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native.formats import formats_of
 from lightning_smartinfinity.transfer.rules.base import UpdateRule
+from lightning_smartinfinity.update_rules import SGD
 
 __all__ = ["SgdHyperparameters", "SgdRule"]
 
@@ -37,8 +38,8 @@ class SgdRule(UpdateRule):
     """
 
     name = "SGD"
-    arrays = ("master", "momentum_buffer")
-    telling_setting = "nesterov"
+    description = SGD
+    distinctive_setting = "nesterov"
     counts_updates = False
     state_formats = formats_of(native.SgdStep)
 

@@ -85,8 +85,8 @@ def write_arrays(optimizer: StorageOptimizer, file: TensorFile) -> None:
     streams = _streams(optimizer, file, with_arrays=_saves_arrays(optimizer))
 
     def write(window: Window) -> None:
-        for stream, values in zip(streams, window.arrays, strict=False):
-            stream.write(values)
+        for number, stream in streams.items():
+            stream.write(window.arrays[number])
 
     optimizer.drained_handler().state.scan(write)
     write_residual(optimizer, file, file.state[OPTIMIZER_STATE_DICT][EXTRA_KEY])
@@ -140,10 +140,10 @@ class _Filler:
 
     Args:
         optimizer: Ours.
-        streams: Of the first arrays; the others begin anew.
+        streams: Of the saved arrays, by their number; the others begin anew.
     """
 
-    def __init__(self, optimizer: StorageOptimizer, streams: Sequence[TensorStream]) -> None:
+    def __init__(self, optimizer: StorageOptimizer, streams: Mapping[int, TensorStream]) -> None:
         self._layout = optimizer.layout
         self._optimizer = optimizer
         self._streams = streams
@@ -151,10 +151,11 @@ class _Filler:
         self._padding = [(p.offset + p.real_numel, p.offset + p.numel) for p in self._layout.parameters]
 
     def __call__(self, window: Window) -> None:
-        for stream, values in zip(self._streams, window.arrays, strict=False):
-            stream.read(values)
-        for number in range(len(self._streams), len(window.arrays)):
-            window.arrays[number].fill(self._optimizer.first_values[number - 1])
+        for number, values in enumerate(window.arrays):
+            if number in self._streams:
+                self._streams[number].read(values)
+            else:
+                values.fill(self._optimizer.first_values[number - 1])
         for begin, end in self._padding:
             if begin < window.end and window.begin < end:
                 for values in window.arrays:
@@ -169,26 +170,26 @@ def _saves_arrays(optimizer: StorageOptimizer) -> bool:
     return not optimizer.saves_weights_only and any(map(optimizer.rule.holds_state, counts))
 
 
-def _streams(optimizer: StorageOptimizer, file: TensorFile, *, with_arrays: bool) -> list[TensorStream]:
-    """One for each of the rule's arrays, or for the masters alone.
+def _streams(optimizer: StorageOptimizer, file: TensorFile, *, with_arrays: bool) -> dict[int, TensorStream]:
+    """Opens the arrays that the file holds, or the masters alone, by their number in the rule.
 
     Sub-groups may be cut differently in the file; the order of elements is the same.
     """
     state = file.state[OPTIMIZER_STATE_DICT]
     masters = state[FP32_FLAT_GROUPS]
-    if not with_arrays:
-        return [file.stream(masters)]
-    of_groups = [state[OPTIMIZER_STATE_DICT]["state"][index] for index in range(len(masters))]
-    return [
-        file.stream(masters),
-        *(file.stream([arrays[name] for arrays in of_groups]) for name in optimizer.rule.arrays[1:]),
-    ]
+    streams = {0: file.stream(masters)}
+    if with_arrays:
+        of_groups = [state[OPTIMIZER_STATE_DICT]["state"][index] for index in range(len(masters))]
+        for name in optimizer.rule.kept_arrays(state[OPTIMIZER_STATE_DICT]["param_groups"]):
+            number = optimizer.rule.arrays.index(name)
+            streams[number] = file.stream([arrays[name] for arrays in of_groups])
+    return streams
 
 
 def _describe_arrays(optimizer: StorageOptimizer, steps: NDArray[np.int64]) -> dict[int, dict[str, torch.Tensor]]:
-    described = {}
+    described, names = {}, optimizer.rule.kept_arrays(optimizer.optimizer.param_groups)
     for sub_group in optimizer.layout.sub_groups:
-        arrays = {name: room_for(sub_group.numel) for name in optimizer.rule.arrays[1:]}
+        arrays = {name: room_for(sub_group.numel) for name in names}
         if optimizer.rule.counts_updates:
             arrays["step"] = torch.tensor(float(steps[sub_group.first : sub_group.last].max(initial=0)))
         described[sub_group.index] = arrays

@@ -47,10 +47,11 @@ def describe_stock(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_co
         )
     _check_precision(optimizer, ds_config)
     states = [state_dict[OPTIMIZER_STATE_DICT]["state"].get(index, {}) for index in range(len(masters))]
-    check_groups(optimizer, state_dict[OPTIMIZER_STATE_DICT]["param_groups"])
+    groups = state_dict[OPTIMIZER_STATE_DICT]["param_groups"]
+    check_groups(optimizer, groups)
     if not any(states):  # saved before the first update
         return {"save_id": None, "steps": [0] * len(layout.parameters), WITHOUT_ARRAYS: True}
-    _check_states(optimizer, states, numels)
+    _check_states(optimizer, states, numels, kept=optimizer.rule.kept_arrays(groups))
     # Without a count all that matters is that the arrays have begun.
     steps = [int(state.get(STEP, 1)) for state in states]
     return {"save_id": None, "steps": _steps_of_parameters(layout, numels, steps)}
@@ -67,8 +68,10 @@ def _check_precision(optimizer: StorageOptimizer, ds_config: DeepSpeedConfig) ->
         )
 
 
-def _check_states(optimizer: StorageOptimizer, states: Sequence[SavedState], numels: Sequence[int]) -> None:
-    names = {*optimizer.rule.arrays[1:], *([STEP] if optimizer.rule.counts_updates else [])}
+def _check_states(
+    optimizer: StorageOptimizer, states: Sequence[SavedState], numels: Sequence[int], *, kept: Sequence[str]
+) -> None:
+    names = {*kept, *([STEP] if optimizer.rule.counts_updates else [])}
     for state, numel in zip(states, numels, strict=True):
         found = set(state)
         if found != names or any(state[name].numel() != numel for name in names - {STEP}):
@@ -86,7 +89,7 @@ def check_groups(optimizer: StorageOptimizer, groups: Sequence[SavedState]) -> N
     """
     key = "decoupled_weight_decay"
     for saved, group in zip(groups, optimizer.optimizer.param_groups, strict=False):
-        if optimizer.rule.telling_setting not in saved:
+        if optimizer.rule.distinctive_setting not in saved:
             raise CheckpointError(
                 f"The checkpoint's optimizer has the settings {sorted(saved)}: it is not {optimizer.rule.name}.",
                 "Return the optimizer that it was saved with from configure_optimizers.",

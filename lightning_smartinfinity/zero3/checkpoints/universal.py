@@ -87,9 +87,10 @@ def load_universal(
 # ---- filling this rank's partition
 
 
-def _files_of(optimizer: StorageOptimizer, folder: UniversalFolder) -> tuple[str, ...]:
-    """Names of the files of each parameter, in the order of the rule's arrays; those that are missing begin anew."""
-    return (MASTER_FILE, *(optimizer.rule.arrays[1:] if folder.arrays else ()))
+def _files_of(optimizer: StorageOptimizer, folder: UniversalFolder) -> dict[str, int]:
+    """Names the files of each parameter, with the number of the array in each; arrays without a file begin anew."""
+    kept = optimizer.rule.kept_arrays(folder.param_groups) if folder.arrays else ()
+    return {MASTER_FILE: 0} | {name: optimizer.rule.arrays.index(name) for name in kept}
 
 
 def _filler(optimizer: StorageOptimizer, folder: UniversalFolder) -> Callable[[Window], None]:
@@ -114,10 +115,10 @@ def _filler(optimizer: StorageOptimizer, folder: UniversalFolder) -> Callable[[W
         for piece, begin, end in _pieces_in(layout, window):
             target = slice(begin - window.begin, end - window.begin)
             first = rank * piece.numel + begin - piece.offset
-            for file, array in zip(files, window.arrays, strict=False):
-                array[target] = array_of(piece, file)[first : first + end - begin].numpy()
-            for number in range(len(files), len(window.arrays)):
-                window.arrays[number][target] = first_values[number - 1]
+            for number, first_value in enumerate(first_values, start=1):
+                window.arrays[number][target] = first_value
+            for file, number in files.items():
+                window.arrays[number][target] = array_of(piece, file)[first : first + end - begin].numpy()
         optimizer.partition.write(window.begin, torch.from_numpy(window.arrays[0]))
 
     return fill
@@ -195,10 +196,10 @@ def _check_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> No
         )
     if extra is None:
         check_groups(optimizer, folder.param_groups)
-    if set(folder.arrays) not in (set(), set(optimizer.rule.arrays[1:])):
+    kept = optimizer.rule.kept_arrays(folder.param_groups)
+    if set(folder.arrays) not in (set(), set(kept)):
         raise CheckpointError(
-            f"{folder.path} holds {', '.join(folder.arrays)}, {optimizer.rule.name} keeps "
-            f"{', '.join(optimizer.rule.arrays[1:])}.",
+            f"{folder.path} holds {', '.join(folder.arrays)}, {optimizer.rule.name} keeps {', '.join(kept)}.",
             "Return the optimizer that it was saved with from configure_optimizers.",
         )
     if dtype != str(optimizer.dtype):

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import beside
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
@@ -140,8 +141,8 @@ def _arrays_in(file: TensorFile, masters: list[torch.Tensor]) -> dict[str, list[
             if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.numel()) != (master.dtype, master.numel()):
                 raise CheckpointError(
                     f"The optimizer's {name!r} is no array in float32 of every element of every parameter.",
-                    "Convert checkpoints of Adam, AdamW, Adagrad or SGD; of SGD such as have momentum in all of their "
-                    "parameter groups, or in none.",
+                    f"Convert checkpoints of {optimizer_names()} in which all parameter groups keep the same arrays: "
+                    "momentum, for example, in all of them or in none.",
                 )
     return {MASTER_FILE: masters, **arrays}
 

@@ -46,7 +46,7 @@ class CardJob {
 
     const Job& job_;
     const CardOptions& options_;
-    const CardKernelType& type_;
+    const CardKernelType type_;
     const Identity& identity_;
     CardBufferSet& buffers_;
     CardCalls& calls_;

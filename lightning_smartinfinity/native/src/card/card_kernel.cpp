@@ -5,17 +5,16 @@
 namespace smart_infinity {
 namespace {
 
-constexpr CardKernelType kTypes[] = {
-    {"adamw_update", 1, 3, 9},
-    {"adagrad_update", 2, 2, 4},
-    {"sgd_update", 3, 2, 6},
+template <class... Steps>
+struct Rules {
+    static constexpr const UpdateRule* kAll[] = {&RuleOf<Steps>::kRule...};
 };
 
 }  // namespace
 
-const CardKernelType& card_kernel_type(const std::string& name) {
-    for (const CardKernelType& type : kTypes) {
-        if (name == type.name) return type;
+CardKernelType card_kernel_type(const std::string& name) {
+    for (const UpdateRule* rule : OfSteps<Rules>::kAll) {
+        if (name == rule->kernel) return {rule->kernel, rule->kernel_number, rule->num_arrays, rule->num_words};
     }
     throw std::invalid_argument("CardOptions: there is no kernel '" + name + "'");
 }

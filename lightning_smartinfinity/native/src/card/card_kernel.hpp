@@ -8,8 +8,8 @@
 
 namespace smart_infinity {
 
-// The update kernels of a card: what hls/ builds, as version 1 of its interface has it.
-constexpr std::uint32_t kKernelInterface = 1;
+// The update kernels of a card: what hls/ builds, as version 2 of its interface has it.
+constexpr std::uint32_t kKernelInterface = 2;
 
 constexpr std::size_t kLargestCardNumel = std::size_t{1} << 29;  // of a tasklet: kLargestNumel of the kernels
 
@@ -29,10 +29,10 @@ struct CardKernelType {
     int first_word() const { return parameter() + 2; }
     // In place of a step's words.
     StepWords no_step() const { return {{}, num_words}; }
-    bool has(const UpdateStep& step) const { return step.index() + 1 == number; }
+    bool has(const UpdateStep& step) const { return rule_of(step).kernel_number == number; }
 };
 
 // Throws std::invalid_argument where there is none.
-const CardKernelType& card_kernel_type(const std::string& name);
+CardKernelType card_kernel_type(const std::string& name);
 
 }  // namespace smart_infinity

@@ -48,7 +48,6 @@ std::optional<std::string> problem_of(const CardStatus& status, const CardKernel
             return "the kernel has an array " + std::to_string(array);
         }
     }
-    if (status.zero != 0) return "the status has a word that should be zero";
     return problem_of_gradient(status, sent);
 }
 

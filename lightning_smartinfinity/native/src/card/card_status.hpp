@@ -10,12 +10,14 @@
 namespace smart_infinity {
 
 constexpr std::uint32_t kStatusMagic = 0x5349534c;
-constexpr std::size_t kMostCardArrays = 3;
+constexpr std::size_t kMostCardArrays = 4;
+static_assert(kMaxRuleArrays <= kMostCardArrays, "a kernel's status has a word for each array that it read or wrote");
 
 // What a run leaves behind, 64 bytes. Checksums are CRC-32C, of the elements of the run only.
 struct CardStatus {
     std::uint32_t magic;
-    std::uint32_t interface_version;
+    std::uint16_t interface_version;
+    std::uint16_t kernel;
     std::uint32_t count;
     std::uint32_t errors;
     std::uint32_t gradient;  // compressed: of the beats of values or codes, all of them
@@ -24,8 +26,6 @@ struct CardStatus {
     std::array<std::uint32_t, kMostCardArrays> arrays_written;
     std::uint32_t indices;            // the beats of indices or exponents
     std::uint32_t header_and_counts;  // the beats before them
-    std::uint32_t kernel;
-    std::uint32_t zero;
 };
 
 static_assert(sizeof(CardStatus) == 64, "one beat");

@@ -75,7 +75,7 @@ class CardUpdater final : public Updater {
 
     void require_workable(const Batch& batch) const override {
         require(batch.operation == Operation::kUpdate, "Batch: a card works UPDATE only");
-        const CardKernelType& type = card_kernel_type(options_.kernel);
+        const CardKernelType type = card_kernel_type(options_.kernel);
         for (const UpdateStep& step : batch.steps) {
             require(type.has(step), std::string("Batch: kernel ") + type.name + " has no " + rule_of(step).step);
         }

@@ -14,14 +14,11 @@ constexpr std::size_t kRemainderRegion = 1;
 
 std::size_t index_of(DType dtype) { return static_cast<std::size_t>(dtype); }
 
-const Updates<AdamStep>& updates_by(const AdamStep&, const Kernels& kernels) { return kernels.adam; }
-const Updates<AdagradStep>& updates_by(const AdagradStep&, const Kernels& kernels) { return kernels.adagrad; }
-const Updates<SgdStep>& updates_by(const SgdStep&, const Kernels& kernels) { return kernels.sgd; }
-
 template <class Step>
-typename Updates<Step>::Kernel kernel_for(const Step& step, const Kernels& kernels, const Segment& segment) {
+typename Updates<Step>::Kernel kernel_for(const Step&, const Kernels& kernels, const Segment& segment) {
     const std::size_t column = segment.parameter == 0 ? kNoParameter : index_of(segment.parameter_dtype);
-    return updates_by(step, kernels).table[index_of(segment.gradient_dtype)][column];
+    const Updates<Step>& updates = kernels.updates;
+    return updates.table[index_of(segment.gradient_dtype)][column];
 }
 
 // A key for every cell of every update; splitmix64's last lines.

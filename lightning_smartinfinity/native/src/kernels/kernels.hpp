@@ -10,41 +10,9 @@
 #include <cstdint>
 
 #include "base/dtype.hpp"
+#include "kernels/update_rules.hpp"  // generated
 
 namespace smart_infinity {
-
-// The scalars of one hyperparameter set at one step, computed in double by the caller and rounded once.
-struct AdamStep {
-    float gradient_scale;
-    float beta1;  // implied by one_minus_beta1; kept because both belong to the hyperparameter set
-    float one_minus_beta1;
-    float beta2;
-    float one_minus_beta2;
-    float decay;      // 1 - lr * weight_decay (AdamW), else 1
-    float l2;         // weight_decay (Adam), else 0
-    float step_size;  // lr / (1 - beta1 ** step)
-    float inverse_sqrt_bias_correction2;
-    float eps;
-    std::uint32_t seed;  // of stochastic rounding: the number of the update
-};
-
-struct AdagradStep {
-    float gradient_scale;
-    float weight_decay;
-    float step_size;  // lr / (1 + (step - 1) * lr_decay)
-    float eps;
-};
-
-struct SgdStep {
-    float gradient_scale;
-    float weight_decay;
-    float buffer_coefficient;    // momentum; 0: the buffer begins anew, whatever it held
-    float gradient_coefficient;  // 1 - dampening, or 1 where the buffer begins
-    float nesterov_momentum;     // momentum, or 0: not nesterov
-    float lr;
-};
-
-constexpr std::size_t kMaxRuleArrays = 3;
 
 // First elements of a run. The memory of one must not overlap that of another.
 struct UpdateArrays {
@@ -82,6 +50,9 @@ struct Updates {
     Kernel table[kNumDTypes][kNumDTypes + 1];
 };
 
+template <class... Steps>
+struct UpdatesOf : Updates<Steps>... {};
+
 struct Kernels {
     using Widen = void (*)(const void* values, float* out, std::size_t numel);
     using Narrow = void (*)(const float* values, void* out, std::size_t numel);
@@ -105,9 +76,7 @@ struct Kernels {
     using EncodeGradient = void (*)(const float* values, std::size_t numel, std::int8_t* codes, std::uint8_t* exponent);
     using DecodeGradient = void (*)(const std::int8_t* codes, std::uint8_t exponent, float* out, std::size_t numel);
 
-    Updates<AdamStep> adam;
-    Updates<AdagradStep> adagrad;
-    Updates<SgdStep> sgd;
+    OfSteps<UpdatesOf> updates;  // an Updates<Step> for each rule
     Widen widen[kNumDTypes];
     Narrow narrow[kNumDTypes];
     SumOfSquares sum_of_squares[kNumDTypes];

@@ -121,7 +121,7 @@ void update_adam(const AdamStep& step, const UpdateArrays& arrays, std::size_t n
 }
 
 template <class Gradient, class Parameter>
-void adam(const AdamStep& step, const UpdateArrays& arrays, std::size_t numel) {
+void update(const AdamStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const bool near_start = step.one_minus_beta1 < 0.5f;
     if (step.l2 != 0.0f) {
         (near_start ? update_adam<Gradient, Parameter, true, true>
@@ -134,7 +134,7 @@ void adam(const AdamStep& step, const UpdateArrays& arrays, std::size_t numel) {
 
 // torch.optim.Adagrad, single-tensor order.
 template <class Gradient, class Parameter>
-void adagrad(const AdagradStep& step, const UpdateArrays& arrays, std::size_t numel) {
+void update(const AdagradStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const AdagradStep s = step;
     const bool decays = s.weight_decay != 0.0f;
     float* __restrict master = arrays.arrays[0];
@@ -156,7 +156,7 @@ void adagrad(const AdagradStep& step, const UpdateArrays& arrays, std::size_t nu
 // torch.optim.SGD, single-tensor order. Coefficients of zero leave a term out, so that nothing infinite in it can
 // become NaN.
 template <class Gradient, class Parameter>
-void sgd(const SgdStep& step, const UpdateArrays& arrays, std::size_t numel) {
+void update(const SgdStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const SgdStep s = step;
     const bool decays = s.weight_decay != 0.0f;
     const bool keeps = s.buffer_coefficient != 0.0f;
@@ -174,6 +174,41 @@ void sgd(const SgdStep& step, const UpdateArrays& arrays, std::size_t numel) {
         const float direction = nesterov ? g + s.nesterov_momentum * buffer : buffer;
         p = p - s.lr * direction;
         momentum_buffer[i] = buffer;
+        master[i] = p;
+        if constexpr (IsWritten<Parameter>::value) parameter[i] = Parameter::narrow(p);
+    }
+}
+
+// torch.optim.RMSprop, single-tensor order. What torch keeps only with momentum, or centered, stays as it is without.
+template <class Gradient, class Parameter>
+void update(const RmspropStep& step, const UpdateArrays& arrays, std::size_t numel) {
+    const RmspropStep s = step;
+    const float keep = 1.0f - s.one_minus_alpha;
+    const bool near_start = s.one_minus_alpha < 0.5f;
+    const bool decays = s.weight_decay != 0.0f;
+    const bool centered = s.centered != 0.0f;
+    const bool moves = s.momentum != 0.0f;
+    float* __restrict master = arrays.arrays[0];
+    float* __restrict square_avg = arrays.arrays[1];
+    float* __restrict momentum_buffer = arrays.arrays[2];
+    float* __restrict grad_avg = arrays.arrays[3];
+    const auto* __restrict gradient = static_cast<const typename Gradient::Storage*>(arrays.gradient);
+    auto* __restrict parameter = static_cast<typename Parameter::Storage*>(arrays.parameter);
+    for (std::size_t i = 0; i < numel; ++i) {
+        float p = master[i];
+        const float scaled = Gradient::widen(gradient[i]) * s.gradient_scale;
+        const float g = decays ? scaled + s.weight_decay * p : scaled;
+        const float v = square_avg[i] * s.alpha + (s.one_minus_alpha * g) * g;
+        const float gap = g - grad_avg[i];
+        const float average = near_start ? grad_avg[i] + s.one_minus_alpha * gap : g - gap * keep;
+        const float a = centered ? average : grad_avg[i];
+        const float variance = centered ? v - a * a : v;
+        const float change = g / (__builtin_sqrtf(variance) + s.eps);
+        const float moved = moves ? s.momentum * momentum_buffer[i] + change : change;
+        p = p - s.lr * moved;
+        square_avg[i] = v;
+        momentum_buffer[i] = moves ? moved : momentum_buffer[i];
+        grad_avg[i] = a;
         master[i] = p;
         if constexpr (IsWritten<Parameter>::value) parameter[i] = Parameter::narrow(p);
     }
@@ -469,27 +504,29 @@ void join(const std::uint16_t* parameter, const std::uint16_t* remainder, float*
 
 #include "kernels/kernels_gradients.inl"
 
+// ---- the table
+
+#define SMART_INFINITY_UPDATE_ROW(Gradient) \
+    {update<Gradient, Float32>, update<Gradient, Float16>, update<Gradient, BFloat16>, update<Gradient, NotWritten>}
+
+// The overload of `update` for each rule's step. The order is that of DType.
+template <class... Steps>
+struct UpdateTable {
+    static constexpr UpdatesOf<Steps...> kTable{
+        Updates<Steps>{{SMART_INFINITY_UPDATE_ROW(Float32), SMART_INFINITY_UPDATE_ROW(Float16),
+                        SMART_INFINITY_UPDATE_ROW(BFloat16)}}...};
+};
+
+#undef SMART_INFINITY_UPDATE_ROW
+
 }  // namespace
-
-#define SMART_INFINITY_UPDATE_ROW(rule, Gradient) \
-    {rule<Gradient, Float32>, rule<Gradient, Float16>, rule<Gradient, BFloat16>, rule<Gradient, NotWritten>}
-
-#define SMART_INFINITY_UPDATES(rule)                                                            \
-    {                                                                                           \
-        {                                                                                       \
-            SMART_INFINITY_UPDATE_ROW(rule, Float32), SMART_INFINITY_UPDATE_ROW(rule, Float16), \
-                SMART_INFINITY_UPDATE_ROW(rule, BFloat16)                                       \
-        }                                                                                       \
-    }
 
 #define SMART_INFINITY_ACCUMULATE_ROW(Gradient) \
     {accumulate<Gradient, Float32>, accumulate<Gradient, Float16>, accumulate<Gradient, BFloat16>}
 
 // The order is that of DType.
 const Kernels SMART_INFINITY_KERNELS = {
-    SMART_INFINITY_UPDATES(adam),
-    SMART_INFINITY_UPDATES(adagrad),
-    SMART_INFINITY_UPDATES(sgd),
+    OfSteps<UpdateTable>::kTable,
     {widen<Float32>, widen<Float16>, widen<BFloat16>},
     {narrow<Float32>, narrow<Float16>, narrow<BFloat16>},
     {sum_of_squares<Float32>, sum_of_squares<Float16>, sum_of_squares<BFloat16>},
@@ -510,8 +547,6 @@ const Kernels SMART_INFINITY_KERNELS = {
     decode_gradient,
 };
 
-#undef SMART_INFINITY_UPDATE_ROW
-#undef SMART_INFINITY_UPDATES
 #undef SMART_INFINITY_ACCUMULATE_ROW
 
 }  // namespace smart_infinity

@@ -4,6 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/update_step.hpp"
@@ -15,102 +18,50 @@ using namespace nb::literals;
 namespace smart_infinity {
 namespace {
 
-constexpr const char* kWords = "The scalars as a card's kernel takes them: the bits of each, in order.";
+template <std::size_t>
+using Float = float;
 
 template <class Step>
-std::vector<std::uint32_t> words_in_order(const Step& step) {
-    const StepWords words = words_of(step);
-    return {words.words.begin(), words.words.begin() + static_cast<std::ptrdiff_t>(words.count)};
+concept Seeded = requires { &Step::seed; };
+
+template <class Step, std::size_t... Index>
+void bind_step(nb::module_& m, std::index_sequence<Index...>) {
+    using Rule = RuleOf<Step>;
+    constexpr const auto& kScalars = Rule::kScalars;
+    const std::string words =
+        std::string("Holds the scalars of one hyperparameter set at one step, as fp32.\n\n") + Rule::kFormula;
+    nb::class_<Step> bound(m, Rule::kRule.step, words.c_str());
+    if constexpr (Seeded<Step>) {
+        bound.def(
+            "__init__",
+            [](Step* self, Float<Index>... scalars, std::uint32_t seed) { new (self) Step{scalars..., seed}; },
+            nb::kw_only(), nb::arg(kScalars[Index].name)..., "seed"_a = 0);
+        bound.def_ro("seed", &Step::seed);
+    } else {
+        bound.def(
+            "__init__", [](Step* self, Float<Index>... scalars) { new (self) Step{scalars...}; }, nb::kw_only(),
+            nb::arg(kScalars[Index].name)...);
+    }
+    (bound.def_ro(kScalars[Index].name, kScalars[Index].value), ...);
+    bound.def_prop_ro(
+        "words",
+        [](const Step& step) {
+            const StepWords words = words_of(step);
+            return std::vector<std::uint32_t>(words.words.begin(),
+                                              words.words.begin() + static_cast<std::ptrdiff_t>(words.count));
+        },
+        "The scalars as a card's kernel takes them: the bits of each, in order.");
 }
 
-void bind_adam_step(nb::module_& m) {
-    nb::class_<AdamStep>(m, "AdamStep",
-                         "The scalars of one hyperparameter set at one step, as fp32.\n\n"
-                         "g = gradient * gradient_scale (+ l2 * p); m, v as in torch; p = p * decay\n"
-                         "- step_size * (m / (sqrt(v) * inverse_sqrt_bias_correction2 + eps)). `seed` is the\n"
-                         "number of the update: that of stochastic rounding, in the formats that have it.")
-        .def(
-            "__init__",
-            [](AdamStep* self, float gradient_scale, float beta1, float one_minus_beta1, float beta2,
-               float one_minus_beta2, float decay, float l2, float step_size, float inverse_sqrt_bias_correction2,
-               float eps, std::uint32_t seed) {
-                new (self) AdamStep{gradient_scale,
-                                    beta1,
-                                    one_minus_beta1,
-                                    beta2,
-                                    one_minus_beta2,
-                                    decay,
-                                    l2,
-                                    step_size,
-                                    inverse_sqrt_bias_correction2,
-                                    eps,
-                                    seed};
-            },
-            nb::kw_only(), "gradient_scale"_a, "beta1"_a, "one_minus_beta1"_a, "beta2"_a, "one_minus_beta2"_a,
-            "decay"_a, "l2"_a, "step_size"_a, "inverse_sqrt_bias_correction2"_a, "eps"_a, "seed"_a = 0)
-        .def_ro("gradient_scale", &AdamStep::gradient_scale)
-        .def_ro("beta1", &AdamStep::beta1)
-        .def_ro("one_minus_beta1", &AdamStep::one_minus_beta1)
-        .def_ro("beta2", &AdamStep::beta2)
-        .def_ro("one_minus_beta2", &AdamStep::one_minus_beta2)
-        .def_ro("decay", &AdamStep::decay)
-        .def_ro("l2", &AdamStep::l2)
-        .def_ro("step_size", &AdamStep::step_size)
-        .def_ro("inverse_sqrt_bias_correction2", &AdamStep::inverse_sqrt_bias_correction2)
-        .def_ro("eps", &AdamStep::eps)
-        .def_ro("seed", &AdamStep::seed)
-        .def_prop_ro("words", &words_in_order<AdamStep>, kWords);
-}
-
-void bind_adagrad_step(nb::module_& m) {
-    nb::class_<AdagradStep>(m, "AdagradStep",
-                            "The scalars of one hyperparameter set at one step, as fp32.\n\n"
-                            "g = gradient * gradient_scale (+ weight_decay * p); s = s + g * g;\n"
-                            "p = p - step_size * (g / (sqrt(s) + eps)).")
-        .def(
-            "__init__",
-            [](AdagradStep* self, float gradient_scale, float weight_decay, float step_size, float eps) {
-                new (self) AdagradStep{gradient_scale, weight_decay, step_size, eps};
-            },
-            nb::kw_only(), "gradient_scale"_a, "weight_decay"_a, "step_size"_a, "eps"_a)
-        .def_ro("gradient_scale", &AdagradStep::gradient_scale)
-        .def_ro("weight_decay", &AdagradStep::weight_decay)
-        .def_ro("step_size", &AdagradStep::step_size)
-        .def_ro("eps", &AdagradStep::eps)
-        .def_prop_ro("words", &words_in_order<AdagradStep>, kWords);
-}
-
-void bind_sgd_step(nb::module_& m) {
-    nb::class_<SgdStep>(m, "SgdStep",
-                        "The scalars of one hyperparameter set at one step, as fp32.\n\n"
-                        "g = gradient * gradient_scale (+ weight_decay * p);\n"
-                        "b = buffer_coefficient * b + gradient_coefficient * g;\n"
-                        "p = p - lr * (g + nesterov_momentum * b), or, where that is 0, p - lr * b.\n"
-                        "A buffer_coefficient of 0 forgets the buffer, even what is not finite in it.")
-        .def(
-            "__init__",
-            [](SgdStep* self, float gradient_scale, float weight_decay, float buffer_coefficient,
-               float gradient_coefficient, float nesterov_momentum, float lr) {
-                new (self) SgdStep{gradient_scale,       weight_decay,      buffer_coefficient,
-                                   gradient_coefficient, nesterov_momentum, lr};
-            },
-            nb::kw_only(), "gradient_scale"_a, "weight_decay"_a, "buffer_coefficient"_a, "gradient_coefficient"_a,
-            "nesterov_momentum"_a, "lr"_a)
-        .def_ro("gradient_scale", &SgdStep::gradient_scale)
-        .def_ro("weight_decay", &SgdStep::weight_decay)
-        .def_ro("buffer_coefficient", &SgdStep::buffer_coefficient)
-        .def_ro("gradient_coefficient", &SgdStep::gradient_coefficient)
-        .def_ro("nesterov_momentum", &SgdStep::nesterov_momentum)
-        .def_ro("lr", &SgdStep::lr)
-        .def_prop_ro("words", &words_in_order<SgdStep>, kWords);
-}
+template <class... Steps>
+struct Bindings {
+    static void bind(nb::module_& m) {
+        (bind_step<Steps>(m, std::make_index_sequence<RuleOf<Steps>::kRule.num_words>()), ...);
+    }
+};
 
 }  // namespace
 
-void bind_steps(nb::module_& m) {
-    bind_adam_step(m);
-    bind_adagrad_step(m);
-    bind_sgd_step(m);
-}
+void bind_steps(nb::module_& m) { OfSteps<Bindings>::bind(m); }
 
 }  // namespace smart_infinity

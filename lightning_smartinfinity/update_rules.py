@@ -1,0 +1,156 @@
+"""The one description of every update rule: what it keeps, the scalars of one of its steps, its formula, its kernel.
+
+Everything else that has to know a rule derives it from here: the native core's structs, bindings and tables
+(``tools/generate_update_rules.py``, at build time), the kernels of a card (``hls/description.py``), the simulator, the
+command line and messages. This module imports the standard library only: builds run it before anything is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["ADAGRAD", "ADAMW", "RMSPROP", "RULES", "SGD", "Operators", "RuleDescription", "optimizer_names"]
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Floating-point operators that a kernel's ``compute`` uses for one element, as counted in its source."""
+
+    multiply: int
+    add: int
+    divide: int
+    root: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RuleDescription:
+    """Describes one update rule.
+
+    Attributes:
+        name: Name of the rule in commands. The kernel of a card is ``<name>_update``.
+        number: Number by which the kernel calls itself in its status. No two rules share one.
+        optimizers: Class names of the torch optimizers that step by this rule.
+        step: Name of the native class that holds the scalars of one step.
+        arrays: Names of the fp32 arrays that the rule keeps of each element: ``"master"``, then torch's names.
+        scalars: Names of the fp32 scalars of one step, in the order in which a card's kernel takes their bits, each
+            with a value that lets a self-test touch the whole arithmetic.
+        formula: One step in words, for the documentation of the native class.
+        operators: Operators of the kernel.
+        seeded: Whether a step also has the ``seed`` of stochastic rounding, which cards do not take.
+    """
+
+    name: str
+    number: int
+    optimizers: tuple[str, ...]
+    step: str
+    arrays: tuple[str, ...]
+    scalars: Mapping[str, float]
+    formula: str
+    operators: Operators
+    seeded: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel of a card."""
+        return f"{self.name}_update"
+
+
+ADAMW = RuleDescription(
+    name="adamw",
+    number=1,
+    optimizers=("Adam", "AdamW"),
+    step="AdamStep",
+    arrays=("master", "exp_avg", "exp_avg_sq"),
+    scalars={
+        "gradient_scale": 0.5,
+        "one_minus_beta1": 0.1,
+        "beta2": 0.999,
+        "one_minus_beta2": 0.001,
+        "decay": 0.999,  # 1 - lr * weight_decay (AdamW), or 1
+        "l2": 0.01,  # weight_decay (Adam), or 0
+        "step_size": 0.01,  # lr / (1 - beta1 ** step)
+        "inverse_sqrt_bias_correction2": 10.0,
+        "eps": 1e-8,
+    },
+    formula="""
+        g = gradient * gradient_scale (+ l2 * p); m, v as in torch;
+        p = p * decay - step_size * (m / (sqrt(v) * inverse_sqrt_bias_correction2 + eps)).
+        The seed is the number of the update: formats with stochastic rounding use it.
+    """,
+    operators=Operators(multiply=10, add=7, divide=1, root=1),
+    seeded=True,
+)
+ADAGRAD = RuleDescription(
+    name="adagrad",
+    number=2,
+    optimizers=("Adagrad",),
+    step="AdagradStep",
+    arrays=("master", "sum"),
+    scalars={
+        "gradient_scale": 0.5,
+        "weight_decay": 0.01,
+        "step_size": 0.01,  # lr / (1 + (step - 1) * lr_decay)
+        "eps": 1e-10,
+    },
+    formula="""
+        g = gradient * gradient_scale (+ weight_decay * p); s = s + g * g;
+        p = p - step_size * (g / (sqrt(s) + eps)).
+    """,
+    operators=Operators(multiply=4, add=4, divide=1, root=1),
+)
+SGD = RuleDescription(
+    name="sgd",
+    number=3,
+    optimizers=("SGD",),
+    step="SgdStep",
+    arrays=("master", "momentum_buffer"),
+    scalars={
+        "gradient_scale": 0.5,
+        "weight_decay": 0.01,
+        "buffer_coefficient": 0.9,  # momentum, or 0 where the buffer begins anew
+        "gradient_coefficient": 0.75,  # 1 - dampening, or 1 where the buffer begins
+        "nesterov_momentum": 0.9,  # momentum, or 0 without Nesterov's
+        "lr": 0.01,
+    },
+    formula="""
+        g = gradient * gradient_scale (+ weight_decay * p);
+        b = buffer_coefficient * b + gradient_coefficient * g;
+        p = p - lr * (g + nesterov_momentum * b), or, where that is 0, p - lr * b.
+        A buffer_coefficient of 0 forgets the buffer, even what is not finite in it.
+    """,
+    operators=Operators(multiply=6, add=4, divide=0, root=0),
+)
+RMSPROP = RuleDescription(
+    name="rmsprop",
+    number=4,
+    optimizers=("RMSprop",),
+    step="RmspropStep",
+    arrays=("master", "square_avg", "momentum_buffer", "grad_avg"),
+    scalars={
+        "gradient_scale": 0.5,
+        "weight_decay": 0.01,
+        "alpha": 1e4,  # so large that no variance is negative in the self-test
+        "one_minus_alpha": 0.999,
+        "eps": 1e-8,
+        "momentum": 0.9,
+        "centered": 1.0,  # or 0
+        "lr": 0.01,
+    },
+    formula="""
+        g = gradient * gradient_scale (+ weight_decay * p); v = alpha * v + one_minus_alpha * g * g;
+        a = torch.lerp(a, g, one_minus_alpha) where centered; d = g / (sqrt(v (- a * a)) + eps);
+        b = momentum * b + d where there is momentum; p = p - lr * (b or d).
+        Without momentum b stays as it is, and not centered a does.
+    """,
+    operators=Operators(multiply=10, add=9, divide=1, root=1),
+)
+
+RULES = (ADAMW, ADAGRAD, SGD, RMSPROP)
+"""Every rule. Only lists and tables for readers depend on their order."""
+
+
+def optimizer_names() -> str:
+    """Lists the class names of torch's optimizers that have a rule, for messages."""
+    *others, last = (name for rule in RULES for name in rule.optimizers)
+    return f"{', '.join(others)} and {last}"
