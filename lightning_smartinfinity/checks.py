@@ -138,7 +138,9 @@ def among(values: tuple[int, ...]) -> Rule:
 def one_of(*words: str) -> Rule:
     """One of these words."""
     return Rule(
-        f"Use one of: {', '.join(words)}", lambda value: isinstance(value, str) and value in words, "is unknown"
+        f"Use one of: {', '.join(map(repr, words))}",
+        lambda value: isinstance(value, str) and value in words,
+        "is unknown",
     )
 
 

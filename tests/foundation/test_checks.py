@@ -107,7 +107,7 @@ def test_what_is_kept_is_allowed(name: str) -> None:
         ("Ring", 9, between(2, 8), "Ring(size=9) is out of range. Pass an int from 2 to 8."),
         ("Ring", 1, between(2), "Ring(size=1) is out of range. Pass an int of at least 2."),
         ("Ring", 0, positive(1), "Ring(size=0) is out of range. Pass a number above 0 and at most 1."),
-        ("Ring", "x", one_of("a", "b"), "Ring(size='x') is unknown. Use one of: a, b."),
+        ("Ring", "x", one_of("a", "b"), "Ring(size='x') is unknown. Use one of: 'a', 'b'."),
         (STRATEGY, 1, FLAG, "size=1 of the smart_infinity strategy is not a bool. Pass True or False."),
         (
             "Ring",
