@@ -60,7 +60,7 @@ $(REQUIREMENTS): constraints-dev.txt $(CREATED)
 $(INSTALLED): $(BUILD_INPUTS) $(REQUIREMENTS)
 	@tools/system_packages.sh $(PYTHON)
 	@echo "Building and installing lightning-smartinfinity"
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@$(PIP_INSTALL) --no-build-isolation --config-settings cmake.define.SMART_INFINITY_TESTING=ON --editable '.[dev]'
 	@touch $@
 
 demo: setup ## Train a small language model on text found on this machine (about two minutes on two cores)
@@ -81,9 +81,10 @@ types: $(INSTALLED) ## mypy --strict on the package and on examples of user code
 	@mypy --no-error-summary
 	@mypy --no-error-summary --strict tests/typing
 
-contracts: $(INSTALLED) ## Who may import whom (import-linter, 2 s)
-	@echo "contracts: who may import whom (2 s)"
+contracts: $(INSTALLED) ## Who may import whom (import-linter), and which room of the core may include which (2 s)
+	@echo "contracts: who may import and include whom (2 s)"
 	@told=$$(lint-imports --no-logo) || { echo "$$told"; exit 1; }
+	@python tools/include_contracts.py
 
 # In the order of folders: by the number of tests, as xdist would have it, long files of few tests came last.
 unit: $(INSTALLED) ## The tests; the output ends with those that failed (14 min)

@@ -27,7 +27,7 @@ from stepped_state import SteppedState
 from training import quiet_trainer
 
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 
 
 @contextmanager

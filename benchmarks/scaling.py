@@ -27,7 +27,7 @@ from machine import describe
 from stepped_state import SteppedState
 
 from lightning_smartinfinity.config import TransferConfig
-from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 
 COLUMNS = {  # of the table: key of a row's figures, digits
     "size": ("size", 0),

@@ -24,7 +24,7 @@ from stepped_state import SteppedState
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.native import io_engines
-from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 
 COLUMNS = {  # of the table: key of a row's figures, digits
     "read B/param": ("read_per_parameter", 2),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_smartinfinity.checks import between, check, optional, positive
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.metrics import Phase, StorageCounters, TrafficTable, traffic_between
 
@@ -28,6 +30,9 @@ _CACHED = (("cached", "read"), ("cached", "write"))
 _MOVED = tuple(f"{channel}_{direction}_bytes" for channel, direction in _CHANNELS)
 _WRITTEN = "storage_write_bytes"
 _TOTALS = (*_MOVED, _WRITTEN)
+_ENDURANCE = replace(
+    optional(positive()), remedy="Pass the terabytes that the disk's data sheet allows to be written, or None"
+)
 
 
 @runtime_checkable
@@ -91,7 +96,8 @@ class StorageTrafficMonitor(Callback):
         self, *, prog_bar: bool = True, every_n_steps: int | None = None, endurance_tbw: float | None = None
     ) -> None:
         super().__init__()
-        _check_settings(every_n_steps, endurance_tbw)
+        check("StorageTrafficMonitor", "every_n_steps", every_n_steps, optional(between(1)))
+        check("StorageTrafficMonitor", "endurance_tbw", endurance_tbw, _ENDURANCE)
         self._prog_bar = prog_bar
         self._every_n_steps = every_n_steps
         self._endurance_tbw = endurance_tbw
@@ -318,20 +324,6 @@ def _moved(table: TrafficTable, name: str) -> int:
 
 def _log_every_n_steps(trainer: pl.Trainer) -> int:
     return int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set outside Trainer's own code
-
-
-def _check_settings(every_n_steps: Any, endurance_tbw: Any) -> None:
-    whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool) and every_n_steps > 0
-    if every_n_steps is not None and not whole:
-        raise ConfigError(
-            f"StorageTrafficMonitor(every_n_steps={every_n_steps!r}) is not a number of steps.", "Pass an int above 0."
-        )
-    number = isinstance(endurance_tbw, (int, float)) and not isinstance(endurance_tbw, bool)
-    if endurance_tbw is not None and not (number and endurance_tbw > 0):
-        raise ConfigError(
-            f"StorageTrafficMonitor(endurance_tbw={endurance_tbw!r}) is no endurance.",
-            "Pass the terabytes that the disk's data sheet allows to be written.",
-        )
 
 
 def _check_strategy(strategy: object) -> None:

@@ -9,7 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_smartinfinity.checks import (
+    FLAG,
+    STRATEGY,
+    Rule,
+    between,
+    check,
+    one_of,
+    optional,
+    positive,
+    require,
+    require_distinct,
+    shown,
+)
 from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.native import MAX_BUFFERS, MAX_THREADS
 
 __all__ = [
     "CARD_TASKLET_BYTES",
@@ -17,8 +31,8 @@ __all__ = [
     "MAX_CARD_NUMBER",
     "SmartSSDConfig",
     "TransferConfig",
-    "require_one_of",
-    "shown",
+    "resolved_folder",
+    "storage_folders",
 ]
 
 HOST_TASKLET_BYTES = 4 * 1024 * 1024
@@ -32,14 +46,55 @@ MAX_CARD_NUMBER = 65_535
 
 
 _MIN_TASKLET_BYTES = 64 * 1024
-_MAX_BUFFERS = 4096  # the native core's own limits
-_MAX_COMPUTE_THREADS = 1024
-_IO_ENGINES = ("auto", "io_uring", "io_uring_sqpoll", "threads", "plain")
-_DURABILITIES = ("none", "step", "power")
-_DIRECT_IO = ("auto", "on", "off")
-_GRADIENT_ROUTES = ("auto", "host", "storage")
-_BINDINGS = ("auto", "native", "pyxrt")
 _MAX_TIMEOUT = 2_147_483  # XRT counts milliseconds in an int
+
+
+def _is_folder_name(value: object) -> bool:
+    return isinstance(value, str) and value not in ("", ".", "..") and "/" not in value and "\0" not in value
+
+
+def _names_file(value: object) -> bool:
+    return isinstance(value, (str, os.PathLike)) and bool(str(value)) and "\0" not in str(value)
+
+
+def _cards(devices: object) -> tuple[str | int, ...] | None:
+    """Returns addresses and numbers, whichever kind of integer they were; None: they name no cards."""
+    named = [_card(one) for one in devices] if isinstance(devices, (list, tuple)) else []
+    cards = tuple(card for card in named if card is not None)
+    return cards if cards and len(cards) == len(named) else None
+
+
+def _card(value: Any) -> str | int | None:
+    """Returns an address, or any integer, NumPy's among them; None: it is neither."""
+    if isinstance(value, str):
+        return value or None
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return number if 0 <= number <= MAX_CARD_NUMBER and not isinstance(value, bool) else None
+
+
+def _listed(storage: Any) -> list[Any]:
+    return list(storage) if isinstance(storage, (list, tuple)) else [storage]
+
+
+_FOLDER_NAME = Rule("Pass a plain name without slashes", _is_folder_name, "is not a folder name")
+_XCLBIN = Rule("Pass the path of an xclbin", _names_file, "names no file")
+_CARDS = Rule(
+    f"Pass a list with the PCI address of one card for each storage folder, or its number from 0 to {MAX_CARD_NUMBER}",
+    lambda devices: _cards(devices) is not None,
+    "names no cards",
+    _cards,
+)
+_FOLDERS = Rule(
+    "Pass a folder or a list of folders",
+    lambda storage: (
+        bool(_listed(storage)) and all(isinstance(one, (str, Path)) and str(one) for one in _listed(storage))
+    ),
+    "names no folder",
+    _listed,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +142,24 @@ class TransferConfig:
     keep: bool = False
 
     def __post_init__(self) -> None:
-        if self.tasklet_bytes is not None:
-            _require_int("tasklet_bytes", self.tasklet_bytes, _MIN_TASKLET_BYTES)
-        _require_int("num_buffers", self.num_buffers, 2, _MAX_BUFFERS)
-        _require_int("compute_threads", self.compute_threads, 1, _MAX_COMPUTE_THREADS)
-        require_one_of("io_engine", self.io_engine, _IO_ENGINES)
-        require_one_of("durability", self.durability, _DURABILITIES)
-        require_one_of("direct_io", self.direct_io, _DIRECT_IO)
+        require(
+            self,
+            tasklet_bytes=optional(between(_MIN_TASKLET_BYTES)),
+            num_buffers=between(2, MAX_BUFFERS),
+            compute_threads=between(1, MAX_THREADS),
+            io_engine=one_of("auto", "io_uring", "io_uring_sqpoll", "threads", "plain"),
+            dram_cache_bytes=optional(between(0), "auto"),
+            durability=one_of("none", "step", "power"),
+            direct_io=one_of("auto", "on", "off"),
+            job=_FOLDER_NAME,
+            keep=FLAG,
+        )
         if self.io_engine == "plain" and self.direct_io == "on":
             raise ConfigError(
                 "TransferConfig(io_engine='plain', direct_io='on') contradicts itself: the plain engine is for files in"
                 " the page cache.",
                 "Use io_engine='auto', or direct_io='off'.",
             )
-        _require_cache_bytes(self.dram_cache_bytes)
-        if not isinstance(self.keep, bool):
-            raise ConfigError(f"TransferConfig(keep={self.keep!r}) is not a bool.", "Pass True or False.")
-        _require_folder_name("job", self.job)
 
     @property
     def file_access(self) -> str:
@@ -148,86 +204,43 @@ class SmartSSDConfig:
     binding: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.xclbin is not None and not _names_file(self.xclbin):
-            raise ConfigError(f"SmartSSDConfig(xclbin={self.xclbin!r}) names no file.", "Pass the path of an xclbin.")
-        object.__setattr__(self, "devices", _cards(self.devices))
-        require_one_of("gradient_route", self.gradient_route, _GRADIENT_ROUTES, of="SmartSSDConfig")
-        require_one_of("binding", self.binding, _BINDINGS, of="SmartSSDConfig")
-        if not _is_number(self.timeout) or not 0 < self.timeout <= _MAX_TIMEOUT:  # a comparison with NaN is false
-            raise ConfigError(
-                f"SmartSSDConfig(timeout={shown(self.timeout)}) is out of range.",
-                f"Pass seconds above 0 and up to {_MAX_TIMEOUT}.",
-            )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _names_file(value: object) -> bool:
-    return isinstance(value, (str, os.PathLike)) and bool(str(value)) and "\0" not in str(value)
-
-
-def _cards(devices: object) -> tuple[str | int, ...] | None:
-    """Addresses and numbers, whichever kind of integer they were."""
-    if devices is None:
-        return None
-    named = [_card(one) for one in devices] if isinstance(devices, (list, tuple)) else []
-    cards = tuple(card for card in named if card is not None)
-    if not cards or len(cards) != len(named):
-        raise ConfigError(
-            f"SmartSSDConfig(devices={shown(devices)}) names no cards.",
-            "Pass a list with the PCI address of one card for each storage folder, or its number from 0 to"
-            f" {MAX_CARD_NUMBER}.",
-        )
-    return cards
-
-
-def _card(value: Any) -> str | int | None:
-    """An address, or any integer, NumPy's among them; None: neither."""
-    if isinstance(value, str):
-        return value or None
-    try:
-        number = operator.index(value)
-    except TypeError:
-        return None
-    return number if 0 <= number <= MAX_CARD_NUMBER and not isinstance(value, bool) else None
-
-
-def shown(value: object) -> str:
-    """For a message."""
-    try:
-        return repr(value)
-    except ValueError:  # Python writes out no integers of many thousand digits
-        return "<too many digits to show>"
-
-
-def _require_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ConfigError(f"TransferConfig({name}={value!r}) is out of range.", f"Pass an int of at least {minimum}.")
-    if maximum is not None and value > maximum:
-        raise ConfigError(f"TransferConfig({name}={value!r}) is out of range.", f"Pass an int of at most {maximum}.")
-
-
-def _require_cache_bytes(value: object) -> None:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ConfigError(
-            f"TransferConfig(dram_cache_bytes={value!r}) is out of range.", "Pass an int of at least 0, or 'auto'."
+        require(
+            self,
+            xclbin=optional(_XCLBIN),
+            devices=optional(_CARDS),
+            gradient_route=one_of("auto", "host", "storage"),
+            timeout=positive(_MAX_TIMEOUT),
+            binding=one_of("auto", "native", "pyxrt"),
         )
 
 
-def require_one_of(name: str, value: object, choices: tuple[str, ...], *, of: str = "TransferConfig") -> None:
-    """One of these words.
+def storage_folders(storage: object) -> tuple[Path, ...] | None:
+    """Resolves the folders that the setting ``storage`` names; None: the user chose none.
 
     Raises:
-        ConfigError: It is another.
+        ConfigError: They are no folders, or not distinct.
     """
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{of}({name}={value!r}) is unknown.", f"Use one of: {', '.join(choices)}.")
+    given = check(STRATEGY, "storage", storage, optional(_FOLDERS))
+    if given is None:
+        return None
+    folders = tuple(resolved_folder(folder, setting=f"storage={shown(storage)}") for folder in given)
+    require_distinct(f"storage={shown(storage)} of {STRATEGY}", folders)
+    return folders
 
 
-def _require_folder_name(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value or value in (".", "..") or "/" in value or "\0" in value:
+def resolved_folder(folder: str | Path, *, setting: str) -> Path:
+    """Returns the absolute path of a folder, without links and with the user's home in the place of ``~``.
+
+    Args:
+        folder: The folder, which need not exist.
+        setting: The strategy's setting that names it, for the error.
+
+    Raises:
+        ConfigError: It cannot be a folder.
+    """
+    try:
+        return Path(folder).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, links in a circle, a null byte
         raise ConfigError(
-            f"TransferConfig({name}={value!r}) is not a folder name.", "Pass a plain name without slashes."
-        )
+            f"{setting} of {STRATEGY} cannot be a folder: {error}.", "Pass the path of a folder."
+        ) from error

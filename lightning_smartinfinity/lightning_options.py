@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypedDict
@@ -9,9 +10,10 @@ from typing import Any, TypedDict
 import torch
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_smartinfinity.checks import FLAG, STRATEGY, between, check, instance, number, optional
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 
-__all__ = ["SharedOptions", "attributes_of", "check_options", "indexed_device", "swapped_precision"]
+__all__ = ["SharedOptions", "attributes_of", "checked_options", "indexed_device", "swapped_precision"]
 
 
 class SharedOptions(TypedDict, total=False):
@@ -39,6 +41,17 @@ _DEFAULTS: dict[str, Any] = {
     "hysteresis": 2,
     "min_loss_scale": 1,
 }
+_SCALE = number(0, sys.float_info.max)
+_RULES = {
+    "timeout": optional(instance(timedelta)),
+    "loss_scale": _SCALE,
+    "initial_scale_power": between(0, 127),  # beyond, fp32 gradients overflow
+    "loss_scale_window": between(1, sys.maxsize),
+    "hysteresis": between(1, sys.maxsize),
+    "min_loss_scale": _SCALE,
+    "exclude_frozen_parameters": FLAG,
+    "load_full_weights": FLAG,
+}
 
 
 def attributes_of(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,8 +60,8 @@ def attributes_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "_timeout": options.get("timeout", default_pg_timeout)}
 
 
-def check_options(strategy: str, options: Mapping[str, Any], known: type) -> None:
-    """Refuse settings that neither we nor Lightning know.
+def checked_options(strategy: str, options: Mapping[str, Any], known: type) -> dict[str, Any]:
+    """Refuses what neither we nor Lightning know, and what DeepSpeed would refuse late, only in fp16, or not at all.
 
     Args:
         strategy: Class name, for the message.
@@ -56,7 +69,7 @@ def check_options(strategy: str, options: Mapping[str, Any], known: type) -> Non
         known: A TypedDict of what Lightning takes.
 
     Raises:
-        ConfigError: Naming those that are unknown.
+        ConfigError: Naming those that are unknown, or one that is out of range.
     """
     unknown = sorted(set(options) - set(known.__annotations__))
     if unknown:
@@ -64,6 +77,9 @@ def check_options(strategy: str, options: Mapping[str, Any], known: type) -> Non
             f"{strategy} has no setting {', '.join(map(repr, unknown))}.",
             "Settings of ZeRO-3 go into zero={...}, settings of the transfer into transfer=TransferConfig(...).",
         )
+    return {
+        name: check(STRATEGY, name, value, _RULES[name]) if name in _RULES else value for name, value in options.items()
+    }
 
 
 def indexed_device(device: torch.device, local_rank: int) -> torch.device:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.checks import check, one_of
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.devices.base import Traffic
@@ -215,8 +215,8 @@ class _BytesMoved(StorageCounters):
 
     def __init__(self, channel: str = "all", direction: str = "both", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.channel = _one_of(self, "channel", channel, tuple(_CHANNELS))
-        self.direction = _one_of(self, "direction", direction, tuple(_DIRECTIONS))
+        self.channel = check(type(self).__name__, "channel", channel, one_of(*_CHANNELS))
+        self.direction = check(type(self).__name__, "direction", direction, one_of(*_DIRECTIONS))
 
 
 class StorageBytes(_BytesMoved):
@@ -257,7 +257,7 @@ class StorageBandwidth(_BytesMoved):
 
     def __init__(self, channel: str = "all", direction: str = "both", per: str = "wall", **kwargs: Any) -> None:
         super().__init__(channel, direction, **kwargs)
-        self.per = _one_of(self, "per", per, ("wall", "wait"))
+        self.per = check(type(self).__name__, "per", per, one_of("wall", "wait"))
 
     @override
     def compute(self) -> Tensor:
@@ -279,7 +279,7 @@ class StorageWait(StorageCounters):
 
     def __init__(self, over_ranks: str = "max", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.over_ranks = _one_of(self, "over_ranks", over_ranks, ("max", "mean"))
+        self.over_ranks = check(type(self).__name__, "over_ranks", over_ranks, one_of("max", "mean"))
 
     @override
     def compute(self) -> Tensor:
@@ -304,13 +304,6 @@ class BytesPerParameter(_BytesMoved):
     @override
     def compute(self) -> Tensor:
         return self._table(Phase.STEP).bytes_per_parameter(self.channel, self.direction)
-
-
-def _one_of(metric: Metric, name: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        problem = f"{type(metric).__name__}({name}={value!r}) is unknown."
-        raise ConfigError(problem, f"Use one of: {', '.join(choices)}.")
-    return value
 
 
 def _gather_fixed_shape(state: Tensor, group: Any = None) -> list[Tensor]:

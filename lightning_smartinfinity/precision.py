@@ -12,7 +12,8 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.checks import check, one_of
+from lightning_smartinfinity.errors import UnsupportedError
 
 __all__ = ["SmartInfinityFabricPrecision", "SmartInfinityPrecision"]
 
@@ -37,7 +38,7 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
     """
 
     def __init__(self, precision: _PrecisionName) -> None:
-        _check_name(type(self).__name__, precision)
+        check(type(self).__name__, "precision", precision, one_of(*get_args(_PrecisionName)))
         super().__init__(precision)
         self._step_follows = False
 
@@ -99,21 +100,13 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
     """
 
     def __init__(self, precision: _PrecisionName) -> None:
-        _check_name(type(self).__name__, precision)
+        check(type(self).__name__, "precision", precision, one_of(*get_args(_PrecisionName)))
         super().__init__(precision)
 
     @override
     def convert_module(self, module: Module) -> Module:
         _refuse_complex(module, self.precision)
         return super().convert_module(module)
-
-
-def _check_name(plugin: str, precision: str) -> None:
-    if precision not in get_args(_PrecisionName):
-        raise ConfigError(
-            f"{plugin}(precision={precision!r}) is not available.",
-            f"Use one of: {', '.join(map(repr, get_args(_PrecisionName)))}.",
-        )
 
 
 def _refuse_complex(module: Module, precision: str) -> None:

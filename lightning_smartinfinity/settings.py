@@ -1,108 +1,103 @@
-"""Checks of the strategy's settings: values in, validated values or our own errors out."""
+"""The settings that a user gives to a strategy: one frozen object, checked once, and one text that documents them."""
 
 from __future__ import annotations
 
 import os
-import sys
-import warnings
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.checks import STRATEGY, Rule, instance, one_of, optional, require
+from lightning_smartinfinity.compression import CODEC, GradientCodec
+from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig, resolved_folder
 from lightning_smartinfinity.errors import CheckpointError, ConfigError
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 
 __all__ = [
-    "check_absent",
-    "check_choices",
-    "check_lightning_options",
+    "StrategySettings",
     "check_save_path",
-    "checked_smartssd",
-    "checked_transfer",
+    "documents_settings",
     "gradients_are_16_bit",
     "is_16_bit",
     "nvme_path_of",
-    "storage_folders",
 ]
 
-_FLAGS = ("exclude_frozen_parameters", "load_full_weights")
-# Kind, smallest and largest value.
-_NUMBERS: dict[str, tuple[type, int, float]] = {
-    "loss_scale": (float, 0, sys.float_info.max),
-    "initial_scale_power": (int, 0, 127),  # beyond, fp32 gradients overflow
-    "loss_scale_window": (int, 1, sys.maxsize),
-    "hysteresis": (int, 1, sys.maxsize),
-    "min_loss_scale": (float, 0, sys.float_info.max),
-}
 _CHOICES = {
     "update_device": ("auto", "host", "smartssd"),
-    "state_format": ("fp32", "bf16", "int8", "int8_remainder"),
+    "state_format": tuple(STATE_FORMATS),
     "overlap": ("auto", "none", "forward", "backward"),
 }
+_ABSENT = Rule("Leave it out", lambda value: value is None, "is not available in this version")
+_SECTION = Rule("Pass zero={...}", lambda value: isinstance(value, Mapping), "is not a mapping")
+_ARGUMENTS = re.compile(r" *Args:\n(.+?\n)\n", re.DOTALL)
+
+Strategy = TypeVar("Strategy", bound=type)
 
 
-def check_choices(**values: str) -> None:
-    """Each value is one that this version has."""
-    for name, value in values.items():
-        if value not in _CHOICES[name]:
-            raise ConfigError(
-                f"The smart_infinity strategy has no {name}={value!r}.",
-                f"Use one of: {', '.join(map(repr, _CHOICES[name]))}.",
-            )
+@dataclass(frozen=True, kw_only=True)
+class StrategySettings:
+    """What a user asks of a strategy.
 
+    Args:
+        storage: A folder, or one per storage device. Default: ``smart_infinity`` below the Trainer's
+            ``default_root_dir``, or below the current folder with Fabric.
+        update_device: Where the update runs: ``"host"`` (CPU), ``"smartssd"`` (the accelerators of SmartSSDs), or
+            ``"auto"``: SmartSSDs if an xclbin for them is named and they can be used, else the host.
+        smartssd: The xclbin and the cards, how gradients reach them, and how they are called.
+        state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
+            ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4). Adagrad and
+            SGD have ``"fp32"`` only (8).
+        overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), ``"backward"`` (and the
+            forward after it), or ``"auto"``.
+        compression: How gradients travel to the update: :class:`TopK` sends the largest of them, :class:`BlockScaled`
+            all in 8 bits; None: as they are. It pays where they cross a channel, as with SmartSSDs.
+        activations: Not available in this version.
+        transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and the name and life of the
+            files.
+        zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
 
-def check_absent(**values: object) -> None:
-    """Nothing is passed for what this version does not have."""
-    for name, value in values.items():
-        if value is not None:
-            raise ConfigError(
-                f"The smart_infinity strategy has no {name}={value!r} in this version.", f"Remove {name}."
-            )
+    Raises:
+        ConfigError: A setting is unknown, contradictory or out of range.
+    """
 
+    storage: tuple[Path, ...] | None = None
+    update_device: str = "auto"
+    smartssd: SmartSSDConfig | None = None
+    state_format: str = "fp32"
+    overlap: str = "auto"
+    compression: GradientCodec | None = None
+    activations: object | None = None
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    zero: Mapping[str, Any] | None = None
 
-def storage_folders(storage: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...] | None:
-    """Absolute, distinct folders; None: not chosen by the user."""
-    if storage is None:
-        return None
-    given: list[Any] = list(storage) if isinstance(storage, (list, tuple)) else [storage]
-    folders = [folder for folder in given if isinstance(folder, (str, Path)) and str(folder)]
-    if not folders or len(folders) != len(given):
-        raise ConfigError(
-            f"storage={storage!r} of the smart_infinity strategy names no folder.",
-            "Pass a folder or a list of folders.",
+    def __post_init__(self) -> None:
+        require(
+            self,
+            STRATEGY,
+            **{name: one_of(*words) for name, words in _CHOICES.items()},
+            smartssd=optional(instance(SmartSSDConfig)),
+            compression=optional(CODEC),
+            activations=_ABSENT,
+            transfer=instance(TransferConfig),
+            zero=optional(_SECTION),
         )
-    resolved = tuple(_resolved(folder, setting=f"storage={storage!r}") for folder in folders)
-    if len(set(resolved)) != len(resolved):
-        raise ConfigError(
-            f"storage={storage!r} of the smart_infinity strategy names a folder twice.", "Name each folder once."
-        )
-    return resolved
-
-
-def check_lightning_options(options: Mapping[str, Any]) -> None:
-    """What Lightning hands on to DeepSpeed, which would refuse it late, only in fp16, or not at all."""
-    for name, value in options.items():
-        if name in _NUMBERS:
-            kind, minimum, maximum = _NUMBERS[name]
-            valid, wanted = _is_number(value, kind, minimum, maximum), f"{kind.__name__} from {minimum} to {maximum}"
-        elif name in _FLAGS:
-            valid, wanted = isinstance(value, bool), "bool"
-        elif name == "timeout":
-            valid, wanted = value is None or isinstance(value, timedelta), "datetime.timedelta"
-        else:
-            continue
-        if not valid:
+        if self.update_device == "smartssd" and not STATE_FORMATS[self.state_format].on_cards:
+            on_cards = names_where(lambda form: form.on_cards)
             raise ConfigError(
-                f"{name}={value!r} of the smart_infinity strategy is out of range.",
-                f"Pass a value of this kind: {wanted}.",
+                f"update_device='smartssd' holds optimizer state in {on_cards} alone, not in"
+                f" state_format={self.state_format!r}.",
+                f"Use state_format={on_cards}, or update_device='host'.",
             )
 
 
-def _is_number(value: object, kind: type, minimum: int, maximum: float) -> bool:
-    kinds = (int, float) if kind is float else (int,)
-    # A comparison with NaN is false.
-    return isinstance(value, kinds) and not isinstance(value, bool) and minimum <= value <= maximum
+def documents_settings(strategy: Strategy) -> Strategy:
+    """Puts the arguments of :class:`StrategySettings` before those that a strategy's own docstring lists."""
+    shared = _ARGUMENTS.search(StrategySettings.__doc__ or "")
+    if shared is not None and strategy.__doc__ is not None:  # python -OO leaves docstrings out
+        strategy.__doc__ = strategy.__doc__.replace("Args:\n", f"Args:\n{shared[1]}", 1)
+    return strategy
 
 
 def check_save_path(path: object) -> None:
@@ -113,53 +108,12 @@ def check_save_path(path: object) -> None:
         )
 
 
-def checked_transfer(transfer: TransferConfig | None) -> TransferConfig:
-    """The transfer settings, or their defaults."""
-    if transfer is None:
-        return TransferConfig()
-    if not isinstance(transfer, TransferConfig):
-        raise ConfigError(
-            f"transfer={transfer!r} of the smart_infinity strategy is not a TransferConfig.",
-            "Pass transfer=TransferConfig(...).",
-        )
-    return transfer
-
-
-def checked_smartssd(
-    smartssd: SmartSSDConfig | None, *, update_device: str, state_format: str
-) -> SmartSSDConfig | None:
-    """The settings of cards, which have to fit the others."""
-    if smartssd is not None and not isinstance(smartssd, SmartSSDConfig):
-        raise ConfigError(
-            f"smartssd={smartssd!r} of the smart_infinity strategy is not a SmartSSDConfig.",
-            "Pass smartssd=SmartSSDConfig(...).",
-        )
-    if update_device == "smartssd" and state_format != "fp32":
-        raise ConfigError(
-            f"update_device='smartssd' holds optimizer state in fp32 alone, not in state_format={state_format!r}.",
-            "Use state_format='fp32', or update_device='host'.",
-        )
-    if update_device == "host" and smartssd is not None:
-        warnings.warn("smartssd=... is ignored with update_device='host'.", stacklevel=4)
-    return smartssd
-
-
 def nvme_path_of(zero: Mapping[str, Any] | None) -> Path | None:
     """The folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for the parameters, if it does."""
-    offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    offload = {} if zero is None else zero.get("offload_param")
     path = offload.get("nvme_path") if isinstance(offload, Mapping) else None
-    return (
-        None if path is None else _resolved(str(path), setting=f"zero={{'offload_param': {{'nvme_path': {path!r}}}}}")
-    )
-
-
-def _resolved(folder: str | Path, *, setting: str) -> Path:
-    try:
-        return Path(folder).expanduser().resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, links in a circle, a null byte
-        raise ConfigError(
-            f"{setting} of the smart_infinity strategy cannot be a folder: {error}.", "Pass the path of a folder."
-        ) from error
+    setting = f"zero={{'offload_param': {{'nvme_path': {path!r}}}}}"
+    return None if path is None else resolved_folder(str(path), setting=setting)
 
 
 def is_16_bit(config: Mapping[str, Any]) -> bool:

@@ -28,13 +28,13 @@ from typing_extensions import Unpack, override
 
 from lightning_smartinfinity.compatibility import OptimizerList, accumulates, adapt_callbacks
 from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
+from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig, storage_folders
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.lightning_options import SharedOptions, indexed_device, swapped_precision
 from lightning_smartinfinity.precision import SmartInfinityPrecision
 from lightning_smartinfinity.resume import continue_epoch
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
-from lightning_smartinfinity.settings import check_save_path
+from lightning_smartinfinity.settings import StrategySettings, check_save_path, documents_settings
 from lightning_smartinfinity.strategy_base import NearStorage
 from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState
 
@@ -53,6 +53,7 @@ class LightningOptions(SharedOptions, total=False):
     precision_plugin: Precision | None
 
 
+@documents_settings
 class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     """Trains models whose optimizer state does not fit in memory.
 
@@ -60,22 +61,6 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     through a ring of fixed size past the update.
 
     Args:
-        storage: A folder, or one per storage device. Default: ``smart_infinity`` below the Trainer's
-            ``default_root_dir``.
-        update_device: Where the update runs: ``"host"`` (CPU), ``"smartssd"`` (the accelerators of SmartSSDs), or
-            ``"auto"``: SmartSSDs if an xclbin for them is named and they can be used, else the host.
-        smartssd: The xclbin and the cards, how gradients reach them, and how they are called.
-        state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
-            ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4). Adagrad and
-            SGD have ``"fp32"`` only (8).
-        overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), ``"backward"`` (and the
-            forward after it), or ``"auto"``.
-        compression: How gradients travel to the update: :class:`TopK` sends the largest of them, :class:`BlockScaled`
-            all in 8 bits; None: as they are. It pays where they cross a channel, as with SmartSSDs.
-        activations: Not available in this version.
-        transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and the name and life of the
-            files.
-        zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
         **options: What Lightning's ``DeepSpeedStrategy`` takes by the same name (:class:`LightningOptions`).
 
     Raises:
@@ -112,19 +97,18 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             precision_plugin=options.get("precision_plugin"),
             process_group_backend=options.get("process_group_backend"),
         )
-        self._take_settings(
-            storage,
-            options,
-            known=LightningOptions,
+        settings = StrategySettings(
+            storage=storage_folders(storage),
             update_device=update_device,
             smartssd=smartssd,
             state_format=state_format,
             overlap=overlap,
             compression=compression,
             activations=activations,
-            transfer=transfer,
+            transfer=TransferConfig() if transfer is None else transfer,
             zero=zero,
         )
+        self._take_settings(settings, options, known=LightningOptions)
         self._random_state: dict[str, Any] | None = None
 
     @property

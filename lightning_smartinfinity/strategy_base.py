@@ -6,34 +6,23 @@ import os
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_smartinfinity.compression import GradientCodec, checked_compression
-from lightning_smartinfinity.config import SmartSSDConfig, TransferConfig
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.xclbin import require_xclbin_named
-from lightning_smartinfinity.lightning_options import attributes_of, check_options
-from lightning_smartinfinity.plan.cost import Setting, gain_of
+from lightning_smartinfinity.lightning_options import attributes_of, checked_options
+from lightning_smartinfinity.plan.cost import CompressionResources, gain_of
 from lightning_smartinfinity.plan.gradients import Dense
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.workload import Workload
-from lightning_smartinfinity.settings import (
-    check_absent,
-    check_choices,
-    check_lightning_options,
-    checked_smartssd,
-    checked_transfer,
-    gradients_are_16_bit,
-    is_16_bit,
-    nvme_path_of,
-    storage_folders,
-)
+from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_bit, is_16_bit, nvme_path_of
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
@@ -57,52 +46,35 @@ class NearStorage:
 
     config: Any  # Lightning's
 
-    def _take_settings(
-        self,
-        storage: str | Path | Sequence[str | Path] | None,
-        options: Mapping[str, Any],
-        *,
-        known: type,
-        update_device: str,
-        smartssd: SmartSSDConfig | None,
-        state_format: str,
-        overlap: str,
-        compression: GradientCodec | None,
-        activations: object | None,
-        transfer: TransferConfig | None,
-        zero: Mapping[str, Any] | None,
-    ) -> None:
-        """Check and keep what the user passed, and set what ``DeepSpeedStrategy.__init__`` would have set.
+    def _take_settings(self, settings: StrategySettings, options: Mapping[str, Any], *, known: type) -> None:
+        """Keep what the user passed, and set what ``DeepSpeedStrategy.__init__`` would have set.
 
         That constructor imports deepspeed, which then settles on an accelerator for good, before the Trainer has
-        chosen one; so it is skipped. ``options`` is what the user passed beyond our own settings, ``known`` a TypedDict
-        of what may be among them.
+        chosen one; so it is skipped.
+
+        Args:
+            settings: Our own settings.
+            options: What the user passed beyond them.
+            known: A TypedDict of what may be among those.
         """
-        check_options(type(self).__name__, options, known)
-        check_choices(update_device=update_device, state_format=state_format, overlap=overlap)
-        check_absent(activations=activations)
-        check_lightning_options(options)
-        self._storage = storage_folders(storage)
-        self._transfer = checked_transfer(transfer)
-        self._state_format = state_format
-        self._update_device = update_device
-        self._smartssd = checked_smartssd(smartssd, update_device=update_device, state_format=state_format)
-        if update_device == "smartssd":
-            require_xclbin_named(smartssd)
-        self._overlap = overlap
-        self._compression = checked_compression(compression)
+        options = checked_options(type(self).__name__, options, known)
+        if settings.update_device == "smartssd":
+            require_xclbin_named(settings.smartssd)
+        if settings.update_device == "host" and settings.smartssd is not None:
+            warnings.warn("smartssd=... is ignored with update_device='host'.", stacklevel=3)
+        self._settings = settings
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         self._local_world_size, self._on_cuda = 1, False
         # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
         self._training_engine: DeepSpeedEngine = None
         # What holds the parameters on storage, if they are there.
         self._parameters: ParameterSwapper | None = None
-        self._nvme_path = nvme_path_of(zero)
+        self._nvme_path = nvme_path_of(settings.zero)
         self._config_initialized = False
         self.remote_device: str | None = None
         for name, value in attributes_of(options).items():
             setattr(self, name, value)
-        self.config = build_deepspeed_config(zero)
+        self.config = build_deepspeed_config(settings.zero)
 
     def close(self) -> None:
         """Release the ring and remove the optimizer state from storage, unless ``transfer.keep``, and the parameters.
@@ -211,9 +183,9 @@ class NearStorage:
         with raising_together():
             refuse_in_fit(model)
             check_model(model)
-            check_optimizer(optimizer, state_format=self._state_format)
+            check_optimizer(optimizer, state_format=self._settings.state_format)
             check_dtype(model, self.config)
-            check_state_format(self._state_format, self.config)
+            check_state_format(self._settings.state_format, self.config)
         self._release_storage()
         end_training(model)
         release_module(model)
@@ -234,18 +206,13 @@ class NearStorage:
         """Settings with the device that is to update; who compresses for nothing is warned."""
         from lightning_smartinfinity.zero3.update_device import choose_update_device
 
-        assert self._storage is not None
+        settings = self._settings
+        assert settings.storage is not None
         offload = OffloadSettings(
-            storage=self._storage,
-            transfer=self._transfer,
-            state_format=self._state_format,
-            overlap=self._overlap,
-            compression=self._compression,
-            update_device=self._update_device,
-            smartssd=self._smartssd,
+            **vars(settings),
             gradient_itemsize=2 if gradients_are_16_bit(self.config) else 4,
             parameter_itemsize=2 if is_16_bit(self.config) else 4,
-            feed_back_threads=feed_back_threads(self._transfer.compute_threads, self._local_world_size),
+            feed_back_threads=feed_back_threads(settings.transfer.compute_threads, self._local_world_size),
         )
         offload = choose_update_device(offload, optimizer=type(optimizer).__name__)
         _warn_of_no_gain(
@@ -261,11 +228,10 @@ class NearStorage:
         """Whatever DeepSpeed partitions in this context goes to our files, if ``offload_param`` says so."""
         from lightning_smartinfinity.zero3.validation import parameter_settings
 
-        assert self._storage is not None
+        storage, transfer = self._settings.storage, self._settings.transfer
+        assert storage is not None
         section = self.config["zero_optimization"]
-        settings = parameter_settings(
-            section, storage=self._storage, nvme_path=self._nvme_path, transfer=self._transfer
-        )
+        settings = parameter_settings(section, storage=storage, nvme_path=self._nvme_path, transfer=transfer)
         if settings is None:
             yield
             return
@@ -293,17 +259,18 @@ class NearStorage:
 
     def _choose_storage(self, root: str | Path) -> None:
         """Without a folder from the user: one below the root folder of the run."""
-        if self._storage is None:
-            self._storage = (Path(root).resolve() / "smart_infinity",)
+        if self._settings.storage is None:
+            self._settings = replace(self._settings, storage=(Path(root).resolve() / "smart_infinity",))
 
     def _release_storage(self) -> None:
         """End the storage of an earlier training, of this strategy or of an idle one on the same folders."""
-        assert self._storage is not None
+        storage = self._settings.storage
+        assert storage is not None
         self._close_state()
         if self._training_engine is not None:
             self._training_engine.destroy()
             self._training_engine = None
-        self._idle_key = (self._storage, self._transfer.job)
+        self._idle_key = (storage, self._settings.transfer.job)
         idle = _IDLE.pop(self._idle_key, lambda: None)()
         if idle is not None:
             idle._close_state()
@@ -351,13 +318,13 @@ def _warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int, num_processes
     )
     through_storage = offload.smartssd is not None and offload.smartssd.gradient_route == "storage"
     plan = offload.cards
-    setting = Setting(
+    resources = CompressionResources(
         num_cards=0 if plan is None else max(1, num_processes * len(plan.cards) // plan.sharers),
         num_cores=len(os.sched_getaffinity(0)),
         num_threads=num_processes * offload.feed_back_threads,
         num_gpus=num_processes if on_gpu else 0,
         route=Route.STORAGE if through_storage else Route.HOST,
     )
-    gain = gain_of(offload.compression, dense, setting)
+    gain = gain_of(offload.compression, dense, resources)
     if not gain.gains:
         warnings.warn(f"compression={offload.compression} is predicted to bring no gain. {gain.reason}", stacklevel=2)

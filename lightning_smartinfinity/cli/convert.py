@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_smartinfinity.cli.progress import Progress
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
-from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 
 __all__ = ["add_to"]
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from lightning_smartinfinity.checks import Rule, between
+from lightning_smartinfinity.cli.option_types import reading
 from lightning_smartinfinity.config import MAX_CARD_NUMBER, SmartSSDConfig
 
 __all__ = ["add_to", "show"]
@@ -21,8 +23,24 @@ the folders. Exit status 1 if anything is not as it must be.
 """
 _ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
 _MAX_MIB = 4096  # a card's memory
-_SHOWN = 40  # characters
 _MARKS = {True: "ok", False: "FAIL", None: "-"}
+
+
+def _digits(text: str) -> int | None:
+    """Reads plain digits: int() takes those of other scripts, and refuses very many."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+
+
+_NUMBER = between(0, MAX_CARD_NUMBER)
+_card = reading(
+    lambda text: text if _ADDRESS.fullmatch(text) else _digits(text),
+    Rule(
+        f"Pass a PCI address such as 0000:3d:00.1, or a number from 0 to {MAX_CARD_NUMBER}",
+        lambda value: isinstance(value, str) or _NUMBER.holds(value),
+        "names no card",
+    ),
+)
+_mib = reading(_digits, between(1, _MAX_MIB))
 
 
 def add_to(commands: Any) -> None:
@@ -47,29 +65,6 @@ def _run(options: argparse.Namespace) -> int:
 
     settings = SmartSSDConfig(xclbin=options.xclbin, devices=options.devices, binding=options.binding)
     return show(examine(options.folders, settings, System(), p2p_bytes=options.mib << 20), as_json=options.json)
-
-
-def _card(text: str) -> str | int:
-    if _ADDRESS.fullmatch(text):
-        return text
-    number = _number(text)
-    if number is None or number > MAX_CARD_NUMBER:
-        raise argparse.ArgumentTypeError(
-            f"{text[:_SHOWN]!r} is neither a PCI address such as 0000:3d:00.1 nor a number from 0 to {MAX_CARD_NUMBER}"
-        )
-    return number
-
-
-def _mib(text: str) -> int:
-    number = _number(text)
-    if number is None or not 1 <= number <= _MAX_MIB:
-        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is no number from 1 to {_MAX_MIB}")
-    return number
-
-
-def _number(text: str) -> int | None:
-    """Of plain digits: int() takes those of other scripts, and refuses very many."""
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def show(findings: Iterable[Any], *, as_json: bool) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_smartinfinity.cli.simulate_options import add_options
+from lightning_smartinfinity.cli.simulate_options import FORMATS_OF_HOST, add_options
 from lightning_smartinfinity.cli.simulated_steps import Case, Simulated
 from lightning_smartinfinity.errors import ConfigError
 
@@ -88,8 +88,8 @@ def _possible(options: argparse.Namespace) -> list[Case]:
         raise ConfigError(
             f"smart-infinity simulate has nothing of {asked} --compression {ratios} --overlap"
             f" {' '.join(options.overlap)} --optimizer {options.optimizer} --dtype {options.dtype}.",
-            "Compress gradients of su, su+o and smartssd alone; list other state formats than fp32 for host with adamw"
-            " alone, int8_remainder with bf16, and overlap forward for smartssd and host.",
+            f"Compress gradients of su, su+o and smartssd alone; {FORMATS_OF_HOST}, and overlap forward for"
+            " smartssd and host.",
         )
     for name, listed, found in (
         ("systems", options.systems, {case.system for case in cases}),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.checks import between, number, optional, positive
+from lightning_smartinfinity.cli.option_types import number_in, reading, whole_number_in
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 
-__all__ = ["add_options"]
+__all__ = ["FORMATS_OF_HOST", "add_options"]
 
 _SYSTEMS = {
     "zero-infinity": "the CPU, over a RAID0",
@@ -19,11 +22,21 @@ _SYSTEMS = {
 }
 _CPU = 0.9  # 10^9 parameters per second: fp32 state on one core, by benchmarks/formats.py
 _CORES = 8
-_MOST_PARAMETERS = 1e12
-_MOST_DEVICES = 256
-_MOST_CORES = 4096
-_LEAST_RATE, _MOST_RATE = 1e-6, 1e9
-_SHOWN = 40  # characters
+
+_count = reading(whole_number_in, between(1, 10**12))
+_devices = reading(whole_number_in, between(1, 256))
+_cores = reading(whole_number_in, between(1, 4096))
+_rate = reading(number_in, number(1e-6, 1e9))
+_ratio = reading(
+    lambda text: None if text == "none" else number_in(text),
+    replace(optional(positive(1)), remedy="Pass none, or a number above 0 and at most 1"),
+)
+
+_BOUND = [f"{name} with {form.required_parameters}" for name, form in STATE_FORMATS.items() if form.required_parameters]
+FORMATS_OF_HOST = ", ".join(
+    [f"list other state formats than {names_where(lambda form: form.in_place)} for host with adamw alone", *_BOUND]
+)
+"""Says which systems have which formats."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +61,7 @@ def _add_lists(listed: Any) -> None:
     add("devices", [1, 2, 4, 6, 8, 10], "storage devices", type=_devices, metavar="N")
     systems = "; ".join(f"{name}: {who}" for name, who in _SYSTEMS.items())
     add("systems", ["zero-infinity", "su+o", "smartssd"], systems, choices=tuple(_SYSTEMS))
-    formats = "of the state on storage; other than fp32 host alone has, of adamw, and int8_remainder with bf16"
+    formats = f"of the state on storage; {FORMATS_OF_HOST}"
     add("state-formats", ["fp32"], formats, choices=tuple(STATE_FORMATS))
     compression = (
         'TopK(ratio=...), or "none": all is sent; su and su+o send twice that volume, as published. The GPU chooses'
@@ -108,49 +121,3 @@ def _add_machine(machine: Any) -> None:
         metavar="N",
         help="of the CPU: so many threads keep what smartssd does not send, at most 8 (default: %(default)s)",
     )
-
-
-def _count(text: str) -> int:
-    """Of parameters: "8.4e9" is one."""
-    number = _number(text)
-    if not 1 <= number <= _MOST_PARAMETERS or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is no number from 1 to {_MOST_PARAMETERS:g}")
-    return int(number)
-
-
-def _devices(text: str) -> int:
-    return _few(text, _MOST_DEVICES)
-
-
-def _cores(text: str) -> int:
-    return _few(text, _MOST_CORES)
-
-
-def _few(text: str, most: int) -> int:
-    number = _number(text)
-    if number not in range(1, most + 1):
-        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is no number from 1 to {most}")
-    return int(number)
-
-
-def _ratio(text: str) -> float | None:
-    if text == "none":
-        return None
-    number = _number(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is neither 'none' nor above 0 and at most 1")
-    return number
-
-
-def _rate(text: str) -> float:
-    number = _number(text)
-    if not _LEAST_RATE <= number <= _MOST_RATE:
-        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is no number from {_LEAST_RATE:g} to {_MOST_RATE:g}")
-    return number
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")

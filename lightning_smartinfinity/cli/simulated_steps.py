@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+
 if TYPE_CHECKING:
     from lightning_smartinfinity.plan.hardware import Machine
     from lightning_smartinfinity.plan.step import StepTime
@@ -59,10 +61,11 @@ class Case:
     def is_possible(self) -> bool:
         """Whether the system has it; where it is of this package, whether that trains so."""
         compresses = self.system in ("smartssd", "su", "su+o")
-        rounds = self.system == "host" and self.optimizer == "adamw"
+        form = STATE_FORMATS[self.state]
         return (
-            (self.state == "fp32" or rounds)
-            and (self.state != "int8_remainder" or self.dtype == "bf16")
+            (form.in_place or self.system == "host" or (form.on_cards and self.system == "smartssd"))
+            and (form.step is None or self.optimizer == "adamw")
+            and form.required_parameters in (None, self.dtype)
             and (self.ratio is None or compresses)
             and (self.overlap == "none" or self.system in _OURS)
         )

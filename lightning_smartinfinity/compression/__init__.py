@@ -4,8 +4,8 @@ A codec turns one tasklet's gradient into fewer bytes before it crosses the shar
 update. ``transfer`` works it, ``plan`` predicts what it gains.
 """
 
-from lightning_smartinfinity.compression.base import GradientCodec, checked_compression
+from lightning_smartinfinity.compression.base import CODEC, GradientCodec
 from lightning_smartinfinity.compression.block_scaled import BlockScaled
 from lightning_smartinfinity.compression.top_k import TopK
 
-__all__ = ["BlockScaled", "GradientCodec", "TopK", "checked_compression"]
+__all__ = ["CODEC", "BlockScaled", "GradientCodec", "TopK"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.checks import Rule
 
-__all__ = ["GradientCodec", "checked_compression"]
+__all__ = ["CODEC", "GradientCodec"]
 
 
 class GradientCodec(ABC):
@@ -32,15 +32,6 @@ class GradientCodec(ABC):
         """Its arithmetic."""
 
 
-def checked_compression(compression: GradientCodec | None) -> GradientCodec | None:
-    """What the user passed to the strategy.
-
-    Raises:
-        ConfigError: It is no codec.
-    """
-    if compression is not None and not isinstance(compression, GradientCodec):
-        raise ConfigError(
-            f"compression={compression!r} of the smart_infinity strategy is not a gradient codec.",
-            "Pass compression=TopK(ratio=0.01).",
-        )
-    return compression
+CODEC = Rule(
+    "Pass compression=TopK(ratio=0.01)", lambda value: isinstance(value, GradientCodec), "is not a gradient codec"
+)

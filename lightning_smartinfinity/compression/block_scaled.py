@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.checks import FLAG, require
 from lightning_smartinfinity.compression.base import GradientCodec
-from lightning_smartinfinity.compression.checks import require_bool
 
 __all__ = ["BlockScaled"]
 
@@ -25,7 +25,7 @@ class BlockScaled(GradientCodec):
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        require_bool("BlockScaled", "error_feedback", self.error_feedback)
+        require(self, error_feedback=FLAG)
 
     def native(self) -> native.GradientCodec:
         return native.BlockScaled()

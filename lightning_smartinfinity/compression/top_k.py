@@ -6,9 +6,8 @@ import warnings
 from dataclasses import dataclass
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.checks import FLAG, one_of, positive, require
 from lightning_smartinfinity.compression.base import GradientCodec
-from lightning_smartinfinity.compression.checks import require_bool, require_share
-from lightning_smartinfinity.config import require_one_of
 
 __all__ = ["TopK"]
 
@@ -42,10 +41,7 @@ class TopK(GradientCodec):
     exact: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", require_share("TopK", "ratio", self.ratio))
-        require_bool("TopK", "error_feedback", self.error_feedback)
-        require_one_of("value_dtype", self.value_dtype, ("auto", *_DTYPES), of="TopK")
-        require_bool("TopK", "exact", self.exact)
+        require(self, ratio=positive(1), error_feedback=FLAG, value_dtype=one_of("auto", *_DTYPES), exact=FLAG)
         if self.ratio == 1 and (self.value_dtype != "auto" or not self.exact):
             warnings.warn(f"{self} sends all gradients as they are: value_dtype and exact are ignored.", stacklevel=3)
 

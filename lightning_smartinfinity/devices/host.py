@@ -16,7 +16,6 @@ from lightning_smartinfinity.store.os_errors import failure_error, require_io_en
 __all__ = ["HostDevice"]
 
 _IO_THREADS_PER_FILE = 4
-_MOST_BUFFERS = 4096
 _SMALLEST_EXTENT = 2 * BLOCK_BYTES  # an empty partition has no extents, but a ring all the same
 _CORRUPT_REMEDIES = {
     "gradient": "A compressed gradient does not describe its tasklet: check the memory, and resume from a checkpoint.",
@@ -43,10 +42,10 @@ class HostDevice(StorageDevice):
     def __init__(
         self, *, num_buffers: int, io_threads: int | None = None, compute_threads: int = 1, io_engine: str = "auto"
     ) -> None:
-        if num_buffers > _MOST_BUFFERS:
+        if num_buffers > native.MAX_BUFFERS:
             raise ConfigError(
                 f"TransferConfig(num_buffers={num_buffers}) is out of range.",
-                f"Use at most {_MOST_BUFFERS}, with larger tasklet_bytes if need be.",
+                f"Use at most {native.MAX_BUFFERS}, with larger tasklet_bytes if need be.",
             )
         self._num_buffers = num_buffers
         self._io_threads = io_threads

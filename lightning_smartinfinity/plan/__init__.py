@@ -4,20 +4,19 @@ time, the paper's tables, and a cost model.
 ::
 
     virtual_time   processes, and resources that they share
-    machine        devices, channel, GPU, host          workload, gradients   what is updated
+    hardware       devices, channel, GPU, host          workload, gradients   what is updated
     wiring         paths over a machine's resources
     schedule_run   the native core's TransferSchedule in virtual time
     handler        our update on it                     published             SmartUpdate, ZeRO-Infinity
     systems        whoever updates                      step                  a whole step of any of them
     paper          its tables as data                   fit, reproduction     the same numbers, simulated
-    cost           whether compression gains            host_memory           what an update holds there
-    checks         what all of these may be
+    cost           whether compression gains            memory                what an update holds in host memory
 
 Numbers only: no torch, no I/O. What is simulated is what runs: tasklets are those of ``transfer.layout``, and the state
 machine that orders them is the one that orders real steps.
 """
 
-from lightning_smartinfinity.plan.cost import CompressionGain, Setting, gain_of
+from lightning_smartinfinity.plan.cost import CompressionGain, CompressionResources, gain_of
 from lightning_smartinfinity.plan.fit import PaperMachine, fit
 from lightning_smartinfinity.plan.gradients import BlockScaledPayload, Dense, GradientForm, Pairs, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
@@ -31,6 +30,7 @@ __all__ = [
     "BlockScaledPayload",
     "Channel",
     "CompressionGain",
+    "CompressionResources",
     "Dense",
     "Device",
     "Gpu",
@@ -41,7 +41,6 @@ __all__ = [
     "Pairs",
     "PaperMachine",
     "Route",
-    "Setting",
     "StepTime",
     "System",
     "TopKPayload",

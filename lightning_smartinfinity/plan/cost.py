@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.checks import between, instance, require
 from lightning_smartinfinity.compression import GradientCodec, TopK
-from lightning_smartinfinity.plan.checks import COUNT, between, instance, require
 from lightning_smartinfinity.plan.gradients import BlockScaledPayload, GradientForm, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
-from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.hardware import COUNT, Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.paper import FIGURES
 from lightning_smartinfinity.plan.step import System, simulate_step
 from lightning_smartinfinity.plan.workload import Workload
 
-__all__ = ["CompressionGain", "Setting", "gain_of", "gain_on_cards", "gain_on_host", "published_smartssds"]
+__all__ = ["CompressionGain", "CompressionResources", "gain_of", "gain_on_cards", "gain_on_host", "published_smartssds"]
 
 _CHANNEL = 6.3e9  # bytes per second of a switch's uplink; published: 6.3 to 8
 _NUM_TASKLETS = 64  # of each device: enough for the steady state
@@ -67,8 +67,10 @@ class CompressionGain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What compresses on a machine, over all of its processes: cards share a channel, and processes share cores.
+class CompressionResources:
+    """The parts of a machine that work on compressed gradients, over all of its processes.
+
+    Cards share a channel, and processes share cores.
 
     Args:
         num_cards: That update; 0: the host does.
@@ -92,28 +94,28 @@ class Setting:
         require(self, num_cards=some, num_cores=COUNT, num_threads=COUNT, num_gpus=some, route=instance(Route))
 
 
-def gain_of(codec: GradientCodec, workload: Workload, setting: Setting) -> CompressionGain:
+def gain_of(codec: GradientCodec, workload: Workload, resources: CompressionResources) -> CompressionGain:
     """Of a user's codec on this machine, whose cards are taken to be as published.
 
     Args:
         codec: The user's.
         workload: The step with dense gradients. Its size does not matter.
-        setting: What compresses there.
+        resources: The parts of the machine that do.
     """
-    if setting.num_cards == 0:
+    if resources.num_cards == 0:
         return gain_on_host()
     item_bytes = int(workload.gradients.nbytes(1))
     residual_bytes = codec.keeps_residual * _FP32_BYTES
     work = _work_of(codec)
-    select, cores = work.compress[codec.keeps_residual], setting.num_cores
-    if isinstance(codec, TopK) and codec.exact and setting.num_gpus:
-        select, cores = (item_bytes + residual_bytes) / _TO_GPU, setting.num_gpus
-    feed_back = work.feed_back / min(setting.num_threads, setting.num_cores) if residual_bytes else 0.0
+    select, cores = work.compress[codec.keeps_residual], resources.num_cores
+    if isinstance(codec, TopK) and codec.exact and resources.num_gpus:
+        select, cores = (item_bytes + residual_bytes) / _TO_GPU, resources.num_gpus
+    feed_back = work.feed_back / min(resources.num_threads, resources.num_cores) if residual_bytes else 0.0
     return gain_on_cards(
-        published_smartssds(setting.num_cards, select=select, cores=cores),
+        published_smartssds(resources.num_cards, select=select, cores=cores),
         workload,
         _form_of(codec, item_bytes),
-        route=setting.route,
+        route=resources.route,
         feed_back=feed_back,
     )
 

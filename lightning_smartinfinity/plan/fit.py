@@ -8,7 +8,7 @@ from functools import cache, cached_property, partial
 
 import numpy as np
 
-from lightning_smartinfinity.plan.checks import Rule, require_one
+from lightning_smartinfinity.checks import check, one_of
 from lightning_smartinfinity.plan.gradients import Dense, Pairs
 from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
 from lightning_smartinfinity.plan.paper import FIGURES, SCALING, SECONDS, Figure, Row
@@ -21,7 +21,6 @@ FITTED_DEVICES = (6, 10)
 """Numbers of devices whose seconds are fitted; all others are predicted."""
 
 _BILLION = 10**9
-_GPU = Rule("'A5000' or 'A100'", lambda value: value in ("A5000", "A100"))
 _VOLUME = 0.02
 _GRADIENT_BYTES = 4
 _UPDATE_BYTES = 28  # per parameter, of the baseline: 16 read, 12 written
@@ -58,7 +57,7 @@ class PaperMachine:
             num_devices: SmartSSDs.
             gpu: ``"A5000"`` or ``"A100"``.
         """
-        require_one("PaperMachine.machine", "gpu", gpu, _GPU)
+        check("PaperMachine.machine", "gpu", gpu, one_of("A5000", "A100"))
         pace = self.a100 if gpu == "A100" else 1.0
         return Machine(
             device=Device(

@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from lightning_smartinfinity.plan.checks import ITEM_BYTES, require, share
+from lightning_smartinfinity.checks import among, positive, require
 
-__all__ = ["BlockScaledPayload", "Dense", "GradientForm", "Pairs", "TopKPayload"]
+__all__ = ["ITEM_BYTES", "BlockScaledPayload", "Dense", "GradientForm", "Pairs", "TopKPayload"]
+
+ITEM_BYTES = among((2, 4))
+"""Bytes of an element in 16 or 32 bits."""
 
 _BEAT_BYTES = 64
 _BLOCK_NUMEL = 65536
@@ -72,7 +75,7 @@ class TopKPayload:
     value_bytes: int
 
     def __post_init__(self) -> None:
-        require(self, ratio=share(1), value_bytes=ITEM_BYTES)
+        require(self, ratio=positive(1), value_bytes=ITEM_BYTES)
 
     @property
     def compressed(self) -> bool:
@@ -116,7 +119,7 @@ class Pairs:
     volume: float
 
     def __post_init__(self) -> None:
-        require(self, volume=share(2))
+        require(self, volume=positive(2))
 
     @property
     def compressed(self) -> bool:

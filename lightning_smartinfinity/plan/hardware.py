@@ -6,12 +6,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_smartinfinity.plan.checks import COUNT, FLAG, RATE, SECONDS, between, instance, optional, require
+from lightning_smartinfinity.checks import FLAG, Rule, between, instance, number, optional, require
 
-__all__ = ["MOST_DEVICES", "Channel", "Device", "Gpu", "Host", "Machine"]
+__all__ = ["COUNT", "MOST_DEVICES", "Channel", "Device", "Gpu", "Host", "Machine"]
 
 MOST_DEVICES = 1024
-"""Of a machine."""
+"""Storage devices of a machine."""
+
+COUNT = between(1, 1_000_000)
+"""A number of parts of a machine."""
+
+_LEAST_SECONDS, _MOST_SECONDS = 1e-18, 1e6
+_RATE = number(1.0, 1e18)
+"""Bytes per second: no resource is so slow or so fast that a sum of times loses it."""
+_NO_SECONDS, _SOME_SECONDS = number(0, 0), number(_LEAST_SECONDS, _MOST_SECONDS)
+_SECONDS = Rule(
+    f"Pass 0, or a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}",
+    lambda value: _NO_SECONDS.holds(value) or _SOME_SECONDS.holds(value),
+)
+"""Seconds per parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +48,8 @@ class Device:
     depth: int = 64
 
     def __post_init__(self) -> None:
-        kernel = optional(RATE)
-        require(self, read=RATE, write=RATE, duplex=FLAG, kernel=kernel, sparse_kernel=kernel, depth=COUNT)
+        kernel = optional(_RATE)
+        require(self, read=_RATE, write=_RATE, duplex=FLAG, kernel=kernel, sparse_kernel=kernel, depth=COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +67,7 @@ class Channel:
     together: float | None = None
 
     def __post_init__(self) -> None:
-        require(self, down=RATE, up=RATE, together=optional(RATE))
+        require(self, down=_RATE, up=_RATE, together=optional(_RATE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +85,7 @@ class Gpu:
     top_k: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self, forward=SECONDS, backward=SECONDS, top_k=SECONDS)
+        require(self, forward=_SECONDS, backward=_SECONDS, top_k=_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +107,7 @@ class Host:
     feed_back: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self, update=SECONDS, receive=SECONDS, select=SECONDS, cores=COUNT, feed_back=SECONDS)
+        require(self, update=_SECONDS, receive=_SECONDS, select=_SECONDS, cores=COUNT, feed_back=_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lightning_smartinfinity.checks import FLAG, between, check, instance
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES
-from lightning_smartinfinity.plan.checks import FLAG, ITEM_BYTES, between, instance, require_one
+from lightning_smartinfinity.plan.gradients import ITEM_BYTES
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.hardware import MOST_DEVICES
 from lightning_smartinfinity.plan.workload import Workload
@@ -38,11 +39,11 @@ def host_bytes(
     Raises:
         ConfigError: An argument is out of range.
     """
-    require_one("host_bytes", "workload", workload, instance(Workload))
-    require_one("host_bytes", "arena_item_bytes", arena_item_bytes, ITEM_BYTES)
-    require_one("host_bytes", "num_cards", num_cards, between(0, MOST_DEVICES))
-    require_one("host_bytes", "route", route, instance(Route))
-    require_one("host_bytes", "error_feedback", error_feedback, FLAG)
+    check("host_bytes", "workload", workload, instance(Workload))
+    check("host_bytes", "arena_item_bytes", arena_item_bytes, ITEM_BYTES)
+    check("host_bytes", "num_cards", num_cards, between(0, MOST_DEVICES))
+    check("host_bytes", "route", route, instance(Route))
+    check("host_bytes", "error_feedback", error_feedback, FLAG)
     layout = workload.card_layout(num_cards) if num_cards else _few_tasklets(workload).host_layout(1)
     extent = max(extent.nbytes for extent in layout.extents.extents)
     gradients = workload.gradients

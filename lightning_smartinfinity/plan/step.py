@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from lightning_smartinfinity.checks import check, instance
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.plan.checks import instance, require_one
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.hardware import Machine
 from lightning_smartinfinity.plan.systems import BEGIN, Run, System, Update
@@ -90,7 +91,7 @@ def simulate_step(
         ("overlap", overlap, Overlap),
         ("route", route, Route),
     ):
-        require_one("simulate_step", name, value, instance(kind))
+        check("simulate_step", name, value, instance(kind))
     _require_possible(machine, workload, system, overlap)
     run = Run.of(machine, workload, system, route)
     update = BEGIN[system](run)
@@ -118,9 +119,11 @@ def _require_possible(machine: Machine, workload: Workload, system: System, over
     on_accelerator = system in (System.SMART_UPDATE, System.PUBLISHED, System.CARDS)
     if on_accelerator and machine.device.kernel is None:
         raise ConfigError(f"System {system.value!r} needs accelerators.", "Give Device(kernel=...) a rate.")
-    if workload.state_format != "fp32" and system is not System.HOST:
+    form = STATE_FORMATS[workload.state_format]
+    if not (form.in_place or system is System.HOST or (form.on_cards and system is System.CARDS)):
         raise ConfigError(
-            f"System {system.value!r} has no state format {workload.state_format!r}.", "Use 'fp32', or the host."
+            f"System {system.value!r} has no state format {workload.state_format!r}.",
+            f"Use {names_where(lambda other: other.in_place)}, or the host.",
         )
     if overlap is not Overlap.NONE and system not in _OURS:
         raise ConfigError(f"System {system.value!r} overlaps nothing.", "Use overlap 'none'.")

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from lightning_smartinfinity.checks import Rule, between, one_of, optional, require
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.plan.checks import ITEM_BYTES, Rule, between, optional, require
-from lightning_smartinfinity.plan.gradients import GradientForm
-from lightning_smartinfinity.store.extents import BLOCK_BYTES, STATE_FORMATS
+from lightning_smartinfinity.native import MAX_BUFFERS
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.plan.gradients import ITEM_BYTES, GradientForm
+from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
 
 __all__ = ["ENOUGH_TASKLETS", "NUM_ARRAYS", "Workload"]
@@ -22,11 +24,11 @@ _FP32_BYTES = 4
 _MOST_PARAMETERS = 10**12
 _MOST_ARRAYS = 8
 _LEAST_TASKLET_BYTES, _MOST_TASKLET_BYTES = 64 * 1024, 1 << 40
-_MOST_BUFFERS = 4096
 _FORM = Rule(
-    "Dense(...), TopKPayload(...), BlockScaledPayload() or Pairs(...)", lambda value: isinstance(value, GradientForm)
+    "Pass Dense(...), TopKPayload(...), BlockScaledPayload() or Pairs(...)",
+    lambda value: isinstance(value, GradientForm),
+    "is no form of gradients",
 )
-_FORMAT = Rule(f"one of {', '.join(STATE_FORMATS)}", lambda value: isinstance(value, str) and value in STATE_FORMATS)
 
 ENOUGH_TASKLETS = 4096
 """Filling and emptying a ring is then far below 1 % of a step: of larger models no more are simulated."""
@@ -41,7 +43,7 @@ class Workload:
         gradients: How they travel.
         num_arrays: Of state, see :data:`NUM_ARRAYS`.
         parameter_bytes: Per element of what the update gives out: 2 or 4.
-        state_format: A name in ``STATE_FORMATS``; accelerators update ``"fp32"`` only.
+        state_format: A name in ``STATE_FORMATS``; accelerators update few of them.
         tasklet_bytes: Largest extent; None: what ``TransferConfig`` takes for the device.
         num_buffers: Of each ring.
     """
@@ -61,21 +63,24 @@ class Workload:
             gradients=_FORM,
             num_arrays=between(1, _MOST_ARRAYS),
             parameter_bytes=ITEM_BYTES,
-            state_format=_FORMAT,
+            state_format=one_of(*STATE_FORMATS),
             tasklet_bytes=optional(between(_LEAST_TASKLET_BYTES, _MOST_TASKLET_BYTES)),
-            num_buffers=between(1, _MOST_BUFFERS),
+            num_buffers=between(1, MAX_BUFFERS),
         )
-        if self.state_format != "fp32" and self.num_arrays != 3:
+        form = STATE_FORMATS[self.state_format]
+        if form.arrays and self.num_arrays != len(form.arrays):
             raise ConfigError(
                 f"Workload(state_format={self.state_format!r}, num_arrays={self.num_arrays}) is no state of this"
                 " package.",
-                "Only Adam's state has other formats than fp32.",
+                f"Only Adam's state has other formats than {names_where(lambda other: not other.arrays)}.",
             )
-        if self.state_format == "int8_remainder" and self.parameter_bytes != 2:
+        held_bytes = form.item_bytes(self.num_arrays)[0]
+        if form.required_parameters is not None and self.parameter_bytes != held_bytes:
             raise ConfigError(
-                f"Workload(state_format='int8_remainder', parameter_bytes={self.parameter_bytes}) does not exist: half"
-                " of the masters are parameters in bf16.",
-                "Use parameter_bytes=2, or state_format='int8'.",
+                f"Workload(state_format={self.state_format!r}, parameter_bytes={self.parameter_bytes}) does not exist:"
+                f" the upper halves of the masters are parameters in {form.required_parameters}.",
+                f"Use parameter_bytes={held_bytes}, or"
+                f" state_format={names_where(lambda other: other.required_parameters is None)}.",
             )
 
     @property
@@ -102,7 +107,7 @@ class Workload:
 
     def skipped_bytes(self, numel: int) -> int:
         """Of an extent of so many elements that the host does not read: the parameters in its memory hold them."""
-        first, *_ = STATE_FORMATS[self.state_format].item_bytes or (_FP32_BYTES,)
+        first = STATE_FORMATS[self.state_format].item_bytes(self.num_arrays)[0]
         return -(-first * numel // BLOCK_BYTES) * BLOCK_BYTES if first == self.parameter_bytes else 0
 
     def _enough_bytes(self, num_rings: int) -> int:

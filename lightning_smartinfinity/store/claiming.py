@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lightning_smartinfinity.errors import ConfigError, StorageError
+from lightning_smartinfinity.checks import require_distinct
+from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.folders import COMMIT_NAME, STATE_NAME, RankFolder, rank_folder_path
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, Manifest, write_manifest
 from lightning_smartinfinity.store.record import record_bytes
@@ -30,11 +31,7 @@ def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool,
         StorageLockedError: Another process owns one of them.
         StorageError: One cannot be used, or is not there.
     """
-    resolved = [os.path.realpath(folder) for folder in folders]
-    if len(set(resolved)) != len(resolved):
-        raise ConfigError(
-            f"The storage folders {[str(folder) for folder in folders]!r} name one folder twice.", "Name each once."
-        )
+    require_distinct(f"The list of storage folders {[str(folder) for folder in folders]!r}", folders)
     claimed = []
     for folder in folders:
         # Absolute: the commit record is opened by name at every step, wherever the process has moved to.

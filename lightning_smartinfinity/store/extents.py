@@ -3,65 +3,30 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_smartinfinity import native
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.store.spread import apportion, interleave
 
 __all__ = [
     "BLOCK_BYTES",
     "CELL_NUMEL",
-    "STATE_FORMATS",
     "Extent",
     "ExtentMap",
-    "StateFormat",
     "extent_bytes",
 ]
 
-BLOCK_BYTES = 4096
+BLOCK_BYTES = native.BLOCK_BYTES
 """Alignment of every region, extent and place: what O_DIRECT asks for on today's devices."""
 
-CELL_NUMEL = 256
+CELL_NUMEL = native.CELL_NUMEL
 """Grid of the flat partition: 8-bit codes share an exponent within one cell and one parameter."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateFormat:
-    """How an element's state lies in an extent; the native core's ``StateFormat`` and ``Regions`` say the same.
-
-    Args:
-        number: In every extent's trailer.
-        item_bytes: Bytes per element of each region; empty: one region of fp32 for each array.
-        has_blocks: A further region holds two bytes for each block of 8-bit codes.
-    """
-
-    number: int
-    item_bytes: tuple[int, ...]
-    has_blocks: bool = False
-
-    @property
-    def granule(self) -> int:
-        """Tasklets hold a multiple of this many elements: no region of elements needs padding, no cell is cut."""
-        return BLOCK_BYTES // min(self.item_bytes, default=4)
-
-    def region_bytes(self, numel: int, num_arrays: int, num_blocks: int) -> tuple[int, ...]:
-        """Of each region, in whole blocks."""
-        items = self.item_bytes or num_arrays * (4,)
-        exponents = (2 * num_blocks,) if self.has_blocks else ()
-        return tuple(_whole_blocks(used) for used in (*(item * numel for item in items), *exponents))
-
-
-STATE_FORMATS: Mapping[str, StateFormat] = {
-    "fp32": StateFormat(0, ()),
-    "bf16": StateFormat(1, (4, 2, 2)),
-    "int8": StateFormat(2, (4, 1, 1), has_blocks=True),
-    "int8_remainder": StateFormat(3, (2, 2, 1, 1), has_blocks=True),
-}
-"""By the name that users choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +73,10 @@ class ExtentMap:
         assert self.numel >= 0 and self.num_arrays >= 1 and self.num_devices >= 1 and self.num_slots in (1, 2)
         assert self.tasklet_numel > 0 and self.tasklet_numel % self.format.granule == 0
         assert self.num_in_memory == 0 or (self.num_slots == 1 and 0 <= self.num_in_memory <= self.num_tasklets)
-        assert not self.format.item_bytes or self.num_arrays == 3, "such a format holds a master and two moments"
+        assert not self.format.arrays or self.num_arrays == len(self.format.arrays), "the format holds other arrays"
 
     @property
-    def format(self) -> StateFormat:
+    def format(self) -> native.StateFormat:
         """How state lies in an extent."""
         return STATE_FORMATS[self.state_format]
 
@@ -176,9 +141,4 @@ def extent_bytes(numel: int, num_arrays: int, *, state_format: str = "fp32", num
         state_format: A name in ``STATE_FORMATS``.
         num_borders: Blocks beyond one for each cell.
     """
-    num_blocks = -(-numel // CELL_NUMEL) + num_borders
-    return sum(STATE_FORMATS[state_format].region_bytes(numel, num_arrays, num_blocks)) + BLOCK_BYTES
-
-
-def _whole_blocks(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+    return STATE_FORMATS[state_format].extent_bytes(numel, num_arrays, num_borders)

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_smartinfinity import native
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import StorageCorruptError
-from lightning_smartinfinity.store.extents import STATE_FORMATS, ExtentMap
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "StoreDescription", "read_manifest", "write_manifest"]
@@ -64,6 +66,11 @@ class Manifest:
     description: StoreDescription
     folders: tuple[str, ...]
     device: int = 0
+
+    @property
+    def identity(self) -> native.Identity:
+        """The mark that every extent carries."""
+        return native.Identity(job=self.job, rank=self.rank, state_format=self.extents.format.number)
 
     @property
     def state_format(self) -> str:

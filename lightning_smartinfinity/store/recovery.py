@@ -97,7 +97,7 @@ def newest_complete(folders: Sequence[Path], manifest: Manifest, newest: int | N
 
 def _mismatch(folders: Sequence[Path], manifest: Manifest, record: CommitRecord) -> str | None:
     paths = [folder / STATE_NAME for folder in folders]
-    return first_mismatch(paths, manifest.extents, record, job=manifest.job, rank=manifest.rank)
+    return first_mismatch(paths, manifest.extents, record, manifest.identity)
 
 
 def _warn_of_fallback(record: CommitRecord, problems: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Free space, summed per file system over all ranks of a host."""
+"""Free space, summed per file system over all ranks of a machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_smartinfinity.errors import StorageFullError
+from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.folders import parameter_folder_path, rank_folder_path, reclaimable_bytes
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -43,7 +44,8 @@ class SpaceRequest:
     """What one rank wants in one storage folder. Plain values: gather them from all ranks as objects.
 
     Args:
-        host: Name of the machine.
+        machine: :func:`~lightning_smartinfinity.machine.machine_identity` of the rank.
+        host: The name that the rank knows its machine by, for messages only.
         file_system: ``st_dev`` of the folder (of its nearest existing parent).
         path: The storage folder.
         needed_bytes: Bytes this rank will allocate there.
@@ -52,6 +54,7 @@ class SpaceRequest:
         what: What needs them, in words.
     """
 
+    machine: str
     host: str
     file_system: int
     path: str
@@ -66,14 +69,14 @@ class Shortfall:
     """A file system that is too small: the sums over all the ranks that share it.
 
     Args:
-        host: Name of the machine.
+        hosts: The names that these ranks know their machine by, sorted: containers have names of their own.
         paths: The storage folders on it, sorted.
         needed_bytes: What all ranks need of it.
         free_bytes: What it has, leftovers to be deleted included.
         what: What needs them, in words, each once.
     """
 
-    host: str
+    hosts: tuple[str, ...]
     paths: tuple[str, ...]
     needed_bytes: int
     free_bytes: int
@@ -114,7 +117,7 @@ def shortfalls(requests: Iterable[SpaceRequest]) -> tuple[Shortfall, ...]:
     """
     shared: dict[tuple[str, int], list[SpaceRequest]] = {}
     for request in requests:
-        shared.setdefault((request.host, request.file_system), []).append(request)
+        shared.setdefault((request.machine, request.file_system), []).append(request)
     totals = (_total(shared[key]) for key in sorted(shared))
     return tuple(total for total in totals if total.needed_bytes > total.free_bytes)
 
@@ -130,7 +133,7 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
         return
     problem = " ".join(
         f"{_subject(item.what)} {_readable(item.needed_bytes)} in {', '.join(map(repr, item.paths))}"
-        f" on {item.host!r}, where {_readable(item.free_bytes)} are free."
+        f" on {', '.join(map(repr, item.hosts))}, where {_readable(item.free_bytes)} are free."
         for item in missing
     )
     further = _REMEDY_OF_GRADIENTS if any(_GRADIENTS in item.what for item in missing) else ""
@@ -192,7 +195,7 @@ def _total(requests: Sequence[SpaceRequest]) -> Shortfall:
     # Every rank saw the same free space at a slightly different moment: the least of them counts.
     free_bytes = min(request.free_bytes for request in requests)
     return Shortfall(
-        host=requests[0].host,
+        hosts=tuple(sorted({request.host for request in requests})),
         paths=tuple(sorted({request.path for request in requests})),
         what=tuple(sorted({request.what for request in requests})),
         needed_bytes=sum(request.needed_bytes for request in requests),
@@ -205,6 +208,7 @@ def _request(folder: Path, *, needed_bytes: int, reclaimable: int, what: str = "
         existing = _nearest_existing(folder.absolute())
         status = os.statvfs(existing)
         return SpaceRequest(
+            machine=machine_identity(),
             host=platform.node(),
             file_system=os.stat(existing).st_dev,
             path=str(folder),

@@ -52,8 +52,7 @@ class StateStore:
         self, folders: Sequence[RankFolder], manifest: Manifest, record: CommitRecord, *, direct_io: str
     ) -> None:
         self.manifest = manifest
-        number = manifest.extents.format.number
-        self.identity = native.Identity(job=manifest.job, rank=manifest.rank, state_format=number)
+        self.identity = manifest.identity
         self._record = record
         self._previous: CommitRecord | None = None
         self._folders = tuple(folders)

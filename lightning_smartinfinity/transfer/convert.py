@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_smartinfinity.checks import check, one_of, require_distinct
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.store import StateStore
-from lightning_smartinfinity.store.extents import STATE_FORMATS
 from lightning_smartinfinity.store.manifest import Manifest
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
@@ -24,7 +25,6 @@ from lightning_smartinfinity.transfer.windows import Window
 __all__ = ["Progress", "convert_store"]
 
 _NUM_BUFFERS = 4
-_MOMENT_ARRAYS = 3
 
 Progress = Callable[[int, int, int], object]
 """Called with the rank, the elements of its partition that are converted, and how many it has."""
@@ -48,7 +48,7 @@ def convert_store(
     Args:
         folders: Where it lies, in the order of its manifest.
         into: Other storage folders, as many as the new one is to be spread over.
-        state_format: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int8_remainder"``. Moments are rounded to nearest.
+        state_format: A name in ``STATE_FORMATS``. Moments are rounded to nearest.
         job: ``TransferConfig.job``, of both.
         rank: Whose; None: of every rank that left some there.
         tasklet_bytes: ``TransferConfig.tasklet_bytes`` of the new one.
@@ -78,13 +78,10 @@ def convert_store(
 
 
 def _check_folders(folders: Sequence[Path], into: Sequence[Path]) -> None:
-    common = {os.path.realpath(folder) for folder in folders} & {os.path.realpath(folder) for folder in into}
-    if common or not folders or not into:
-        raise ConfigError(
-            f"convert_store(into={[str(folder) for folder in into]!r}) does not name folders apart from those of the"
-            f" old state, {[str(folder) for folder in folders]!r}.",
-            "Name other storage folders for the new one.",
-        )
+    call = f"convert_store({[str(folder) for folder in folders]!r}, into={[str(folder) for folder in into]!r})"
+    if not folders or not into:
+        raise ConfigError(f"{call} names no folder of the old state, or none of the new.", "Name one of each.")
+    require_distinct(call, [*folders, *into])
 
 
 def _ranks_in(folder: Path, job: str) -> tuple[int, ...]:
@@ -128,21 +125,20 @@ def _convert(
 
 
 def _check_format(state_format: str, manifest: Manifest) -> None:
-    if state_format not in STATE_FORMATS:
-        raise ConfigError(
-            f"convert_store(state_format={state_format!r}) is unknown.", f"Use one of: {', '.join(STATE_FORMATS)}."
-        )
-    if STATE_FORMATS[state_format].item_bytes and manifest.extents.num_arrays != _MOMENT_ARRAYS:
+    check("convert_store", "state_format", state_format, one_of(*STATE_FORMATS))
+    form = STATE_FORMATS[state_format]
+    if form.arrays not in ((), manifest.description.arrays):
         raise UnsupportedError(
             f"convert_store(state_format={state_format!r}) is not supported with {manifest.description.optimizer}: it "
             "rounds Adam's moments.",
-            "Use state_format='fp32'.",
+            f"Use state_format={names_where(lambda other: not other.arrays)}.",
         )
     dtypes = {str(parameter.get("dtype")) for parameter in manifest.description.parameters}
-    if state_format == "int8_remainder" and dtypes - {"bfloat16"}:
+    if form.required_parameters is not None and dtypes - {form.parameter_dtype.name.lower()}:
         raise ConfigError(
-            f"convert_store(state_format='int8_remainder') needs parameters in bf16; these are in {', '.join(dtypes)}.",
-            "Use state_format='int8'.",
+            f"convert_store(state_format={state_format!r}) needs parameters in {form.required_parameters}; these are in"
+            f" {', '.join(dtypes)}.",
+            f"Use state_format={names_where(lambda other: other.required_parameters is None)}.",
         )
 
 

@@ -1,61 +1,91 @@
-"""How much host memory optimizer state may take: what the system has free, shared by the ranks of a machine."""
+"""How much host memory optimizer state may take: what the system has free, shared by the ranks of a machine.
+
+Several limits may hold for a rank: the memory of its machine, and that of each control group which it is in, as that of
+a container. Every limit is charged with the ranks under it.
+"""
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["MemoryReport", "measure_memory", "share_of_memory"]
+from lightning_smartinfinity.machine import machine_identity
 
-_MARGIN = 4  # one part in so many of all memory stays free: activations, page cache, other processes
+__all__ = ["MemoryLimit", "MemoryReport", "measure_memory", "share_of_memory"]
+
+_MARGIN = 4  # one part in so many of a rank's memory stays free: activations, page cache, other processes
+_MACHINE = "machine"
+
+
+class MemoryLimit(NamedTuple):
+    """A bound on memory, in bytes.
+
+    Attributes:
+        total: The bound.
+        available: The part of it that can be had without swapping.
+    """
+
+    total: int
+    available: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """What one rank sees, in bytes.
+    """What one rank sees. Plain values: gather them from all ranks as objects.
 
     Args:
-        host: Name of the machine.
-        total: Memory of the machine, or of the control group.
-        available: Of it, what can be had without swapping.
-        reserved: What this rank is going to take for other purposes.
+        machine: :func:`~lightning_smartinfinity.machine.machine_identity` of the rank.
+        limits: All that hold for the rank. Two ranks of a machine are under the same limit if they name it alike.
+        reserved: Bytes that this rank is going to take for other purposes.
     """
 
-    host: str
-    total: int
-    available: int
+    machine: str
+    limits: Mapping[str, MemoryLimit]
     reserved: int
+
+    @property
+    def margin(self) -> int:
+        """Bytes that stay free: a quarter of the most memory that the rank could have."""
+        return min(limit.total for limit in self.limits.values()) // _MARGIN
 
 
 def measure_memory(*, reserved: int, root: Path = Path("/")) -> MemoryReport:
-    """This rank's report, from /proc/meminfo and the limits of its control groups.
+    """Measures from /proc/meminfo and the limits of this process's control groups.
 
     Args:
         reserved: As in :class:`MemoryReport`.
         root: Where ``proc`` and ``sys`` lie.
     """
     fields = _fields(root / "proc/meminfo", separator=":")
-    seen = [(fields.get("MemTotal", 0) * 1024, fields.get("MemAvailable", 0) * 1024)]
-    seen += _limits(root)
+    machine = MemoryLimit(fields.get("MemTotal", 0) * 1024, fields.get("MemAvailable", 0) * 1024)
     return MemoryReport(
-        host=platform.node(),
-        total=min(total for total, _ in seen),
-        available=min(available for _, available in seen),
-        reserved=reserved,
+        machine=machine_identity(), limits={_MACHINE: machine, **dict(_group_limits(root))}, reserved=reserved
     )
 
 
-def share_of_memory(reports: Sequence[MemoryReport], host: str) -> int:
-    """Bytes that each rank on ``host`` may take; it depends on the reports of all ranks only, not on their order."""
-    local = [report for report in reports if report.host == host]
-    total = min(report.total for report in local)
+def share_of_memory(reports: Sequence[MemoryReport], own: MemoryReport) -> int:
+    """Returns the bytes that a rank may take. It depends on the set of all ranks' reports only, not on their order.
+
+    If every rank takes its share, no limit is exceeded.
+
+    Args:
+        reports: Of all ranks.
+        own: The rank's, which is among them.
+    """
+    local = [report for report in reports if report.machine == own.machine]
+    return min(_share(name, [report for report in local if name in report.limits]) for name in own.limits)
+
+
+def _share(name: str, ranks: Sequence[MemoryReport]) -> int:
+    """Returns what each of the ranks under one limit may take of it."""
     # Every rank saw the same memory at a slightly different moment: the least counts.
-    free = min(report.available for report in local) - total // _MARGIN - sum(report.reserved for report in local)
-    return max(0, free) // len(local)
+    available = min(rank.limits[name].available for rank in ranks)
+    free = available - max(rank.margin for rank in ranks) - sum(rank.reserved for rank in ranks)
+    return max(0, free) // len(ranks)
 
 
 class _Files(NamedTuple):
@@ -70,18 +100,18 @@ _VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_ina
 _VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
-def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Of the process's control groups and of those that they are in: memory, and what is left of it."""
+def _group_limits(root: Path) -> Iterator[tuple[str, MemoryLimit]]:
+    """Yields the limits of the process's control groups and of the groups around them, each with its name."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
             if number == "0":
-                yield from _limits_of(root / "sys/fs/cgroup", path, _VERSION_2)
+                yield from _limits_on_path(root / "sys/fs/cgroup", path, _VERSION_2)
             elif "memory" in controllers.split(","):
-                yield from _limits_of(root / "sys/fs/cgroup/memory", path, _VERSION_1)
+                yield from _limits_on_path(root / "sys/fs/cgroup/memory", path, _VERSION_1)
 
 
-def _limits_of(mounted: Path, path: str, files: _Files) -> Iterator[tuple[int, int]]:
+def _limits_on_path(mounted: Path, path: str, files: _Files) -> Iterator[tuple[str, MemoryLimit]]:
     group = mounted / path.lstrip("/")
     for folder in (group, *group.parents):
         # No such file, or "max". In a container the path may be that of the host.
@@ -89,7 +119,14 @@ def _limits_of(mounted: Path, path: str, files: _Files) -> Iterator[tuple[int, i
             if folder.is_relative_to(mounted):
                 limit, used = int((folder / files.limit).read_text()), int((folder / files.used).read_text())
                 # Of what is in use, pages of files that nobody looked at lately are given back for the asking.
-                yield limit, limit - used + _fields(folder / "memory.stat").get(files.inactive, 0)
+                inactive = _fields(folder / "memory.stat").get(files.inactive, 0)
+                yield _group_name(folder), MemoryLimit(limit, limit - used + inactive)
+
+
+def _group_name(folder: Path) -> str:
+    """Names a control group alike in all containers of a machine: every container may see its own group as "/"."""
+    status = os.stat(folder)
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _fields(path: Path, *, separator: str | None = None) -> dict[str, int]:

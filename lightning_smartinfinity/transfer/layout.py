@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_smartinfinity.store.extents import BLOCK_BYTES, CELL_NUMEL, STATE_FORMATS, ExtentMap, extent_bytes
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.store.extents import BLOCK_BYTES, CELL_NUMEL, ExtentMap, extent_bytes
 
 __all__ = [
     "Holdings",
@@ -319,7 +320,7 @@ def _tasklet_numel(tasklet_bytes: int, num_arrays: int, state_format: str, borde
         crowd = max(Counter(border // numel for border in borders).values(), default=0) if form.has_blocks else 0
         return extent_bytes(numel, num_arrays, state_format=state_format, num_borders=crowd)
 
-    item_bytes = sum(form.item_bytes or num_arrays * (4,))
+    item_bytes = sum(form.item_bytes(num_arrays))
     granules = (tasklet_bytes - BLOCK_BYTES) // (item_bytes * form.granule)
     while granules > 1 and (nbytes := largest_extent(granules * form.granule)) > tasklet_bytes:
         granules = max(1, min(granules - 1, granules * tasklet_bytes // nbytes))

@@ -94,8 +94,8 @@ class StepPlan:
         active: bool[num_parameters]: which parameters have a gradient; the others are left as they are, as in torch.
         gradients: Host memory of each sub-group's gradients, in sub-group order (``GradientArena.flats()``).
         outputs: Host memory of each sub-group's parameters, a :class:`CudaPartition` or a :class:`StagedPartition`.
-            fp32 parameters in host or CUDA memory are the master weights, bf16 ones their upper halves in
-            ``"int8_remainder"``: what lies there when the step begins is what is updated.
+            Parameters in host or CUDA memory that have the state format's ``parameter_dtype`` are the master weights,
+            or their upper halves: a step updates what lies there when it begins.
         groups: The optimizer's ``param_groups``, read once when the step begins.
         gradient_scale: Factor on every gradient before the update: one over the combined loss and clipping scale.
         compressed: Where gradients are compressed to; None: they reach the update as they are.

@@ -137,12 +137,6 @@ class Step:
         return self._run
 
     @property
-    def _master_dtype(self) -> native.DType:
-        """Of parameters that storage need not be asked for."""
-        in_halves = self._layout.extents.state_format == "int8_remainder"
-        return native.DType.BFLOAT16 if in_halves else native.DType.FLOAT32
-
-    @property
     def numel(self) -> int:
         """Elements it updates."""
         return sum(piece.end - piece.begin for piece in self._pieces if piece.key >= 0)
@@ -244,7 +238,7 @@ class Step:
                 # Parameters in memory that are the masters, or half of them; a staging buffer only passes them on.
                 master_in_parameter=self._device.updates_from_parameters
                 and isinstance(outputs, FlatMemory)
-                and outputs.dtype == self._master_dtype,
+                and outputs.dtype == self._layout.extents.format.parameter_dtype,
                 compressed=self._compressed,
                 loss_scale=self._loss_scale,
             )

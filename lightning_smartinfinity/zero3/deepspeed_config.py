@@ -57,8 +57,6 @@ def build_deepspeed_config(zero: Mapping[str, object] | None) -> DeepSpeedConfig
         ConfigError: A key is unknown or decided by the strategy.
         UnsupportedError: A key switches on a feature that the strategy refuses.
     """
-    if zero is not None and not isinstance(zero, Mapping):
-        raise ConfigError(f"zero={zero!r} of the smart_infinity strategy is not a mapping.", "Pass zero={...}.")
     user = _copied(zero) if zero else {}
     _check(user)
     section: DeepSpeedConfig = {

@@ -25,7 +25,7 @@ from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInf
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
-from lightning_smartinfinity.zero3.parameters.external_parameters import learn_late_uses
+from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -51,7 +51,7 @@ class _PortableEngine(DeepSpeedEngine):
     def __init__(self, **kwargs: object) -> None:
         refuse_foreign_steps()
         super().__init__(**kwargs)
-        learn_late_uses(getattr(self.optimizer, "parameter_offload", self.optimizer))
+        retrace_for_external_parameters(getattr(self.optimizer, "parameter_offload", self.optimizer))
         refuse_plain_loading(self.module)
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.compression import GradientCodec
-from lightning_smartinfinity.config import (
-    CARD_TASKLET_BYTES,
-    HOST_TASKLET_BYTES,
-    SmartSSDConfig,
-    TransferConfig,
-)
+from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.devices.smartssd import CardPlan
+from lightning_smartinfinity.settings import StrategySettings
 
 __all__ = ["OffloadSettings", "ParameterSettings"]
 
@@ -21,30 +16,18 @@ _FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadSettings:
-    """Where optimizer state lives and how it moves.
+class OffloadSettings(StrategySettings):
+    """The user's settings, and what is known of the training.
 
     Args:
         storage: One folder per storage device.
-        transfer: Ring, engine and durability.
-        state_format: How it lies there.
-        overlap: What the update may run beside: ``"none"``, ``"forward"``, ``"backward"`` or ``"auto"``.
-        compression: How gradients travel to the update; None: as they are.
-        update_device: Where the user wants it to run: ``"auto"``, ``"host"`` or ``"smartssd"``.
-        smartssd: The user's settings of cards.
-        cards: That it runs on; None: the host.
+        cards: The SmartSSDs that update; None: the host does.
         gradient_itemsize: Bytes of a gradient's element, before there is an arena to ask; unless known, the most.
-        parameter_itemsize: The same of a parameter's.
-        feed_back_threads: That put what compression did not send into the residual.
+        parameter_itemsize: Bytes of a parameter's element, likewise.
+        feed_back_threads: Number of threads that put what compression did not send into the residual.
     """
 
-    storage: tuple[Path, ...]
-    transfer: TransferConfig
-    state_format: str = "fp32"
-    overlap: str = "none"
-    compression: GradientCodec | None = None
-    update_device: str = "host"
-    smartssd: SmartSSDConfig | None = None
+    storage: tuple[Path, ...] = field()  # without the default of the base
     cards: CardPlan | None = None
     gradient_itemsize: int = 4
     parameter_itemsize: int = 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from lightning_smartinfinity.store import (
     measure_space,
     require_space,
 )
-from lightning_smartinfinity.transfer.free_memory import MemoryReport, measure_memory, share_of_memory
+from lightning_smartinfinity.transfer.free_memory import measure_memory, share_of_memory
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
 from lightning_smartinfinity.transfer.plan import CudaPartition, Flat, StagedPartition
@@ -110,8 +109,8 @@ def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: Proces
     if isinstance(nbytes, str):
         # Memory of the arena and of the ring, some of which has not been touched yet.
         reserved = _MOST_ITEM_BYTES * layout.numel + transfer.num_buffers * settings.tasklet_bytes
-        reports: list[MemoryReport] = gather(measure_memory(reserved=reserved), group)
-        nbytes = share_of_memory(reports, platform.node())
+        own = measure_memory(reserved=reserved)
+        nbytes = share_of_memory(gather(own, group), own)
     return with_residents(layout, nbytes=nbytes, written_through=transfer.writes_through)
 
 

@@ -30,6 +30,7 @@ from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
 from lightning_smartinfinity.devices.smartssd.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
 from lightning_smartinfinity.machine import machine_identity
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.zero3.collectives import gather, raise_together
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -115,8 +116,8 @@ def _obstacle(offload: OffloadSettings) -> str | None:
         return None
     if not is_xclbin_named(offload.smartssd, System()):
         return "no xclbin for SmartSSDs is named"
-    if offload.state_format != "fp32":
-        return f"SmartSSDs hold state in fp32 alone, not {offload.state_format!r}"
+    if not STATE_FORMATS[offload.state_format].on_cards:
+        return f"SmartSSDs hold state in {names_where(lambda form: form.on_cards)} alone, not {offload.state_format!r}"
     return None
 
 

@@ -12,6 +12,7 @@ import torch
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ZeroParameter
@@ -203,19 +204,21 @@ def check_dtype(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
 
 
 def check_state_format(state_format: str, config: DeepSpeedConfig) -> None:
-    """Refuse a format that the parameters' dtype does not go with.
+    """Refuse a format that needs parameters of another dtype.
 
     Args:
         state_format: The strategy's.
         config: DeepSpeed's.
 
     Raises:
-        ConfigError: Half of the master is to be the bf16 parameter, and parameters are not in bf16.
+        ConfigError: Half of the master would be the parameter, and parameters have another dtype.
     """
-    if state_format == "int8_remainder" and not config.get("bf16", {}).get("enabled"):
+    dtype = STATE_FORMATS[state_format].required_parameters
+    if dtype is not None and not config.get(dtype, {}).get("enabled"):
+        others = names_where(lambda form: form.required_parameters is None)
         raise ConfigError(
-            "state_format='int8_remainder' needs parameters in bf16: they are the upper half of the masters.",
-            "Use precision='bf16-mixed' or 'bf16-true', or state_format='int8'.",
+            f"state_format={state_format!r} needs parameters in {dtype}: they are the upper half of the masters.",
+            f"Use precision='{dtype}-mixed' or '{dtype}-true', or state_format={others}.",
         )
 
 

@@ -12,9 +12,9 @@ import torch
 
 from lightning_smartinfinity.cli import main, simulate
 from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.fit import fit
-from lightning_smartinfinity.settings import checked_smartssd
-from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.settings import StrategySettings
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -71,7 +71,7 @@ def test_what_training_refuses_is_not_simulated(state: str, dtype: str, optimize
         refused.append(error)
     on_cards = list(refused)
     try:
-        checked_smartssd(None, update_device="smartssd", state_format=state)
+        StrategySettings(update_device="smartssd", state_format=state)
     except SmartInfinityError as error:
         on_cards.append(error)
     for system, errors in (("host", refused), ("smartssd", on_cards)):

@@ -173,7 +173,7 @@ def test_strategy_wants_an_xclbin(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ({"timeout": 0}, "timeout=0"),
         ({"timeout": float("inf")}, "timeout=inf"),
         ({"timeout": float("nan")}, "timeout=nan"),
-        ({"timeout": 3e6}, "timeout=3000000.0.*up to 2147483"),
+        ({"timeout": 3e6}, "timeout=3000000.0.*at most 2147483"),
         ({"timeout": 10**400}, "timeout=10000"),
         ({"timeout": 10**5000}, "timeout=<too many digits to show>"),
     ],

@@ -17,7 +17,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.devices.host import _error_of
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, StorageFullError
-from lightning_smartinfinity.native.testing import inject
+from tests.helpers.native_testing import inject
 
 NUMEL = 2_048
 EXTENT_BYTES = 3 * 4 * NUMEL + 4_096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def strategy_from(*arguments: str) -> SmartInfinityStrategy:
 )
 def test_strategy_on_the_command_line(arguments: list[str]) -> None:
     """The name and the class path both give our strategy, with default settings."""
-    assert strategy_from(*arguments)._storage is None
+    assert strategy_from(*arguments)._settings.storage is None
 
 
 def test_settings_on_the_command_line(tmp_path: Path) -> None:
@@ -67,8 +68,8 @@ def test_settings_on_the_command_line(tmp_path: Path) -> None:
         f"--trainer.strategy.storage={tmp_path}",
         "--trainer.strategy.transfer.num_buffers=4",
     )
-    assert strategy._storage == (tmp_path,)
-    assert strategy._transfer.num_buffers == 4
+    assert strategy._settings.storage == (tmp_path,)
+    assert strategy._settings.transfer.num_buffers == 4
 
 
 def test_settings_in_a_file(tmp_path: Path) -> None:
@@ -76,10 +77,36 @@ def test_settings_in_a_file(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(YAML.format(folder=tmp_path))
     strategy = strategy_from(f"--config={config}")
-    assert strategy._storage == (tmp_path / "nvme0", tmp_path / "nvme1")
-    assert (strategy._transfer.num_buffers, strategy._transfer.durability) == (8, "power")
-    assert strategy._compression == TopK(0.02, error_feedback=False)
+    assert strategy._settings.storage == (tmp_path / "nvme0", tmp_path / "nvme1")
+    assert (strategy._settings.transfer.num_buffers, strategy._settings.transfer.durability) == (8, "power")
+    assert strategy._settings.compression == TopK(0.02, error_feedback=False)
     assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 1_000_000  # type: ignore[index]
+
+
+ARGUMENTS = (
+    ("storage", "A folder, or one per storage device", ("str", "Path", "Sequence"), "null"),
+    ("update_device", "Where the update runs", ("str",), "auto"),
+    ("smartssd", "The xclbin and the cards", ("SmartSSDConfig",), "null"),
+    ("state_format", "How optimizer state lies on storage", ("str",), "fp32"),
+    ("overlap", "What the update may run beside", ("str",), "auto"),
+    ("compression", "How gradients travel to the update", ("GradientCodec",), "null"),
+    ("activations", "Not available in this version", ("object",), "null"),
+    ("transfer", "Ring size, I/O engine", ("TransferConfig",), "null"),
+    ("zero", "Further keys of DeepSpeed's", ("Mapping",), "null"),
+)
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line tells what every argument is, its type and its default."""
+    with pytest.raises(SystemExit) as ended:
+        strategy_from(f"--trainer.strategy.help={CLASS_PATH}")
+    assert ended.value.code == 0
+    told = " ".join(capsys.readouterr().out.split()).split("--trainer.strategy.")
+    for argument, words, kinds, default in ARGUMENTS:
+        (described,) = (part for part in told if part.startswith(argument) and words in part)
+        declared = re.search(r"\(type: (.+), default: (\w+)", described)
+        assert declared is not None and declared[2] == default
+        assert all(kind in declared[1] for kind in kinds)
 
 
 def test_wrong_setting_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

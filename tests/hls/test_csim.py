@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hls.description import ERROR_BITS
-from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, SgdStep, crc32c_combine
+from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, SgdStep
 from tests.helpers.compressed import Codes, block_scaled_codes
 from tests.helpers.golden import DTYPES, STEPS, decode, encode
+from tests.helpers.native_testing import crc32c_combine
 from tests.helpers.payload import BLOCK, Payload, build, expand
 from tests.helpers.update_rules import Floats, adagrad_step, adam_step, sgd_step
 from tests.hls.simulation import Library, aligned

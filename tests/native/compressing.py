@@ -14,11 +14,11 @@ from lightning_smartinfinity.native import (
     GradientCodec,
     Segment,
     Tasklet,
-    decode_gradient,
     encode_gradient,
 )
 from tests.helpers.compressed import Source
 from tests.helpers.golden import Bits, decode
+from tests.helpers.native_testing import decode_gradient
 from tests.helpers.update_rules import Floats
 
 __all__ = ["Compressing", "Parts", "decoded", "mask_of"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_smartinfinity.native.testing import use_cuda_library
+from tests.helpers.native_testing import use_cuda_library
 from tests.native.fake_cuda import FakeCuda, build
 
 __all__ = ["fake_cuda"]

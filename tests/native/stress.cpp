@@ -161,7 +161,7 @@ class Scenario {
     std::size_t num_arrays() const { return expected_.arrays.size(); }
     std::size_t extent() const { return extent_of(tasklet_numel_); }
     std::size_t extent_of(std::size_t numel) const {
-        return extent_bytes(Regions(StateFormat::kFp32, num_arrays(), numel, Blocks::grid()));
+        return extent_bytes(Regions(kFp32, num_arrays(), numel, Blocks::grid()));
     }
 
     void open(const std::string& folder) {

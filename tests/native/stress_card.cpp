@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "card/card_kernel.hpp"
+#include "card/card_updater.hpp"
 #include "fake_card.hpp"
 #include "gradient/sparse_gradient.hpp"
 #include "pipeline/pipeline.hpp"
@@ -154,7 +155,7 @@ class Scenario {
 
  private:
     std::size_t extent_of(std::size_t numel) const {
-        return extent_bytes(Regions(StateFormat::kFp32, rule_.num_arrays, numel, Blocks::grid()));
+        return extent_bytes(Regions(kFp32, rule_.num_arrays, numel, Blocks::grid()));
     }
     std::size_t extent() const { return extent_of(tasklet_numel_); }
 
@@ -189,8 +190,7 @@ class Scenario {
             gradients_descriptor_ = card.gradient_file->descriptor();
         }
         if (is_impatient()) card.timeout = std::chrono::milliseconds(20);
-        options.card = std::move(card);
-        return std::make_unique<Pipeline>(std::move(options));
+        return std::make_unique<Pipeline>(with_card(std::move(options), std::move(card)));
     }
 
     Tasklet tasklet(std::size_t index) const {

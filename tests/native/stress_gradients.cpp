@@ -274,7 +274,7 @@ class Scenario {
         Tasklet empty;
         empty.numel = numel_;
         empty.num_arrays = kMomentArrays;
-        empty.extent_bytes = extent_bytes(Regions(StateFormat::kFp32, kMomentArrays, numel_, Blocks::grid()));
+        empty.extent_bytes = extent_bytes(Regions(kFp32, kMomentArrays, numel_, Blocks::grid()));
         Tasklet tasklet = gradient.tasklet();
         tasklet.num_arrays = empty.num_arrays;
         tasklet.extent_bytes = empty.extent_bytes;
@@ -315,7 +315,7 @@ class Scenario {
         std::vector<std::vector<float>> parameters;
         const std::size_t num_tasklets = 1 + random_.upto(5);
         const std::uint64_t numel = 1 + random_.upto(6000);
-        const std::size_t extent = extent_bytes(Regions(StateFormat::kFp32, kMomentArrays, numel, Blocks::grid()));
+        const std::size_t extent = extent_bytes(Regions(kFp32, kMomentArrays, numel, Blocks::grid()));
         StateFile file = make_file(num_tasklets * extent);
         Pipeline pipeline({{file}, {}, 1 + random_.upto(2), extent, 2, 1 + random_.upto(3), std::nullopt});
         Batch write{Operation::kWrite, {}, {}, nullptr};

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from lightning_smartinfinity.native import (
     InstructionSet,
     crc32c,
-    crc32c_combine,
     crc32c_widths,
     select_instruction_set,
     supported_instruction_sets,
 )
+from tests.helpers.native_testing import crc32c_combine
 
 DATA = np.random.default_rng(3).integers(0, 256, 70_000, dtype=np.uint8)
 WIDTHS = crc32c_widths()

@@ -23,7 +23,8 @@ from lightning_smartinfinity.native import (
     HostBuffer,
     Operation,
 )
-from lightning_smartinfinity.native.testing import use_cuda_library
+from tests.helpers.native_testing import use_cuda_library
+from tests.native.builds import ROOT
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Run, StoredState
 
@@ -218,7 +219,7 @@ def test_the_end_of_a_process_that_holds_everything(fake_cuda: FakeCuda, tmp_pat
     """No crash and no word, with registered memory, streams and work on them left behind."""
     code = f"""
         from lightning_smartinfinity.native import CudaDevice, CudaEvent, CudaStream, HostBuffer
-        from lightning_smartinfinity.native.testing import use_cuda_library
+        from tests.helpers.native_testing import use_cuda_library
 
         use_cuda_library({str(fake_cuda.library)!r})
         device = CudaDevice(0)
@@ -227,7 +228,8 @@ def test_the_end_of_a_process_that_holds_everything(fake_cuda: FakeCuda, tmp_pat
         device.copy_to_host(host=buffer.address, device=buffer.address + 4096, nbytes=4096, stream=stream.handle)
         event.record(stream.handle)
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import lightning_smartinfinity.native._core as core
 from lightning_smartinfinity.native import Batch, Failure, Identity, Operation, Pipeline, StateFile
-from lightning_smartinfinity.native.testing import inject
+from tests.helpers.native_testing import inject
 from tests.helpers.update_rules import Floats, adam_step
 from tests.native.stored import JOB, Run, StoredState, align, extent_bytes, takes_direct
 from tests.native.test_pipeline import assert_same, initial, normals

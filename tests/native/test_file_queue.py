@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.native import Failure, FileQueue, HostBuffer, StateFile
-from lightning_smartinfinity.native.testing import inject
+from tests.helpers.native_testing import inject
 from tests.native.stored import takes_direct
 
 BLOCK = 4096

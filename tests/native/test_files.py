@@ -9,7 +9,7 @@ import pytest
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native import Operation
-from lightning_smartinfinity.native.testing import Throttle, inject
+from tests.helpers.native_testing import Throttle, inject
 from tests.native.stored import Run, StoredState
 from tests.native.test_pipeline import NUMEL, STEPS, initial, normals, work_two_steps
 

@@ -385,11 +385,14 @@ def test_refused_batches(tmp_path: Path) -> None:
         for begin, end in [(0, 100), (100, 256), (256, 299)]:
             with pytest.raises(ValueError, match="ends inside a block"):
                 state.start(Operation.UPDATE, [Run(begin, end - begin, 0, g)], [adam_step()])
-        with pytest.raises(ValueError, match="needs an fp32 parameter address"):
+        with pytest.raises(ValueError, match="needs the address of fp32 parameters"):
             state.start(Operation.UPDATE, [Run(0, 1000, 0, g)], [adam_step()], master_in_parameter=True)
         state.offset = 100
         with pytest.raises(ValueError, match="offset 100 is not a multiple of 256"):
             state.start(Operation.UPDATE, [Run(0, 1000, 0, g)], [adam_step()])
     run = Run(0, 1000, 0, g, parameter=np.zeros(1000, np.float32))
-    with stored(tmp_path, 1000, REMAINDER) as state, pytest.raises(ValueError, match="needs a bf16 parameter address"):
+    with (
+        stored(tmp_path, 1000, REMAINDER) as state,
+        pytest.raises(ValueError, match="address of bf16 parameters"),
+    ):
         state.start(Operation.UPDATE, [run], [adam_step()], master_in_parameter=True)

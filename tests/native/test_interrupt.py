@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity.native import FileQueue, HostBuffer, Operation, Pipeline, StateFile
-from lightning_smartinfinity.native.testing import inject
+from tests.helpers.native_testing import inject
 from tests.helpers.update_rules import adam_step
 from tests.native.stored import Run, StoredState
 from tests.native.test_pipeline import adam, assert_same, initial, normals

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.native import Batch, FileQueue, HostBuffer, Operation, Pipeline, StateFile
-from lightning_smartinfinity.native.testing import inject
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.native_testing import inject
 from tests.native.stored import Run, StoredState, takes_direct
 from tests.native.test_pipeline import (
     NUMEL,

@@ -19,7 +19,7 @@ import pytest
 
 import lightning_smartinfinity.native._core as core
 from lightning_smartinfinity.native import Failure, HostBuffer, Operation, StateFile
-from lightning_smartinfinity.native.testing import inject
+from tests.helpers.native_testing import inject
 from tests.helpers.update_rules import adam_step
 from tests.helpers.waiting import LIMIT, join
 from tests.native.stored import Run, StoredState

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity.native import Batch, DType, Operation
-from lightning_smartinfinity.native.testing import inject
+from tests.helpers.native_testing import inject
 from tests.helpers.update_rules import Floats, adam, adam_step
 from tests.native.stored import JOB, Run, StoredState, align, extent_bytes
 from tests.native.test_crc32c import bitwise

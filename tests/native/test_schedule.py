@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_smartinfinity.native import TransferSchedule
 from lightning_smartinfinity.store.spread import apportion, interleave
+from tests.helpers.native_testing import extend_resident
 
 sizes = st.integers(0, 12)
 buffers = st.integers(1, 5)
@@ -101,7 +102,7 @@ def test_preferred_tasklets_are_begun_next(num_tasklets: int, num_buffers: int, 
     """Those that have not begun, in the order asked for, the last request first; then the others, in list order."""
     simulation = Simulation(num_tasklets, num_buffers, reads=True, writes=True)
     resident = data.draw(st.integers(0, 3))
-    simulation.schedule.extend_resident(resident, reads=False, writes=False)
+    extend_resident(simulation.schedule, resident, reads=False, writes=False)
     simulation.num_buffers *= 2
     simulation.resident = set(range(num_tasklets, num_tasklets + resident))
     waiting = list(range(num_tasklets))
@@ -138,7 +139,7 @@ def test_resident_tasklets(
         way = (resident, reads, writes) if resident else (False, stages["reads"], stages["writes"])
         ways += [way] * number
         if resident:
-            simulation.schedule.extend_resident(number, reads=reads, writes=writes)
+            extend_resident(simulation.schedule, number, reads=reads, writes=writes)
         else:
             simulation.schedule.extend(number)
         simulation.resident = {tasklet for tasklet, (is_resident, _, _) in enumerate(ways) if is_resident}
@@ -163,7 +164,7 @@ def test_resident_tasklets(
 def test_resident_tasklets_never_wait_for_the_ring(num_resident: int, num_tasklets: int, num_buffers: int) -> None:
     """All of them are computed while every buffer of the ring is being read into."""
     schedule = TransferSchedule(num_tasklets, num_buffers, reads=True, writes=True)
-    schedule.extend_resident(num_resident, reads=False, writes=False)
+    extend_resident(schedule, num_resident, reads=False, writes=False)
     reading = 0
     while actions := schedule.next():
         reading += sum(action == "read" for action, _, _ in actions)

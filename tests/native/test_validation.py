@@ -77,10 +77,10 @@ def tasklet(**changes: Any) -> Tasklet:
         ({"segments": [segment(parameter=ADDRESS + 2)]}, "parameter address is misaligned"),
         ({"segments": [segment(arrays=(0, ADDRESS + 2))]}, "array address is misaligned"),
         ({"segments": [segment(arrays=(0, 0, 0, 0))]}, "more arrays than the tasklet"),
-        ({"master_in_parameter": True, "segments": [segment(parameter=0)]}, "fp32 parameter address"),
+        ({"master_in_parameter": True, "segments": [segment(parameter=0)]}, "address of fp32 parameters"),
         (
             {"master_in_parameter": True, "segments": [segment(parameter_dtype=DType.BFLOAT16)]},
-            "fp32 parameter address",
+            "address of fp32 parameters",
         ),
         ({"master_in_parameter": True, "segments": [segment(numel=99)]}, "cover the whole tasklet"),
     ],

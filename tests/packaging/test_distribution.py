@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import email
 import re
@@ -13,6 +14,9 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+
+from lightning_smartinfinity import native
+from tests.helpers import native_testing
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_smartinfinity"
@@ -41,13 +45,24 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    """Every module, the types and one extension; no sources of the core, no tests."""
+    """Every module, one extension with its stub, and the mark of types; no sources of the core, no tests."""
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    python = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).rglob("*.py*") if path.suffix in (".py", ".pyi")}
+    python = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).rglob("*.py")}
     extensions = {name for name in names if name.endswith(".so")}
-    assert names - extensions == python | {f"{PACKAGE}/py.typed"}
+    assert names - extensions == python | {f"{PACKAGE}/py.typed", f"{PACKAGE}/native/_core.pyi"}
     assert len(extensions) == 1
     assert extensions.pop().startswith(f"{PACKAGE}/native/_core.")
+
+
+def test_wheel_injects_no_faults(wheel: zipfile.ZipFile) -> None:
+    """Built by default, the extension and its stub have none of the names that are for tests, nor their engines."""
+    stub = wheel.read(f"{PACKAGE}/native/_core.pyi").decode()
+    names = {node.name for node in ast.parse(stub).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert names == set(native.__all__)
+    assert not names & set(native_testing.__all__)
+    extension = wheel.read(next(name for name in wheel.namelist() if name.endswith(".so")))
+    assert b"FileQueue" in extension  # the names of classes that throw or are bound can be read
+    assert not re.search(rb"FaultInjectingEngine|HoldingEngine|ThrottledEngine|use_cuda_library", extension)
 
 
 def test_source_distribution_holds_what_a_build_and_the_tests_need(distributions: Path) -> None:
@@ -97,6 +112,7 @@ def test_installed_core_runs_alone(distributions: Path, tmp_path: Path) -> None:
         from lightning_smartinfinity import native
         data = native.HostBuffer(4096)
         data.memoryview()[:9] = b"123456789"
+        assert not {set(native_testing.__all__)!r} & vars(native._core).keys()
         print(native.__file__, hex(native.crc32c(data.address, 9)))
     """
     # -S: no site-packages at all.

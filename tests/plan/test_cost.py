@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity import BlockScaled, ConfigError, TopK
-from lightning_smartinfinity.plan.cost import Setting, gain_of, gain_on_cards, gain_on_host, published_smartssds
+from lightning_smartinfinity.plan.cost import (
+    CompressionResources,
+    gain_of,
+    gain_on_cards,
+    gain_on_host,
+    published_smartssds,
+)
 from lightning_smartinfinity.plan.gradients import BlockScaledPayload, Dense, TopKPayload
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.workload import Workload
@@ -32,13 +38,13 @@ def dense(item_bytes: int = 2) -> Workload:
 )
 def test_of_a_codec_on_published_cards(settings: dict[str, Any], gains: bool) -> None:
     """Many cards that wait for their channel, or gradients that pass through the SSDs."""
-    setting = Setting(**({"num_cores": 32} | settings))
+    setting = CompressionResources(**({"num_cores": 32} | settings))
     assert gain_of(TopK(0.01, error_feedback=False), dense(4), setting).gains == gains
 
 
 def test_gpus_choose_beside_the_cores() -> None:
     """Unless they are to choose by a sample, which is done on the CPU."""
-    on_cpu, on_gpu = (Setting(num_cards=20, num_cores=1, num_gpus=num) for num in (0, 4))
+    on_cpu, on_gpu = (CompressionResources(num_cards=20, num_cores=1, num_gpus=num) for num in (0, 4))
     for exact in (True, False):
         codec = TopK(0.01, exact=exact)
         faster = gain_of(codec, dense(4), on_gpu).ratio > 1.1 * gain_of(codec, dense(4), on_cpu).ratio
@@ -48,7 +54,11 @@ def test_gpus_choose_beside_the_cores() -> None:
 def test_gradients_take_time_on_their_way_to_a_gpu() -> None:
     """And residuals with them: one GPU's link is slower than many cards."""
     ratios = [
-        gain_of(TopK(0.01, error_feedback=feedback), dense(4), Setting(num_cards=20, num_cores=64, num_gpus=num)).ratio
+        gain_of(
+            TopK(0.01, error_feedback=feedback),
+            dense(4),
+            CompressionResources(num_cards=20, num_cores=64, num_gpus=num),
+        ).ratio
         for feedback, num in ((True, 1), (False, 1), (False, 8))
     ]
     assert ratios[0] < ratios[1] < ratios[2]
@@ -57,16 +67,18 @@ def test_gradients_take_time_on_their_way_to_a_gpu() -> None:
 def test_the_residual_takes_time() -> None:
     """After the update, on as many threads as there are: few take longer than the channel saves."""
     ratios = [
-        gain_of(TopK(0.01), dense(4), Setting(num_cards=20, num_cores=64, num_threads=threads)).ratio
+        gain_of(TopK(0.01), dense(4), CompressionResources(num_cards=20, num_cores=64, num_threads=threads)).ratio
         for threads in (1, 8, 64)
     ]
-    without = gain_of(TopK(0.01, error_feedback=False), dense(4), Setting(num_cards=20, num_cores=64)).ratio
+    without = gain_of(
+        TopK(0.01, error_feedback=False), dense(4), CompressionResources(num_cards=20, num_cores=64)
+    ).ratio
     assert ratios[0] < 1 < ratios[1] < ratios[2] < without
 
 
 def test_choosing_more_takes_longer() -> None:
     """Of a few cores it is what a step waits for."""
-    setting = Setting(num_cards=40, num_cores=2)
+    setting = CompressionResources(num_cards=40, num_cores=2)
     few, many = (gain_of(TopK(ratio, error_feedback=False), dense(4), setting).ratio for ratio in (0.02, 0.021))
     assert few > 2 * many
 
@@ -82,7 +94,7 @@ def test_a_card_chooses_with_two_threads() -> None:
 
 def test_everything_with_its_place() -> None:
     """A payload of all values is larger than the values."""
-    gain = gain_of(TopK(1.0), dense(2), Setting(num_cards=4, num_cores=64, route=Route.STORAGE))
+    gain = gain_of(TopK(1.0), dense(2), CompressionResources(num_cards=4, num_cores=64, route=Route.STORAGE))
     assert not gain.gains
     assert "Sending 200.0%" in gain.reason
     assert "no fewer bytes" in gain.reason
@@ -90,7 +102,7 @@ def test_everything_with_its_place() -> None:
 
 def test_values_of_another_type() -> None:
     """Fewer bytes of values leave more of the channel."""
-    setting = Setting(num_cards=40, num_cores=64, num_threads=64)
+    setting = CompressionResources(num_cards=40, num_cores=64, num_threads=64)
     narrow, wide = (gain_of(TopK(0.2, value_dtype=dtype), dense(4), setting).ratio for dtype in ("bf16", "auto"))
     assert narrow > wide > 1
 
@@ -98,7 +110,9 @@ def test_values_of_another_type() -> None:
 @pytest.mark.parametrize(("item_bytes", "num_cards", "gains"), [(4, 4, False), (4, 40, True), (2, 40, True)])
 def test_8_bits(item_bytes: int, num_cards: int, gains: bool) -> None:
     """Where cards wait for their channel, of which gradients are half: it gains what the bytes are fewer, no more."""
-    gain = gain_of(BlockScaled(error_feedback=False), dense(item_bytes), Setting(num_cards=num_cards, num_cores=64))
+    gain = gain_of(
+        BlockScaled(error_feedback=False), dense(item_bytes), CompressionResources(num_cards=num_cards, num_cores=64)
+    )
     assert gain.gains == gains
     assert f"Sending {1.004 / item_bytes:.1%} of the gradients' bytes" in gain.reason
     if gains:
@@ -107,11 +121,11 @@ def test_8_bits(item_bytes: int, num_cards: int, gains: bool) -> None:
 
 def test_8_bits_are_made_on_the_cpu() -> None:
     """Wherever gradients come from; few cores take longer for it, and for the residual, than the channel saves."""
-    on_cpu, on_gpu = (Setting(num_cards=40, num_cores=4, num_gpus=gpus) for gpus in (0, 2))
+    on_cpu, on_gpu = (CompressionResources(num_cards=40, num_cores=4, num_gpus=gpus) for gpus in (0, 2))
     gain = gain_of(BlockScaled(), dense(4), on_cpu)
     assert gain == gain_of(BlockScaled(), dense(4), on_gpu)
     assert gain.ratio < 1 and "takes longer than it saves" in gain.reason
-    more = gain_of(BlockScaled(), dense(4), Setting(num_cards=40, num_cores=64, num_threads=64))
+    more = gain_of(BlockScaled(), dense(4), CompressionResources(num_cards=40, num_cores=64, num_threads=64))
     assert more.gains
 
 
@@ -140,7 +154,7 @@ def test_not_where_the_ssds_are_what_is_waited_for() -> None:
 
 def test_compression_can_be_a_loss() -> None:
     """Where devices are waited for, whatever it takes makes the step longer; the reason says so."""
-    gain = gain_of(TopK(0.01), dense(2), Setting(num_cards=4, num_cores=64))
+    gain = gain_of(TopK(0.01), dense(2), CompressionResources(num_cards=4, num_cores=64))
     assert gain.ratio < 0.9
     assert "not for the channel, and then for making what is sent and keeping what is not." in gain.reason
 
@@ -171,5 +185,5 @@ def test_choosing_can_cost_more_than_it_saves() -> None:
 @pytest.mark.parametrize("wrong", [{"num_cores": 0}, {"num_cards": -1}, {"num_threads": 0}, {"num_gpus": 1.5}])
 def test_settings_are_checked(wrong: dict[str, Any]) -> None:
     """An error of ours names what is wrong."""
-    with pytest.raises(ConfigError, match=rf"Setting\({next(iter(wrong))}=.*is out of range"):
-        Setting(**{"num_cards": 1, "num_cores": 1} | wrong)
+    with pytest.raises(ConfigError, match=rf"CompressionResources\({next(iter(wrong))}=.*is out of range"):
+        CompressionResources(**{"num_cards": 1, "num_cores": 1} | wrong)

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_smartinfinity import TopK, plan
 from lightning_smartinfinity.cli import main
-from lightning_smartinfinity.plan.cost import Setting, gain_of
+from lightning_smartinfinity.plan.cost import CompressionResources, gain_of
 from lightning_smartinfinity.plan.gradients import Dense
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.workload import Workload
@@ -61,5 +61,7 @@ def test_gains_are_as_predicted() -> None:
         dense = Workload(numel=1, gradients=Dense(gradient), parameter_bytes=parameter)
         codec = TopK(0.01, error_feedback=error_feedback == "yes")
         for num_cards, gain in zip(head[3:], gains, strict=True):
-            setting = Setting(num_cards=int(num_cards), num_cores=64, num_threads=8, route=Route(route.strip("`")))
+            setting = CompressionResources(
+                num_cards=int(num_cards), num_cores=64, num_threads=8, route=Route(route.strip("`"))
+            )
             assert gain == f"{gain_of(codec, dense, setting).ratio:.2f}"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_smartinfinity.compression import BlockScaled, TopK
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.native import TransferSchedule
+from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan import handler
 from lightning_smartinfinity.plan.gradients import BlockScaledPayload, Dense, GradientForm, Pairs, TopKPayload
 from lightning_smartinfinity.plan.handler import Route, tasklets_of_device, update_on_cards, update_on_host
@@ -21,7 +22,6 @@ from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
 from lightning_smartinfinity.plan.virtual_time import Process, Simulation
 from lightning_smartinfinity.plan.wiring import connect
 from lightning_smartinfinity.plan.workload import NUM_ARRAYS, Workload
-from lightning_smartinfinity.store.extents import STATE_FORMATS
 from lightning_smartinfinity.transfer import compressed_gradients
 
 MIB = 1 << 20

@@ -15,14 +15,15 @@ from tests.store.makers import create, extents
 
 
 def request(**changes: object) -> SpaceRequest:
-    values = {"host": "one", "file_system": 7, "path": "/disk", "needed_bytes": 60, "free_bytes": 100}
+    values = {"machine": "one", "host": "one", "file_system": 7, "path": "/disk", "needed_bytes": 60, "free_bytes": 100}
     return SpaceRequest(**(values | changes))  # type: ignore[arg-type]
 
 
 requests = st.lists(
     st.builds(
         SpaceRequest,
-        host=st.sampled_from(["one", "two"]),
+        machine=st.sampled_from(["one", "two"]),
+        host=st.sampled_from(["first", "second"]),
         file_system=st.integers(1, 2),
         path=st.sampled_from(["/a", "/b"]),
         needed_bytes=st.integers(0, 100),
@@ -36,28 +37,35 @@ requests = st.lists(
 @settings(deadline=None)
 @given(requests, st.randoms())
 def test_verdict_does_not_depend_on_order(gathered: list[SpaceRequest], random: object) -> None:
-    """However ranks gather the requests, they agree; the sums are per file system of a host."""
+    """However ranks gather the requests, they agree; the sums are per file system of a machine."""
     shuffled = list(gathered)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     verdict = shortfalls(gathered)
     assert shortfalls(shuffled) == verdict
-    for host in ("one", "two"):
+    for machine in ("one", "two"):
         for file_system in (1, 2):
-            sharing = [r for r in gathered if (r.host, r.file_system) == (host, file_system)]
+            sharing = [r for r in gathered if (r.machine, r.file_system) == (machine, file_system)]
             needed = sum(r.needed_bytes for r in sharing)
             free = min((r.free_bytes for r in sharing), default=0) + sum(r.reclaimable_bytes for r in sharing)
-            found = [s for s in verdict if (s.host, s.needed_bytes, s.free_bytes) == (host, needed, free)]
+            hosts = tuple(sorted({r.host for r in sharing}))
+            found = [s for s in verdict if (s.hosts, s.needed_bytes, s.free_bytes) == (hosts, needed, free)]
             assert bool(found) >= (needed > free)
     assert all(shortfall.needed_bytes > shortfall.free_bytes for shortfall in verdict)
 
 
 def test_ranks_that_share_a_disk_are_summed() -> None:
-    """Each alone would fit; together they do not. On another disk or host they do."""
+    """Each alone would fit; together they do not. On another disk or machine they do."""
     assert shortfalls([request()]) == ()
     (missing,) = shortfalls([request(path="/disk/b"), request(path="/disk/a")])
     assert (missing.needed_bytes, missing.free_bytes, missing.paths) == (120, 100, ("/disk/a", "/disk/b"))
     assert shortfalls([request(), request(file_system=8)]) == ()
-    assert shortfalls([request(), request(host="two")]) == ()
+    assert shortfalls([request(), request(machine="two")]) == ()
+
+
+def test_containers_of_one_machine_share_its_disks() -> None:
+    """They have host names of their own, and the error names both."""
+    with pytest.raises(StorageFullError, match=r"on 'first', 'second', where"):
+        require_space([request(host="second"), request(host="first")])
 
 
 def test_space_of_a_leftover_counts_as_free() -> None:
@@ -71,7 +79,7 @@ def test_error_names_folders_and_bytes() -> None:
     with pytest.raises(
         StorageFullError, match=r"needs 3\.00 GiB in '/disk' on 'one', where 1\.00 GiB are free"
     ) as caught:
-        require_space([big, request(host="two", needed_bytes=5 << 20, free_bytes=1 << 20)])
+        require_space([big, request(machine="two", needed_bytes=5 << 20, free_bytes=1 << 20)])
     assert "5.00 MiB" in caught.value.problem
     assert "durability='none'" in caught.value.remedy
     require_space([])

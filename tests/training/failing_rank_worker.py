@@ -23,8 +23,8 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy, StorageError, TopK
-from lightning_smartinfinity.native import testing
 from tests.fabric.worker import _window, quiet_fabric
+from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 
 

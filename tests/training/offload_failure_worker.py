@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy
-from lightning_smartinfinity.native import testing
+from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 

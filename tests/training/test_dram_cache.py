@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_smartinfinity.transfer import free_memory
-from lightning_smartinfinity.transfer.free_memory import MemoryReport
+from lightning_smartinfinity.machine import machine_identity
+from lightning_smartinfinity.transfer.free_memory import MemoryLimit, MemoryReport
 from lightning_smartinfinity.zero3 import storage
 from tests.training.test_overlap import BF16, SMALL_RING, assert_same, result
 from tests.training.worker import Run, train
@@ -29,7 +29,7 @@ def memory_of(available: int) -> Any:
     """A measurement of a machine with so much free beyond the margin and what training takes."""
 
     def measure(*, reserved: int) -> MemoryReport:
-        return dataclasses.replace(free_memory.measure_memory(reserved=0), total=0, available=available)
+        return MemoryReport(machine=machine_identity(), limits={"machine": MemoryLimit(0, available)}, reserved=0)
 
     return measure
 

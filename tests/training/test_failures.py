@@ -16,7 +16,7 @@ from lightning_smartinfinity import (
     StorageError,
     StorageFullError,
 )
-from lightning_smartinfinity.native import testing
+from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer

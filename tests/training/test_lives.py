@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_smartinfinity import CheckpointError, StorageError, UnsupportedError
-from lightning_smartinfinity.native import testing
+from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.worker import Run, train

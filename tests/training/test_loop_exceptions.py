@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRe
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, UnsupportedError
-from lightning_smartinfinity.native import testing
+from tests.helpers import native_testing as testing
 from tests.helpers.plain import Everything, assert_like_plain_lightning
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import join

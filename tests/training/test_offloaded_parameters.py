@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, StorageFullError
-from lightning_smartinfinity.native import testing
 from lightning_smartinfinity.transfer.host_buffers import HostMemory
+from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_lives import Evaluated

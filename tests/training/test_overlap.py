@@ -15,10 +15,10 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError
-from lightning_smartinfinity.native import testing
 from lightning_smartinfinity.zero3.step import overlap_choice
 from lightning_smartinfinity.zero3.step.update_in_flight import UpdateInFlight, _Awaited
 from tests.fabric import worker as fabric_worker
+from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.worker import Run, launch, train
@@ -258,7 +258,7 @@ def test_an_interrupt_while_the_update_is_waited_for(tmp_path: Path, monkeypatch
     wait = UpdateInFlight._wait_for
 
     def interrupted(self: UpdateInFlight, wanted: Any) -> None:
-        if self._optimizer.rank_state.handler.generation == 1:
+        if self._rank_state.handler.generation == 1:
             monkeypatch.setattr(UpdateInFlight, "_wait_for", wait)
             raise KeyboardInterrupt
         wait(self, wanted)

@@ -17,10 +17,10 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 
 from lightning_smartinfinity import SmartInfinityStrategy, StorageError, TransferConfig
-from lightning_smartinfinity.native import testing
 from lightning_smartinfinity.transfer import handler as handler_module
 from lightning_smartinfinity.zero3.step import overlap_choice
 from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
+from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.transfer.wandering import Wandering

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity import ConfigError, SmartInfinityStrategy
-from lightning_smartinfinity.settings import check_choices
-from lightning_smartinfinity.store.extents import STATE_FORMATS
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.settings import StrategySettings
 from tests.helpers import reference
 from tests.helpers.models import LitTiny, Recipe
 from tests.training.test_bad_input import assert_helpful, fit
@@ -35,9 +35,9 @@ def trained(
 def test_settings_know_every_format() -> None:
     """What the strategies take is what the store writes."""
     for name in STATE_FORMATS:
-        check_choices(state_format=name)
+        StrategySettings(state_format=name)
     with pytest.raises(ConfigError) as caught:
-        check_choices(state_format="int4")
+        StrategySettings(state_format="int4")
     assert_helpful(caught.value, "'int4'", *STATE_FORMATS)
 
 

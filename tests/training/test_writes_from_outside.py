@@ -10,7 +10,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param
 
 from lightning_smartinfinity import StorageError
-from lightning_smartinfinity.native import testing
+from tests.helpers import native_testing as testing
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer

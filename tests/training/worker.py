@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_smartinfinity.native import testing
+from tests.helpers import native_testing as testing
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import REPOSITORY, run_module

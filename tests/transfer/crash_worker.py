@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_smartinfinity.native.testing import inject
+from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run
 from tests.transfer.wandering import wander
 

@@ -63,9 +63,11 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
         convert_store(source, into, state_format="bf16", job="other")
     with pytest.raises(ConfigError, match="tasklet_bytes=100"):
         convert_store(source, into, state_format="bf16", tasklet_bytes=100)
-    for folders in (source, [tmp_path / "x" / ".." / "disk0"], []):
-        with pytest.raises(ConfigError, match="does not name folders apart"):
+    for folders in (source, [tmp_path / "x" / ".." / "disk0"]):
+        with pytest.raises(ConfigError, match=r"convert_store\(.*disk0' twice"):
             convert_store(source, folders, state_format="bf16")
+    with pytest.raises(ConfigError, match="into=\\[\\]"):
+        convert_store(source, [], state_format="bf16")
     assert not into[0].exists()
     StateStore.recover(source).close(remove=True)
 

@@ -14,11 +14,11 @@ import torch
 
 from lightning_smartinfinity.compression import BlockScaled, GradientCodec, TopK
 from lightning_smartinfinity.errors import CudaError, StorageError
-from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.store.parameter_files import whole_blocks
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.cuda import link_to
+from tests.helpers.native_testing import inject
 from tests.native.fake_cuda import SYNCHRONOUS, FakeCuda
 from tests.transfer.fake_link import CudaRun, FakeLink
 from tests.transfer.harness import Case, assert_equal, layout_of, running

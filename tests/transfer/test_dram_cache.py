@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.store import StateStore, measure_space
 from lightning_smartinfinity.transfer.layout import with_residents
 from lightning_smartinfinity.transfer.windows import Window
+from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
 from tests.transfer.wandering import wander
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from lightning_smartinfinity import TopK
 from lightning_smartinfinity.errors import StorageCorruptError, StorageError, StorageFullError
-from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.transfer.plan import StepPlan
+from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, running
 from tests.transfer.wandering import wander
 

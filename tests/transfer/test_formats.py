@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, StorageCorruptError
-from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.windows import Window
+from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, running
 
 # (format, dtype of the parameters): the last one only goes with bf16.

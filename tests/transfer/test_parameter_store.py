@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError
-from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.transfer.host_buffers import HostMemory
 from lightning_smartinfinity.transfer.parameter_store import ParameterStore, PartTransfers, StoredParameter
+from tests.helpers.native_testing import inject
 from tests.native.test_interrupt import interrupted
 
 BLOCK = 4096

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_smartinfinity.errors import StorageError
-from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.transfer.staging import StagingBuffer, TensorPartition
 from lightning_smartinfinity.transfer.tensors import native_dtype
+from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
 
 # Several waves, so that each half of the buffer is used again.

@@ -13,8 +13,8 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.store import StateStore
+from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, running
 
 OUT_OF_ORDER: list[tuple[str, Callable[[Run], object]]] = [

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity.errors import StorageError, StorageFullError
-from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.transfer.windows import Window, WindowBuffer
+from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, running
 
 CASES = [

@@ -10,8 +10,8 @@ import torch
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd import unreturned
 from lightning_smartinfinity.devices.smartssd.cards import emulated_card
-from lightning_smartinfinity.native.testing import Hold
 from tests.helpers.card_runs import cards
+from tests.helpers.native_testing import Hold
 from tests.helpers.waiting import await_that, lenient
 from tests.transfer.harness import Case, Run
 from tests.xrt.builds import build

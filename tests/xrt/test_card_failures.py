@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity.native import Card, CardError
-from lightning_smartinfinity.native.testing import inject
+from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import join, lenient
 from tests.xrt.card_state import BINDINGS, CardCase, card_state

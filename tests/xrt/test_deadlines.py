@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_smartinfinity.native import Card
-from lightning_smartinfinity.native.testing import Hold
+from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import LIMIT, lenient
 from tests.xrt.card_state import BINDINGS, CardCase, CardState, card_state

@@ -20,9 +20,9 @@ from hls.xclbin import SectionKind, sections
 from lightning_smartinfinity import DeviceError, StorageCorruptError, StorageError
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice, unreturned
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
-from lightning_smartinfinity.native.testing import inject
 from lightning_smartinfinity.store import direct
 from tests.helpers.card_runs import cards, plan_of, same_as_host, settled_host, state_files
+from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running

@@ -15,8 +15,8 @@ from lightning_smartinfinity import DeviceError
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
 from lightning_smartinfinity.devices.smartssd import worker as worker_module
 from lightning_smartinfinity.native import Pipeline
-from lightning_smartinfinity.native.testing import Hold
 from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
 from tests.transfer.harness import Case, Run, running

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
-from lightning_smartinfinity.native.testing import Throttle
 from tests.helpers.card_runs import cards, same_as_host, settled_host
+from tests.helpers.native_testing import Throttle
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that
 from tests.transfer.harness import Case, Run, running

@@ -10,7 +10,7 @@ from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.memory import host_bytes
 from tests.helpers.card_runs import cards
 from tests.helpers.runif import RunIf
-from tests.plan.test_host_memory import CASE, DENSE
+from tests.plan.test_memory import CASE, DENSE
 from tests.transfer.harness import Run
 from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards

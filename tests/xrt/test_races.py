@@ -13,9 +13,9 @@ import torch
 
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
 from lightning_smartinfinity.native import Batch, Operation
-from lightning_smartinfinity.native.testing import inject
 from tests.helpers.card_runs import cards, same_as_host, settled_host
 from tests.helpers.golden import STEPS, random_arrays
+from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
 from tests.native.stored import Array, Run
 from tests.transfer.harness import Case, running

@@ -26,10 +26,10 @@ from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTE
 from lightning_smartinfinity.devices.smartssd import CardPlan, System, find_cards, self_test, unreturned
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
 from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE
-from lightning_smartinfinity.native import testing
 from lightning_smartinfinity.zero3 import collectives, update_device
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.update_device import choose_update_device
+from tests.helpers import native_testing as testing
 from tests.helpers.card_runs import plan_of
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
@@ -262,7 +262,7 @@ def test_host_is_chosen_and_the_reason_told(
         record.getMessage() for record in caplog.records if record.name.endswith("update_device")
     ]
     assert "no xclbin for SmartSSDs is named" in no_file
-    assert "in fp32 alone, not 'int8'" in no_format
+    assert "in 'fp32' alone, not 'int8'" in no_format
     assert "the host updates, since SmartSSDs cannot: The emulated card 0" in no_p2p
     with pytest.raises(DeviceError, match="p2p enable"):
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")

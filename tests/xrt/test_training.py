@@ -23,10 +23,10 @@ from lightning_smartinfinity import (
 )
 from lightning_smartinfinity.devices.smartssd import device
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
-from lightning_smartinfinity.native.testing import Hold
 from lightning_smartinfinity.store import SpaceRequest, require_space
 from lightning_smartinfinity.zero3 import storage
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.native_testing import Hold
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit, quiet_trainer
 from tests.helpers.waiting import await_that, lenient

@@ -27,7 +27,7 @@ CODECS = {"top": TopK(0.05), "8 bits": BlockScaled(), "8 bits alone": BlockScale
 
 def compressed_on_host(root: Path, codec: GradientCodec) -> SmartInfinityStrategy:
     strategy = on_host(root)
-    strategy._compression = codec
+    strategy._settings = dataclasses.replace(strategy._settings, compression=codec)
     return strategy
 
 

@@ -16,8 +16,8 @@ from lightning_smartinfinity import (
     TransferConfig,
 )
 from lightning_smartinfinity.devices.smartssd import worker
-from lightning_smartinfinity.native.testing import Hold, inject
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.native_testing import Hold, inject
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.waiting import lenient

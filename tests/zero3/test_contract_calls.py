@@ -201,14 +201,14 @@ def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> N
 
 def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
     """The engine's epilogue calls the optimizer's, where graphs that are no longer retained are released."""
-    assert seen.callers("SmartInfinityOptimizer.backward_epilogue") == {"DeepSpeedEngine._backward_epilogue"}
+    assert seen.callers(f"{STEPPING}.backward_epilogue") == {"DeepSpeedEngine._backward_epilogue"}
     assert seen.callers("SmartInfinityEngine.backward") == {"DeepSpeedPrecision.backward"}, "retain_graph goes unseen"
 
 
 @pytest.mark.parametrize(
     ("ours", "hook"),
     [
-        ("learn_late_uses.<locals>.learning.<locals>.gathering", "_run_before_backward_function"),
+        ("retrace_for_external_parameters.<locals>.learning.<locals>.gathering", "_run_before_backward_function"),
         (f"{STEPPING}._watch_releases.<locals>.releasing", "_run_after_backward_function"),
         ("RetainedGraphs._unless_retained.<locals>.releasing", "_post_forward_module_hook"),
     ],

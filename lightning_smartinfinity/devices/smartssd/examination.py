@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lightning_smartinfinity.config import SmartSSDConfig
+from lightning_smartinfinity.config import SmartSSDConfig, storage_folders
 from lightning_smartinfinity.devices.smartssd.cards import Card, cards_of, unusable_node, without_driver
 from lightning_smartinfinity.devices.smartssd.discovery import CardPlan, paired_cards
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS, Kernel
@@ -18,7 +18,6 @@ from lightning_smartinfinity.devices.smartssd.self_test import check_kernel, che
 from lightning_smartinfinity.devices.smartssd.system import System
 from lightning_smartinfinity.devices.smartssd.xclbin import Xclbin, read_xclbin
 from lightning_smartinfinity.errors import SmartInfinityError
-from lightning_smartinfinity.settings import storage_folders
 
 __all__ = ["Finding", "examine"]
 

@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.native.formats import formats_of
 from lightning_smartinfinity.transfer.rules.base import UpdateRule
 
 __all__ = ["AdagradHyperparameters", "AdagradRule"]
@@ -32,7 +33,7 @@ class AdagradRule(UpdateRule):
     arrays = ("master", "sum")
     telling_setting = "lr_decay"
     counts_updates = True
-    state_formats = ("fp32",)
+    state_formats = formats_of(native.AdagradStep)
 
     @override
     def snapshot(self, group: Mapping[str, Any]) -> AdagradHyperparameters:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.native.formats import formats_of
 from lightning_smartinfinity.transfer.rules.base import UpdateRule
 
 __all__ = ["AdamHyperparameters", "AdamRule"]
@@ -40,7 +41,7 @@ class AdamRule(UpdateRule):
     arrays = ("master", "exp_avg", "exp_avg_sq")
     telling_setting = "betas"
     counts_updates = True
-    state_formats = ("fp32", "bf16", "int8", "int8_remainder")
+    state_formats = formats_of(native.AdamStep)
 
     def __init__(self, name: str, *, decoupled_weight_decay: bool) -> None:
         self.name = name

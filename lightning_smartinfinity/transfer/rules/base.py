@@ -22,7 +22,7 @@ class UpdateRule(ABC):
             names in ``optimizer.state``.
         telling_setting: A setting of its groups that no optimizer of another kind has.
         counts_updates: Whether torch keeps a parameter's number of updates, ``"step"``, in ``optimizer.state``.
-        state_formats: In which formats its arrays can lie on storage.
+        state_formats: Names of the state formats that its step can update.
     """
 
     name: str

@@ -10,6 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_smartinfinity import native
+from lightning_smartinfinity.native.formats import formats_of
 from lightning_smartinfinity.transfer.rules.base import UpdateRule
 
 __all__ = ["SgdHyperparameters", "SgdRule"]
@@ -39,7 +40,7 @@ class SgdRule(UpdateRule):
     arrays = ("master", "momentum_buffer")
     telling_setting = "nesterov"
     counts_updates = False
-    state_formats = ("fp32",)
+    state_formats = formats_of(native.SgdStep)
 
     @override
     def snapshot(self, group: Mapping[str, Any]) -> SgdHyperparameters:

@@ -25,9 +25,10 @@ from lightning_smartinfinity.zero3.release import trainings_of
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState, ZeroParameter
 
-Shapes: TypeAlias = Mapping[str, "torch.Size | torch.Tensor"]
-
 __all__ = ["check_names", "load_saved_weights"]
+
+Shapes: TypeAlias = Mapping[str, torch.Size | torch.Tensor]
+"""What parameters are compared by: their shapes, or tensors that have them."""
 
 
 def load_saved_weights(engine: DeepSpeedEngine, path: str | Path, *, strict: bool) -> ClientState:

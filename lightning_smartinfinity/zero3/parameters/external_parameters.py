@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from lightning_smartinfinity.zero3.untyped import ZeroModule, ZeroOffload
 
-__all__ = ["learn_late_uses"]
+__all__ = ["retrace_for_external_parameters"]
 
 
-def learn_late_uses(offload: ZeroOffload) -> None:
+def retrace_for_external_parameters(offload: ZeroOffload) -> None:
     """Let ZeRO-3 learn its order anew when a module has come to use further parameters.
 
     Args:

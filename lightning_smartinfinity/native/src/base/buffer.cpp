@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/system_error.hpp"
-#include "cuda/cuda_device.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -54,16 +53,16 @@ HostBuffer::~HostBuffer() {
     if (process_.is_current()) unmap(data_, data_ + align_up(bytes_, kBlockBytes));
 }
 
-bool HostBuffer::try_register(std::shared_ptr<const CudaDevice> device) {
-    if (registered_with_) throw std::invalid_argument("HostBuffer: it is registered already");
-    if (!device->register_host(data_, align_up(bytes_, kBlockBytes))) return false;
-    registered_with_ = std::move(device);
+bool HostBuffer::try_register(std::shared_ptr<const HostRegistrar> registrar) {
+    if (registrar_) throw std::invalid_argument("HostBuffer: it is registered already");
+    if (!registrar->register_host(data_, align_up(bytes_, kBlockBytes))) return false;
+    registrar_ = std::move(registrar);
     return true;
 }
 
 void HostBuffer::unregister() {
-    if (registered_with_ && process_.is_current()) registered_with_->unregister_host(data_);
-    registered_with_.reset();
+    if (registrar_ && process_.is_current()) registrar_->unregister_host(data_);
+    registrar_.reset();
 }
 
 }  // namespace smart_infinity

@@ -3,11 +3,10 @@
 #include <cstddef>
 #include <memory>
 
+#include "base/host_registrar.hpp"
 #include "base/process.hpp"
 
 namespace smart_infinity {
-
-class CudaDevice;
 
 constexpr std::size_t kBlockBytes = 4096;  // what O_DIRECT wants addresses, offsets and lengths to be multiples of
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
@@ -28,16 +27,16 @@ class HostBuffer {
     std::byte* data() const { return data_; }
     std::size_t bytes() const { return bytes_; }
 
-    // Registers the memory with a device, so that copies are asynchronous; once. Best effort: without it copies still
-    // work. Returns whether it worked; the device remembers why not.
-    bool try_register(std::shared_ptr<const CudaDevice> device);
+    // Registers the memory, so that copies are asynchronous; once. Copies work without it, too. Returns whether it
+    // worked; the registrar remembers why not.
+    bool try_register(std::shared_ptr<const HostRegistrar> registrar);
     // Idempotent, and done before the memory is unmapped.
     void unregister();
 
  private:
     std::byte* data_;
     std::size_t bytes_;
-    std::shared_ptr<const CudaDevice> registered_with_;
+    std::shared_ptr<const HostRegistrar> registrar_;
     Process process_;
 };
 

@@ -5,7 +5,7 @@
 #include <optional>
 #include <utility>
 
-#include "base/still_out.hpp"
+#include "base/abandoned_call.hpp"
 
 namespace smart_infinity {
 
@@ -15,7 +15,7 @@ struct CardCalls::Call {
     std::condition_variable changed;
     bool returned = false;
     std::optional<std::pair<std::string, int>> error;  // in words, with an errno
-    std::unique_ptr<StillOut> still_out;               // once it was given up
+    std::unique_ptr<AbandonedCall> abandoned;
 };
 
 CardCalls::CardCalls(std::size_t num_callers, std::chrono::milliseconds timeout)
@@ -28,8 +28,8 @@ void CardCalls::make(const std::string& name, std::function<void()> function) {
     pool_.push(call);
     std::unique_lock lock(call->mutex);
     if (!call->changed.wait_for(lock, timeout_, [&call] { return call->returned; })) {
-        call->still_out = std::make_unique<StillOut>();
-        ++num_out_;
+        call->abandoned = std::make_unique<AbandonedCall>();
+        ++num_abandoned_;
         throw CallNotReturned(name + " did not return within " + std::to_string(timeout_.count()) + " ms");
     }
     if (call->error) throw CardError(call->error->first, call->error->second);
@@ -54,9 +54,9 @@ void CardCalls::run(Call& call) {
     const std::lock_guard lock(call.mutex);
     call.error = std::move(problem);
     call.returned = true;
-    if (call.still_out) {
-        call.still_out.reset();
-        --num_out_;
+    if (call.abandoned) {
+        call.abandoned.reset();
+        --num_abandoned_;
     }
     call.changed.notify_all();
 }

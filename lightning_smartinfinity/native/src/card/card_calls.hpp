@@ -14,7 +14,7 @@
 
 namespace smart_infinity {
 
-// A call that was given up for its time.
+// A call was abandoned, as it did not return in time.
 class CallNotReturned : public CardError {
  public:
     using CardError::CardError;
@@ -22,7 +22,7 @@ class CallNotReturned : public CardError {
 
 // Calls that may never return, in threads of their own: their callers wait for them only so long.
 //
-// The destructor waits for all of them; while any_out(), it may not be called.
+// The destructor waits for all of them; while any_abandoned(), it may not be called.
 class CardCalls {
  public:
     CardCalls(std::size_t num_callers, std::chrono::milliseconds timeout);
@@ -35,8 +35,8 @@ class CardCalls {
     void put_before_transfers(Gate gate) { gate_ = std::move(gate); }
     // As make(), for a transfer that the call makes.
     void transfer(const std::string& name, const IoRequest& request, std::function<void()> call);
-    // Whether a call that was given up has not returned.
-    bool any_out() const { return num_out_ > 0; }
+    // Returns whether an abandoned call has not returned.
+    bool any_abandoned() const { return num_abandoned_ > 0; }
 
  private:
     struct Call;
@@ -44,7 +44,7 @@ class CardCalls {
     void run(Call& call);
 
     const std::chrono::milliseconds timeout_;
-    std::atomic<std::size_t> num_out_ = 0;
+    std::atomic<std::size_t> num_abandoned_ = 0;
     Gate gate_;
     WorkerPool<std::shared_ptr<Call>> pool_;  // last: its destructor waits for threads that use the above
 };

@@ -4,6 +4,7 @@
 #include <system_error>
 
 #include "checksum/crc32c.hpp"
+#include "gradient/payload_header.hpp"
 #include "io/blocking_transfer.hpp"
 #include "io/transfer.hpp"
 

@@ -9,8 +9,8 @@
 #include "card/card_plan.hpp"
 #include "card/card_ring.hpp"
 #include "card/card_status.hpp"
-#include "card/card_traffic.hpp"
 #include "gradient/gradient_payload.hpp"
+#include "pipeline/device_traffic.hpp"
 
 namespace smart_infinity {
 
@@ -27,7 +27,7 @@ class CardGradient {
     std::uint32_t form(const CardPass& pass) const;
     // What the kernel must find.
     SentGradient sent_for(const CardPass& pass, const CardRunPlan& run) const;
-    const CardTraffic& traffic() const { return traffic_; }
+    const DeviceTraffic& traffic() const { return traffic_; }
 
  private:
     std::byte* memory() const;
@@ -43,7 +43,7 @@ class CardGradient {
     const MappedBuffer& on_card_;
     std::unique_ptr<const GradientPayload> payload_;
     SentGradient sent_payload_;
-    CardTraffic traffic_;
+    DeviceTraffic traffic_;
 };
 
 }  // namespace smart_infinity

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "checksum/crc32c.hpp"
+#include "gradient/payload_header.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -38,8 +39,8 @@ CardJob::CardJob(const Job& job, const CardOptions& options, const Identity& ide
       regions_(regions_of(identity.format(), job.tasklet)),
       gradient_(job.tasklet, options, ring, job.buffer, calls) {}
 
-CardTraffic CardJob::traffic() const {
-    CardTraffic traffic = traffic_;
+DeviceTraffic CardJob::traffic() const {
+    DeviceTraffic traffic = traffic_;
     traffic += gradient_.traffic();
     return traffic;
 }
@@ -112,7 +113,7 @@ void CardJob::execute(const std::shared_ptr<CardRun>& call) {
     try {
         state = state_after(*call);
     } catch (const CardError&) {
-        still_out_ = call;
+        abandoned_ = call;
         throw;
     }
     if (state == kRunCompleted) return;
@@ -120,7 +121,7 @@ void CardJob::execute(const std::shared_ptr<CardRun>& call) {
         throw CardError("a run of kernel " + options_.kernel + " ended with " + name_of_state(state) + " (" +
                         std::to_string(state) + ")");
     }
-    still_out_ = call;
+    abandoned_ = call;
     throw CardError("a run of kernel " + options_.kernel + " did not return within " +
                     std::to_string(options_.timeout.count()) + " ms");
 }
@@ -130,7 +131,7 @@ void CardJob::start(const std::shared_ptr<CardRun>& call) {
     try {
         calls_.make("the start of a run of kernel " + options_.kernel, [call] { call->start(); });
     } catch (const CallNotReturned&) {
-        still_out_ = call;
+        abandoned_ = call;
         throw;
     }
 }

@@ -12,7 +12,7 @@
 #include "card/card_plan.hpp"
 #include "card/card_ring.hpp"
 #include "card/card_status.hpp"
-#include "card/card_traffic.hpp"
+#include "pipeline/device_traffic.hpp"
 #include "pipeline/updater.hpp"
 
 namespace smart_infinity {
@@ -26,9 +26,9 @@ class CardJob {
     std::optional<Refusal> run();
 
     // What it moved, however it ended.
-    CardTraffic traffic() const;
-    // A run that has not returned, if there is one; it has its memory until it does.
-    std::shared_ptr<CardRun> run_still_out() { return std::move(still_out_); }
+    DeviceTraffic traffic() const;
+    // Returns the run that was abandoned, if there is one; it has its memory until it returns.
+    std::shared_ptr<CardRun> abandoned_run() { return std::move(abandoned_); }
 
  private:
     void work(const CardPass& pass, bool is_last);
@@ -55,8 +55,8 @@ class CardJob {
     Checksums read_{};
     Checksums written_{};
     std::vector<std::uint32_t> parameters_;  // by run of the pass: checksums as the kernel wrote them
-    CardTraffic traffic_;
-    std::shared_ptr<CardRun> still_out_;
+    DeviceTraffic traffic_;
+    std::shared_ptr<CardRun> abandoned_;
 };
 
 }  // namespace smart_infinity

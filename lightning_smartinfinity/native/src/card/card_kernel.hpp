@@ -11,8 +11,6 @@ namespace smart_infinity {
 // The update kernels of a card: what hls/ builds, as version 1 of its interface has it.
 constexpr std::uint32_t kKernelInterface = 1;
 
-constexpr std::size_t kBeatBytes = 64;  // of the kernels' ports
-
 constexpr std::size_t kLargestCardNumel = std::size_t{1} << 29;  // of a tasklet: kLargestNumel of the kernels
 
 // In order of a kernel's arguments: gradient; each array to read; each array to write; parameter; status; numel, first,
@@ -36,9 +34,5 @@ struct CardKernelType {
 
 // Throws std::invalid_argument where there is none.
 const CardKernelType& card_kernel_type(const std::string& name);
-
-// The form of a compressed gradient: beside the type of its values, or in place of it.
-constexpr std::uint32_t kSparseForm = 256;
-constexpr std::uint32_t kBlockScaledForm = 512;
 
 }  // namespace smart_infinity

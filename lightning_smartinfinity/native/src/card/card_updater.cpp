@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/still_out.hpp"
+#include "base/abandoned_call.hpp"
 #include "card/card_calls.hpp"
 #include "card/card_job.hpp"
 #include "gradient/compression.hpp"
@@ -33,12 +33,12 @@ CardOptions checked(CardOptions options) {
     return options;
 }
 
-// Runs that were given up, until they return.
-class RunsStillOut {
+// The runs that were abandoned, until they return.
+class AbandonedRuns {
  public:
     void add(std::shared_ptr<CardRun> run) {
         const std::lock_guard lock(mutex_);
-        runs_.emplace_back(std::move(run), std::make_unique<StillOut>());
+        runs_.emplace_back(std::move(run), std::make_unique<AbandonedCall>());
     }
     bool any() {
         const std::lock_guard lock(mutex_);
@@ -58,9 +58,12 @@ class RunsStillOut {
     }
 
     std::mutex mutex_;
-    std::vector<std::pair<std::shared_ptr<CardRun>, std::unique_ptr<StillOut>>> runs_;
+    std::vector<std::pair<std::shared_ptr<CardRun>, std::unique_ptr<AbandonedCall>>> runs_;
 };
 
+// A card, over a ring in its DRAM: only the card and reads and writes of files ever touch what is in it.
+//
+// `num_threads` call work(). While busy(), it may not be destroyed.
 class CardUpdater final : public Updater {
  public:
     CardUpdater(CardOptions options, const Identity& identity, std::size_t num_buffers, std::size_t buffer_bytes,
@@ -98,13 +101,13 @@ class CardUpdater final : public Updater {
         } catch (const CardError& error) {
             refusal = Refusal{FailureKind::kDevice, error.what(), error.error()};
         }
-        if (auto run = on_card.run_still_out()) still_out_.add(std::move(run));
+        if (auto run = on_card.abandoned_run()) abandoned_.add(std::move(run));
         add(on_card.traffic());
         return refusal;
     }
 
     void transferred(Direction direction, const Tasklet& tasklet) override {
-        CardTraffic traffic;
+        DeviceTraffic traffic;
         traffic.control_bytes = kTrailerPageBytes;
         const std::uint64_t payload = tasklet.num_arrays * tasklet.numel * sizeof(float);
         (direction == Direction::kRead ? traffic.internal_read_bytes : traffic.internal_write_bytes) = payload;
@@ -112,17 +115,17 @@ class CardUpdater final : public Updater {
         add(traffic);
     }
 
-    void count(Counters& counters) const override {
+    DeviceTraffic traffic() const override {
         const std::lock_guard lock(mutex_);
-        traffic_.add_to(counters);
+        return traffic_;
     }
 
     void put_before_transfers(CardCalls::Gate gate) override { calls_.put_before_transfers(std::move(gate)); }
 
-    bool busy() const override { return calls_.any_out() || still_out_.any(); }
+    bool busy() const override { return calls_.any_abandoned() || abandoned_.any(); }
 
  private:
-    void add(const CardTraffic& traffic) {
+    void add(const DeviceTraffic& traffic) {
         const std::lock_guard lock(mutex_);
         traffic_ += traffic;
     }
@@ -157,17 +160,29 @@ class CardUpdater final : public Updater {
     const CardOptions options_;
     const Identity identity_;
     CardRing ring_;
-    mutable RunsStillOut still_out_;
+    mutable AbandonedRuns abandoned_;
     mutable std::mutex mutex_;
-    CardTraffic traffic_;
+    DeviceTraffic traffic_;
     CardCalls calls_;  // last: its destructor waits for threads that use the above
 };
 
 }  // namespace
 
-std::unique_ptr<Updater> make_card_updater(CardOptions options, const Identity& identity, std::size_t num_buffers,
-                                           std::size_t buffer_bytes, std::size_t num_threads) {
-    return std::make_unique<CardUpdater>(std::move(options), identity, num_buffers, buffer_bytes, num_threads);
+PipelineOptions with_card(PipelineOptions options, CardOptions card) {
+    require(options.files.size() == 1, "Pipeline: a card has one file");
+    require(options.resident.extent_bytes.empty(), "Pipeline: a card has no resident tasklets");
+    require(options.identity.format().on_cards, "Pipeline: a card updates fp32 state only");
+    // The card's memory goes to system calls of threads: io_uring would register it, which newer kernels refuse.
+    const bool direct = options.files.front().access() == Access::kDirect;
+    const IoEngineKind kind = options.io_engine.value_or(direct ? IoEngineKind::kThreads : IoEngineKind::kPlain);
+    require(kind == IoEngineKind::kThreads || kind == IoEngineKind::kPlain, "Pipeline: a card's I/O runs in threads");
+    options.io_engine = kind;
+    options.timeout = card.timeout;
+    options.make_updater = [card = std::move(card)](const PipelineOptions& checked) {
+        return std::make_unique<CardUpdater>(card, checked.identity, checked.num_buffers, checked.buffer_bytes,
+                                             checked.compute_threads);
+    };
+    return options;
 }
 
 }  // namespace smart_infinity

@@ -59,7 +59,6 @@ std::uint32_t extend_by_table(std::uint32_t crc, const unsigned char* data, std:
 ExtendCrc32c* extend_with([[maybe_unused]] int width) {
 #ifdef SMART_INFINITY_X86
     if (width == 512) return extend_crc32c_512;
-    if (width == 256) return extend_crc32c_256;
     if (width == 128) return extend_crc32c_128;
 #endif
     return extend_by_table;
@@ -71,7 +70,7 @@ int width_for(InstructionSet set) {
     static const std::vector<int> widths = crc32c_widths();
     static const bool has_others = supported_instruction_sets().size() > 1;
     if (set == InstructionSet::kScalar) return has_others ? 0 : widths.back();
-    const int most = set == InstructionSet::kAvx512 ? 512 : 256;
+    const int most = set == InstructionSet::kAvx512 ? 512 : 128;
     return *std::find_if(widths.rbegin(), widths.rend(), [most](int width) { return width <= most; });
 }
 
@@ -81,9 +80,8 @@ std::vector<int> crc32c_widths() {
     std::vector<int> widths{0};
 #ifdef SMART_INFINITY_X86
     if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) widths.push_back(128);
-    if (widths.size() == 2 && __builtin_cpu_supports("vpclmulqdq")) {
-        if (__builtin_cpu_supports("avx2")) widths.push_back(256);
-        if (__builtin_cpu_supports("avx512f")) widths.push_back(512);
+    if (widths.size() == 2 && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f")) {
+        widths.push_back(512);
     }
 #endif
     return widths;

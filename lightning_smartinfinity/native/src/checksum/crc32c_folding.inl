@@ -1,5 +1,5 @@
 // CRC-32C by carry-less multiplication and the CPU's own instruction, side by side: they need different parts of it.
-// Compiled by crc32c_128.cpp, crc32c_256.cpp and crc32c_512.cpp, each of which defines the registers before:
+// Compiled by crc32c_128.cpp and crc32c_512.cpp, each of which defines the registers before:
 //
 //     struct Lanes {
 //         using Register = ...;  // one or more lanes of 16 bytes

@@ -6,6 +6,7 @@
 #include <string>
 #include <type_traits>
 
+#include "base/host_registrar.hpp"
 #include "base/process.hpp"
 #include "cuda/cuda_driver.hpp"
 #include "extent/batch.hpp"
@@ -16,7 +17,7 @@ namespace smart_infinity {
 //
 // Destructors here and below give back what they can and tell nobody of failures: at exit the driver may be gone before
 // them. In a forked child, which has no context, they do nothing and everything else throws.
-class CudaDevice {
+class CudaDevice final : public HostRegistrar {
  public:
     // Throws CudaError: no driver, no such device.
     explicit CudaDevice(int index);
@@ -30,8 +31,8 @@ class CudaDevice {
 
     // Returns whether it worked, and remembers the first failure. Only what copies touch is worth it: the gradient
     // arena and the slots of travelling parameters. Pages of the ring, whose state stays on the host, stay pageable.
-    bool register_host(void* data, std::size_t bytes) const;
-    void unregister_host(void* data) const noexcept;
+    bool register_host(void* data, std::size_t bytes) const override;
+    void unregister_host(void* data) const noexcept override;
     // Why memory could not be registered; empty if it always could.
     std::string registration_failure() const;
 

@@ -79,10 +79,4 @@ struct Batch {
 constexpr bool reads(Operation operation) { return operation != Operation::kWrite; }
 constexpr bool writes(Operation operation) { return operation != Operation::kRead; }
 
-// Throws std::invalid_argument, naming the tasklet, unless a pipeline of this format and these sizes can work the
-// batch.
-void validate(const Batch& batch, StateFormat format, std::size_t num_files, std::size_t buffer_bytes);
-// The same, unless residuals can be fed by the gradients and payloads of the batch.
-void validate_gradients(const Batch& batch);
-
 }  // namespace smart_infinity

@@ -48,20 +48,19 @@ Item* Codec::items(std::size_t region, std::size_t first) const {
 }
 
 float* Codec::in_place(std::size_t array) const {
-    const bool fp32 = format_ == StateFormat::kFp32;
-    if (!fp32 && (array != kMaster || format_ == StateFormat::kInt8Remainder)) return nullptr;
-    return items<float>(array, 0);
+    const bool fp32 = array == kMaster ? !format_.splits_master() : format_.moments == Moments::kFp32;
+    return fp32 ? items<float>(region_of(array), 0) : nullptr;
 }
 
 const Blocks& Codec::blocks() const { return blocks_of(tasklet_); }
 
-std::size_t Codec::moment_region(std::size_t array) const {
-    return format_ == StateFormat::kInt8Remainder ? array + 1 : array;
+std::size_t Codec::region_of(std::size_t array) const {
+    return array != kMaster && format_.splits_master() ? array + 1 : array;
 }
 
 Codes Codec::codes(std::size_t array, std::size_t block, std::size_t first) const {
     const std::size_t exponents = extent_.regions().count() - 1;
-    return {items<std::uint8_t>(moment_region(array), first),
+    return {items<std::uint8_t>(region_of(array), first),
             items<std::uint8_t>(exponents, 2 * block + (array - kExpAvg))};
 }
 
@@ -76,8 +75,8 @@ void Codec::decode(std::size_t array, std::size_t first, std::size_t numel, floa
     } else if (array == kMaster) {
         kernels_.join(items<std::uint16_t>(kMasterRegion, first), items<std::uint16_t>(kRemainderRegion, first), out,
                       numel);
-    } else if (format_ == StateFormat::kBf16) {
-        kernels_.widen[index_of(DType::kBFloat16)](items<std::uint16_t>(array, first), out, numel);
+    } else if (format_.moments == Moments::kBf16) {
+        kernels_.widen[index_of(DType::kBFloat16)](items<std::uint16_t>(region_of(array), first), out, numel);
     } else {
         const auto kernel = array == kExpAvg ? kernels_.decode_exp_avg : kernels_.decode_exp_avg_sq;
         blocks().for_each(first, first + numel, [&](std::size_t block, std::size_t begin, std::size_t end) {
@@ -92,8 +91,8 @@ void Codec::encode(std::size_t array, std::size_t first, std::size_t numel, cons
     } else if (array == kMaster) {
         kernels_.split(values, items<std::uint16_t>(kMasterRegion, first),
                        items<std::uint16_t>(kRemainderRegion, first), numel);
-    } else if (format_ == StateFormat::kBf16) {
-        kernels_.narrow[index_of(DType::kBFloat16)](values, items<std::uint16_t>(array, first), numel);
+    } else if (format_.moments == Moments::kBf16) {
+        kernels_.narrow[index_of(DType::kBFloat16)](values, items<std::uint16_t>(region_of(array), first), numel);
     } else {
         const auto kernel = array == kExpAvg ? kernels_.encode_exp_avg : kernels_.encode_exp_avg_sq;
         blocks().for_each(first, first + numel, [&](std::size_t block, std::size_t begin, std::size_t end) {
@@ -103,16 +102,13 @@ void Codec::encode(std::size_t array, std::size_t first, std::size_t numel, cons
 }
 
 void Codec::take_masters(std::size_t first, std::size_t numel, const void* parameters) const {
-    if (format_ == StateFormat::kInt8Remainder) {
-        std::memcpy(items<std::uint16_t>(kMasterRegion, first), parameters, numel * sizeof(std::uint16_t));
-    } else {
-        std::memcpy(in_place(kMaster) + first, parameters, numel * sizeof(float));
-    }
+    const std::size_t width = item_bytes(format_.parameter_dtype);
+    std::memcpy(items<std::byte>(kMasterRegion, first * width), parameters, numel * width);
 }
 
 void Codec::update(const UpdateStep& step, std::size_t first, std::size_t numel, const Segment& segment,
                    const std::byte* gradient, std::byte* parameter) const {
-    if (format_ != StateFormat::kFp32) {
+    if (!format_.in_place()) {
         return update_chunks(std::get<AdamStep>(step), first, numel, segment, gradient, parameter);
     }
     std::visit([&](const auto& scalars) { update_in_place(scalars, first, numel, segment, gradient, parameter); },
@@ -159,7 +155,7 @@ void Codec::open(Chunk& chunk) const {
 
 void Codec::close(const Chunk& chunk, std::uint32_t seed) const {
     if (in_place(kMaster) == nullptr) encode(kMaster, chunk.first, chunk.numel, chunk.arrays[kMaster]);
-    const bool coded = has_blocks(format_);
+    const bool coded = format_.has_blocks();
     const Blocks& parts = coded ? blocks() : Blocks::grid();
     parts.for_each(chunk.first, chunk.first + chunk.numel, [&](std::size_t block, std::size_t begin, std::size_t end) {
         const float* const exp_avg = chunk.arrays[kExpAvg] + (begin - chunk.first);
@@ -169,8 +165,8 @@ void Codec::close(const Chunk& chunk, std::uint32_t seed) const {
             kernels_.round_int8(exp_avg, exp_avg_sq, codes(kExpAvg, block, begin), codes(kExpAvgSq, block, begin),
                                 part);
         } else {
-            kernels_.round_bf16(exp_avg, exp_avg_sq, items<std::uint16_t>(kExpAvg, begin),
-                                items<std::uint16_t>(kExpAvgSq, begin), part);
+            kernels_.round_bf16(exp_avg, exp_avg_sq, items<std::uint16_t>(region_of(kExpAvg), begin),
+                                items<std::uint16_t>(region_of(kExpAvgSq), begin), part);
         }
     });
 }

@@ -11,7 +11,7 @@ namespace smart_infinity {
 // The arrays of an extent as fp32, whatever its format. Elements are numbered as in the tasklet.
 class Codec {
  public:
-    Codec(const Extent& extent, StateFormat format, const Tasklet& tasklet, const Kernels& kernels)
+    Codec(const Extent& extent, const StateFormat& format, const Tasklet& tasklet, const Kernels& kernels)
         : extent_(extent), format_(format), tasklet_(tasklet), kernels_(kernels) {}
 
     // An array that the format stores as fp32; null if it has to be decoded.
@@ -41,12 +41,12 @@ class Codec {
     template <class Item>
     Item* items(std::size_t region, std::size_t first) const;
     const Blocks& blocks() const;
-    std::size_t moment_region(std::size_t array) const;
+    std::size_t region_of(std::size_t array) const;
     Codes codes(std::size_t array, std::size_t block, std::size_t first) const;
     CellPart cell(std::uint32_t seed, std::size_t first, std::size_t last) const;
 
     const Extent& extent_;
-    StateFormat format_;
+    const StateFormat& format_;
     const Tasklet& tasklet_;
     const Kernels& kernels_;
 };

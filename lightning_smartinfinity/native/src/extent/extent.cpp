@@ -1,17 +1,11 @@
 #include "extent/extent.hpp"
 
 #include <cstring>
-#include <stdexcept>
 #include <string>
 
 #include "checksum/crc32c.hpp"
 
 namespace smart_infinity {
-
-StateFormat checked_format(std::uint32_t number) {
-    if (number < kNumStateFormats) return static_cast<StateFormat>(number);
-    throw std::invalid_argument("Identity: there is no state format " + std::to_string(number));
-}
 
 std::uint32_t Extent::checksum(std::size_t index) const { return crc32c(region(index), regions_.bytes(index)); }
 

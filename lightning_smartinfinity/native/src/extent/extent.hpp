@@ -10,26 +10,23 @@
 
 namespace smart_infinity {
 
-// Throws std::invalid_argument for a number that is no format's.
-StateFormat checked_format(std::uint32_t number);
-
 inline const Blocks& blocks_of(const Tasklet& tasklet) { return tasklet.blocks ? *tasklet.blocks : Blocks::grid(); }
 
-inline Regions regions_of(StateFormat format, const Tasklet& tasklet) {
+inline Regions regions_of(const StateFormat& format, const Tasklet& tasklet) {
     return Regions(format, tasklet.num_arrays, tasklet.numel, blocks_of(tasklet));
 }
 
 inline std::size_t extent_bytes(const Regions& regions) { return regions.total_bytes() + kTrailerPageBytes; }
 
-// Of an extent, that its tasklet's reading leaves out: the parameter is the master, or half of it.
-inline std::size_t skipped_bytes(StateFormat format, const Tasklet& tasklet) {
+// The bytes at the start of an extent that a read leaves out, since the parameter is the master, or half of it.
+inline std::size_t skipped_bytes(const StateFormat& format, const Tasklet& tasklet) {
     return tasklet.master_in_parameter ? regions_of(format, tasklet).offset(1) : 0;
 }
 
 // A tasklet's state in a ring buffer: its regions, then the page whose last bytes are the trailer.
 class Extent {
  public:
-    Extent(std::byte* data, StateFormat format, const Tasklet& tasklet)
+    Extent(std::byte* data, const StateFormat& format, const Tasklet& tasklet)
         : data_(data), tasklet_(tasklet), regions_(regions_of(format, tasklet)) {}
 
     const Regions& regions() const { return regions_; }

@@ -1,40 +1,55 @@
 #include "extent/state_format.hpp"
 
+#include <stdexcept>
+#include <string>
+
 namespace smart_infinity {
 namespace {
 
 constexpr std::size_t kExponentBytes = 2;  // of a block: one for each moment
 
+// Whether the table keeps its own rules.
+constexpr bool is_consistent(const StateFormat& format, std::size_t index) {
+    if (format.number != index || format.item_bytes.back() != 0) return false;
+    return format.in_place() || format.item_bytes.front() == item_bytes(format.parameter_dtype);
+}
+
+constexpr bool is_table_consistent() {
+    for (std::size_t index = 0; index < kNumStateFormats; ++index) {
+        if (!is_consistent(kStateFormats[index], index)) return false;
+    }
+    return true;
+}
+
+static_assert(is_table_consistent(), "numbers are indices; the first region holds what the parameter does");
+
 }  // namespace
 
-Regions::Regions(StateFormat format, std::size_t num_arrays, std::size_t numel, const Blocks& blocks)
-    : numel_(numel), blocks_(blocks) {
-    switch (format) {
-        case StateFormat::kFp32:
-            count_ = num_arrays;
-            item_bytes_.fill(4);
-            break;
-        case StateFormat::kBf16:
-            count_ = 3;
-            item_bytes_ = {4, 2, 2};
-            break;
-        case StateFormat::kInt8:
-            count_ = 4;
-            item_bytes_ = {4, 1, 1, 0};
-            break;
-        case StateFormat::kInt8Remainder:
-            count_ = 5;
-            item_bytes_ = {2, 2, 1, 1, 0};
-            break;
-    }
+const StateFormat& checked_format(std::uint32_t number) {
+    if (number < kNumStateFormats) return kStateFormats[number];
+    throw std::invalid_argument("Identity: there is no state format " + std::to_string(number));
+}
+
+Regions::Regions(const StateFormat& format, std::size_t num_arrays, std::size_t numel, const Blocks& blocks)
+    : format_(format), numel_(numel), blocks_(blocks), count_(format.num_regions(num_arrays)) {
     for (std::size_t region = 0; region < count_; ++region) {
         offsets_[region + 1] = offsets_[region] + align_up(bytes(region), kBlockBytes);
     }
 }
 
 std::size_t Regions::bytes_before(std::size_t region, std::size_t element) const {
-    const std::size_t item = item_bytes_[region];
+    const std::size_t item = format_.item_bytes_in(region);
     return item != 0 ? element * item : blocks_.count(element) * kExponentBytes;
+}
+
+std::size_t regions_bytes(const StateFormat& format, std::size_t num_arrays, std::size_t numel,
+                          std::size_t num_blocks) {
+    std::size_t total = 0;
+    for (std::size_t region = 0; region < format.num_regions(num_arrays); ++region) {
+        const std::size_t item = format.item_bytes_in(region);
+        total += align_up(item != 0 ? numel * item : num_blocks * kExponentBytes, kBlockBytes);
+    }
+    return total;
 }
 
 }  // namespace smart_infinity

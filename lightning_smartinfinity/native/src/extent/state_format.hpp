@@ -3,21 +3,14 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include "base/buffer.hpp"
+#include "base/dtype.hpp"
 #include "extent/blocks.hpp"
 
 namespace smart_infinity {
 
-// How an element's state lies in an extent. The numbers are on storage.
-enum class StateFormat : std::uint32_t {
-    kFp32,           // every array in fp32
-    kBf16,           // master in fp32; exp_avg and exp_avg_sq in bf16
-    kInt8,           // master in fp32; exp_avg and exp_avg_sq in 8-bit codes and an exponent per block
-    kInt8Remainder,  // as kInt8; the master as its bf16 parameter and a 16-bit remainder
-};
-
-constexpr std::size_t kNumStateFormats = 4;
 constexpr std::size_t kMaxRegions = 8;
 constexpr std::size_t kMomentArrays = 3;  // master, exp_avg and exp_avg_sq: what formats other than fp32 hold
 
@@ -25,30 +18,114 @@ constexpr std::size_t kMaster = 0;
 constexpr std::size_t kExpAvg = 1;
 constexpr std::size_t kExpAvgSq = 2;
 
-constexpr bool has_blocks(StateFormat format) { return format >= StateFormat::kInt8; }
+// How an extent holds the arrays behind the master. Codec turns each kind into fp32 and back.
+enum class Moments : std::uint8_t {
+    kFp32,
+    kBf16,
+    kCodes,  // 8-bit codes, and an exponent per block
+};
 
-// Where the bytes of a tasklet's elements are in its extent: block-aligned regions, one behind the other. The first is
-// what an update need not read if the parameter holds it.
+// The update rules that a format serves.
+struct ServedRules {
+    std::string_view step;  // class name of the only kind of step; empty: every kind
+    std::array<std::string_view, kMomentArrays> arrays;
+};
+
+constexpr ServedRules kEveryRule{};
+constexpr ServedRules kAdam{"AdamStep", {"master", "exp_avg", "exp_avg_sq"}};
+
+// How an extent holds the state of its elements. The rest of the package knows a format by these traits alone; Python
+// reads them through the bindings.
+struct StateFormat {
+    std::uint32_t number;   // in every trailer
+    std::string_view name;  // what users choose
+    // Bytes of an element in each region; none: every array is a region of fp32. Blocks have a region behind these.
+    std::array<std::uint8_t, kMaxRegions> item_bytes;
+    DType parameter_dtype;  // of a parameter that is the first region, which a step then does not read
+    Moments moments;
+    ServedRules rules;
+    bool on_cards;  // whether SmartSSDs update it
+
+    // Whether the master is a parameter of that type and a remainder, so that parameters can have no other type.
+    constexpr bool splits_master() const { return parameter_dtype != DType::kFloat32; }
+    constexpr bool has_blocks() const { return moments == Moments::kCodes; }
+    // Whether updates work on the regions themselves, since every array is stored in fp32.
+    constexpr bool in_place() const { return moments == Moments::kFp32 && !splits_master(); }
+
+    constexpr std::size_t num_regions(std::size_t num_arrays) const {
+        if (in_place()) return num_arrays;
+        std::size_t count = has_blocks() ? 1 : 0;
+        for (const std::uint8_t bytes : item_bytes) count += bytes != 0;
+        return count;
+    }
+    // 0 for the region of the blocks.
+    constexpr std::size_t item_bytes_in(std::size_t region) const {
+        return in_place() ? sizeof(float) : item_bytes[region];
+    }
+};
+
+// A format's number is its index.
+inline constexpr StateFormat kStateFormats[] = {
+    {.number = 0,
+     .name = "fp32",
+     .item_bytes = {},
+     .parameter_dtype = DType::kFloat32,
+     .moments = Moments::kFp32,
+     .rules = kEveryRule,
+     .on_cards = true},
+    {.number = 1,
+     .name = "bf16",
+     .item_bytes = {4, 2, 2},
+     .parameter_dtype = DType::kFloat32,
+     .moments = Moments::kBf16,
+     .rules = kAdam,
+     .on_cards = false},
+    {.number = 2,
+     .name = "int8",
+     .item_bytes = {4, 1, 1},
+     .parameter_dtype = DType::kFloat32,
+     .moments = Moments::kCodes,
+     .rules = kAdam,
+     .on_cards = false},
+    {.number = 3,
+     .name = "int8_remainder",
+     .item_bytes = {2, 2, 1, 1},
+     .parameter_dtype = DType::kBFloat16,
+     .moments = Moments::kCodes,
+     .rules = kAdam,
+     .on_cards = false},
+};
+constexpr std::size_t kNumStateFormats = sizeof kStateFormats / sizeof *kStateFormats;
+inline constexpr const StateFormat& kFp32 = kStateFormats[0];
+
+// Throws std::invalid_argument for a number that is no format's.
+const StateFormat& checked_format(std::uint32_t number);
+
+// The block-aligned regions of a tasklet's extent, one behind the other. An update need not read the first if the
+// parameter holds it.
 class Regions {
  public:
-    Regions(StateFormat format, std::size_t num_arrays, std::size_t numel, const Blocks& blocks);
+    Regions(const StateFormat& format, std::size_t num_arrays, std::size_t numel, const Blocks& blocks);
 
     std::size_t count() const { return count_; }
     std::size_t offset(std::size_t region) const { return offsets_[region]; }
     std::size_t bytes(std::size_t region) const { return bytes_before(region, numel_); }
-    // Up to the next region.
+    // The padding included.
     std::size_t padded_bytes(std::size_t region) const { return offsets_[region + 1] - offsets_[region]; }
-    // Of the elements before `element`, which begins a block.
+    // The bytes of the elements before `element`, which begins a block.
     std::size_t bytes_before(std::size_t region, std::size_t element) const;
-    // Of all regions.
+    // The bytes of all regions, padding included.
     std::size_t total_bytes() const { return offsets_[count_]; }
 
  private:
+    const StateFormat& format_;
     std::size_t numel_;
     const Blocks& blocks_;
     std::size_t count_;
-    std::array<std::size_t, kMaxRegions> item_bytes_{};  // 0: two bytes for each block
     std::array<std::size_t, kMaxRegions + 1> offsets_{};
 };
+
+// The bytes of all regions, padding included, of a tasklet whose codes lie in `num_blocks` blocks.
+std::size_t regions_bytes(const StateFormat& format, std::size_t num_arrays, std::size_t numel, std::size_t num_blocks);
 
 }  // namespace smart_infinity

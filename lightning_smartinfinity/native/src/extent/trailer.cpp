@@ -29,15 +29,15 @@ struct Trailer {
     std::uint32_t trailer_checksum;
 };
 
-static_assert(sizeof(Trailer) == 128 && offsetof(Trailer, tasklet) == 40 && offsetof(Trailer, checksums) == 72 &&
-                  offsetof(Trailer, trailer_checksum) == 124,
+static_assert(sizeof(Trailer) == kTrailerBytes && offsetof(Trailer, tasklet) == 40 &&
+                  offsetof(Trailer, checksums) == 72 && offsetof(Trailer, trailer_checksum) == 124,
               "the layout on storage is fixed");
 
 std::uint32_t own_checksum(const Trailer& trailer) { return crc32c(&trailer, offsetof(Trailer, trailer_checksum)); }
 
-Trailer load(const std::byte* page) {
+Trailer load(const std::byte* bytes) {
     Trailer trailer;
-    std::memcpy(&trailer, page + kTrailerPageBytes - sizeof trailer, sizeof trailer);
+    std::memcpy(&trailer, bytes, sizeof trailer);
     return trailer;
 }
 
@@ -88,14 +88,14 @@ std::optional<Refusal> check_shape(const Trailer& trailer, const Tasklet& taskle
 
 }  // namespace
 
-std::optional<Refusal> TrailerPage::verify(const Identity& identity, const Tasklet& tasklet) const {
-    const Trailer trailer = load(page_);
+std::optional<Refusal> verify_trailer(const std::byte* bytes, const Identity& identity, const Tasklet& tasklet) {
+    const Trailer trailer = load(bytes);
     if (auto refusal = check_integrity(trailer)) return refusal;
     if (auto refusal = check_owner(trailer, identity, tasklet)) return refusal;
     return check_shape(trailer, tasklet);
 }
 
-Checksums TrailerPage::checksums() const { return load(page_).checksums; }
+Checksums TrailerPage::checksums() const { return load(bytes()).checksums; }
 
 void TrailerPage::write(const Identity& identity, const Tasklet& tasklet, const Checksums& checksums) const {
     Trailer trailer{};
@@ -111,8 +111,8 @@ void TrailerPage::write(const Identity& identity, const Tasklet& tasklet, const 
     trailer.extent_bytes = tasklet.extent_bytes;
     trailer.checksums = checksums;
     trailer.trailer_checksum = own_checksum(trailer);
-    std::memset(page_, 0, kTrailerPageBytes - sizeof trailer);
-    std::memcpy(page_ + kTrailerPageBytes - sizeof trailer, &trailer, sizeof trailer);
+    std::memset(page_, 0, kTrailerPageBytes - kTrailerBytes);
+    std::memcpy(bytes(), &trailer, sizeof trailer);
 }
 
 }  // namespace smart_infinity

@@ -14,15 +14,16 @@
 namespace smart_infinity {
 
 constexpr std::size_t kTrailerPageBytes = kBlockBytes;
+constexpr std::size_t kTrailerBytes = 128;
 constexpr std::size_t kJobBytes = 16;
 
-// What every extent of a store must carry.
+// The mark that every extent of a store carries.
 struct Identity {
     std::array<std::uint8_t, kJobBytes> job{};
     std::uint32_t rank = 0;
     std::uint32_t state_format = 0;
 
-    StateFormat format() const { return static_cast<StateFormat>(state_format); }
+    const StateFormat& format() const { return checked_format(state_format); }
 };
 
 using Checksums = std::array<std::uint32_t, kMaxRegions>;
@@ -34,17 +35,23 @@ struct Refusal {
     int error = 0;
 };
 
+// Checks that a trailer belongs to the extent that the tasklet expects.
+std::optional<Refusal> verify_trailer(const std::byte* trailer, const Identity& identity, const Tasklet& tasklet);
+
 // The page behind an extent's regions, whose last bytes are the trailer.
 class TrailerPage {
  public:
     explicit TrailerPage(std::byte* page) : page_(page) {}
 
-    // Whether it belongs to the extent that the tasklet expects.
-    std::optional<Refusal> verify(const Identity& identity, const Tasklet& tasklet) const;
+    std::optional<Refusal> verify(const Identity& identity, const Tasklet& tasklet) const {
+        return verify_trailer(bytes(), identity, tasklet);
+    }
     Checksums checksums() const;  // of the regions
     void write(const Identity& identity, const Tasklet& tasklet, const Checksums& checksums) const;
 
  private:
+    std::byte* bytes() const { return page_ + kTrailerPageBytes - kTrailerBytes; }
+
     std::byte* page_;
 };
 

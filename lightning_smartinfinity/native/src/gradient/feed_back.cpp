@@ -14,6 +14,7 @@
 #include "gradient/gradient_payload.hpp"
 #include "gradient/gradient_source.hpp"
 #include "gradient/payload_header.hpp"
+#include "gradient/validate_batch.hpp"
 #include "kernels/instruction_set.hpp"
 
 namespace smart_infinity {

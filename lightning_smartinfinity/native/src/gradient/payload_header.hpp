@@ -8,9 +8,14 @@
 #include <string>
 
 #include "base/buffer.hpp"
-#include "card/card_kernel.hpp"
 
 namespace smart_infinity {
+
+constexpr std::size_t kBeatBytes = 64;  // of the ports of a card's kernels, which read payloads
+
+// What a card's kernels call the form of a payload: beside the type of its values, or in place of it.
+constexpr std::uint32_t kSparseForm = 256;
+constexpr std::uint32_t kBlockScaledForm = 512;
 
 // The first beat of a payload: 32-bit words, of which these are the same for all: magic, version, elements; and from
 // kFirstPart on how many beats each of three parts has that follow.

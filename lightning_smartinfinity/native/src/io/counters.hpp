@@ -29,15 +29,6 @@ struct Counters {
     std::uint64_t write_calls = 0;
     std::uint64_t cached_read_bytes = 0;  // of resident tasklets: neither read nor written
     std::uint64_t cached_write_bytes = 0;
-    // Of cards only: what crosses between host and card, what goes between storage and card, and, of both, what fills
-    // blocks up, and trailers and status beats; and whole blocks that went to the file of gradients and back.
-    std::uint64_t shared_read_bytes = 0;
-    std::uint64_t shared_write_bytes = 0;
-    std::uint64_t internal_read_bytes = 0;
-    std::uint64_t internal_write_bytes = 0;
-    std::uint64_t padding_bytes = 0;
-    std::uint64_t control_bytes = 0;
-    std::uint64_t gradient_file_bytes = 0;
     double read_seconds = 0;
     double write_seconds = 0;
     double compute_seconds = 0;

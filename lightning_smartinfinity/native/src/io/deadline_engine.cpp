@@ -33,23 +33,23 @@ void DeadlineEngine::submit(const IoRequest& request, CompletionHandler& handler
     inner_->submit(request, *this);
 }
 
-bool DeadlineEngine::any_out() const {
+bool DeadlineEngine::any_abandoned() const {
     const std::lock_guard lock(mutex_);
-    return !late_.empty();
+    return !abandoned_.empty();
 }
 
-std::vector<IoRequest> DeadlineEngine::writes_out() const {
+std::vector<IoRequest> DeadlineEngine::abandoned_writes() const {
     const std::lock_guard lock(mutex_);
     std::vector<IoRequest> writes;
-    for (const auto& [tag, late] : late_) {
-        if (late.request.direction == Direction::kWrite) writes.push_back(late.request);
+    for (const auto& [tag, abandoned] : abandoned_) {
+        if (abandoned.request.direction == Direction::kWrite) writes.push_back(abandoned.request);
     }
     return writes;
 }
 
 void DeadlineEngine::completed(const IoRequest& request, const IoResult& result) {
     std::unique_lock lock(mutex_);
-    if (late_.erase(request.tag) > 0) return;
+    if (abandoned_.erase(request.tag) > 0) return;
     CompletionHandler* const handler = waiting_.extract(request.tag).mapped().handler;
     lock.unlock();
     handler->completed(request, result);
@@ -82,7 +82,7 @@ std::vector<DeadlineEngine::Waiting> DeadlineEngine::take_overdue() {
             continue;
         }
         overdue.push_back(next->second);
-        late_.try_emplace(next->first, next->second.request);
+        abandoned_.try_emplace(next->first, next->second.request);
         next = waiting_.erase(next);
     }
     return overdue;

@@ -10,15 +10,15 @@
 #include <thread>
 #include <vector>
 
-#include "base/still_out.hpp"
+#include "base/abandoned_call.hpp"
 #include "io/io_engine.hpp"
 
 namespace smart_infinity {
 
-// An engine that gives up requests for their time: their handler is told kNotReturned, and never hears of them again.
-// Until such a request returns, its memory is its own, and so is what it writes in the file.
+// An engine that abandons requests that do not return in time: their handler is told kNotReturned, and never hears of
+// them again. Until such a request returns, its memory is its own, and so is what it writes in the file.
 //
-// The destructor waits for all that was submitted, as every engine's; while any_out(), it may not be called.
+// The destructor waits for all that was submitted, as every engine's; while any_abandoned(), it may not be called.
 class DeadlineEngine final : public IoEngine, private CompletionHandler {
  public:
     using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
@@ -29,10 +29,10 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
     IoUsage usage() const override { return inner_->usage(); }
     IoEngineKind kind() const override { return inner_->kind(); }
 
-    // Whether a request that was given up has not returned.
-    bool any_out() const;
-    // Those that write.
-    std::vector<IoRequest> writes_out() const;
+    // Returns whether an abandoned request has not returned.
+    bool any_abandoned() const;
+    // Returns those that write.
+    std::vector<IoRequest> abandoned_writes() const;
     // Puts an engine behind this one, in front of the one behind it now. Nothing may be in flight.
     void decorate(const Decorate& decorate) { inner_ = decorate(std::move(inner_)); }
 
@@ -45,11 +45,10 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
         Clock::time_point deadline;
     };
 
-    // Of a request that was given up.
-    struct Late {
-        explicit Late(const IoRequest& given_up) : request(given_up) {}
+    struct Abandoned {
+        explicit Abandoned(const IoRequest& late) : request(late) {}
         IoRequest request;
-        StillOut still_out;
+        AbandonedCall call;
     };
 
     void completed(const IoRequest& request, const IoResult& result) override;
@@ -60,7 +59,7 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::map<std::size_t, Waiting> waiting_;  // by tag: one request per tag is in flight
-    std::map<std::size_t, Late> late_;
+    std::map<std::size_t, Abandoned> abandoned_;
     bool closing_ = false;
     std::unique_ptr<IoEngine> inner_;  // its destructor waits for completions
     std::thread watch_;

@@ -18,8 +18,6 @@ std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>&, const
 
 #else
 
-#include <liburing.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,6 +28,7 @@ std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>&, const
 
 #include "base/stopwatch.hpp"
 #include "base/worker_pool.hpp"
+#include "io/uring_ring.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -40,81 +39,13 @@ constexpr std::size_t kNumSlots = 127;  // requests in flight
 constexpr unsigned kEntries = 2 * (kNumSlots + 1);
 constexpr int kMostAttempts = 10'000;  // a millisecond apart
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
-constexpr unsigned kPollIdleMilliseconds = 50;
-
-class Descriptor {
- public:
-    explicit Descriptor(int descriptor) : descriptor_(descriptor) {}
-    ~Descriptor() { ::close(descriptor_); }
-    Descriptor(const Descriptor&) = delete;
-    Descriptor& operator=(const Descriptor&) = delete;
-    int get() const { return descriptor_; }
-
- private:
-    const int descriptor_;
-};
-
-int make_event(unsigned value) {
-    const int descriptor = ::eventfd(value, EFD_CLOEXEC);
-    if (descriptor < 0) throw SystemError(errno, "io_uring: eventfd");
-    return descriptor;
-}
-
-// The kernel's ring. Its descriptor is close-on-exec, and a forked child does not get its memory.
-class Ring {
- public:
-    explicit Ring(bool polled) {
-        const int error = set_up(polled);
-        if (error != 0) throw SystemError(error, "io_uring: io_uring_setup");
-        (void)io_uring_ring_dontfork(&ring_);  // a child would only have it for nothing
-    }
-    ~Ring() { io_uring_queue_exit(&ring_); }
-    Ring(const Ring&) = delete;
-    Ring& operator=(const Ring&) = delete;
-    io_uring* get() { return &ring_; }
-
-    // Reads through it: a filter may forbid only to enter a ring, and an old kernel not know the operations. Throws
-    // SystemError.
-    void try_out() {
-        const Descriptor event(make_event(1));
-        std::uint64_t value = 0;
-        io_uring_prep_read(io_uring_get_sqe(&ring_), event.get(), &value, sizeof value, 0);
-        int result = -EINTR;
-        while (result == -EINTR) result = io_uring_submit_and_wait(&ring_, 1);
-        if (result < 0) throw SystemError(-result, "io_uring: io_uring_enter");
-        io_uring_cqe* completion = nullptr;
-        do {
-            result = io_uring_wait_cqe(&ring_, &completion);
-        } while (result == -EINTR);
-        if (result < 0) throw SystemError(-result, "io_uring: io_uring_enter");
-        const int read = completion->res;
-        io_uring_cqe_seen(&ring_, completion);
-        if (read < 0) throw SystemError(-read, "io_uring: IORING_OP_READ");
-    }
-
- private:
-    // Newer kernels work cheaper when told that one thread alone submits and that it reaps by itself.
-    int set_up(bool polled) {
-        io_uring_params parameters{};
-        parameters.flags = IORING_SETUP_SINGLE_ISSUER | (polled ? IORING_SETUP_SQPOLL : IORING_SETUP_DEFER_TASKRUN);
-        parameters.sq_thread_idle = kPollIdleMilliseconds;
-        const int first = io_uring_queue_init_params(kEntries, &ring_, &parameters);
-        if (first != -EINVAL) return -first;
-        parameters = {};
-        parameters.flags = polled ? IORING_SETUP_SQPOLL : 0;
-        parameters.sq_thread_idle = kPollIdleMilliseconds;
-        return -io_uring_queue_init_params(kEntries, &ring_, &parameters);
-    }
-
-    io_uring ring_{};
-};
 
 class UringEngine final : public IoEngine {
  public:
     UringEngine(const std::vector<StateFile>& files, const MemoryRange& memory, bool polled)
         : kind_(polled ? IoEngineKind::kUringPolled : IoEngineKind::kUring),
           memory_(memory),
-          wake_(make_event(0)),
+          wake_(0),
           slots_(kNumSlots) {
         for (const StateFile& file : files) descriptors_.push_back(file.descriptor());
         for (std::size_t slot = kNumSlots; slot > 0; --slot) free_.push_back(slot - 1);
@@ -174,9 +105,9 @@ class UringEngine final : public IoEngine {
     }
 
     void run(bool polled) {
-        std::optional<Ring> ring;
+        std::optional<UringRing> ring;
         try {
-            ring.emplace(polled);
+            ring.emplace(kEntries, polled);
             ring->try_out();
         } catch (const SystemError& error) {
             set_up_error_ = error;
@@ -191,7 +122,7 @@ class UringEngine final : public IoEngine {
         if (ring) work();
     }
 
-    void prepare(Ring& ring) {
+    void prepare(UringRing& ring) {
         ring_ = ring.get();
         files_registered_ =
             !descriptors_.empty() &&
@@ -336,7 +267,7 @@ class UringEngine final : public IoEngine {
     const IoEngineKind kind_;
     const MemoryRange memory_;
     std::vector<int> descriptors_;
-    const Descriptor wake_;
+    const EventDescriptor wake_;
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;
@@ -363,7 +294,7 @@ class UringEngine final : public IoEngine {
 
 std::optional<std::string> uring_unavailable(bool polled) {
     try {
-        Ring(polled).try_out();
+        UringRing(kEntries, polled).try_out();
         return std::nullopt;
     } catch (const SystemError& error) {
         return "the system refuses io_uring (" + error.code().message() + ")";

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "base/buffer.hpp"
@@ -19,11 +20,11 @@ using namespace nb::literals;
 namespace smart_infinity {
 namespace {
 
-FileQueue::Ticket submit(FileQueue& queue, Direction direction, const StateFile& file, std::uint64_t offset,
+FileQueue::Ticket submit(const PythonFileQueue& queue, Direction direction, const StateFile& file, std::uint64_t offset,
                          Address address, std::size_t nbytes) {
     const StateFile held = file;  // another thread may close it meanwhile
     const nb::gil_scoped_release release;
-    return queue.submit(direction, held, offset, reinterpret_cast<std::byte*>(address), nbytes);
+    return queue.get()->submit(direction, held, offset, reinterpret_cast<std::byte*>(address), nbytes);
 }
 
 // The kernel registers at most a GiB in one piece.
@@ -45,7 +46,8 @@ void bind_file_queue(nb::module_& m) {
             "__init__",
             [](PythonFileQueue* self, std::size_t io_threads, const std::string& io_engine, const HostBuffer* memory) {
                 const MemoryRange range = memory ? registered_range(*memory) : MemoryRange{};
-                new (self) PythonFileQueue(io_threads, io_engine_of(io_engine), range);
+                new (self) PythonFileQueue("FileQueue",
+                                           std::make_shared<FileQueue>(io_threads, io_engine_of(io_engine), range));
             },
             nb::kw_only(), "io_threads"_a = 4, "io_engine"_a = "auto", "memory"_a = nb::none(), nb::keep_alive<1, 4>())
         .def(
@@ -63,19 +65,20 @@ void bind_file_queue(nb::module_& m) {
             "Start writing; returns a ticket. The memory must stay, unchanged, until wait().\n\n"
             "Raises:\n    ValueError: It cannot be transferred.")
         .def(
-            "wait", [](PythonFileQueue& self, FileQueue::Ticket ticket) { return self.wait(ticket, check_signals); },
+            "wait",
+            [](PythonFileQueue& self, FileQueue::Ticket ticket) { return self.get()->wait(ticket, check_signals); },
             "ticket"_a, WithoutGil(),
             "Until the request has ended, all of it or with a failure, which only the first wait returns.\n\n"
             "A signal handler that raises, as that of Ctrl-C, ends the wait; the request goes on, its ticket stays\n"
             "open and its memory in use.\n\n"
             "Raises:\n    ValueError: There is no such ticket.")
         .def_prop_ro(
-            "io_engine", [](const PythonFileQueue& self) { return name_of(self.io_engine()); },
+            "io_engine", [](const PythonFileQueue& self) { return name_of(self.get()->io_engine()); },
             "The engine in use: one of io_engines().")
-        .def("counters", &PythonFileQueue::counters)
-        .def_prop_ro("busy", &PythonFileQueue::busy, "Whether a request that was given up has not returned.")
+        .def("counters", [](const PythonFileQueue& self) { return PythonCounters{self.report(), {}}; })
+        .def_prop_ro("busy", method(&FileQueue::busy), "Whether an abandoned request has not returned.")
         .def("close", &PythonFileQueue::close, WithoutGil(),
-             "Wait for what is in flight, but not for what was given up, whose memory and file are lost. Idempotent.");
+             "Wait for what is in flight, but not for abandoned requests, whose memory and file are lost. Idempotent.");
 }
 
 }  // namespace smart_infinity

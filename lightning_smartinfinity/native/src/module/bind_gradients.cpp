@@ -13,8 +13,8 @@
 #include "gradient/block_scaled.hpp"
 #include "gradient/compression.hpp"
 #include "gradient/feed_back.hpp"
-#include "gradient/gradient_payload.hpp"
 #include "gradient/top_k.hpp"
+#include "gradient/validate_batch.hpp"
 #include "module/module.hpp"
 
 namespace nb = nanobind;
@@ -27,16 +27,6 @@ std::size_t encode(const std::shared_ptr<const GradientCodec>& codec, const Task
     const Batch batch{Operation::kUpdate, {tasklet}, {}, nullptr, codec, residual_scale};
     validate_gradients(batch);
     return compress(batch, batch.tasklets.front()).payload_bytes;
-}
-
-DType decode(Address payload, std::size_t nbytes, std::uint64_t numel, Address out, std::uint64_t first,
-             std::optional<std::uint64_t> last) {
-    const std::uint64_t end = last.value_or(numel);
-    if (first > end || end > numel) throw std::invalid_argument("decode_gradient: first and last leave the gradient");
-    const auto gradient = open_payload(reinterpret_cast<const std::byte*>(payload), nbytes, numel);
-    if (const auto problem = gradient->check()) throw std::invalid_argument("decode_gradient: " + *problem);
-    gradient->decode(first, end, reinterpret_cast<void*>(out));
-    return gradient->dtype();
 }
 
 void bind_top_k(nb::module_& m) {
@@ -89,17 +79,6 @@ void bind_gradients(nb::module_& m) {
           "Compress a tasklet's gradient into its payload now, as UPDATE does for a batch with this codec.\n\n"
           "Returns:\n    Bytes of the payload.\n\n"
           "Raises:\n    ValueError: It cannot be compressed.");
-    m.def("decode_gradient", &decode, "payload"_a, "nbytes"_a, "numel"_a, "out"_a, nb::kw_only(), "first"_a = 0,
-          "last"_a = nb::none(), WithoutGil(),
-          "Write elements [first, last) of a payload's gradient to `out`, dense, in the type that is returned.\n\n"
-          "Args:\n"
-          "    payload: Address, a multiple of 4.\n"
-          "    nbytes: Of the payload.\n"
-          "    numel: Elements of the tasklet.\n"
-          "    out: Address of memory for (last - first) elements of up to 4 bytes.\n"
-          "    first: Element.\n"
-          "    last: Element; None is numel.\n\n"
-          "Raises:\n    ValueError: It is not a payload for so many elements.");
     m.def("feed_back", &feed_back, "tasklets"_a, nb::kw_only(), "residual_scale"_a = 1.0f, "threads"_a = 1,
           WithoutGil(),
           "After a step whose gradients were compressed: what was not sent becomes the residual.\n\n"

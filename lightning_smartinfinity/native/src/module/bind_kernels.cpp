@@ -66,8 +66,6 @@ void bind_kernels(nb::module_& m) {
         "CRC-32C of memory, continuing `value`: in the way of the instruction set in use, or of a width in "
         "crc32c_widths().\n\n"
         "Raises:\n    ValueError: This CPU has no such way.");
-    m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
-          "CRC-32C of two pieces of memory, one behind the other, from the checksum of each; nbytes are the second's.");
     m.def("crc32c_widths", &crc32c_widths,
           "Ways to compute CRC-32C on this CPU, slowest first: the bits of their registers, 0 for the table.");
     m.def(

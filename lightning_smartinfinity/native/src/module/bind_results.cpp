@@ -14,6 +14,7 @@
 #include "io/counters.hpp"
 #include "io/io_engines.hpp"
 #include "module/module.hpp"
+#include "module/workers.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -26,30 +27,30 @@ void bind_counters(nb::module_& m) {
         .def_ro("read_bytes", &FileCounters::read_bytes)
         .def_ro("written_bytes", &FileCounters::written_bytes)
         .def_ro("busy_seconds", &FileCounters::busy_seconds, "With at least one request in the system.");
-    nb::class_<Counters>(m, "Counters", "Since creation. Seconds are summed over threads.")
-        .def_ro("read_bytes", &Counters::read_bytes)
-        .def_ro("written_bytes", &Counters::written_bytes)
-        .def_ro("read_calls", &Counters::read_calls)
-        .def_ro("write_calls", &Counters::write_calls)
-        .def_ro("cached_read_bytes", &Counters::cached_read_bytes, "Of resident tasklets: not read.")
-        .def_ro("cached_write_bytes", &Counters::cached_write_bytes, "Of resident tasklets: not written.")
-        .def_ro("shared_read_bytes", &Counters::shared_read_bytes, "Of a card: from it to the host.")
-        .def_ro("shared_write_bytes", &Counters::shared_write_bytes, "Of a card: from the host to it.")
-        .def_ro("internal_read_bytes", &Counters::internal_read_bytes, "Of a card: from storage to it.")
-        .def_ro("internal_write_bytes", &Counters::internal_write_bytes, "Of a card: from it to storage.")
-        .def_ro("padding_bytes", &Counters::padding_bytes, "Of a card: what these four do not count, of blocks.")
-        .def_ro("control_bytes", &Counters::control_bytes, "Of a card: trailers and status beats.")
-        .def_ro("gradient_file_bytes", &Counters::gradient_file_bytes,
+    nb::class_<PythonCounters>(m, "Counters", "Since creation. Seconds are summed over threads.")
+        .def_ro("read_bytes", &PythonCounters::read_bytes)
+        .def_ro("written_bytes", &PythonCounters::written_bytes)
+        .def_ro("read_calls", &PythonCounters::read_calls)
+        .def_ro("write_calls", &PythonCounters::write_calls)
+        .def_ro("cached_read_bytes", &PythonCounters::cached_read_bytes, "Of resident tasklets: not read.")
+        .def_ro("cached_write_bytes", &PythonCounters::cached_write_bytes, "Of resident tasklets: not written.")
+        .def_ro("shared_read_bytes", &PythonCounters::shared_read_bytes, "Of a card: from it to the host.")
+        .def_ro("shared_write_bytes", &PythonCounters::shared_write_bytes, "Of a card: from the host to it.")
+        .def_ro("internal_read_bytes", &PythonCounters::internal_read_bytes, "Of a card: from storage to it.")
+        .def_ro("internal_write_bytes", &PythonCounters::internal_write_bytes, "Of a card: from it to storage.")
+        .def_ro("padding_bytes", &PythonCounters::padding_bytes, "Of a card: what these four do not count, of blocks.")
+        .def_ro("control_bytes", &PythonCounters::control_bytes, "Of a card: trailers and status beats.")
+        .def_ro("gradient_file_bytes", &PythonCounters::gradient_file_bytes,
                 "Of a card: blocks that were written to the file of gradients, and read from it.")
-        .def_ro("read_seconds", &Counters::read_seconds)
-        .def_ro("write_seconds", &Counters::write_seconds)
-        .def_ro("compute_seconds", &Counters::compute_seconds)
-        .def_ro("wait_seconds", &Counters::wait_seconds)
-        .def_ro("system_calls", &Counters::system_calls, "Of the I/O engine.")
-        .def_ro("io_cpu_seconds", &Counters::io_cpu_seconds, "Of its threads.")
-        .def_ro("registered_bytes", &Counters::registered_bytes, "Of memory that is pinned for it now.")
-        .def_ro("registration_errno", &Counters::registration_errno, "Why none is, where it asked for it, or 0.")
-        .def_ro("files", &Counters::files, "Of a pipeline, by index.");
+        .def_ro("read_seconds", &PythonCounters::read_seconds)
+        .def_ro("write_seconds", &PythonCounters::write_seconds)
+        .def_ro("compute_seconds", &PythonCounters::compute_seconds)
+        .def_ro("wait_seconds", &PythonCounters::wait_seconds)
+        .def_ro("system_calls", &PythonCounters::system_calls, "Of the I/O engine.")
+        .def_ro("io_cpu_seconds", &PythonCounters::io_cpu_seconds, "Of its threads.")
+        .def_ro("registered_bytes", &PythonCounters::registered_bytes, "Of memory that is pinned for it now.")
+        .def_ro("registration_errno", &PythonCounters::registration_errno, "Why none is, where it asked for it, or 0.")
+        .def_ro("files", &PythonCounters::files, "Of a pipeline, by index.");
 }
 
 void bind_failure(nb::module_& m) {

@@ -69,13 +69,6 @@ void bind_schedule(nb::module_& m) {
             "from a device), \"compute\", \"write\" and \"deliver\" (parameters to a device).")
         .def("extend", nb::overload_cast<std::size_t>(&TransferSchedule::extend), "num_tasklets"_a,
              "More tasklets, behind those there are.")
-        .def(
-            "extend_resident",
-            [](TransferSchedule& self, std::size_t num_tasklets, bool reads, bool writes) {
-                self.extend(std::vector<TransferSchedule::Way>(num_tasklets, {reads, writes, true}));
-            },
-            "num_tasklets"_a, nb::kw_only(), "reads"_a, "writes"_a,
-            "The same for resident tasklets; their buffers are numbered from `num_buffers` on.")
         .def("prefer", &TransferSchedule::prefer, "tasklets"_a,
              "Of these tasklets those that have not begun are begun next, in this order.")
         .def(

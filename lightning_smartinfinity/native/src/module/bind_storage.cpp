@@ -1,18 +1,14 @@
-// Host memory, files and what extents carry.
+// Host memory and files.
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
 #include <cstddef>
-#include <cstdint>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "base/buffer.hpp"
 #include "cuda/cuda_device.hpp"
-#include "extent/trailer.hpp"
 #include "io/state_file.hpp"
 #include "module/module.hpp"
 
@@ -38,9 +34,14 @@ void bind_host_buffer(nb::module_& m) {
         .def(nb::init<std::size_t>(), "nbytes"_a)
         .def_prop_ro("address", [](const HostBuffer& self) { return reinterpret_cast<Address>(self.data()); })
         .def_prop_ro("nbytes", &HostBuffer::bytes)
-        .def("register", &HostBuffer::try_register, "device"_a, WithoutGil(),
-             "Let copies from and to the device be asynchronous, until unregister() or the end of the memory.\n\n"
-             "Returns whether it worked; if not, the device's registration_failure says why.")
+        .def(
+            "register",
+            [](HostBuffer& self, std::shared_ptr<const CudaDevice> device) {
+                return self.try_register(std::move(device));
+            },
+            "device"_a, WithoutGil(),
+            "Let copies from and to the device be asynchronous, until unregister() or the end of the memory.\n\n"
+            "Returns whether it worked; if not, the device's registration_failure says why.")
         .def("unregister", &HostBuffer::unregister, WithoutGil(), "Idempotent.")
         .def(
             "memoryview",
@@ -76,38 +77,11 @@ void bind_state_file(nb::module_& m) {
         .def("close", &StateFile::close, "Idempotent.");
 }
 
-Identity make_identity(const nb::bytes& job, std::uint32_t rank, std::uint32_t state_format) {
-    Identity identity{{}, rank, state_format};
-    if (job.size() != kJobBytes) {
-        throw std::invalid_argument("Identity: job has " + std::to_string(job.size()) + " bytes, it must have 16");
-    }
-    std::copy_n(static_cast<const std::uint8_t*>(job.data()), kJobBytes, identity.job.begin());
-    return identity;
-}
-
-void bind_identity(nb::module_& m) {
-    nb::class_<Identity>(m, "Identity",
-                         "What the extents of a store carry.\n\nRaises:\n    ValueError: job is not 16 bytes.")
-        .def(
-            "__init__",
-            [](Identity* self, const nb::bytes& job, std::uint32_t rank, std::uint32_t state_format) {
-                new (self) Identity(make_identity(job, rank, state_format));
-            },
-            nb::kw_only(), "job"_a, "rank"_a, "state_format"_a)
-        .def_prop_ro("job",
-                     [](const Identity& self) {
-                         return nb::bytes(reinterpret_cast<const char*>(self.job.data()), self.job.size());
-                     })
-        .def_ro("rank", &Identity::rank)
-        .def_ro("state_format", &Identity::state_format);
-}
-
 }  // namespace
 
 void bind_storage(nb::module_& m) {
     bind_host_buffer(m);
     bind_state_file(m);
-    bind_identity(m);
 }
 
 }  // namespace smart_infinity

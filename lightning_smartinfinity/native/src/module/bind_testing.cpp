@@ -1,4 +1,4 @@
-// What tests do to workers and devices.
+// What tests alone do to workers and devices, and ask of the core.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -8,13 +8,18 @@
 #include <cerrno>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "checksum/crc32c.hpp"
 #include "cuda/cuda_driver.hpp"
+#include "gradient/gradient_payload.hpp"
 #include "module/module.hpp"
 #include "module/workers.hpp"
+#include "pipeline/schedule.hpp"
 #include "testing/fault_injection.hpp"
 #include "testing/hold.hpp"
 #include "testing/throttle.hpp"
@@ -32,7 +37,7 @@ void bind_inject(nb::module_& m, const char* name) {
         [](Worker& worker, std::uint64_t seed, std::int64_t max_delay_us, std::int64_t fail_read_at,
            std::int64_t fail_write_at, std::int64_t short_transfer_every, int error) {
             const Faults faults{seed, max_delay_us, fail_read_at, fail_write_at, short_transfer_every, error};
-            worker.decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+            worker.get()->decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
                 return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
             });
         },
@@ -50,7 +55,7 @@ std::shared_ptr<Hold> hold_of(std::int64_t read_at, std::int64_t write_at, std::
 template <class Worker>
 std::shared_ptr<Hold> hold_in_engine(Worker& worker, std::int64_t read_at, std::int64_t write_at, std::uint64_t count) {
     const auto hold = hold_of(read_at, write_at, count);
-    worker.decorate_engine(
+    worker.get()->decorate_engine(
         [&hold](std::unique_ptr<IoEngine> engine) { return std::make_unique<HoldingEngine>(std::move(engine), hold); });
     return hold;
 }
@@ -65,7 +70,7 @@ void bind_hold(nb::module_& m) {
                          bool gradients) {
                  if (!gradients) return hold_in_engine(pipeline, read_at, write_at, count);
                  const auto hold = hold_of(read_at, write_at, count);
-                 pipeline.put_before_transfers([hold](const IoRequest& request) { wait_for(*hold, request); });
+                 pipeline.get()->put_before_transfers([hold](const IoRequest& request) { wait_for(*hold, request); });
                  return hold;
              }),
              "pipeline"_a, nb::kw_only(), "read_at"_a = -1, "write_at"_a = -1, "count"_a = 1, "gradients"_a = false)
@@ -81,7 +86,7 @@ void bind_throttle(nb::module_& m) {
                  std::set<int> descriptors;
                  for (const StateFile* file : files) descriptors.insert(file->descriptor());
                  const auto throttle = std::make_shared<Throttle>(std::move(descriptors));
-                 pipeline.decorate_engine([&throttle](std::unique_ptr<IoEngine> engine) {
+                 pipeline.get()->decorate_engine([&throttle](std::unique_ptr<IoEngine> engine) {
                      return std::make_unique<ThrottledEngine>(std::move(engine), throttle);
                  });
                  return throttle;
@@ -98,6 +103,40 @@ void bind_use_cuda_library(nb::module_& m) {
           "Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. What exists keeps its own.");
 }
 
+DType decode(Address payload, std::size_t nbytes, std::uint64_t numel, Address out, std::uint64_t first,
+             std::optional<std::uint64_t> last) {
+    const std::uint64_t end = last.value_or(numel);
+    if (first > end || end > numel) throw std::invalid_argument("decode_gradient: first and last leave the gradient");
+    const auto gradient = open_payload(reinterpret_cast<const std::byte*>(payload), nbytes, numel);
+    if (const auto problem = gradient->check()) throw std::invalid_argument("decode_gradient: " + *problem);
+    gradient->decode(first, end, reinterpret_cast<void*>(out));
+    return gradient->dtype();
+}
+
+// What the product uses within the core only.
+void bind_parts(nb::module_& m) {
+    m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
+          "CRC-32C of two pieces of memory, one behind the other, from the checksum of each; nbytes are the second's.");
+    m.def("decode_gradient", &decode, "payload"_a, "nbytes"_a, "numel"_a, "out"_a, nb::kw_only(), "first"_a = 0,
+          "last"_a = nb::none(), WithoutGil(),
+          "Write elements [first, last) of a payload's gradient to `out`, dense, in the type that is returned.\n\n"
+          "Args:\n"
+          "    payload: Address, a multiple of 4.\n"
+          "    nbytes: Of the payload.\n"
+          "    numel: Elements of the tasklet.\n"
+          "    out: Address of memory for (last - first) elements of up to 4 bytes.\n"
+          "    first: Element.\n"
+          "    last: Element; None is numel.\n\n"
+          "Raises:\n    ValueError: It is not a payload for so many elements.");
+    m.def(
+        "extend_resident",
+        [](TransferSchedule& schedule, std::size_t num_tasklets, bool reads, bool writes) {
+            schedule.extend(std::vector<TransferSchedule::Way>(num_tasklets, {reads, writes, true}));
+        },
+        "schedule"_a, "num_tasklets"_a, nb::kw_only(), "reads"_a, "writes"_a,
+        "Add resident tasklets behind those there are; their buffers are numbered from `num_buffers` on.");
+}
+
 }  // namespace
 
 void bind_testing(nb::module_& m) {
@@ -106,6 +145,7 @@ void bind_testing(nb::module_& m) {
     bind_throttle(m);
     bind_hold(m);
     bind_use_cuda_library(m);
+    bind_parts(m);
 }
 
 }  // namespace smart_infinity

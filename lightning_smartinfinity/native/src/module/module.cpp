@@ -50,6 +50,7 @@ NB_MODULE(_core, m) {
     bind_kernels(m);
     bind_cuda(m);
     bind_storage(m);
+    bind_extents(m);
     bind_steps(m);
     bind_batch(m);
     bind_gradients(m);
@@ -58,5 +59,7 @@ NB_MODULE(_core, m) {
     bind_card(m);
     bind_pipeline(m);
     bind_file_queue(m);
+#ifdef SMART_INFINITY_TESTING
     bind_testing(m);
+#endif
 }

@@ -14,6 +14,7 @@ inline const void* pointer_to(Address address) { return reinterpret_cast<const v
 void bind_kernels(nanobind::module_& m);
 void bind_cuda(nanobind::module_& m);
 void bind_storage(nanobind::module_& m);
+void bind_extents(nanobind::module_& m);
 void bind_steps(nanobind::module_& m);
 void bind_batch(nanobind::module_& m);
 void bind_gradients(nanobind::module_& m);

@@ -1,42 +1,361 @@
 #include "pipeline/pipeline.hpp"
 
+#include <stdexcept>
 #include <utility>
 
+#include "base/abandoned_call.hpp"
+#include "base/stopwatch.hpp"
+#include "gradient/compression.hpp"
+#include "gradient/validate_batch.hpp"
+#include "pipeline/host_updater.hpp"
+#include "pipeline/transfer_failures.hpp"
+
 namespace smart_infinity {
+namespace {
 
-Pipeline::Pipeline(PipelineOptions options) : loop_("Pipeline", std::make_shared<TransferLoop>(std::move(options))) {}
-
-void Pipeline::submit(Batch batch) { loop_.get()->submit(std::move(batch)); }
-
-void Pipeline::extend(Batch more) { loop_.get()->extend(std::move(more)); }
-
-void Pipeline::prefer(const std::vector<std::size_t>& positions) { loop_.get()->prefer(positions); }
-
-std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size_t> last,
-                                      const TransferLoop::Poll& poll) {
-    return loop_.get()->wait(first, last, poll);
+void require(bool condition, const std::string& problem) {
+    if (!condition) throw std::invalid_argument("Pipeline: " + problem);
 }
 
-std::optional<Failure> Pipeline::wait_for(const std::vector<std::size_t>& positions, const TransferLoop::Poll& poll) {
-    return loop_.get()->wait_for(positions, poll);
+std::unique_ptr<Updater> make_updater(const PipelineOptions& options) {
+    if (options.make_updater) return options.make_updater(options);
+    return std::make_unique<HostUpdater>(options.identity, options.num_buffers, options.buffer_bytes);
 }
 
-std::optional<Failure> Pipeline::drain(const TransferLoop::Poll& poll) { return loop_.get()->drain(poll); }
+// Does something with copies from or to a device.
+template <class Copies>
+std::optional<Failure> copying(const Tasklet& tasklet, const Copies& copies) {
+    try {
+        copies();
+        return std::nullopt;
+    } catch (const CudaError& error) {
+        return not_copied(tasklet, error.result(), error.what());
+    }
+}
 
-void Pipeline::abandon() { loop_.get()->abandon(); }
+}  // namespace
 
-Counters Pipeline::counters() const { return loop_.report().counters; }
+Pipeline::Pipeline(PipelineOptions options)
+    : options_(checked(std::move(options))),
+      updater_(make_updater(options_)),
+      resident_(options_.resident),
+      items_(num_buffers()),
+      positions_(num_buffers()),
+      transfers_(options_, updater_->registrable(), num_buffers(), mutex_, counters_,
+                 [this](std::size_t buffer, Direction direction, std::optional<Failure> failure) {
+                     transferred(buffer, direction, std::move(failure));
+                 }),
+      compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
+}
 
-std::size_t Pipeline::ring_bytes() const { return loop_.report().ring_bytes; }
+// Abandoned calls use the ring and the files, and threads that cannot be waited for.
+Pipeline::~Pipeline() {
+    close();
+    if (!busy()) return;
+    struct Used {
+        std::vector<StateFile> files;
+        std::unique_ptr<Updater> updater;
+        std::unique_ptr<IoEngine> engine;
+    };
+    keep_for_ever(std::make_shared<Used>(Used{options_.files, std::move(updater_), transfers_.take_engine()}));
+}
 
-std::size_t Pipeline::cache_bytes() const { return loop_.report().cache_bytes; }
+void Pipeline::submit(Batch batch) {
+    validate(batch);
+    require(!busy(), "what was abandoned, as it did not return in time, has not returned");
+    if (slot_bytes(batch) == 0) batch.stream.reset();  // nothing travels
+    const std::lock_guard lock(mutex_);
+    require_open();
+    require(run_ == nullptr, "a batch is active; drain() it before the next one");
+    auto run = std::make_shared<TransferRun>(std::move(batch), options_.num_buffers, resident_);
+    prepare_slots(*run->parts.front());
+    run_ = std::move(run);
+    start_ready();
+}
 
-void Pipeline::close() { loop_.close(); }
+void Pipeline::validate(const Batch& batch) const {
+    updater_->require_workable(batch);
+    smart_infinity::validate(batch, options_.identity.format(), options_.files.size(), options_.buffer_bytes);
+    for (const Tasklet& tasklet : batch.tasklets) {
+        require(!resident_.include(tasklet) || resident_.fit(tasklet),
+                "the extent of resident tasklet " + std::to_string(tasklet.index) + " has another size than its place");
+    }
+}
 
-void Pipeline::decorate_engine(const TransferLoop::Decorate& decorate) { loop_.get()->decorate_engine(decorate); }
+void Pipeline::extend(Batch more) {
+    validate(more);
+    const std::lock_guard lock(mutex_);
+    require_open();
+    require(run_ != nullptr, "no batch is active that could be extended");
+    require(more.operation == run_->operation, "a batch is extended by more of the same operation");
+    // The slots were made for what the batch began with, and they are in use.
+    require(more.stream == nullptr && run_->stream == nullptr, "a batch on a CUDA device cannot be extended");
+    run_->add(std::move(more), resident_);
+    start_ready();
+}
+
+void Pipeline::prefer(const std::vector<std::size_t>& positions) {
+    const std::lock_guard lock(mutex_);
+    require_open();
+    if (run_ == nullptr) return;
+    require_listed(*run_, positions);
+    run_->schedule.prefer(positions);
+}
+
+void Pipeline::require_listed(const TransferRun& run, const std::vector<std::size_t>& positions) {
+    const std::size_t count = run.schedule.num_tasklets();
+    for (const std::size_t position : positions) {
+        require(position < count, "tasklet " + std::to_string(position) + " of " + std::to_string(count));
+    }
+}
+
+// Looks at every tasklet once: what is out stays out.
+std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll) {
+    std::unique_lock lock(mutex_);
+    if (run_ != nullptr) last = last.value_or(run_->schedule.num_tasklets());
+    const std::size_t end = last.value_or(first);
+    require(first <= end, "wait() for tasklets [" + std::to_string(first) + ", " + std::to_string(end) + ")");
+    return wait_until(lock, poll, end, [&](const TransferSchedule& schedule) {
+        while (first < end && schedule.parameters_out(first)) ++first;
+        return first == end;
+    });
+}
+
+std::optional<Failure> Pipeline::wait_for(const std::vector<std::size_t>& positions, const Poll& poll) {
+    std::unique_lock lock(mutex_);
+    if (run_ != nullptr) {
+        require_listed(*run_, positions);
+        run_->schedule.prefer(positions);
+    }
+    auto next = positions.begin();
+    return wait_until(lock, poll, 0, [&](const TransferSchedule& schedule) {
+        while (next != positions.end() && schedule.parameters_out(*next)) ++next;
+        return next == positions.end();
+    });
+}
+
+template <typename Out>
+std::optional<Failure> Pipeline::wait_until(std::unique_lock<std::mutex>& lock, const Poll& poll, std::size_t end,
+                                            Out out) {
+    const Stopwatch stopwatch;
+    require_open();
+    const std::shared_ptr<TransferRun> run = run_;
+    if (run == nullptr) return std::nullopt;
+    require(end <= run->schedule.num_tasklets(),
+            "wait() for tasklet " + std::to_string(end - 1) + " of " + std::to_string(run->schedule.num_tasklets()));
+    await(lock, poll, [&] { return run->failure || out(run->schedule); });
+    counters_.wait_seconds += stopwatch.seconds();
+    return run->failure;
+}
+
+std::optional<Failure> Pipeline::drain(const Poll& poll) {
+    const Stopwatch stopwatch;
+    std::unique_lock lock(mutex_);
+    require_open();
+    const std::shared_ptr<TransferRun> run = run_;
+    if (run == nullptr) return std::nullopt;
+    await(lock, poll, [&] { return run->schedule.finished(); });
+    counters_.wait_seconds += stopwatch.seconds();
+    forget(run);
+    return run->failure;
+}
+
+Pipeline::Report Pipeline::report() const {
+    const std::lock_guard lock(mutex_);
+    return {with_usage(counters_, transfers_.usage()), updater_->traffic(),
+            updater_->host_bytes() + (slots_ ? slots_->bytes() : 0), resident_.bytes()};
+}
+
+std::vector<std::size_t> Pipeline::complete() const {
+    const std::lock_guard lock(mutex_);
+    const std::vector<bool>& complete = run_ != nullptr ? run_->schedule.complete() : complete_;
+    std::vector<std::size_t> positions;
+    for (std::size_t position = 0; position < complete.size(); ++position) {
+        if (complete[position]) positions.push_back(position);
+    }
+    return positions;
+}
+
+IoEngineKind Pipeline::io_engine() const {
+    const std::lock_guard lock(mutex_);
+    return transfers_.engine_kind();
+}
+
+template <typename Condition>
+void Pipeline::await(std::unique_lock<std::mutex>& lock, const Poll& poll, const Condition& condition) {
+    while (!changed_.wait_for(lock, kPollInterval, condition)) {
+        lock.unlock();
+        poll();
+        lock.lock();
+    }
+}
+
+void Pipeline::abandon() {
+    std::unique_lock lock(mutex_);
+    abandon_batch(lock);
+}
+
+void Pipeline::abandon_batch(std::unique_lock<std::mutex>& lock) {
+    const std::shared_ptr<TransferRun> run = run_;
+    if (run == nullptr) return;
+    if (!run->schedule.finished() && !run->failure) run->failure = abandoned();
+    run->schedule.stop();
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return run->schedule.finished(); });
+    forget(run);
+}
+
+void Pipeline::forget(const std::shared_ptr<TransferRun>& run) {
+    if (run_ != run) return;
+    complete_ = run->schedule.complete();
+    run_ = nullptr;
+}
+
+void Pipeline::close() {
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    abandon_batch(lock);
+}
+
+void Pipeline::decorate_engine(const DeadlineEngine::Decorate& decorate) {
+    const std::lock_guard lock(mutex_);
+    require_idle();
+    transfers_.decorate_engine(decorate);
+}
 
 void Pipeline::put_before_transfers(std::function<void(const IoRequest&)> gate) {
-    loop_.get()->put_before_transfers(std::move(gate));
+    const std::lock_guard lock(mutex_);
+    require_idle();
+    updater_->put_before_transfers(std::move(gate));
+}
+
+void Pipeline::require_open() const { require(!closed_, "it is closed"); }
+
+void Pipeline::require_idle() const {
+    require_open();
+    require(run_ == nullptr, "a batch is active; drain() it first");
+}
+
+// Made once: every batch of a run has tasklets, and a stream, like those of the first.
+void Pipeline::prepare_slots(const Batch& batch) {
+    if (!batch.stream) return;
+    const std::size_t bytes = slot_bytes(batch);
+    if (slots_ && slots_->stream() == batch.stream && slots_->slot_bytes() >= bytes) return;
+    if (!copy_pool_) {
+        copy_pool_ = std::make_unique<WorkerPool<Action>>("smart-inf-gpu", 1,
+                                                          [this](const Action& action) { copy_item(action); });
+    }
+    slots_.reset();
+    slots_ = std::make_unique<ParameterSlots>(batch.stream, num_buffers(), bytes);
+}
+
+ExtentMemory Pipeline::memory(std::size_t buffer) const {
+    const Tasklet& tasklet = *items_[buffer].tasklet;
+    if (items_[buffer].residence != Residence::kNone) return contiguous(resident_.place(tasklet), tasklet);
+    return updater_->memory(buffer, tasklet);
+}
+
+std::byte* Pipeline::slot(const Batch& batch, std::size_t index) const {
+    return batch.stream ? slots_->slot(index) : nullptr;
+}
+
+void Pipeline::start_ready() {
+    while (const auto action = run_->schedule.next()) start(*action);
+}
+
+void Pipeline::start(const Action& action) {
+    // A computed tasklet is written and delivered side by side: what it holds is read by one when the other starts.
+    if (action.work != Work::kWrite && action.work != Work::kDeliver) {
+        const TransferItem& item = run_->items[action.tasklet];
+        items_[action.buffer] = item;
+        positions_[action.buffer] = action.tasklet;
+        resident_.enter(*item.tasklet, run_->operation, item.residence);
+    }
+    const Tasklet& tasklet = *items_[action.buffer].tasklet;
+    switch (action.work) {
+        case Work::kRead:
+            return transfers_.start(action.buffer, tasklet, memory(action.buffer), Direction::kRead);
+        case Work::kCompute:
+            return compute_pool_.push(action);
+        case Work::kFetch:
+        case Work::kDeliver:
+            return copy_pool_->push(action);
+        case Work::kWrite:
+            return transfers_.start(action.buffer, tasklet, memory(action.buffer), Direction::kWrite);
+    }
+}
+
+void Pipeline::transferred(std::size_t buffer, Direction direction, std::optional<Failure> failure) {
+    if (!failure) updater_->transferred(direction, *items_[buffer].tasklet);
+    end(direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[buffer], std::move(failure));
+}
+
+// On a thread of the compute pool. Neither run_ nor what the buffer holds can change: an action of it is in flight.
+void Pipeline::compute_item(const Action& action) {
+    const Stopwatch stopwatch;
+    const TransferItem& item = items_[action.buffer];
+    const Batch& batch = *item.batch;
+    const Tasklet& tasklet = *item.tasklet;
+    std::optional<Failure> failure = compute(item, action.buffer);
+    const double seconds = stopwatch.seconds();
+    // Copies start here, one tasklet's behind the other's; only their end is waited for elsewhere.
+    if (!failure && run_->delivers()) {
+        failure = copying(tasklet, [&] { slots_->deliver(batch, tasklet, action.buffer); });
+    }
+    const std::lock_guard lock(mutex_);
+    counters_.compute_seconds += seconds;
+    if (!failure && item.residence != Residence::kNone) leave(item);
+    end(Work::kCompute, action.tasklet, std::move(failure));
+}
+
+std::optional<Failure> Pipeline::compute(const TransferItem& item, std::size_t buffer) {
+    const Tasklet& tasklet = *item.tasklet;
+    if (item.residence == Residence::kMissing) {
+        return refused({FailureKind::kGeneration, "it is in memory only, where there is no such generation"}, tasklet,
+                       transfers_.path_of(tasklet, Direction::kRead));
+    }
+    const Guards guards{.verifies = item.residence != Residence::kHeld,
+                        .seals = item.residence == Residence::kNone || resident_.writes_through()};
+    // Here and not before: on all threads, beside what is read and written.
+    std::optional<Tasklet> compressed;
+    if (item.batch->codec) compressed = compress(*item.batch, tasklet);
+    const auto refusal = updater_->work(
+        {*item.batch, compressed ? *compressed : tasklet, buffer, memory(buffer), slot(*item.batch, buffer), guards});
+    return refusal ? std::optional(refused(*refusal, tasklet, transfers_.path_of(tasklet, Direction::kRead)))
+                   : std::nullopt;
+}
+
+// Of a resident tasklet that was worked: what the place saved is counted.
+void Pipeline::leave(const TransferItem& item) {
+    const Tasklet& tasklet = *item.tasklet;
+    resident_.leave(tasklet, run_->operation);
+    if (item.residence == Residence::kHeld) {
+        counters_.cached_read_bytes += tasklet.extent_bytes - skipped_bytes(options_.identity.format(), tasklet);
+    }
+    if (writes(run_->operation) && !resident_.writes_through()) counters_.cached_write_bytes += tasklet.extent_bytes;
+}
+
+// On the thread that waits for copies. run_ cannot change, as above.
+void Pipeline::copy_item(const Action& action) {
+    const Batch& batch = *items_[action.buffer].batch;
+    const Tasklet& tasklet = *items_[action.buffer].tasklet;
+    auto failure = copying(tasklet, [&] {
+        if (action.work == Work::kFetch) slots_->fetch(batch, tasklet, action.buffer);
+        slots_->wait(action.buffer);
+    });
+    const std::lock_guard lock(mutex_);
+    end(action.work, action.tasklet, std::move(failure));
+}
+
+void Pipeline::end(Work work, std::size_t tasklet, std::optional<Failure> failure) {
+    if (failure) {
+        run_->schedule.fail(work, tasklet);
+        if (!run_->failure) run_->failure = std::move(failure);
+    } else {
+        run_->schedule.done(work, tasklet);
+    }
+    start_ready();
+    changed_.notify_all();
 }
 
 }  // namespace smart_infinity

@@ -1,56 +1,132 @@
 #pragma once
 
+#include <chrono>
+#include <condition_variable>
 #include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
-#include "base/closable.hpp"
-#include "pipeline/transfer_loop.hpp"
+#include "base/failure.hpp"
+#include "base/worker_pool.hpp"
+#include "extent/batch.hpp"
+#include "io/counters.hpp"
+#include "pipeline/device_traffic.hpp"
+#include "pipeline/extent_transfers.hpp"
+#include "pipeline/parameter_slots.hpp"
+#include "pipeline/pipeline_options.hpp"
+#include "pipeline/resident_tasklets.hpp"
+#include "pipeline/schedule.hpp"
+#include "pipeline/transfer_run.hpp"
+#include "pipeline/updater.hpp"
 
 namespace smart_infinity {
 
-// A TransferLoop with an end.
-class Pipeline {
+// Runs a TransferSchedule with real buffers, I/O and threads.
+//
+// Completions drive it: whichever thread ends an action reports it under the mutex and starts what can start next. The
+// mutex is never held during I/O or compute. A buffer belongs to the one action in flight on it, so that its memory and
+// its transfer need no lock.
+class Pipeline final {
  public:
     explicit Pipeline(PipelineOptions options);
+    // Closes first. What an abandoned call uses is never freed.
+    ~Pipeline();
 
-    // Of the buffers, and of the slots for parameters on a device from the first batch that has some.
-    std::size_t ring_bytes() const;
-    // Of the places of resident tasklets.
-    std::size_t cache_bytes() const;
+    // What a wait calls every kPollInterval, holding no lock. What it throws ends the wait; the batch goes on.
+    using Poll = std::function<void()>;
+    static constexpr std::chrono::milliseconds kPollInterval{50};
 
+    struct Report {
+        Counters counters;
+        DeviceTraffic traffic;
+        std::size_t ring_bytes = 0;   // of the buffers, and of the slots from the first batch that needs some
+        std::size_t cache_bytes = 0;  // of resident tasklets
+    };
+
+    Report report() const;
     // Returns at once. Throws std::invalid_argument for a batch that cannot be worked, or while another is active.
     void submit(Batch batch);
     // Adds tasklets behind those of the active batch; returns at once. Throws std::invalid_argument where that cannot
     // be.
     void extend(Batch more);
-    // Of these tasklets of the active batch those that have not begun are begun next, in this order.
+    // Moves these tasklets of the active batch, in this order, ahead of the others that have not started.
     void prefer(const std::vector<std::size_t>& positions);
-    // Until tasklets [first, last) of the batch have their parameters and arrays out, or the batch has failed.
-    std::optional<Failure> wait(
-        std::size_t first, std::optional<std::size_t> last, const TransferLoop::Poll& poll = [] {});
-    // The same for tasklets anywhere in the batch, which are preferred to others.
-    std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const TransferLoop::Poll& poll = [] {});
-    // Until nothing is in flight: the batch is over.
-    std::optional<Failure> drain(const TransferLoop::Poll& poll = [] {});
-    // Ends the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done.
+    // Waits until tasklets [first, last) of the batch have their parameters and arrays out, or the batch has failed.
+    std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll = [] {});
+    // Waits in the same way for tasklets anywhere in the batch, which are preferred to others.
+    std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const Poll& poll = [] {});
+    // Waits until nothing is in flight: the batch is over.
+    std::optional<Failure> drain(const Poll& poll = [] {});
+    IoEngineKind io_engine() const;
+    // Returns the positions in the active batch, or the last one, of what is wholly done, to the end of its write.
+    std::vector<std::size_t> complete() const;
+    // Returns whether an abandoned call of the updater, or an abandoned transfer, has not returned: no batch may be
+    // submitted.
+    bool busy() const { return updater_->busy() || transfers_.any_abandoned(); }
+    // Returns abandoned writes that have not returned: they may still change what they name.
+    std::vector<IoRequest> abandoned_writes() const { return transfers_.abandoned_writes(); }
+
+    // Ends the batch, whose waiters get a failure, before its time: what is in flight is waited for, nothing is begun.
     void abandon();
-    // Of the active batch, or the last one: what is wholly done, parameters out and extent written.
-    std::vector<std::size_t> complete() const { return loop_.get()->complete(); }
-    // Whether something of a card's that was given up has not returned.
-    bool busy() const { return loop_.get()->busy(); }
-    // Those of it that write to the file.
-    std::vector<IoRequest> writes_out() const { return loop_.get()->writes_out(); }
-    Counters counters() const;
-    IoEngineKind io_engine() const { return loop_.get()->io_engine(); }
-    // Abandons the batch, whose waiters get a failure, and gives back threads, ring and descriptors once nothing is in
-    // flight. Idempotent.
+
+    // Abandons the batch. Later calls throw, except close() and abandon().
     void close();
-    void decorate_engine(const TransferLoop::Decorate& decorate);
+
+    // Puts an engine in front of the present one. No batch may be active.
+    void decorate_engine(const DeadlineEngine::Decorate& decorate);
+    // Does as Updater's. No batch may be active.
     void put_before_transfers(std::function<void(const IoRequest&)> gate);
 
  private:
-    Closable<TransferLoop, TransferLoop::Report> loop_;
+    void validate(const Batch& batch) const;
+    void compute_item(const Action& action);
+    void copy_item(const Action& action);
+
+    // Waits until `out(schedule)`, which asks about tasklets below `end`, or the active batch, if any, has failed.
+    template <typename Out>
+    std::optional<Failure> wait_until(std::unique_lock<std::mutex>& lock, const Poll& poll, std::size_t end, Out out);
+    template <typename Condition>
+    void await(std::unique_lock<std::mutex>& lock, const Poll& poll, const Condition& condition);
+
+    // With the mutex held:
+    void abandon_batch(std::unique_lock<std::mutex>& lock);
+    void forget(const std::shared_ptr<TransferRun>& run);
+    void require_open() const;
+    void require_idle() const;
+    static void require_listed(const TransferRun& run, const std::vector<std::size_t>& positions);
+    void prepare_slots(const Batch& batch);
+    void start_ready();
+    void start(const Action& action);
+    void leave(const TransferItem& item);
+    void transferred(std::size_t buffer, Direction direction, std::optional<Failure> failure);
+    void end(Work work, std::size_t tasklet, std::optional<Failure> failure);
+
+    ExtentMemory memory(std::size_t buffer) const;
+    std::size_t num_buffers() const { return options_.num_buffers * (resident_.count() > 0 ? 2 : 1); }
+    std::optional<Failure> compute(const TransferItem& item, std::size_t buffer);
+    std::byte* slot(const Batch& batch, std::size_t index) const;
+
+    const PipelineOptions options_;
+    std::unique_ptr<Updater> updater_;
+    ResidentTasklets resident_;        // its generations with the mutex held; a place belongs to its tasklet's buffer
+    std::vector<TransferItem> items_;  // by buffer: what it holds; those of resident tasklets behind those of the ring
+    std::vector<std::size_t> positions_;  // by buffer: of what it holds
+
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::shared_ptr<TransferRun> run_;  // the active batch; shared with those who wait for it
+    std::vector<bool> complete_;        // of the batch before, by position
+    Counters counters_;
+    bool closed_ = false;
+    std::unique_ptr<ParameterSlots> slots_;  // changes only while no batch is active
+
+    // Last: their destructors wait for threads that use all of the above.
+    ExtentTransfers transfers_;
+    WorkerPool<Action> compute_pool_;
+    std::unique_ptr<WorkerPool<Action>> copy_pool_;  // with the slots
 };
 
 }  // namespace smart_infinity

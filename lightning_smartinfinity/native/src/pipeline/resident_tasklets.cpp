@@ -10,7 +10,7 @@ ResidentTasklets::ResidentTasklets(const ResidentOptions& options) : writes_thro
     for (const std::size_t bytes : options.extent_bytes) {
         if (bytes == 0 || bytes % kBlockBytes != 0 || bytes > std::size_t{1} << 40) {
             throw std::invalid_argument("Pipeline: a resident extent of " + std::to_string(bytes) +
-                                        " bytes is not a multiple of 4096");
+                                        " bytes is not a multiple of " + std::to_string(kBlockBytes));
         }
         places_.push_back({total, bytes, std::nullopt});
         total += bytes;

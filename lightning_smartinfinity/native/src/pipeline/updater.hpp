@@ -7,9 +7,9 @@
 #include "extent/batch.hpp"
 #include "extent/extent_memory.hpp"
 #include "extent/trailer.hpp"
-#include "io/counters.hpp"
 #include "io/io_engines.hpp"
 #include "pipeline/compute.hpp"
+#include "pipeline/device_traffic.hpp"
 
 namespace smart_infinity {
 
@@ -23,7 +23,7 @@ struct Job {
     Guards guards;
 };
 
-// What works the tasklets of a pipeline, in the buffers of a ring that it owns: the host's CPU, or a card.
+// Works the tasklets of a pipeline, in the buffers of a ring that it owns: the host's CPU does, or a device.
 class Updater {
  public:
     Updater() = default;
@@ -45,11 +45,11 @@ class Updater {
 
     // A tasklet's extent has been read into its buffer, or written from there.
     virtual void transferred(Direction, const Tasklet&) {}
-    // Adds what this counts itself.
-    virtual void count(Counters&) const {}
+    // Returns what a device has moved by itself.
+    virtual DeviceTraffic traffic() const { return {}; }
     // Before transfers that it makes itself something is called that may keep them waiting, for tests.
     virtual void put_before_transfers(std::function<void(const IoRequest&)>) {}
-    // Whether something that was given up goes on in the ring's memory: nothing may be begun.
+    // Returns whether an abandoned call may still use the ring's memory: nothing may be begun.
     virtual bool busy() const { return false; }
 };
 

@@ -1,7 +1,8 @@
-#include "extent/batch.hpp"
+#include "gradient/validate_batch.hpp"
 
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "extent/extent.hpp"
 #include "gradient/compression.hpp"
@@ -15,7 +16,7 @@ constexpr std::uint64_t kMaxOffset = std::uint64_t{1} << 62;
 
 class Checker {
  public:
-    Checker(const Batch& batch, StateFormat format, const Tasklet& tasklet)
+    Checker(const Batch& batch, const StateFormat& format, const Tasklet& tasklet)
         : batch_(batch), format_(format), tasklet_(tasklet) {}
 
     void check(std::size_t num_files, std::size_t buffer_bytes) const {
@@ -54,7 +55,7 @@ class Checker {
         if (tasklet_.num_arrays < 1 || tasklet_.num_arrays > kMaxArrays) {
             refuse("num_arrays " + std::to_string(tasklet_.num_arrays) + " is not in [1, 8]");
         }
-        if (format_ != StateFormat::kFp32) check_moments();
+        if (!format_.rules.step.empty()) check_moments();
         const std::size_t expected = extent_bytes(regions_of(format_, tasklet_));
         if (tasklet_.extent_bytes != expected) {
             refuse("extent_bytes is " + std::to_string(tasklet_.extent_bytes) + ", its arrays take " +
@@ -82,7 +83,8 @@ class Checker {
 
     void check_offset(const char* name, std::uint64_t offset) const {
         if (offset % kBlockBytes != 0 || offset > kMaxOffset) {
-            refuse(std::string(name) + " " + std::to_string(offset) + " is not a multiple of 4096 below 2**62");
+            refuse(std::string(name) + " " + std::to_string(offset) + " is not a multiple of " +
+                   std::to_string(kBlockBytes) + " below 2**62");
         }
     }
 
@@ -160,14 +162,15 @@ class Checker {
         if (segment.step != kNoStep && segment.gradient == 0 && tasklet_.payload == 0) {
             refuse("a segment to update has no gradient address");
         }
-        if (has_blocks(format_)) check_blocks(segment);
+        if (format_.has_blocks()) check_blocks(segment);
         if (tasklet_.master_in_parameter) check_master(segment);
     }
 
     void check_rule(const UpdateStep& step) const {
         const UpdateRule& rule = rule_of(step);
-        if (format_ != StateFormat::kFp32 && !std::holds_alternative<AdamStep>(step)) {
-            refuse(std::string("this state format is for AdamStep only, not for ") + rule.step);
+        const std::string_view served = format_.rules.step;
+        if (!served.empty() && served != rule.step) {
+            refuse("this state format is for " + std::string(served) + " only, not for " + rule.step);
         }
         if (tasklet_.num_arrays != rule.num_arrays) {
             refuse(std::string("UPDATE by ") + rule.step + " needs " + std::to_string(rule.num_arrays) +
@@ -186,26 +189,25 @@ class Checker {
     }
 
     void check_master(const Segment& segment) const {
-        const bool in_halves = format_ == StateFormat::kInt8Remainder;
-        if (segment.parameter == 0 || segment.parameter_dtype != (in_halves ? DType::kBFloat16 : DType::kFloat32)) {
-            refuse(std::string("master_in_parameter needs ") + (in_halves ? "a bf16" : "an fp32") +
-                   " parameter address in every segment");
+        if (segment.parameter == 0 || segment.parameter_dtype != format_.parameter_dtype) {
+            refuse(std::string("master_in_parameter needs the address of ") + name_of(format_.parameter_dtype) +
+                   " parameters in every segment");
         }
     }
 
     const Batch& batch_;
-    StateFormat format_;
+    const StateFormat& format_;
     const Tasklet& tasklet_;
 };
 
 }  // namespace
 
-void validate(const Batch& batch, StateFormat format, std::size_t num_files, std::size_t buffer_bytes) {
+void validate(const Batch& batch, const StateFormat& format, std::size_t num_files, std::size_t buffer_bytes) {
     for (const Tasklet& tasklet : batch.tasklets) Checker(batch, format, tasklet).check(num_files, buffer_bytes);
 }
 
 void validate_gradients(const Batch& batch) {
-    for (const Tasklet& tasklet : batch.tasklets) Checker(batch, StateFormat::kFp32, tasklet).check_gradients();
+    for (const Tasklet& tasklet : batch.tasklets) Checker(batch, kFp32, tasklet).check_gradients();
 }
 
 }  // namespace smart_infinity

@@ -93,7 +93,7 @@ def test_out_of_range(make: Callable[..., Any], owner: str, name: str, values: t
     for value in values:
         with pytest.raises(ConfigError, match=re.escape(f"{owner}({name}=")) as raised:
             make(**others | {name: value})
-        assert "is out of range. Pass " in str(raised.value)
+        assert raised.value.remedy.startswith(("Pass ", "Use one of: "))
 
 
 def test_numbers_of_other_types() -> None:
@@ -105,7 +105,7 @@ def test_numbers_of_other_types() -> None:
 def test_half_a_master_is_a_parameter_in_16_bit() -> None:
     """In no other there is that format, as in training."""
     assert workload(state_format="int8_remainder")
-    with pytest.raises(ConfigError, match=r"parameter_bytes=4\) does not exist.*state_format='int8'"):
+    with pytest.raises(ConfigError, match=r"parameter_bytes=4\) does not exist.*state_format=.*'int8'"):
         workload(state_format="int8_remainder", parameter_bytes=4)
 
 

@@ -1,0 +1,100 @@
+#include "pipeline/extent_transfers.hpp"
+
+#include <utility>
+
+#include "extent/extent.hpp"
+#include "pipeline/transfer_failures.hpp"
+
+namespace smart_infinity {
+namespace {
+
+std::uint64_t index_of_file(const Tasklet& tasklet, Direction direction) {
+    return direction == Direction::kRead ? tasklet.read_file : tasklet.write_file;
+}
+
+}  // namespace
+
+ExtentTransfers::ExtentTransfers(const PipelineOptions& options, const MemoryRange& ring, std::size_t num_buffers,
+                                 std::mutex& mutex, Counters& counters, Ended ended)
+    : options_(options),
+      mutex_(mutex),
+      counters_(counters),
+      ended_(std::move(ended)),
+      transfers_(num_buffers * kMostPieces),
+      under_way_(num_buffers),
+      busy_(options.files.size()),
+      engine_(make_engine(ring)) {
+    counters_.files.resize(options.files.size());
+}
+
+std::unique_ptr<IoEngine> ExtentTransfers::make_engine(const MemoryRange& ring) {
+    auto engine = make_io_engine({options_.io_engine, options_.io_threads, options_.files, ring});
+    if (!options_.timeout) return engine;
+    auto with_deadlines = std::make_unique<DeadlineEngine>(std::move(engine), *options_.timeout);
+    deadlines_ = with_deadlines.get();
+    return with_deadlines;
+}
+
+void ExtentTransfers::start(std::size_t buffer, const Tasklet& tasklet, const ExtentMemory& memory,
+                            Direction direction) {
+    const StateFile& file = file_of(tasklet, direction);
+    const bool read = direction == Direction::kRead;
+    const std::size_t skipped = read ? skipped_bytes(options_.identity.format(), tasklet) : 0;
+    const std::uint64_t place = read ? tasklet.read_offset : tasklet.write_offset;
+    const std::vector<ExtentPiece> pieces = pieces_of(tasklet, memory, skipped);
+    under_way_[buffer] = {&tasklet, pieces.size(), std::nullopt};
+    std::size_t tag = buffer * kMostPieces;
+    for (const ExtentPiece& piece : pieces) {
+        const IoRequest whole{direction, file.descriptor(), place + piece.offset, piece.data, piece.bytes, tag};
+        transfers_[tag++] = Transfer(whole, file.access());
+        engine_->submit(whole, *this);
+    }
+}
+
+const StateFile& ExtentTransfers::file_of(const Tasklet& tasklet, Direction direction) const {
+    return options_.files[index_of_file(tasklet, direction)];
+}
+
+const std::string& ExtentTransfers::path_of(const Tasklet& tasklet, Direction direction) const {
+    return file_of(tasklet, direction).path();
+}
+
+void ExtentTransfers::decorate_engine(const DeadlineEngine::Decorate& decorate) {
+    if (deadlines_ != nullptr) return deadlines_->decorate(decorate);
+    engine_ = decorate(std::move(engine_));
+}
+
+std::vector<IoRequest> ExtentTransfers::abandoned_writes() const {
+    return deadlines_ != nullptr ? deadlines_->abandoned_writes() : std::vector<IoRequest>();
+}
+
+void ExtentTransfers::completed(const IoRequest& request, const IoResult& result) {
+    Transfer& transfer = transfers_[request.tag];
+    const Transfer::Progress progress = transfer.advance(result);
+    const std::lock_guard lock(mutex_);
+    count(request, result);
+    if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
+    const std::size_t buffer = request.tag / kMostPieces;
+    UnderWay& under_way = under_way_[buffer];
+    if (!under_way.failure) under_way.failure = failure_of(transfer, progress, *under_way.tasklet);
+    if (--under_way.num_pieces == 0) ended_(buffer, request.direction, std::move(under_way.failure));
+}
+
+void ExtentTransfers::count(const IoRequest& request, const IoResult& result) {
+    counters_.count(request.direction, result);
+    const std::size_t file = index_of_file(*under_way_[request.tag / kMostPieces].tasklet, request.direction);
+    busy_[file].ended(result.seconds);
+    counters_.files[file].count(request.direction, result);
+    counters_.files[file].busy_seconds = busy_[file].seconds();
+}
+
+std::optional<Failure> ExtentTransfers::failure_of(const Transfer& transfer, Transfer::Progress progress,
+                                                   const Tasklet& tasklet) const {
+    const std::string& path = path_of(tasklet, transfer.rest().direction);
+    if (progress == Transfer::Progress::kNotReturned) {
+        return not_returned(transfer.rest(), tasklet, path, *options_.timeout);
+    }
+    return smart_infinity::failure_of(transfer, progress, tasklet, path);
+}
+
+}  // namespace smart_infinity

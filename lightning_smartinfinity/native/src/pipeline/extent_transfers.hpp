@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/busy_time.hpp"
+#include "base/failure.hpp"
+#include "extent/batch.hpp"
+#include "extent/extent_memory.hpp"
+#include "io/counters.hpp"
+#include "io/deadline_engine.hpp"
+#include "io/io_engines.hpp"
+#include "io/transfer.hpp"
+#include "pipeline/pipeline_options.hpp"
+
+namespace smart_infinity {
+
+// The reads and writes of a pipeline: extents between its buffers and its files, each in pieces that end in any order.
+class ExtentTransfers final : private CompletionHandler {
+ public:
+    // Called when all pieces of an extent have ended, with the mutex held, on a thread of the I/O engine or on the one
+    // that watches it.
+    using Ended = std::function<void(std::size_t buffer, Direction direction, std::optional<Failure> failure)>;
+
+    // `mutex` is the pipeline's: it guards this object, which is called with it held, and the counters.
+    ExtentTransfers(const PipelineOptions& options, const MemoryRange& ring, std::size_t num_buffers, std::mutex& mutex,
+                    Counters& counters, Ended ended);
+
+    // Returns at once. The buffer and the tasklet must stay until the transfer has ended.
+    void start(std::size_t buffer, const Tasklet& tasklet, const ExtentMemory& memory, Direction direction);
+    const std::string& path_of(const Tasklet& tasklet, Direction direction) const;
+
+    IoEngineKind engine_kind() const { return engine_->kind(); }
+    IoUsage usage() const { return engine_->usage(); }
+    // Puts an engine in front of the present one. Nothing may be in flight.
+    void decorate_engine(const DeadlineEngine::Decorate& decorate);
+
+    // These two need no mutex. A transfer that did not return in time was abandoned.
+    bool any_abandoned() const { return deadlines_ != nullptr && deadlines_->any_abandoned(); }
+    std::vector<IoRequest> abandoned_writes() const;
+    // Gives up the engine, whose destructor would wait for abandoned transfers. Nothing else may be in flight.
+    std::unique_ptr<IoEngine> take_engine() { return std::move(engine_); }
+
+ private:
+    struct UnderWay {
+        const Tasklet* tasklet = nullptr;
+        std::size_t num_pieces = 0;
+        std::optional<Failure> failure;  // the first
+    };
+
+    std::unique_ptr<IoEngine> make_engine(const MemoryRange& ring);
+    const StateFile& file_of(const Tasklet& tasklet, Direction direction) const;
+    void completed(const IoRequest& request, const IoResult& result) override;
+    void count(const IoRequest& request, const IoResult& result);
+    std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress,
+                                      const Tasklet& tasklet) const;
+
+    const PipelineOptions& options_;
+    std::mutex& mutex_;
+    Counters& counters_;
+    const Ended ended_;
+    std::vector<Transfer> transfers_;      // by buffer and piece
+    std::vector<UnderWay> under_way_;      // by buffer
+    std::vector<BusyTime> busy_;           // by file
+    DeadlineEngine* deadlines_ = nullptr;  // engine_, if there is a timeout
+    std::unique_ptr<IoEngine> engine_;     // last: its destructor waits for threads that use all of the above
+};
+
+}  // namespace smart_infinity

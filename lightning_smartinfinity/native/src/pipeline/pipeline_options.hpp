@@ -1,0 +1,38 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "extent/trailer.hpp"
+#include "io/io_engine.hpp"
+#include "io/state_file.hpp"
+#include "pipeline/resident_tasklets.hpp"
+#include "pipeline/updater.hpp"
+
+namespace smart_infinity {
+
+constexpr std::size_t kMaxBuffers = 4096;
+constexpr std::size_t kMaxThreads = 1024;
+
+struct PipelineOptions {
+    std::vector<StateFile> files;
+    Identity identity;
+    std::size_t num_buffers;
+    std::size_t buffer_bytes;
+    std::size_t io_threads = 4;
+    std::size_t compute_threads = 1;
+    std::optional<IoEngineKind> io_engine = std::nullopt;  // none: the fastest that works here
+    ResidentOptions resident = {};
+    // Makes what updates the tasklets, once the options have been checked; none: the host updates.
+    std::function<std::unique_ptr<Updater>(const PipelineOptions&)> make_updater = nullptr;
+    std::optional<std::chrono::milliseconds> timeout = std::nullopt;  // of a transfer; none: it may take for ever
+};
+
+// Returns the options. Throws std::invalid_argument unless a pipeline can have them.
+PipelineOptions checked(PipelineOptions options);
+
+}  // namespace smart_infinity

@@ -1,0 +1,83 @@
+"""What the strategies of Trainer and Fabric are told: one object, and one text that documents it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity import (
+    SmartInfinityFabricStrategy,
+    SmartInfinityStrategy,
+    SmartSSDConfig,
+    TopK,
+    TransferConfig,
+)
+from lightning_smartinfinity.settings import StrategySettings
+
+Strategy = type[SmartInfinityStrategy] | type[SmartInfinityFabricStrategy]
+STRATEGIES: tuple[Strategy, ...] = (SmartInfinityStrategy, SmartInfinityFabricStrategy)
+DEFAULTS: dict[str, Any] = {
+    "storage": None,
+    "update_device": "auto",
+    "smartssd": None,
+    "state_format": "fp32",
+    "overlap": "auto",
+    "compression": None,
+    "activations": None,
+    "transfer": None,
+    "zero": None,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_signature(strategy: Strategy) -> None:
+    """What users write by position, by keyword and by default."""
+    parameters = list(inspect.signature(strategy).parameters.values())
+    assert {one.name: one.default for one in parameters[:-1]} == DEFAULTS
+    first, *others, options = (one.kind for one in parameters)
+    assert first is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert set(others) == {inspect.Parameter.KEYWORD_ONLY}
+    assert (parameters[-1].name, options) == ("options", inspect.Parameter.VAR_KEYWORD)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_argument_is_documented(strategy: Strategy) -> None:
+    """In the docstring of each class, in the order of its constructor, and by the same words in both."""
+    assert strategy.__doc__ is not None and StrategySettings.__doc__ is not None
+    section = strategy.__doc__.split("Args:\n")[1].split("\n\n")[0]
+    documented = re.findall(r"^ {8}(\*{0,2}\w+):", section, re.MULTILINE)
+    assert documented == [*DEFAULTS, "**options"]
+    shared = StrategySettings.__doc__.split("Args:\n")[1].split("\n\n")[0]
+    assert section.startswith(shared)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_argument_is_kept(strategy: Strategy, tmp_path: Path) -> None:
+    """Each is in its place, and those that are left out have the defaults above."""
+    given: dict[str, Any] = {
+        "storage": [str(tmp_path / "a"), tmp_path / "b"],
+        "update_device": "smartssd",
+        "smartssd": SmartSSDConfig(xclbin="a"),
+        "state_format": "fp32",
+        "overlap": "forward",
+        "compression": TopK(0.5),
+        "transfer": TransferConfig(num_buffers=3),
+        "zero": {"reduce_bucket_size": 7},
+    }
+    settings = strategy(**given)._settings
+    kept = {**given, "storage": (tmp_path / "a", tmp_path / "b"), "activations": None}
+    assert {name: getattr(settings, name) for name in DEFAULTS} == kept
+    assert strategy(state_format="int8")._settings == StrategySettings(state_format="int8")
+    defaults = {field.name: getattr(StrategySettings(), field.name) for field in dataclasses.fields(StrategySettings)}
+    assert defaults == {**DEFAULTS, "transfer": TransferConfig()}
+
+
+def test_settings_stay_as_they_are() -> None:
+    """Nothing changes them behind a user's back."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        StrategySettings().overlap = "none"  # type: ignore[misc]

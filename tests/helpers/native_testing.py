@@ -1,0 +1,32 @@
+"""Faults to order, and parts of the native core that only tests call by themselves.
+
+Only a core that was built with SMART_INFINITY_TESTING has them: users get none.
+"""
+
+from __future__ import annotations
+
+try:
+    from lightning_smartinfinity.native._core import (
+        Hold,
+        Throttle,
+        crc32c_combine,
+        decode_gradient,
+        extend_resident,
+        inject,
+        use_cuda_library,
+    )
+except ImportError as error:
+    raise ImportError(
+        "this native core injects no faults: it was built without SMART_INFINITY_TESTING; build it by `make setup`, or "
+        "by `pip install --config-settings cmake.define.SMART_INFINITY_TESTING=ON --editable '.[dev]'`"
+    ) from error
+
+__all__ = [
+    "Hold",
+    "Throttle",
+    "crc32c_combine",
+    "decode_gradient",
+    "extend_resident",
+    "inject",
+    "use_cuda_library",
+]

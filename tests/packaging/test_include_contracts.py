@@ -1,0 +1,55 @@
+"""The direction of the core's rooms has teeth: each planted violation is found, and is the only one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = "lightning_smartinfinity/native/src"
+
+VIOLATIONS = {
+    "upward": (f"{CORE}/base/process.hpp", '#include "cuda/cuda_device.hpp"', "is above base/"),
+    "a neighbour without its room": (f"{CORE}/io/transfer.hpp", '#include "io_engine.hpp"', "is no path below src/"),
+    "relative": (f"{CORE}/io/transfer.hpp", '#include "../base/failure.hpp"', "is no path below src/"),
+    "testing in the product": (f"{CORE}/module/module.cpp", '#include "testing/hold.hpp"', "and tests only"),
+    "a file outside the rooms": (f"{CORE}/planted.hpp", "", "lies outside the rooms"),
+    "a new room": (f"{CORE}/planted/planted.hpp", "", "lies outside the rooms"),
+    "emulator": ("hls/emulator/card.hpp", '  #  include "io/transfer.hpp"', "is not in base/"),
+}
+
+
+def check(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "tools" / "include_contracts.py", folder]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture
+def copy_of_sources(tmp_path: Path) -> Path:
+    for folder in (CORE, "hls/emulator"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    return tmp_path
+
+
+def test_the_core_keeps_its_direction() -> None:
+    """The checkout as it is breaks no rule."""
+    completed = check(ROOT)
+    assert (completed.returncode, completed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_violation_is_found(name: str, copy_of_sources: Path) -> None:
+    """One include or file that breaks a rule is named, and the check fails."""
+    file, line, problem = VIOLATIONS[name]
+    path = copy_of_sources / file
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as source:
+        source.write(f"\n{line}\n")
+    completed = check(copy_of_sources)
+    assert completed.returncode == 1
+    [found] = completed.stderr.splitlines()
+    assert file in found and problem in found
