@@ -75,7 +75,7 @@ def test_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) 
             failure, parameter = fail(state)
             assert f"did not return within {case.timeout_ms} ms" in failure.message
             assert state.pipeline.busy
-            with pytest.raises(ValueError, match="what was given up for its time has not returned"):
+            with pytest.raises(ValueError, match="what was abandoned, as it did not return in time, has not returned"):
                 state.submit(runs_of(parameter), [STEP])
             make_good(state, parameter)
             emulated_cards.release()

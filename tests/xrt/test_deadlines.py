@@ -39,7 +39,7 @@ def test_late_read(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -
         told = rf"{where} \(tasklet {failure.tasklet}\) did not return within {case.timeout_ms} ms"
         assert re.fullmatch(told, failure.message)
         assert hold.count == 1 and state.pipeline.busy and state.pipeline.writes_out() == []
-        with pytest.raises(ValueError, match="what was given up for its time has not returned"):
+        with pytest.raises(ValueError, match="what was abandoned, as it did not return in time, has not returned"):
             state.submit(runs_of(parameter), [STEP])
         make_good(state, parameter)
         hold.release()
