@@ -16,6 +16,7 @@ import io
 import random
 import re
 import statistics
+import subprocess
 import sys
 import tokenize
 from collections import defaultdict
@@ -75,11 +76,12 @@ HEADER = "files  lines   code  func median    p90  max  Any frag"
 
 
 def sources(root: Path) -> Iterator[Path]:
-    """Yields the product's source files."""
-    for folder in PRODUCT:
-        for path in sorted((root / folder).rglob("*")):
-            if path.suffix in CPP or path.suffix in {".py", ".pyi"}:
-                yield path
+    """Yields the product's source files that are committed: what the build generates does not count."""
+    listed = subprocess.run(["git", "ls-files", *PRODUCT], cwd=root, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        path = root / name
+        if path.suffix in CPP or path.suffix in {".py", ".pyi"}:
+            yield path
 
 
 def python_room(text: str) -> Room:
