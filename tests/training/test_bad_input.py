@@ -154,7 +154,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[LitTiny], Any], str]] = {
     "NAdam": (lambda m: torch.optim.NAdam(m.parameters()), "NAdam"),
     "a subclass": (lambda m: Custom(m.parameters()), "Custom"),
     "amsgrad": (lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True), "amsgrad"),
-    "RMSprop": (lambda m: torch.optim.RMSprop(m.parameters()), "RMSprop"),
+    "Rprop": (lambda m: torch.optim.Rprop(m.parameters()), "Rprop"),
     "two optimizers": (_two, "several optimizers"),
     "none": (lambda m: None, "LitTiny.configure_optimizers returned None"),
 }

@@ -73,8 +73,10 @@ def assert_follows_torch(run: Run, before_step: Callable[[Run, int], object] = l
             "master": parameter.detach(),
             **{name: state[name] for name in run.case.rule.arrays if name in state},
         }
+        # RMSprop's buffer sums gradients in units of their mean, of which the first is ten.
+        absolute = 1e-5 if isinstance(run.optimizer, torch.optim.RMSprop) else 1e-6
         for name, values in expected.items():
-            torch.testing.assert_close(torch.from_numpy(arrays[name]), values, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(torch.from_numpy(arrays[name]), values, rtol=1e-6, atol=absolute)
         (group,) = (group for group in run.optimizer.param_groups if any(p is parameter for p in group["params"]))
         has_state = run.case.rule.holds_state(int(run.handler.steps[index]))
         assert {*expected} == {"master", *(run.case.rule.kept_arrays([group]) if has_state else ())}

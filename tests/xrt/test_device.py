@@ -37,7 +37,9 @@ def test_five_steps(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: st
     assert all(emulated_cards.counter("runs_completed", card) for card in range(2))
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), [*zip(OPTIMIZERS, (*DTYPES, torch.float32), strict=True)])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [*zip(OPTIMIZERS, (*DTYPES, torch.float32, torch.bfloat16), strict=True)]
+)
 def test_subnormals_infinities_and_nans(
     tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, dtype: torch.dtype
 ) -> None:
@@ -94,6 +96,10 @@ TRAFFIC = {
     ("sgd", "host", torch.bfloat16): (2, 2, 8, 8),
     ("sgd", "storage", torch.float32): (4, 4, 12, 8),
     ("sgd", "storage", torch.bfloat16): (2, 2, 10, 8),
+    ("rmsprop", "host", torch.float32): (4, 4, 16, 16),
+    ("rmsprop", "host", torch.bfloat16): (2, 2, 16, 16),
+    ("rmsprop", "storage", torch.float32): (4, 4, 20, 16),
+    ("rmsprop", "storage", torch.bfloat16): (2, 2, 18, 16),
 }
 
 

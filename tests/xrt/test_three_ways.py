@@ -16,6 +16,7 @@ from tests.helpers.compressed import Codes
 from tests.helpers.golden import encode
 from tests.helpers.payload import build
 from tests.helpers.runif import RunIf
+from tests.helpers.update_rules import flush
 from tests.hls.simulation import Library, built
 from tests.hls.tasklet import Form
 from tests.native.stored import Array, Run
@@ -73,7 +74,13 @@ class Training:
         """Master weights and the rest of the state, with values of all kinds among them."""
         random = np.random.default_rng(0)
         arrays = [values_of(random, self.numel) for _ in Case(**OPTIMIZERS[self.optimizer]).rule.arrays]
-        if self.optimizer != "sgd":
+        if self.optimizer == "rmsprop":
+            _, square_avg, momentum_buffer, grad_avg = arrays
+            np.abs(square_avg, out=square_avg, where=~np.isnan(square_avg))
+            bound = np.float32(0.9) * np.sqrt(np.nan_to_num(square_avg))  # or variances would be negative
+            # The second group does not use these: nothing would flush them.
+            arrays[2:] = flush(momentum_buffer), flush(np.clip(grad_avg, -bound, bound))
+        elif self.optimizer != "sgd":
             np.abs(arrays[-1], out=arrays[-1], where=~np.isnan(arrays[-1]))
         return arrays
 
