@@ -27,14 +27,14 @@ _HEADER = """\
 
 namespace smart_infinity {{
 
-// Describes a rule to the core's checks and to what runs on a card.
+// Describes a rule for the core's checks and for cards.
 struct UpdateRule {{
     const char* step;    // name of the step's class
-    const char* arrays;  // their names, as a sentence has them
+    const char* arrays;  // names of the arrays, as words of a sentence
     std::size_t num_arrays;
-    const char* kernel;           // of a card
-    std::uint32_t kernel_number;  // by which the kernel calls itself in its status
-    std::size_t num_words;        // scalars that the kernel takes
+    const char* kernel;           // name of the card's kernel
+    std::uint32_t kernel_number;  // number that the kernel writes in its status
+    std::size_t num_words;        // number of scalars that the kernel takes
 }};
 
 // One fp32 scalar of a step.
@@ -75,7 +75,7 @@ struct RuleOf<{step}> {{
 
 
 def header(rules: Any) -> str:
-    """The header's text."""
+    """Returns the header's text."""
     return _HEADER.format(
         max_arrays=max(len(rule.arrays) for rule in rules),
         max_words=max(len(rule.scalars) for rule in rules),
@@ -87,7 +87,7 @@ def header(rules: Any) -> str:
 def _rule(rule: Any) -> str:
     members = [f"    float {name};" for name in rule.scalars]
     if rule.seeded:
-        members.append("    std::uint32_t seed;  // of stochastic rounding: the number of the update")
+        members.append("    std::uint32_t seed;  // for stochastic rounding: the number of the update")
     *others, last = rule.arrays
     return _RULE.format(
         step=rule.step,
@@ -103,7 +103,7 @@ def _rule(rule: Any) -> str:
 
 
 if __name__ == "__main__":
-    # By its path: an installed package would be another one's descriptions.
+    # The path makes sure that the descriptions are not those of an installed package.
     content, file = header(runpy.run_path(str(_DESCRIPTIONS))["RULES"]), Path(sys.argv[1])
-    if not file.exists() or file.read_text() != content:  # what includes it is not compiled again without need
+    if not file.exists() or file.read_text() != content:  # files that include it are not recompiled without need
         file.write_text(content)

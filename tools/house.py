@@ -123,7 +123,7 @@ def body_of(node: ast.AST) -> list[ast.stmt]:
 
 
 def is_fragment(constant: str) -> bool:
-    """Tells whether a docstring begins with a word that begins no sentence."""
+    """Tells whether a docstring begins with a word that only fragments begin with."""
     return constant.split(maxsplit=1)[:1] != [] and constant.split(maxsplit=1)[0] in FRAGMENTS
 
 
@@ -183,7 +183,7 @@ def untested(root: Path) -> list[str]:
 
 
 def sample(root: Path, count: int, seed: int) -> Iterator[str]:
-    """Yields docstrings of the package picked at random, each behind the place where it stands."""
+    """Yields docstrings of the package picked at random, each after its file and line."""
     found = []
     for path in (root / PACKAGE).rglob("*.py"):
         found += [(path.relative_to(root), node) for node in docstrings(ast.parse(path.read_text()))]
@@ -193,7 +193,7 @@ def sample(root: Path, count: int, seed: int) -> Iterator[str]:
 
 
 def folded(now: dict[str, Room], before: dict[str, Room]) -> dict[str, Room]:
-    """Adds up rooms by those of another checkout: a new room counts to the old one that it lies in."""
+    """Adds up rooms by those of another checkout: a new room counts towards the old one that it lies in."""
     sums = defaultdict[str, Room](Room)
     for name, room in now.items():
         path = Path(name)
@@ -223,7 +223,7 @@ def comparison(now: dict[str, Room], before: dict[str, Room]) -> Iterator[str]:
 
 
 def report(root: Path, against: Path | None) -> Iterator[str]:
-    """Yields the figures of this checkout, and those of the other one beside them."""
+    """Yields the figures of this checkout, and those of another one below them."""
     now = rooms(root)
     yield from table(now)
     yield f"modules that no test imports by name: {len(untested(root))}"
@@ -236,7 +236,7 @@ def report(root: Path, against: Path | None) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints what was asked for."""
+    """Prints the report, or the list that an option asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="another checkout, printed below each room")
     parser.add_argument("--sample", type=int, metavar="N", help="print N docstrings picked at random instead")

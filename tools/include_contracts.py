@@ -1,4 +1,4 @@
-"""Holds the native core's rooms to one direction: a room includes itself and the rooms below it, by path.
+"""Checks the direction of includes in the native core: a room includes itself and the rooms below it, by path.
 
     python tools/include_contracts.py [FOLDER]  # the checkout by default
 
@@ -26,10 +26,10 @@ ROOMS = (
     "testing",
     "module",
 )
-"""From the bottom to the top."""
+"""Rooms of the native core, from the bottom to the top."""
 SOURCES = Path("lightning_smartinfinity/native/src")
 GENERATED = frozenset({"kernels/update_rules.hpp"})
-"""Headers that the build makes, see CMakeLists.txt."""
+"""Headers that the build generates, see CMakeLists.txt."""
 EMULATOR = Path("hls/emulator")
 ONLY_USER_OF_TESTING = "module/bind_testing.cpp"
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def violations(folder: Path) -> list[str]:
-    """Says what stands against the rules in a checkout."""
+    """Lists the includes and files of a checkout that break a rule."""
     core = folder / SOURCES
     files = sorted(path.relative_to(core) for path in core.rglob("*") if path.is_file())
     known = {str(file) for file in files}
@@ -63,12 +63,12 @@ def violations(folder: Path) -> list[str]:
 
 
 def includes(path: Path) -> list[str]:
-    """Returns what a file includes in quotation marks."""
+    """Returns the paths that a file includes in quotation marks."""
     return INCLUDE.findall(path.read_text())
 
 
 def problem_of(file: str, included: str) -> str | None:
-    """Says why a file of the core may not include another, if it may not."""
+    """Returns why a file of the core may not include another, or None if it may."""
     room, below = file.split("/")[0], included.split("/")[0]
     if ROOMS.index(below) > ROOMS.index(room):
         return f"is above {room}/"

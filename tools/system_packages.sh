@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes sure that the system has what pip cannot bring: a C++20 compiler, and Python's venv module and headers; and, if
-# it can be had, liburing, without which I/O runs in threads.
-# Installs what is missing where it may (root on a system with apt-get); says what to install where it may not.
+# Makes sure that the system has what pip cannot install: a C++20 compiler, Python's venv module and headers and, if
+# available, liburing, without which I/O runs in threads.
+# Installs what is missing if it may (as root on a system with apt-get); otherwise says what to install.
 # Usage: tools/system_packages.sh PYTHON
 set -euo pipefail
 
@@ -27,7 +27,7 @@ sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())
 EOF
 }
 
-# What the build can do without.
+# Lists packages that the build can do without.
 useful_packages() {
     local compiler
     for compiler in "${CXX:-c++}" g++ clang++; do

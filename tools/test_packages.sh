@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes sure, where it may (root on a system with apt-get), that the system has what only tests use: XRT 2.13, which the
-# emulated SmartSSDs of tests/xrt work with. Without it those tests are skipped.
-# Usage: tools/test_packages.sh [ROOT]   ROOT: where the system's files are, / by default
+# Installs, if it may (as root on a system with apt-get), what only tests use: XRT 2.13, through which the emulated
+# SmartSSDs of tests/xrt work. Without it those tests are skipped.
+# Usage: tools/test_packages.sh [ROOT]   ROOT: folder of the system's files, / by default
 set -euo pipefail
 
 root=${1:-}
 version=2.13
-packages="libxrt1 libxrt-dev uuid-dev" # whose header those of libxrt-dev include
+packages="libxrt1 libxrt-dev uuid-dev" # headers of libxrt-dev include uuid-dev's
 
 has_xrt() {
     compgen -G "$root/usr/lib/x86_64-linux-gnu/libxrt_noop.so.$version*" >/dev/null &&

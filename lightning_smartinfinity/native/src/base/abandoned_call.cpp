@@ -15,9 +15,9 @@ namespace {
 
 std::atomic<std::size_t> num_abandoned = 0;  // in the whole process
 
-// XRT's own static destructors close what is open, and abort the process over a kernel with an abandoned run.
-// Registered after them, this comes before them, when Python has ended.
-void leave_before_xrt(int status, void*) {
+// XRT's static destructors close every open kernel and abort the process if one has an abandoned run. This function is
+// registered after them and so runs before them, once Python has ended.
+void exit_before_xrt(int status, void*) {
     if (num_abandoned == 0) return;
     (void)std::fflush(nullptr);
     ::_exit(status);
@@ -26,7 +26,7 @@ void leave_before_xrt(int status, void*) {
 }  // namespace
 
 AbandonedCall::AbandonedCall() {
-    static const int registered = ::on_exit(leave_before_xrt, nullptr);
+    static const int registered = ::on_exit(exit_before_xrt, nullptr);
     (void)registered;
     ++num_abandoned;
 }
@@ -35,7 +35,7 @@ AbandonedCall::~AbandonedCall() { --num_abandoned; }
 
 void keep_for_ever(std::shared_ptr<void> used) {
     static std::mutex mutex;
-    // Nobody closes what is used, even when every call has returned.
+    // Kept objects are never closed, even after every call has returned.
     static auto* const kept = new std::vector<std::pair<std::shared_ptr<void>, std::unique_ptr<AbandonedCall>>>;
     const std::lock_guard lock(mutex);
     kept->emplace_back(std::move(used), std::make_unique<AbandonedCall>());

@@ -4,8 +4,8 @@
 
 namespace smart_infinity {
 
-// Lives as long as a call that was abandoned has not returned. While there is any, the process ends without XRT's
-// static destructors, which would abort it.
+// Exists until an abandoned call returns. While one exists, the process exits without XRT's static destructors, which
+// would abort it.
 class AbandonedCall {
  public:
     AbandonedCall();
@@ -14,7 +14,7 @@ class AbandonedCall {
     AbandonedCall& operator=(const AbandonedCall&) = delete;
 };
 
-// Keeps what an abandoned call uses: it can neither be freed, nor can the call's return be waited for. It counts as an
+// Never frees an object that abandoned calls use, because their return cannot be awaited. The object counts as an
 // abandoned call itself.
 void keep_for_ever(std::shared_ptr<void> used);
 

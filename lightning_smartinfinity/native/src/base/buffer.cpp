@@ -17,7 +17,7 @@ void unmap(std::byte* first, std::byte* last) {
     if (first != last) ::munmap(first, static_cast<std::size_t>(last - first));
 }
 
-// Maps more than needed and gives back what lies outside the alignment.
+// Maps more than needed and unmaps the parts before and behind the aligned range.
 std::byte* map_aligned(std::size_t bytes, std::size_t alignment) {
     const std::size_t mapped = bytes + alignment - kBlockBytes;
     void* const address = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -38,7 +38,7 @@ HostBuffer::HostBuffer(std::size_t bytes) : data_(nullptr), bytes_(bytes) {
     }
     const std::size_t mapped = align_up(bytes, kBlockBytes);
     data_ = map_aligned(mapped, bytes >= kHugePageBytes ? kHugePageBytes : kBlockBytes);
-    // Huge pages are only faster, and a kernel may be built without them.
+    // Failure is ignored: huge pages only add speed, and a kernel may be built without them.
     (void)::madvise(data_, mapped, MADV_HUGEPAGE);
     if (::madvise(data_, mapped, MADV_DONTFORK) != 0) {
         const int error = errno;
@@ -49,7 +49,7 @@ HostBuffer::HostBuffer(std::size_t bytes) : data_(nullptr), bytes_(bytes) {
 
 HostBuffer::~HostBuffer() {
     unregister();
-    // A forked child never had this mapping; the address may hold something else there.
+    // A forked child does not have this mapping, and something else may lie at its address there.
     if (process_.is_current()) unmap(data_, data_ + align_up(bytes_, kBlockBytes));
 }
 

@@ -8,15 +8,15 @@
 
 namespace smart_infinity {
 
-constexpr std::size_t kBlockBytes = 4096;  // what O_DIRECT wants addresses, offsets and lengths to be multiples of
+constexpr std::size_t kBlockBytes = 4096;  // unit of O_DIRECT's addresses, offsets and lengths
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
 constexpr std::size_t align_up(std::size_t value, std::size_t alignment) {
     return (value + alignment - 1) / alignment * alignment;
 }
 
-// Zero-filled memory for direct I/O: page-aligned, at a huge page when it holds one, and absent from forked children
-// (a child's copy-on-write would move pages under I/O in flight).
+// Zero-filled memory for direct I/O. It is page-aligned, or aligned to huge pages if it is as large as one, and absent
+// from forked children (a child's copy-on-write would move pages while I/O uses them).
 class HostBuffer {
  public:
     explicit HostBuffer(std::size_t bytes);
@@ -27,10 +27,10 @@ class HostBuffer {
     std::byte* data() const { return data_; }
     std::size_t bytes() const { return bytes_; }
 
-    // Registers the memory, so that copies are asynchronous; once. Copies work without it, too. Returns whether it
-    // worked; the registrar remembers why not.
+    // Registers the memory, so that copies are asynchronous; they work without it, too. Returns whether it succeeded;
+    // the registrar remembers why not. Throws std::invalid_argument if the memory is registered already.
     bool try_register(std::shared_ptr<const HostRegistrar> registrar);
-    // Idempotent, and done before the memory is unmapped.
+    // Unregisters the memory if it is registered. The destructor does so before it unmaps the memory.
     void unregister();
 
  private:

@@ -8,10 +8,10 @@
 
 namespace smart_infinity {
 
-// How long at least one of several overlapping spans of time lasted.
+// Measures how long at least one of several spans of time, which may overlap, was in progress.
 class BusyTime {
  public:
-    // A span of so many seconds ends now. Whoever calls sees to it that one call follows the other.
+    // Adds a span of `seconds` that ends now. The caller must serialize these calls.
     void ended(double seconds) {
         const double end = since_.seconds();
         add({end - seconds, end});
@@ -25,7 +25,7 @@ class BusyTime {
         double seconds() const { return end - begin; }
     };
 
-    // Spans come in the order of their ends, and so swallow what they overlap from behind.
+    // Spans come in the order of their ends, so that a new one can only overlap the last ones known.
     void add(Span span) {
         double known = 0;
         while (!spans_.empty() && spans_.back().end >= span.begin) {
@@ -35,14 +35,14 @@ class BusyTime {
         }
         spans_.push_back(span);
         total_ += std::max(0.0, span.seconds() - known);
-        // What ended long ago is overlapped by nothing that still lasts.
-        if (spans_.size() > kMostSpans) spans_.pop_front();
+        // No span that is still in progress overlaps one that ended long ago.
+        if (spans_.size() > kMaxSpans) spans_.pop_front();
     }
 
-    static constexpr std::size_t kMostSpans = 64;
+    static constexpr std::size_t kMaxSpans = 64;
 
     Stopwatch since_;
-    std::deque<Span> spans_;  // apart from each other, in order
+    std::deque<Span> spans_;  // disjoint, in ascending order
     double total_ = 0;
 };
 

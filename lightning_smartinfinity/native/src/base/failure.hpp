@@ -8,18 +8,18 @@ namespace smart_infinity {
 enum class FailureKind {
     kIo,          // a system call failed
     kShort,       // the file ends inside an extent
-    kChecksum,    // the bytes are not those that were written
+    kChecksum,    // the bytes differ from those that were written
     kForeign,     // an extent of another job, rank or tasklet
     kGeneration,  // an extent of another step
-    kFormat,      // no extent, one of another format, or one of another shape
+    kFormat,      // no extent, or one of another format or shape
     kCuda,        // a copy from or to a CUDA device failed
-    kDevice,      // a card failed, or gave back other bytes than it should
-    kGradient,    // a compressed gradient is not what its header says
+    kDevice,      // a card failed or returned wrong bytes, or a call did not return in time
+    kGradient,    // a compressed gradient contradicts its header
 };
 
 const char* name_of(FailureKind kind);
 
-// Why a batch stopped. `error` is an errno (kCuda: the driver's number), or zero.
+// The reason why a batch stopped. `error` is an errno (kCuda: the driver's number), or zero.
 struct Failure {
     FailureKind kind;
     std::string path;

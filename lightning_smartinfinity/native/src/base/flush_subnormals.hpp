@@ -8,7 +8,8 @@
 
 namespace smart_infinity {
 
-// While alive, this thread reads and writes subnormals as zero, or as what they are, whatever it did before.
+// While an object lives, its thread treats subnormals as zero if kFlushes, and exactly otherwise. The destructor
+// restores the earlier mode.
 template <bool kFlushes>
 class SubnormalMode {
  public:
@@ -42,9 +43,9 @@ class SubnormalMode {
     Control saved_;
 };
 
-// Of updates: subnormals make a CPU crawl, and accelerators flush them too.
+// For updates: subnormals slow a CPU down severely, and accelerators flush them too.
 using FlushSubnormals = SubnormalMode<true>;
-// Of compressed gradients, where no element may be lost. A library that was built to be fast may have changed it.
+// For compressed gradients, where no element may be lost. A library built for speed may have changed the mode.
 using KeepSubnormals = SubnormalMode<false>;
 
 }  // namespace smart_infinity

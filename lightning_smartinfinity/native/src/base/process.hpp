@@ -7,8 +7,8 @@
 
 namespace smart_infinity {
 
-// The process something was made in. Threads and MADV_DONTFORK mappings do not exist in a forked child, where objects
-// that own them must neither be used nor cleaned up.
+// The process that created an object. Threads and MADV_DONTFORK mappings do not exist in a forked child, so objects
+// that own them must be neither used nor cleaned up there.
 class Process {
  public:
     Process();

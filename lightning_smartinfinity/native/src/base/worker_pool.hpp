@@ -15,8 +15,8 @@
 
 namespace smart_infinity {
 
-// Blocks signals in threads started while it lives, except those that report a fault of the thread itself: handlers
-// belong to the interpreter's threads.
+// Blocks signals in threads that are started while it lives, because the interpreter's threads handle them. Signals
+// that report a fault of the thread itself stay unblocked.
 class BlockedSignals {
  public:
     BlockedSignals() {
@@ -33,7 +33,7 @@ class BlockedSignals {
     sigset_t saved_;
 };
 
-// CPU time of a thread that has not been joined, user's and system's.
+// Returns the CPU time, user and system, of a thread that has not been joined.
 inline double cpu_seconds(std::thread& thread) {
     clockid_t clock;
     timespec time{};
@@ -41,7 +41,7 @@ inline double cpu_seconds(std::thread& thread) {
     return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-// Threads that work items in the order they were pushed. The destructor works what is queued, then joins.
+// Threads that process items in the order of push(). The destructor processes the queued items, then joins the threads.
 template <class Item>
 class WorkerPool {
  public:

@@ -64,8 +64,8 @@ ExtendCrc32c* extend_with([[maybe_unused]] int width) {
     return extend_by_table;
 }
 
-// The widest that fits an instruction set. Choosing the scalar kernels chooses the table too, unless the CPU has no
-// others: then nobody chose.
+// Returns the greatest width that fits an instruction set. Selecting the scalar kernels selects the table too, unless
+// the CPU supports no others: then nobody has selected them.
 int width_for(InstructionSet set) {
     static const std::vector<int> widths = crc32c_widths();
     static const bool has_others = supported_instruction_sets().size() > 1;

@@ -1,25 +1,25 @@
-// CRC-32C by carry-less multiplication and the CPU's own instruction, side by side: they need different parts of it.
-// Compiled by crc32c_128.cpp and crc32c_512.cpp, each of which defines the registers before:
+// Computes CRC-32C by carry-less multiplication and by the CPU's own instruction at once: they use different parts of
+// the CPU. crc32c_128.cpp and crc32c_512.cpp compile this file after they have defined the registers:
 //
 //     struct Lanes {
 //         using Register = ...;  // one or more lanes of 16 bytes
 //         static Register load(const unsigned char* data);
 //         static void store(unsigned char* out, Register value);
 //         static Register in_every_lane(std::uint64_t first, std::uint64_t second);
-//         // In each lane: the first half times the first factor, plus the second times the second, plus the addend.
+//         // Returns, in each lane: first half * first factor + second half * second factor + addend.
 //         static Register multiply_add(Register value, Register factors, Register addend);
 //     };
 //
-// Everything sits in an anonymous namespace and calls no library function, for the reason given in kernels.inl.
+// Everything is in an anonymous namespace and calls no library function, for the reason given in kernels.inl.
 //
-// Data is a polynomial over GF(2), first byte first, and its checksum the remainder modulo P of x**32 times it. The
-// lowest bit has the highest power: bit i of n bits stands for x**(n - 1 - i). Data that `bits` more bits follow counts
-// x**bits times. So a lane of halves F and S, F first, is moved over the next bits ("folded") by two multiplications:
-// F * (x**(bits + 64) mod P) + S * (x**bits mod P) leaves the same remainder and is no longer than the lane. The
-// product of two numbers of 64 bits has 127 bits and comes out one place below the lane's, as if multiplied by x: the
-// factors have one power less. (Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
-// Instruction", Intel, 2009; the same for streams of the instruction: "Fast CRC Computation for iSCSI Polynomial Using
-// CRC32 Instruction", Intel, 2011.)
+// Data is a polynomial over GF(2), first byte first. Its checksum is the remainder modulo P of that polynomial times
+// x**32. The lowest bit has the highest power: bit i of n bits stands for x**(n - 1 - i). Data that is followed by
+// `bits` more bits counts x**bits times. So a lane with halves F and S, F first, is moved over the next bits ("folded")
+// by two multiplications: F * (x**(bits + 64) mod P) + S * (x**bits mod P) leaves the same remainder and is no longer
+// than the lane. The product of two 64-bit numbers has 127 bits and comes out one place below the lane's, as if
+// multiplied by x, so the factors have one power less. (Gopal et al., "Fast CRC Computation for Generic Polynomials
+// Using PCLMULQDQ Instruction", Intel, 2009; the same for streams of the instruction: "Fast CRC Computation for iSCSI
+// Polynomial Using CRC32 Instruction", Intel, 2011.)
 
 namespace smart_infinity {
 namespace {
@@ -29,7 +29,7 @@ constexpr std::uint32_t kOne = 0x80000000;
 
 constexpr std::uint32_t times_x(std::uint32_t value) { return (value >> 1) ^ ((value & 1) != 0 ? kPolynomial : 0); }
 
-// Modulo P, as all below.
+// Multiplies modulo P, as everything below does.
 constexpr std::uint32_t product(std::uint32_t left, std::uint32_t right) {
     std::uint32_t sum = 0;
     for (int bit = 0; bit < 32; ++bit) sum = times_x(sum) ^ ((right >> bit & 1) != 0 ? left : 0);
@@ -49,13 +49,14 @@ constexpr std::uint32_t power_of_x(std::size_t exponent) {
 constexpr std::size_t kStreams = 3;  // the instruction takes three cycles, but one can start in every cycle
 constexpr std::size_t kLaneBytes = 16;
 constexpr std::size_t kRegisterBytes = sizeof(Lanes::Register);
-// Each turn of the loop. Where a multiplication can start every other cycle, both parts take the same time.
+// Registers folded in each turn of the loop. If a multiplication can start every other cycle, both parts take the same
+// time.
 constexpr std::size_t kRegisters = 3;
 constexpr std::size_t kFoldedBytes = kRegisters * kRegisterBytes;
 constexpr std::size_t kStreamBytes = 4 * sizeof(std::uint64_t);
 constexpr std::size_t kTurnBytes = kFoldedBytes + kStreams * kStreamBytes;
-// So many turns that the end of a block costs little, and so few that the next block can be prefetched meanwhile.
-constexpr std::size_t kMostTurns = 64;
+// Enough turns that the end of a block costs little, and few enough that the next block can be prefetched meanwhile.
+constexpr std::size_t kMaxTurns = 64;
 
 inline std::uint64_t load_word(const unsigned char* data) {
     std::uint64_t word;
@@ -66,13 +67,13 @@ inline std::uint64_t load_word(const unsigned char* data) {
 // ---- checksums moved over the bytes of a stretch
 
 struct Moves {
-    std::uint32_t factors[kMostTurns + 1];  // by turns; none for no turn
+    std::uint32_t factors[kMaxTurns + 1];  // indexed by the number of turns; the first is unused
 };
 
-// A product of two checksums, moved by the instruction over its eight bytes, has become 33 powers more.
+// The product of two checksums gains 33 powers when the instruction moves it over its eight bytes.
 constexpr Moves moves_over(std::size_t bytes) {
     Moves moves{};
-    for (std::size_t turns = 1; turns <= kMostTurns; ++turns) {
+    for (std::size_t turns = 1; turns <= kMaxTurns; ++turns) {
         moves.factors[turns] = power_of_x(8 * bytes * turns - 33);
     }
     return moves;
@@ -109,7 +110,7 @@ class Streams {
         }
     }
 
-    // Of all stretches in a row.
+    // Returns the checksum of all stretches in a row.
     std::uint32_t joined(std::size_t turns) const {
         auto crc = static_cast<std::uint32_t>(crcs_[0]);
         for (std::size_t stream = 1; stream < kStreams; ++stream) {
@@ -144,7 +145,7 @@ class Folded {
         }
     }
 
-    // The checksum of the stretch alone: what has been folded leaves the same remainder.
+    // Returns the checksum of the stretch alone: the folded data leaves the same remainder.
     std::uint32_t checksum() const {
         const Lanes::Register factors = factors_over<kRegisterBytes>();
         Lanes::Register last = registers_[0];
@@ -168,8 +169,8 @@ class Folded {
     Lanes::Register registers_[kRegisters];
 };
 
-// Hardware notices that data comes in stretches too late to fetch them: each turn fetches what lies one block further
-// on, if there is such a block.
+// The hardware recognises too late that data is read in stretches. So each turn prefetches the data one block ahead, if
+// there is another block.
 template <bool kPrefetches>
 std::uint32_t extend_by_block(std::uint32_t crc, const unsigned char* data, std::size_t turns) {
     const std::size_t block_bytes = turns * kTurnBytes;
@@ -188,12 +189,12 @@ std::uint32_t extend_by_block(std::uint32_t crc, const unsigned char* data, std:
 }
 
 std::uint32_t extend(std::uint32_t crc, const unsigned char* data, std::size_t bytes) {
-    constexpr std::size_t kBlockBytes = kMostTurns * kTurnBytes;
+    constexpr std::size_t kBlockBytes = kMaxTurns * kTurnBytes;
     for (; bytes >= 2 * kBlockBytes; bytes -= kBlockBytes, data += kBlockBytes) {
-        crc = extend_by_block<true>(crc, data, kMostTurns);
+        crc = extend_by_block<true>(crc, data, kMaxTurns);
     }
     while (bytes >= kTurnBytes) {
-        const std::size_t turns = bytes < kBlockBytes ? bytes / kTurnBytes : kMostTurns;
+        const std::size_t turns = bytes < kBlockBytes ? bytes / kTurnBytes : kMaxTurns;
         crc = extend_by_block<false>(crc, data, turns);
         bytes -= turns * kTurnBytes;
         data += turns * kTurnBytes;

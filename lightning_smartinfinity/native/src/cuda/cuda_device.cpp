@@ -8,7 +8,7 @@ namespace {
 constexpr unsigned kPortable = 1;       // registered for every context of the process
 constexpr unsigned kNonBlocking = 1;    // no implicit order with the default stream
 constexpr unsigned kBlockingSync = 1;   // a waiting thread sleeps
-constexpr unsigned kDisableTiming = 2;  // cheaper
+constexpr unsigned kDisableTiming = 2;  // makes events cheaper
 constexpr unsigned kNoFlags = 0;
 
 }  // namespace
@@ -49,7 +49,7 @@ std::string CudaDevice::registration_failure() const {
     return registration_failure_;
 }
 
-void CudaDevice::unregister_host(void* data) const noexcept { give_back(driver_->host_unregister, data); }
+void CudaDevice::unregister_host(void* data) const noexcept { release(driver_->host_unregister, data); }
 
 void CudaDevice::copy_to_device(Address device, const void* host, std::size_t bytes, CudaStreamHandle stream) const {
     const Current current(*this);
@@ -68,8 +68,8 @@ CudaEvent::CudaEvent(std::shared_ptr<const CudaDevice> device) : device_(std::mo
 }
 
 CudaEvent::~CudaEvent() {
-    // An event that is not complete yet is kept by the driver until it is.
-    device_->give_back(device_->driver().event_destroy, event_);
+    // The driver keeps an incomplete event until it completes.
+    device_->release(device_->driver().event_destroy, event_);
 }
 
 void CudaEvent::record(CudaStreamHandle stream) const {
@@ -96,7 +96,7 @@ CudaStream::CudaStream(std::shared_ptr<const CudaDevice> device) : device_(std::
     driver.call(driver.stream_create, &stream_, kNonBlocking);
 }
 
-CudaStream::~CudaStream() { device_->give_back(device_->driver().stream_destroy, stream_); }
+CudaStream::~CudaStream() { device_->release(device_->driver().stream_destroy, stream_); }
 
 void CudaStream::follow(CudaStreamHandle other) const {
     const CudaEvent point(device_);

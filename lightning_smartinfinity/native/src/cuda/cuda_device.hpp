@@ -13,13 +13,13 @@
 
 namespace smart_infinity {
 
-// A CUDA device through its primary context, which is also torch's. Addresses and streams are those of the context.
+// A CUDA device through its primary context, which torch uses, too. Addresses and streams belong to that context.
 //
-// Destructors here and below give back what they can and tell nobody of failures: at exit the driver may be gone before
-// them. In a forked child, which has no context, they do nothing and everything else throws.
+// The destructors in this file release what they can and ignore failures, because at exit the driver may already be
+// gone. In a forked child, which has no context, they do nothing and all other calls throw.
 class CudaDevice final : public HostRegistrar {
  public:
-    // Throws CudaError: no driver, no such device.
+    // Throws CudaError if there is no driver or no such device.
     explicit CudaDevice(int index);
     ~CudaDevice();
     CudaDevice(const CudaDevice&) = delete;
@@ -29,18 +29,19 @@ class CudaDevice final : public HostRegistrar {
     const CudaDriver& driver() const { return *driver_; }
     bool is_usable() const { return process_.is_current(); }
 
-    // Returns whether it worked, and remembers the first failure. Only what copies touch is worth it: the gradient
-    // arena and the slots of travelling parameters. Pages of the ring, whose state stays on the host, stay pageable.
+    // Returns whether it succeeded, and remembers the first failure. Only memory that copies touch is worth
+    // registering: the gradient arena and the slots. The ring, whose state stays on the host, stays pageable.
     bool register_host(void* data, std::size_t bytes) const override;
     void unregister_host(void* data) const noexcept override;
-    // Why memory could not be registered; empty if it always could.
+    // Returns why memory could not be registered; empty if it always could.
     std::string registration_failure() const;
 
-    // Both throw CudaError. Copies start in the stream's order; their memory stays until they have completed.
+    // Both throw CudaError. Copies start in the stream's order; their memory must stay valid until they have completed.
     void copy_to_device(Address device, const void* host, std::size_t bytes, CudaStreamHandle stream) const;
     void copy_to_host(void* host, Address device, std::size_t bytes, CudaStreamHandle stream) const;
 
-    // Makes the context the calling thread's while it lives: threads of ours, and of autograd, have none or another.
+    // Makes the context current in the calling thread while it lives: our threads, and autograd's, have none or
+    // another.
     class Current {
      public:
         explicit Current(const CudaDevice& device);
@@ -52,16 +53,15 @@ class CudaDevice final : public HostRegistrar {
         const CudaDriver& driver_;
     };
 
-    // Calls an entry point that gives something back, on a thread that may have no context.
+    // Calls an entry point that releases something, on a thread that may have no context.
     template <class... Parameters>
-    void give_back(const CudaEntry<Parameters...>& entry,
-                   std::type_identity_t<Parameters>... arguments) const noexcept {
+    void release(const CudaEntry<Parameters...>& entry, std::type_identity_t<Parameters>... arguments) const noexcept {
         if (!is_usable()) return;
         try {
             const Current current(*this);
             (void)driver_->attempt(entry, arguments...);
         } catch (const CudaError&) {
-            // The context is gone, and with it what was to be given back.
+            // The context is gone, and with it what was to be released.
             return;
         }
     }
@@ -76,7 +76,7 @@ class CudaDevice final : public HostRegistrar {
     Process process_;
 };
 
-// A point in a stream's order, recorded anew as often as wanted; a wait is for the point recorded last.
+// A point in a stream's order. It can be recorded repeatedly; a wait is for the point recorded last.
 class CudaEvent {
  public:
     explicit CudaEvent(std::shared_ptr<const CudaDevice> device);
@@ -84,10 +84,10 @@ class CudaEvent {
     CudaEvent(const CudaEvent&) = delete;
     CudaEvent& operator=(const CudaEvent&) = delete;
 
-    // All throw CudaError; also of the work before the point, if that failed.
+    // All throw CudaError, also if the work before the point failed.
     void record(CudaStreamHandle stream) const;
     void synchronize() const;
-    // What is issued in the stream from now on runs after the point.
+    // Makes work issued to the stream from now on run after the point.
     void hold(CudaStreamHandle stream) const;
 
     const std::shared_ptr<const CudaDevice>& device() const { return device_; }
@@ -97,7 +97,7 @@ class CudaEvent {
     CudaEventHandle event_ = nullptr;
 };
 
-// A stream of ours, which waits for others and lets them wait only where it is told to.
+// A stream of our own, ordered with other streams only by these calls.
 class CudaStream {
  public:
     explicit CudaStream(std::shared_ptr<const CudaDevice> device);
@@ -108,9 +108,9 @@ class CudaStream {
     CudaStreamHandle handle() const { return stream_; }
     const std::shared_ptr<const CudaDevice>& device() const { return device_; }
 
-    // What is issued here from now on runs after what is in the other stream now.
+    // Makes work issued here from now on run after the work that is in the other stream now.
     void follow(CudaStreamHandle other) const;
-    // What is issued in the other stream from now on runs after what is here now.
+    // Makes work issued to the other stream from now on run after the work that is here now.
     void lead(CudaStreamHandle other) const;
 
  private:

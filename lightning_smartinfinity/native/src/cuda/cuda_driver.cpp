@@ -9,7 +9,7 @@ namespace smart_infinity {
 namespace {
 
 constexpr const char* kLibrary = "libcuda.so.1";
-constexpr CudaResult kNoDriver = -1;  // none of the driver's own numbers
+constexpr CudaResult kNoDriver = -1;  // the driver never returns this number
 
 struct Opened {
     std::mutex mutex;
@@ -18,11 +18,11 @@ struct Opened {
 };
 
 Opened& opened() {
-    static auto* const instance = new Opened;  // never destroyed: used by destructors that run at exit
+    static auto* const instance = new Opened;  // never destroyed: destructors that run at exit use it
     return *instance;
 }
 
-// Never closed: the driver has threads of its own.
+// The library is never closed, because the driver has threads of its own.
 void* open_library(const std::string& library) {
     if (void* const handle = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
     const char* const reason = ::dlerror();

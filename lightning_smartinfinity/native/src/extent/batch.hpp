@@ -23,7 +23,7 @@ enum class Operation { kUpdate, kRead, kWrite, kModify };
 
 constexpr std::int64_t kNoStep = -1;
 
-using Address = std::uint64_t;  // 0: none. Of host memory, but for parameters of a batch with a stream
+using Address = std::uint64_t;  // in host memory, or in a device's for parameters of a batch with a stream; 0: none
 
 // Elements [offset, offset + numel) of a tasklet. Addresses are those of the first element.
 struct Segment {
@@ -34,20 +34,20 @@ struct Segment {
     DType gradient_dtype = DType::kFloat32;
     Address parameter = 0;
     DType parameter_dtype = DType::kFloat32;
-    std::array<Address, kMaxArrays> arrays{};  // fp32
-    std::size_t num_arrays = 0;                // of `arrays`, as given
+    std::array<Address, kMaxArrays> arrays{};  // addresses of fp32 values
+    std::size_t num_arrays = 0;                // number of `arrays` that were given
 };
 
-using ElementRange = std::pair<std::uint64_t, std::uint64_t>;  // offset, elements
+using ElementRange = std::pair<std::uint64_t, std::uint64_t>;  // offset, number of elements
 
-// A slice of the partition: one extent on storage, which a write may move to another file. Segments are in ascending
-// order and do not overlap.
+// A slice of the partition. Its state is one extent on storage, which a write may move to another file. Segments are in
+// ascending order and do not overlap.
 struct Tasklet {
     std::uint64_t index = 0;
     std::uint64_t numel = 0;
     std::uint64_t num_arrays = 0;
     std::uint64_t extent_bytes = 0;
-    std::uint64_t read_file = 0;  // index
+    std::uint64_t read_file = 0;  // index of the file
     std::uint64_t read_offset = 0;
     std::uint64_t read_generation = 0;
     std::uint64_t write_file = 0;
@@ -55,13 +55,13 @@ struct Tasklet {
     std::uint64_t write_generation = 0;
     std::vector<Segment> segments;
     bool master_in_parameter = false;
-    std::uint64_t offset = 0;              // of the first element in the partition, for stochastic rounding
-    std::shared_ptr<const Blocks> blocks;  // of a format that has some; none: the grid
-    // Of a compressed gradient, that of all segments; 0: they have theirs. With the batch's codec, where theirs are
-    // compressed to.
+    std::uint64_t offset = 0;              // position in the partition, for stochastic rounding
+    std::shared_ptr<const Blocks> blocks;  // for formats with blocks; none: the grid
+    // Address of the compressed gradient of all segments; 0: segments have gradients of their own. With the batch's
+    // codec, the address to which their gradients are compressed.
     Address payload = 0;
-    std::uint64_t payload_bytes = 0;    // with a codec, those there are
-    Address residual = 0;               // fp32, of every element: what earlier payloads did not send; 0: none
+    std::uint64_t payload_bytes = 0;    // with a codec, the capacity there
+    Address residual = 0;               // address of what earlier payloads did not send of each element, fp32; 0: none
     std::vector<ElementRange> padding;  // elements that a codec leaves out, in ascending order
 };
 
@@ -69,11 +69,12 @@ struct Batch {
     Operation operation = Operation::kUpdate;
     std::vector<Tasklet> tasklets;
     std::vector<UpdateStep> steps;
-    // Parameters are in the memory of its device and travel through it; none: they are in host memory.
+    // Stream that copies parameters, which are in its device's memory; none: they are in host memory.
     std::shared_ptr<const CudaStream> stream;
-    // Every tasklet's gradient is compressed just before it is updated by what was sent; none: as it is.
+    // Codec that compresses every tasklet's gradient just before the update, which uses the compressed one; none:
+    // gradients are used as they are.
     std::shared_ptr<const GradientCodec> codec = nullptr;
-    float residual_scale = 1;  // of the gradients; residuals are not scaled
+    float residual_scale = 1;  // scale of the gradients; residuals are not scaled
 };
 
 constexpr bool reads(Operation operation) { return operation != Operation::kWrite; }

@@ -9,19 +9,19 @@
 
 namespace smart_infinity {
 
-// How a tasklet's elements are cut into the blocks that share an exponent: on a grid of cells, and where parameters
+// Divides a tasklet's elements into the blocks that share an exponent: at the cells of a grid, and where parameters
 // meet. Tasklets begin on the grid, so that their size cannot change a block.
 class Blocks {
  public:
-    // `borders`: elements of the tasklet that begin a parameter, in any order; those on the grid do not matter.
+    // `borders`: elements of the tasklet that begin a parameter, in any order; those on the grid are ignored.
     explicit Blocks(std::vector<std::uint64_t> borders = {});
 
-    // Blocks that begin before `element`.
+    // Returns the number of blocks that begin before `element`.
     std::size_t count(std::size_t element) const {
         return (element + kCellNumel - 1) / kCellNumel +
                static_cast<std::size_t>(std::lower_bound(borders_.begin(), borders_.end(), element) - borders_.begin());
     }
-    // Whether a block begins there.
+    // Returns whether a block begins at `element`.
     bool begins_at(std::size_t element) const {
         return element % kCellNumel == 0 || std::binary_search(borders_.begin(), borders_.end(), element);
     }

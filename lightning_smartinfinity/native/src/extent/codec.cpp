@@ -6,7 +6,7 @@
 namespace smart_infinity {
 namespace {
 
-// Elements decoded, updated and encoded at a time: they stay in the first-level cache in between. A number of cells.
+// Elements decoded, updated and encoded at a time, so that they stay in the first-level cache; a multiple of the cell.
 constexpr std::size_t kChunkNumel = 2048;
 
 constexpr std::size_t kMasterRegion = 0;
@@ -21,7 +21,7 @@ typename Updates<Step>::Kernel kernel_for(const Step&, const Kernels& kernels, c
     return updates.table[index_of(segment.gradient_dtype)][column];
 }
 
-// A key for every cell of every update; splitmix64's last lines.
+// Returns a key for every cell of every update, by the last steps of splitmix64.
 std::uint32_t cell_key(std::uint32_t seed, std::uint64_t cell) {
     std::uint64_t x = cell * 0x9e3779b97f4a7c15u + seed * 0xd1b54a32d192ed03u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -31,7 +31,7 @@ std::uint32_t cell_key(std::uint32_t seed, std::uint64_t cell) {
 
 }  // namespace
 
-// Some elements in fp32: in the extent where they are stored so, else in memory of its own.
+// Elements in fp32: in the extent if it stores them so, otherwise in the chunk's own memory.
 struct Codec::Chunk {
     std::size_t first;
     std::size_t numel;

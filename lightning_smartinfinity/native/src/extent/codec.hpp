@@ -8,22 +8,22 @@
 
 namespace smart_infinity {
 
-// The arrays of an extent as fp32, whatever its format. Elements are numbered as in the tasklet.
+// Reads and writes the arrays of an extent as fp32, whatever its format. Elements are numbered as in the tasklet.
 class Codec {
  public:
     Codec(const Extent& extent, const StateFormat& format, const Tasklet& tasklet, const Kernels& kernels)
         : extent_(extent), format_(format), tasklet_(tasklet), kernels_(kernels) {}
 
-    // An array that the format stores as fp32; null if it has to be decoded.
+    // Returns an array that the format stores as fp32, or null if the array has to be decoded.
     float* in_place(std::size_t array) const;
-    // Any elements.
+    // Decodes any elements.
     void decode(std::size_t array, std::size_t first, std::size_t numel, float* out) const;
-    // Whole blocks, to nearest: what decode() gave becomes the same values again.
+    // Encodes whole blocks, rounding to nearest: values from decode() are stored without a change.
     void encode(std::size_t array, std::size_t first, std::size_t numel, const float* values) const;
 
-    // What the parameters hold of the masters, which was not read.
+    // Copies the parameters, which hold the masters or a part of them, to the region that was not read.
     void take_masters(std::size_t first, std::size_t numel, const void* parameters) const;
-    // Whole blocks. Moments that are not stored as fp32, which only an AdamStep has, are rounded stochastically.
+    // Updates whole blocks. Moments that are not stored as fp32 are rounded stochastically; only an AdamStep has such.
     void update(const UpdateStep& step, std::size_t first, std::size_t numel, const Segment& segment,
                 const std::byte* gradient, std::byte* parameter) const;
 

@@ -8,8 +8,8 @@
 
 namespace smart_infinity {
 
-// Where a tasklet's extent lies while it is worked: its regions, and the page behind them on storage, which may lie
-// elsewhere in memory.
+// The memory that holds a tasklet's extent while it is processed: its regions and its trailer page. The page follows
+// the regions on storage but may lie elsewhere in memory.
 struct ExtentMemory {
     std::byte* regions;
     std::byte* trailer_page;
@@ -19,7 +19,7 @@ inline ExtentMemory contiguous(std::byte* data, const Tasklet& tasklet) {
     return {data, data + tasklet.extent_bytes - kTrailerPageBytes};
 }
 
-// A part of an extent that is contiguous in memory too.
+// A part of an extent that is contiguous in memory, too.
 struct ExtentPiece {
     std::size_t offset;  // in the extent
     std::byte* data;
@@ -28,7 +28,7 @@ struct ExtentPiece {
 
 constexpr std::size_t kMostPieces = 2;
 
-// What is transferred of an extent, whose first `skipped` bytes, of its regions, are not.
+// Returns the pieces of an extent to transfer, without the first `skipped` bytes of its regions.
 inline std::vector<ExtentPiece> pieces_of(const Tasklet& tasklet, const ExtentMemory& memory, std::size_t skipped) {
     const std::size_t regions = tasklet.extent_bytes - kTrailerPageBytes;
     if (memory.trailer_page == memory.regions + regions) {

@@ -6,9 +6,9 @@
 namespace smart_infinity {
 namespace {
 
-constexpr std::size_t kExponentBytes = 2;  // of a block: one for each moment
+constexpr std::size_t kExponentBytes = 2;  // bytes per block, one for each moment
 
-// Whether the table keeps its own rules.
+// Returns whether a row keeps the rules of the table.
 constexpr bool is_consistent(const StateFormat& format, std::size_t index) {
     if (format.number != index || format.item_bytes.back() != 0) return false;
     return format.in_place() || format.item_bytes.front() == item_bytes(format.parameter_dtype);

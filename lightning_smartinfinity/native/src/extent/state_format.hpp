@@ -12,13 +12,13 @@
 namespace smart_infinity {
 
 constexpr std::size_t kMaxRegions = 8;
-constexpr std::size_t kMomentArrays = 3;  // master, exp_avg and exp_avg_sq: what formats other than fp32 hold
+constexpr std::size_t kMomentArrays = 3;  // master, exp_avg and exp_avg_sq, the arrays of all formats but fp32
 
 constexpr std::size_t kMaster = 0;
 constexpr std::size_t kExpAvg = 1;
 constexpr std::size_t kExpAvgSq = 2;
 
-// How an extent holds the arrays behind the master. Codec turns each kind into fp32 and back.
+// The ways in which an extent stores the arrays behind the master. Codec converts each of them to fp32 and back.
 enum class Moments : std::uint8_t {
     kFp32,
     kBf16,
@@ -34,22 +34,24 @@ struct ServedRules {
 constexpr ServedRules kEveryRule{};
 constexpr ServedRules kAdam{"AdamStep", {"master", "exp_avg", "exp_avg_sq"}};
 
-// How an extent holds the state of its elements. The rest of the package knows a format by these traits alone; Python
-// reads them through the bindings.
+// Describes how an extent stores the state of its elements. The rest of the package knows a format by these traits
+// alone; Python reads them through the bindings.
 struct StateFormat {
-    std::uint32_t number;   // in every trailer
-    std::string_view name;  // what users choose
-    // Bytes of an element in each region; none: every array is a region of fp32. Blocks have a region behind these.
+    std::uint32_t number;   // stored in every trailer
+    std::string_view name;  // the name that users choose
+    // Bytes of an element in each region; all zero: every array is a region of fp32. Exponents of blocks have one more
+    // region behind these.
     std::array<std::uint8_t, kMaxRegions> item_bytes;
-    DType parameter_dtype;  // of a parameter that is the first region, which a step then does not read
+    DType parameter_dtype;  // dtype of parameters that equal the first region, which steps need not read then
     Moments moments;
     ServedRules rules;
     bool on_cards;  // whether SmartSSDs update it
 
-    // Whether the master is a parameter of that type and a remainder, so that parameters can have no other type.
+    // Returns whether the master is split into a parameter of that type and a remainder, so that parameters can have no
+    // other type.
     constexpr bool splits_master() const { return parameter_dtype != DType::kFloat32; }
     constexpr bool has_blocks() const { return moments == Moments::kCodes; }
-    // Whether updates work on the regions themselves, since every array is stored in fp32.
+    // Returns whether updates work on the regions themselves, since every array is stored in fp32.
     constexpr bool in_place() const { return moments == Moments::kFp32 && !splits_master(); }
 
     constexpr std::size_t num_regions(std::size_t num_arrays) const {
@@ -58,7 +60,7 @@ struct StateFormat {
         for (const std::uint8_t bytes : item_bytes) count += bytes != 0;
         return count;
     }
-    // 0 for the region of the blocks.
+    // Returns the bytes of an element in a region; 0 for the region of exponents.
     constexpr std::size_t item_bytes_in(std::size_t region) const {
         return in_place() ? sizeof(float) : item_bytes[region];
     }
@@ -98,7 +100,7 @@ inline constexpr StateFormat kStateFormats[] = {
 constexpr std::size_t kNumStateFormats = sizeof kStateFormats / sizeof *kStateFormats;
 inline constexpr const StateFormat& kFp32 = kStateFormats[0];
 
-// Throws std::invalid_argument for a number that is no format's.
+// Returns the format with this number; throws std::invalid_argument if there is none.
 const StateFormat& checked_format(std::uint32_t number);
 
 // The block-aligned regions of a tasklet's extent, one behind the other. An update need not read the first if the
@@ -110,11 +112,11 @@ class Regions {
     std::size_t count() const { return count_; }
     std::size_t offset(std::size_t region) const { return offsets_[region]; }
     std::size_t bytes(std::size_t region) const { return bytes_before(region, numel_); }
-    // The padding included.
+    // Returns the bytes of a region with its padding.
     std::size_t padded_bytes(std::size_t region) const { return offsets_[region + 1] - offsets_[region]; }
-    // The bytes of the elements before `element`, which begins a block.
+    // Returns the bytes of the elements before `element`, which must begin a block.
     std::size_t bytes_before(std::size_t region, std::size_t element) const;
-    // The bytes of all regions, padding included.
+    // Returns the bytes of all regions, padding included.
     std::size_t total_bytes() const { return offsets_[count_]; }
 
  private:
@@ -125,7 +127,7 @@ class Regions {
     std::array<std::size_t, kMaxRegions + 1> offsets_{};
 };
 
-// The bytes of all regions, padding included, of a tasklet whose codes lie in `num_blocks` blocks.
+// Returns the bytes of all regions, padding included, of a tasklet whose codes lie in `num_blocks` blocks.
 std::size_t regions_bytes(const StateFormat& format, std::size_t num_arrays, std::size_t numel, std::size_t num_blocks);
 
 }  // namespace smart_infinity

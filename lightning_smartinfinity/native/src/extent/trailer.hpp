@@ -17,7 +17,7 @@ constexpr std::size_t kTrailerPageBytes = kBlockBytes;
 constexpr std::size_t kTrailerBytes = 128;
 constexpr std::size_t kJobBytes = 16;
 
-// The mark that every extent of a store carries.
+// The identity of a store, which every extent of it carries.
 struct Identity {
     std::array<std::uint8_t, kJobBytes> job{};
     std::uint32_t rank = 0;
@@ -28,17 +28,18 @@ struct Identity {
 
 using Checksums = std::array<std::uint32_t, kMaxRegions>;
 
-// Why a tasklet is not worked: its extent, or its gradient, is refused, or the device failed. `error` as in Failure.
+// The reason why a tasklet cannot be processed: its extent or its gradient was refused, or the device failed. `error`
+// is as in Failure.
 struct Refusal {
     FailureKind kind;
     std::string message;
     int error = 0;
 };
 
-// Checks that a trailer belongs to the extent that the tasklet expects.
+// Checks that a trailer belongs to the extent that the tasklet expects. Returns the first problem, if there is one.
 std::optional<Refusal> verify_trailer(const std::byte* trailer, const Identity& identity, const Tasklet& tasklet);
 
-// The page behind an extent's regions, whose last bytes are the trailer.
+// The page behind an extent's regions. Its last bytes are the trailer.
 class TrailerPage {
  public:
     explicit TrailerPage(std::byte* page) : page_(page) {}
@@ -46,7 +47,7 @@ class TrailerPage {
     std::optional<Refusal> verify(const Identity& identity, const Tasklet& tasklet) const {
         return verify_trailer(bytes(), identity, tasklet);
     }
-    Checksums checksums() const;  // of the regions
+    Checksums checksums() const;  // the regions' checksums
     void write(const Identity& identity, const Tasklet& tasklet, const Checksums& checksums) const;
 
  private:

@@ -9,11 +9,11 @@
 
 namespace smart_infinity {
 
-// Of one file.
+// Counters of one file.
 struct FileCounters {
     std::uint64_t read_bytes = 0;
     std::uint64_t written_bytes = 0;
-    double busy_seconds = 0;  // with at least one request in the system
+    double busy_seconds = 0;  // time with at least one request in progress
 
     void count(Direction direction, const IoResult& result) {
         const auto bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(result.transferred, 0));
@@ -21,25 +21,25 @@ struct FileCounters {
     }
 };
 
-// Since creation. Seconds are summed over threads; wait_seconds is what callers spent waiting.
+// Counters since creation. Seconds are summed over threads; wait_seconds is the time that callers spent waiting.
 struct Counters {
     std::uint64_t read_bytes = 0;
     std::uint64_t written_bytes = 0;
     std::uint64_t read_calls = 0;
     std::uint64_t write_calls = 0;
-    std::uint64_t cached_read_bytes = 0;  // of resident tasklets: neither read nor written
-    std::uint64_t cached_write_bytes = 0;
+    std::uint64_t cached_read_bytes = 0;   // bytes of resident tasklets that were not read from storage
+    std::uint64_t cached_write_bytes = 0;  // bytes of resident tasklets that were not written to storage
     double read_seconds = 0;
     double write_seconds = 0;
     double compute_seconds = 0;
     double wait_seconds = 0;
-    std::uint64_t system_calls = 0;      // of the I/O engine
-    double io_cpu_seconds = 0;           // of its threads
-    std::uint64_t registered_bytes = 0;  // of memory pinned for it, now
-    int registration_errno = 0;          // why none is, where the engine asked for it
-    std::vector<FileCounters> files;     // of a pipeline, by index
+    std::uint64_t system_calls = 0;      // made by the I/O engine
+    double io_cpu_seconds = 0;           // CPU time of the engine's threads
+    std::uint64_t registered_bytes = 0;  // memory that is pinned for the engine now
+    int registration_errno = 0;          // why none is, if the engine asked for it; or 0
+    std::vector<FileCounters> files;     // counters of a pipeline's files, by index
 
-    // A call has ended.
+    // Counts a call that has ended.
     void count(Direction direction, const IoResult& result) {
         const auto bytes = static_cast<std::uint64_t>(std::max<std::int64_t>(result.transferred, 0));
         const bool read = direction == Direction::kRead;

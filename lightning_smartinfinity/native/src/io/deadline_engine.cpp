@@ -27,7 +27,7 @@ void DeadlineEngine::submit(const IoRequest& request, CompletionHandler& handler
     {
         const std::lock_guard lock(mutex_);
         waiting_.insert_or_assign(request.tag, Waiting{request, &handler, Clock::now() + timeout_});
-        // Deadlines come in the order of submission: of several, the watch waits for an earlier one.
+        // Deadlines are in the order of submission: if others wait, the watch thread already waits for an earlier one.
         if (waiting_.size() == 1) changed_.notify_all();
     }
     inner_->submit(request, *this);
@@ -64,7 +64,7 @@ void DeadlineEngine::watch() {
                                   return a.second.deadline < b.second.deadline;
                               })->second.deadline;
         changed_.wait_until(lock, earliest, [this] { return closing_; });
-        const std::vector<Waiting> overdue = take_overdue();
+        const std::vector<Waiting> overdue = abandon_overdue();
         lock.unlock();
         const double seconds = std::chrono::duration<double>(timeout_).count();
         for (const Waiting& waiting : overdue) {
@@ -73,7 +73,7 @@ void DeadlineEngine::watch() {
     }
 }
 
-std::vector<DeadlineEngine::Waiting> DeadlineEngine::take_overdue() {
+std::vector<DeadlineEngine::Waiting> DeadlineEngine::abandon_overdue() {
     std::vector<Waiting> overdue;
     const auto now = Clock::now();
     for (auto next = waiting_.begin(); next != waiting_.end();) {

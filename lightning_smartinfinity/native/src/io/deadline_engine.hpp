@@ -15,10 +15,10 @@
 
 namespace smart_infinity {
 
-// An engine that abandons requests that do not return in time: their handler is told kNotReturned, and never hears of
-// them again. Until such a request returns, its memory is its own, and so is what it writes in the file.
+// An engine that abandons requests that do not return in time: their handler is told kNotReturned and nothing later.
+// Until such a request returns, nobody else may use its memory or the part of the file that it writes.
 //
-// The destructor waits for all that was submitted, as every engine's; while any_abandoned(), it may not be called.
+// Like every engine's, the destructor waits for all submitted requests; it may not be called while any_abandoned().
 class DeadlineEngine final : public IoEngine, private CompletionHandler {
  public:
     using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
@@ -29,11 +29,11 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
     IoUsage usage() const override { return inner_->usage(); }
     IoEngineKind kind() const override { return inner_->kind(); }
 
-    // Returns whether an abandoned request has not returned.
+    // Returns whether any abandoned request has not returned yet.
     bool any_abandoned() const;
-    // Returns those that write.
+    // Returns the writes among these requests.
     std::vector<IoRequest> abandoned_writes() const;
-    // Puts an engine behind this one, in front of the one behind it now. Nothing may be in flight.
+    // Wraps the inner engine in another one. No request may be in flight.
     void decorate(const Decorate& decorate) { inner_ = decorate(std::move(inner_)); }
 
  private:
@@ -53,12 +53,12 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
 
     void completed(const IoRequest& request, const IoResult& result) override;
     void watch();
-    std::vector<Waiting> take_overdue();
+    std::vector<Waiting> abandon_overdue();
 
     const std::chrono::milliseconds timeout_;
     mutable std::mutex mutex_;
     std::condition_variable changed_;
-    std::map<std::size_t, Waiting> waiting_;  // by tag: one request per tag is in flight
+    std::map<std::size_t, Waiting> waiting_;  // by tag: at most one request per tag is in flight
     std::map<std::size_t, Abandoned> abandoned_;
     bool closing_ = false;
     std::unique_ptr<IoEngine> inner_;  // its destructor waits for completions

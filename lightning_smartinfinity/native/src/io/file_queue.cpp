@@ -17,7 +17,7 @@
 namespace smart_infinity {
 namespace {
 
-// A request is cut into parts of so many bytes, which run side by side: one thread alone does not fill a disk.
+// A request is cut into parts of this size, which run concurrently: one thread alone does not saturate a disk.
 constexpr std::size_t kPartBytes = std::size_t{4} << 20;
 
 void require(bool condition, const std::string& problem) {
@@ -107,7 +107,7 @@ std::optional<Failure> FileQueue::wait(Ticket ticket, const Poll& poll) {
         poll();
         lock.lock();
     }
-    // Once more, while the ticket is open: raised later, a failure would be lost.
+    // The last poll runs while the ticket is open: if it throws, the request's failure can still be waited for.
     lock.unlock();
     poll();
     lock.lock();
@@ -150,7 +150,7 @@ std::optional<Failure> FileQueue::failure_of(const Part& part, Transfer::Progres
     return smart_infinity::failure_of(part.transfer, progress, part.file.path());
 }
 
-// On a thread of the engine, or of the one that watches it.
+// Runs on a thread of the engine, or of the deadline engine around it.
 void FileQueue::completed(const IoRequest& request, const IoResult& result) {
     const std::lock_guard lock(mutex_);
     Part& part = parts_.at(request.tag);

@@ -20,46 +20,46 @@
 
 namespace smart_infinity {
 
-// Bytes between memory and files, in the background: plain content, without tasklets. The memory of a request must stay
-// until it has been waited for.
+// Moves plain bytes, not tasklets, between memory and files in the background. The memory of a request must stay valid
+// until the request has been waited for.
 //
 // Completions drive it, as in a Pipeline: the mutex is never held during I/O.
 class FileQueue final : private CompletionHandler {
  public:
     using Ticket = std::uint64_t;
 
-    // Requests that do not return in time are abandoned. Until they return they keep their file, and `used`, which
-    // their memory belongs to.
+    // Requests that do not return in time are abandoned. Until they return, they keep their file open and `used`, which
+    // owns their memory, alive.
     struct Deadline {
         std::chrono::milliseconds timeout;
         std::shared_ptr<void> used;
     };
 
-    // Throws std::invalid_argument for a number of threads out of range, SystemError for an engine that is unavailable.
-    // `memory`, which must stay until the end of the queue, is registered with an engine that gains by it; requests may
-    // name any other.
+    // Throws std::invalid_argument if the number of threads is out of range, SystemError if the engine is unavailable.
+    // `memory`, which must outlive the queue, is registered with engines that gain by it; requests may use other
+    // memory, too.
     explicit FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine = std::nullopt,
                        MemoryRange memory = {}, std::optional<Deadline> deadline = std::nullopt);
-    // Closes first. What an abandoned request uses is never freed.
+    // Closes the queue first. Memory and files that abandoned requests still use are never freed.
     ~FileQueue();
 
-    // Returns at once. Throws std::invalid_argument for no bytes, or what direct I/O cannot transfer.
+    // Returns at once. Throws std::invalid_argument if there are no bytes, or if direct I/O cannot transfer them.
     Ticket submit(Direction direction, const StateFile& file, std::uint64_t offset, std::byte* data, std::size_t bytes);
-    // Waits until the request has ended; its ticket is used up, and waiting for it again finds no failure. Throws
-    // std::invalid_argument for a ticket that was never given out.
+    // Waits until the request has ended and closes its ticket: waiting again finds no failure. Throws
+    // std::invalid_argument for a ticket that was never issued.
     //
-    // `poll` is called every kPollInterval and at the end, holding no lock. What it throws ends the wait; the request
-    // goes on and its ticket stays open.
+    // `poll` is called every kPollInterval and at the end, with no lock held. If it throws, the wait ends, but the
+    // request continues and its ticket stays open.
     using Poll = std::function<void()>;
     static constexpr std::chrono::milliseconds kPollInterval{50};
     std::optional<Failure> wait(Ticket ticket, const Poll& poll = [] {});
     Counters report() const;
     IoEngineKind io_engine() const;
-    // Returns whether an abandoned request has not returned.
+    // Returns whether any abandoned request has not returned yet.
     bool busy() const;
-    // Waits for what is in flight, but not for abandoned requests. Later submissions throw.
+    // Waits for requests in flight, but not for abandoned ones. Later submissions throw.
     void close();
-    // Puts an engine in front of the present one. Nothing may be in flight.
+    // Wraps the present engine in another one. No request may be in flight.
     void decorate_engine(const DeadlineEngine::Decorate& decorate);
 
  private:
@@ -71,7 +71,7 @@ class FileQueue final : private CompletionHandler {
 
     struct Request {
         std::size_t parts_left = 0;
-        std::optional<Failure> failure;  // the first
+        std::optional<Failure> failure;  // the first one
     };
 
     std::unique_ptr<IoEngine> make_engine(const IoOptions& options);

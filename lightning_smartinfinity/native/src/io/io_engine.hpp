@@ -7,10 +7,10 @@
 namespace smart_infinity {
 
 enum class IoEngineKind {
-    kUring,        // io_uring, with registered files and, below the limit on locked memory, buffers
-    kUringPolled,  // the same, and a thread of the kernel that polls for requests
+    kUring,        // io_uring with registered files and, if the limit on locked memory allows, buffers
+    kUringPolled,  // the same, with a kernel thread that polls for requests
     kThreads,      // blocking calls in threads
-    kPlain,        // the same, for files that go through the page cache: it is told what will not be used again
+    kPlain,        // the same, and advises the page cache to write out and drop what was transferred
 };
 
 enum class Direction { kRead, kWrite };
@@ -22,16 +22,16 @@ struct IoRequest {
     std::uint64_t offset;
     std::byte* data;
     std::size_t bytes;
-    std::size_t tag;  // the submitter's
+    std::size_t tag;  // chosen by the submitter
 };
 
-// In place of what was transferred: it has not returned, and was given up.
+// Replaces the number of transferred bytes if the request was abandoned because it did not return in time.
 constexpr std::int64_t kNotReturned = std::numeric_limits<std::int64_t>::min();
 
-// What became of it: fewer bytes than asked for are no error, and the submitter goes on from there.
+// The result of an attempt. Fewer bytes than requested are no error: the submitter then requests the rest.
 struct IoResult {
     std::int64_t transferred;  // bytes, a negative errno, or kNotReturned
-    double seconds;            // in the system
+    double seconds;            // from the start of the attempt to its end
 };
 
 class CompletionHandler {
@@ -43,12 +43,12 @@ class CompletionHandler {
     ~CompletionHandler() = default;
 };
 
-// What an engine has cost since its creation.
+// Resources that an engine has used since its creation.
 struct IoUsage {
     std::uint64_t system_calls = 0;
-    double cpu_seconds = 0;              // of its own threads
-    std::uint64_t registered_bytes = 0;  // of memory that the kernel holds pinned for it
-    int registration_errno = 0;          // why it holds none, where the engine asked for it
+    double cpu_seconds = 0;              // CPU time of its own threads
+    std::uint64_t registered_bytes = 0;  // memory that the kernel keeps pinned for it now
+    int registration_errno = 0;          // why it keeps none pinned, if the engine asked for it; or 0
 };
 
 class IoEngine {
@@ -56,9 +56,9 @@ class IoEngine {
     IoEngine() = default;
     IoEngine(const IoEngine&) = delete;
     IoEngine& operator=(const IoEngine&) = delete;
-    virtual ~IoEngine() = default;  // after every completion of what was submitted
+    virtual ~IoEngine() = default;  // an engine first waits for all submitted requests
 
-    // Returns at once. Requests start in the order of submission and complete in any.
+    // Returns at once. Requests start in the order of submission and complete in any order.
     virtual void submit(const IoRequest& request, CompletionHandler& handler) = 0;
 
     virtual IoUsage usage() const = 0;

@@ -18,14 +18,14 @@ std::unique_ptr<IoEngine> make_thread_pool(const IoOptions& options, PageCache p
 }
 
 std::unique_ptr<IoEngine> make_fastest(const IoOptions& options) {
-    // Through the page cache io_uring hands every request to threads of the kernel: nothing gained.
+    // For buffered files io_uring hands every request to kernel threads, which gains nothing.
     const bool buffered = std::any_of(options.files.begin(), options.files.end(),
                                       [](const StateFile& file) { return file.access() == Access::kBuffered; });
-    if (buffered) return make_thread_pool(options, PageCache::kGiveBack);
+    if (buffered) return make_thread_pool(options, PageCache::kRelease);
     try {
         return make_uring_engine(options.files, options.memory, false);
-    } catch (const SystemError&) {  // not in this build or system, or not one more
-        return make_thread_pool(options, PageCache::kLeave);
+    } catch (const SystemError&) {  // unavailable in this build or system, or no further ring allowed
+        return make_thread_pool(options, PageCache::kKeep);
     }
 }
 
@@ -65,7 +65,7 @@ std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options) {
     const IoEngineKind kind = *options.kind;
     if (const auto reason = unavailable(kind)) throw SystemError(ENOSYS, std::string(name_of(kind)) + ": " + *reason);
     if (is_uring(kind)) return make_uring_engine(options.files, options.memory, kind == IoEngineKind::kUringPolled);
-    return make_thread_pool(options, kind == IoEngineKind::kPlain ? PageCache::kGiveBack : PageCache::kLeave);
+    return make_thread_pool(options, kind == IoEngineKind::kPlain ? PageCache::kRelease : PageCache::kKeep);
 }
 
 }  // namespace smart_infinity

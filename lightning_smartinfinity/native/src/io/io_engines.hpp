@@ -17,11 +17,12 @@ constexpr IoEngineKind kIoEngineKinds[] = {IoEngineKind::kUring, IoEngineKind::k
 const char* name_of(IoEngineKind kind);
 IoEngineKind io_engine_named(const std::string& name);  // throws std::invalid_argument
 
-// Why this process cannot have such an engine, if it cannot: a build without liburing, a container that forbids
-// io_uring, an old kernel.
+// Returns why this process cannot use such an engine (a build without liburing, a container that forbids io_uring, an
+// old kernel), or nothing if it can.
 std::optional<std::string> unavailable(IoEngineKind kind);
 
-// Memory that requests will name, registered where the engine gains by it, in parts that no request straddles.
+// Memory that requests will use, registered with engines that gain by it. It is registered in parts of `part_bytes`,
+// and no request should span two of them.
 struct MemoryRange {
     std::byte* data = nullptr;
     std::size_t bytes = 0;
@@ -29,15 +30,15 @@ struct MemoryRange {
 };
 
 struct IoOptions {
-    // None: the fastest that works here for these files.
+    // The engine to use; none: the fastest available one for these files.
     std::optional<IoEngineKind> kind;
-    std::size_t threads = 4;  // of an engine that has them
+    std::size_t threads = 4;  // for engines that use threads
     std::vector<StateFile> files;
     MemoryRange memory;
 };
 
-// Throws std::invalid_argument for a number of threads out of range, SystemError for an engine that was asked for and
-// is not to be had.
+// Throws std::invalid_argument if the number of threads is out of range, SystemError if the requested engine is
+// unavailable.
 std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options);
 
 }  // namespace smart_infinity

@@ -13,7 +13,7 @@ namespace smart_infinity {
 class StateFile::Open {
  public:
     explicit Open(int descriptor) : descriptor(descriptor) {}
-    // Nothing can be lost here unnoticed: what must be on storage has been synced, and sync() reports.
+    // Errors of close() can be ignored: whatever must be on storage has been synced, and sync() reports errors.
     ~Open() { ::close(descriptor); }
     Open(const Open&) = delete;
     Open& operator=(const Open&) = delete;

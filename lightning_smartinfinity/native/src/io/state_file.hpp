@@ -7,8 +7,8 @@ namespace smart_infinity {
 
 enum class Access { kBuffered, kDirect };
 
-// One open descriptor, shared by its copies and closed with the last of them: closing a file in the middle of a
-// transfer cannot hand its number to somebody else's file.
+// An open file. Its copies share one descriptor, which is closed with the last of them: if a file is closed during a
+// transfer, no other file can get the descriptor's number.
 class StateFile {
  public:
     // Opens an existing file; throws SystemError.

@@ -8,8 +8,8 @@
 namespace smart_infinity {
 namespace {
 
-// Advice, which may be declined: written pages start on their way to storage, clean ones are dropped.
-void give_back(const IoRequest& request) {
+// Advises the kernel, which may decline, to start writing written pages to storage and to drop those that were read.
+void release_pages(const IoRequest& request) {
     const auto offset = static_cast<off_t>(request.offset);
     const auto bytes = static_cast<off_t>(request.bytes);
     if (request.direction == Direction::kWrite) {
@@ -33,8 +33,8 @@ IoUsage ThreadPoolEngine::usage() const { return {system_calls_, pool_.cpu_secon
 void ThreadPoolEngine::work(const Item& item) {
     const IoResult result = attempt(item.request);
     ++system_calls_;
-    if (page_cache_ == PageCache::kGiveBack && result.transferred > 0) {
-        give_back(item.request);
+    if (page_cache_ == PageCache::kRelease && result.transferred > 0) {
+        release_pages(item.request);
         ++system_calls_;
     }
     item.handler->completed(item.request, result);

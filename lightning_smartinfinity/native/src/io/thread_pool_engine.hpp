@@ -8,18 +8,18 @@
 namespace smart_infinity {
 
 enum class PageCache {
-    kLeave,
-    kGiveBack,  // what was transferred is not needed there again: it would push out what is
+    kKeep,
+    kRelease,  // transferred pages are not needed again and would evict others that are
 };
 
-// Blocking system calls in threads: works on every file system and in every container.
+// Makes blocking system calls in threads, which works on every file system and in every container.
 class ThreadPoolEngine final : public IoEngine {
  public:
-    explicit ThreadPoolEngine(std::size_t num_threads, PageCache page_cache = PageCache::kLeave);
+    explicit ThreadPoolEngine(std::size_t num_threads, PageCache page_cache = PageCache::kKeep);
     void submit(const IoRequest& request, CompletionHandler& handler) override;
     IoUsage usage() const override;
     IoEngineKind kind() const override {
-        return page_cache_ == PageCache::kGiveBack ? IoEngineKind::kPlain : IoEngineKind::kThreads;
+        return page_cache_ == PageCache::kRelease ? IoEngineKind::kPlain : IoEngineKind::kThreads;
     }
 
  private:

@@ -9,12 +9,12 @@
 namespace smart_infinity {
 namespace {
 
-// Attempts without progress that are taken for the end of the file (which may lie inside a block) or a full disk. More
-// than one, because a signal can cut an attempt short as well.
+// After this many attempts without progress, the file has ended (perhaps inside a block) or the disk is full. One
+// attempt does not show it, because a signal can cut an attempt short, too.
 constexpr int kMaxStalls = 16;
 
-// Whether a write would pass this process's file size limit. The kernel cuts such a write at the limit; inside a block,
-// direct I/O then fails for not being aligned, or stalls there.
+// Returns whether a write would exceed this process's file size limit. The kernel cuts such a write at the limit. If
+// the limit lies inside a block, direct I/O then fails because it is not aligned, or makes no progress.
 bool beyond_size_limit(const IoRequest& request) {
     rlimit limit{};
     return request.direction == Direction::kWrite && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
@@ -30,7 +30,7 @@ Transfer::Progress Transfer::advance(const IoResult& result) {
     if (result.transferred < 0) return fail(static_cast<int>(-result.transferred));
     const auto transferred = static_cast<std::size_t>(result.transferred);
     if (transferred >= rest_.bytes) return Progress::kDone;
-    // Direct I/O cannot go on inside a block: the block is transferred again.
+    // Direct I/O cannot continue inside a block: it transfers the block again.
     const std::size_t kept = access_ == Access::kDirect ? transferred / kBlockBytes * kBlockBytes : transferred;
     if (transferred == 0) stalls_ = kMaxStalls;
     if (kept == 0) return stalled();

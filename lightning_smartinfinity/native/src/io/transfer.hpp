@@ -7,7 +7,7 @@
 
 namespace smart_infinity {
 
-// A transfer that is repeated until all of it is done, whatever the system makes of each attempt.
+// A transfer that is attempted repeatedly until it is complete or has failed.
 class Transfer {
  public:
     enum class Progress { kDone, kAgain, kEndOfFile, kError, kNotReturned };
@@ -15,10 +15,10 @@ class Transfer {
     Transfer() = default;
     Transfer(const IoRequest& whole, Access access) : rest_(whole), access_(access) {}
 
-    // The attempt to submit next.
+    // Returns the attempt to submit next.
     const IoRequest& rest() const { return rest_; }
 
-    // Takes in the result of the last attempt.
+    // Records the result of the last attempt. Returns whether another one is needed, or how the transfer ended.
     Progress advance(const IoResult& result);
     int error() const { return error_; }  // after kError: an errno
 

@@ -33,11 +33,11 @@ std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>&, const
 namespace smart_infinity {
 namespace {
 
-constexpr std::size_t kNumSlots = 127;  // requests in flight
-// Twice the slots and the wake-up: a thread of the kernel may have completed entries that it has not given back yet,
-// and gives them back before it takes those that were queued meanwhile.
-constexpr unsigned kEntries = 2 * (kNumSlots + 1);
-constexpr int kMostAttempts = 10'000;  // a millisecond apart
+constexpr std::size_t kMaxInFlight = 127;  // requests in flight
+// Twice the requests in flight and the wake-up: a kernel thread may have completed entries that it has not returned
+// yet, and returns them before it takes those that were queued meanwhile.
+constexpr unsigned kEntries = 2 * (kMaxInFlight + 1);
+constexpr int kMaxAttempts = 10'000;  // a millisecond apart
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
 
 class UringEngine final : public IoEngine {
@@ -46,9 +46,9 @@ class UringEngine final : public IoEngine {
         : kind_(polled ? IoEngineKind::kUringPolled : IoEngineKind::kUring),
           memory_(memory),
           wake_(0),
-          slots_(kNumSlots) {
+          in_flight_(kMaxInFlight) {
         for (const StateFile& file : files) descriptors_.push_back(file.descriptor());
-        for (std::size_t slot = kNumSlots; slot > 0; --slot) free_.push_back(slot - 1);
+        for (std::size_t index = kMaxInFlight; index > 0; --index) free_.push_back(index - 1);
         const BlockedSignals blocked;
         thread_ = std::thread([this, polled] { run(polled); });
         pthread_setname_np(thread_.native_handle(), "smart-inf-ring");
@@ -89,12 +89,12 @@ class UringEngine final : public IoEngine {
         CompletionHandler* handler;
         int attempts = 0;
     };
-    struct Slot {
+    struct InFlight {
         Item item;
         Stopwatch stopwatch;
     };
     struct Completion {
-        std::size_t slot;
+        std::size_t index;
         std::int64_t result;
     };
 
@@ -108,7 +108,7 @@ class UringEngine final : public IoEngine {
         std::optional<UringRing> ring;
         try {
             ring.emplace(kEntries, polled);
-            ring->try_out();
+            ring->probe();
         } catch (const SystemError& error) {
             set_up_error_ = error;
             ring.reset();
@@ -131,7 +131,7 @@ class UringEngine final : public IoEngine {
         arm_wake_up();
     }
 
-    // All of it or none: an unprivileged process may lock little memory, and works without.
+    // Registers all of the memory or none. An unprivileged process may lock little memory; requests work without it.
     void register_memory() {
         if (memory_.part_bytes == 0) return;
         std::vector<iovec> parts;
@@ -146,16 +146,16 @@ class UringEngine final : public IoEngine {
     }
 
     void work() {
-        while (take_queued()) {
+        while (prepare_queued()) {
             const int result = io_uring_submit_and_wait(ring_, 1);
-            // The kernel short of memory, or interrupted: what was not submitted stays queued in the ring.
+            // If the kernel is short of memory or was interrupted, unsubmitted entries stay queued in the ring.
             if (result < 0 && result != -EINTR) std::this_thread::sleep_for(std::chrono::milliseconds(1));
             reap();
         }
     }
 
-    // Whether there is something to wait for.
-    bool take_queued() {
+    // Prepares entries for queued requests. Returns whether there is anything to wait for.
+    bool prepare_queued() {
         const std::lock_guard lock(mutex_);
         while (!queue_.empty() && !free_.empty()) {
             prepare_entry(queue_.front());
@@ -163,16 +163,16 @@ class UringEngine final : public IoEngine {
         }
         asleep_ = true;
         ++usage_.system_calls;
-        return !closing_ || !queue_.empty() || free_.size() < kNumSlots;
+        return !closing_ || !queue_.empty() || free_.size() < kMaxInFlight;
     }
 
     void prepare_entry(const Item& item) {
-        const std::size_t slot = free_.back();
+        const std::size_t index = free_.back();
         free_.pop_back();
-        slots_[slot] = Slot{item, Stopwatch{}};
+        in_flight_[index] = InFlight{item, Stopwatch{}};
         const IoRequest& request = item.request;
-        io_uring_sqe* const entry = io_uring_get_sqe(ring_);  // there are as many as slots, and one
-        const auto bytes = static_cast<unsigned>(std::min(request.bytes, kMostBytes));
+        io_uring_sqe* const entry = io_uring_get_sqe(ring_);  // not null: there are more entries than requests
+        const auto bytes = static_cast<unsigned>(std::min(request.bytes, kMaxBytes));
         const int part = registered_part(request);
         const int file = registered_file(request.descriptor);
         const int descriptor = file >= 0 ? file : request.descriptor;
@@ -187,10 +187,10 @@ class UringEngine final : public IoEngine {
             io_uring_prep_write(entry, descriptor, request.data, bytes, request.offset);
         }
         if (file >= 0) io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
-        io_uring_sqe_set_data64(entry, slot);
+        io_uring_sqe_set_data64(entry, index);
     }
 
-    // The registered part that holds all of the request's memory, or -1.
+    // Returns the registered part that holds all of the request's memory, or -1.
     int registered_part(const IoRequest& request) const {
         if (!memory_registered_ || request.data < memory_.data) return -1;
         const auto begin = static_cast<std::size_t>(request.data - memory_.data);
@@ -212,7 +212,7 @@ class UringEngine final : public IoEngine {
         io_uring_sqe_set_data64(entry, kWakeUp);
     }
 
-    // With the mutex held.
+    // The caller holds the mutex.
     void wake_up() {
         asleep_ = false;
         const std::uint64_t one = 1;
@@ -241,7 +241,7 @@ class UringEngine final : public IoEngine {
         for (const Completion& each : completions_) complete(each);
     }
 
-    // Whether there may be something to be woken for later.
+    // Marks the thread as awake. Returns whether later requests may have to wake it again.
     bool stay_awake() {
         const std::lock_guard lock(mutex_);
         asleep_ = false;
@@ -249,20 +249,20 @@ class UringEngine final : public IoEngine {
     }
 
     void complete(const Completion& completion) {
-        const Slot slot = slots_[completion.slot];
-        free_.push_back(completion.slot);
-        // The kernel could not take it now: no news for the submitter, who would call it a failure.
-        if (completion.result == -EAGAIN && slot.item.attempts < kMostAttempts) return again(slot.item);
-        slot.item.handler->completed(slot.item.request, IoResult{completion.result, slot.stopwatch.seconds()});
+        const InFlight ended = in_flight_[completion.index];
+        free_.push_back(completion.index);
+        // The kernel could not accept the request now. This is no failure: the request is submitted again.
+        if (completion.result == -EAGAIN && ended.item.attempts < kMaxAttempts) return retry(ended.item);
+        ended.item.handler->completed(ended.item.request, IoResult{completion.result, ended.stopwatch.seconds()});
     }
 
-    void again(Item item) {
+    void retry(Item item) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         ++item.attempts;
         push(item);
     }
 
-    static constexpr std::size_t kMostBytes = std::size_t{1} << 30;  // of one entry, whose length has 32 bits
+    static constexpr std::size_t kMaxBytes = std::size_t{1} << 30;  // in one entry, whose length has 32 bits
 
     const IoEngineKind kind_;
     const MemoryRange memory_;
@@ -274,16 +274,16 @@ class UringEngine final : public IoEngine {
     std::deque<Item> queue_;
     IoUsage usage_;
     bool started_ = false;
-    bool asleep_ = false;  // or about to be, having seen the queue as it is
+    bool asleep_ = false;  // from the thread's last look at the queue until it wakes up
     bool closing_ = false;
 
-    // Of the thread.
+    // The ring's thread owns these.
     io_uring* ring_ = nullptr;
     std::optional<SystemError> set_up_error_;
     bool files_registered_ = false;
     bool memory_registered_ = false;
     std::uint64_t wake_value_ = 0;
-    std::vector<Slot> slots_;
+    std::vector<InFlight> in_flight_;
     std::vector<std::size_t> free_;
     std::vector<Completion> completions_;
 
@@ -294,7 +294,7 @@ class UringEngine final : public IoEngine {
 
 std::optional<std::string> uring_unavailable(bool polled) {
     try {
-        UringRing(kEntries, polled).try_out();
+        UringRing(kEntries, polled).probe();
         return std::nullopt;
     } catch (const SystemError& error) {
         return "the system refuses io_uring (" + error.code().message() + ")";

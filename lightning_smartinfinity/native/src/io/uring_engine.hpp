@@ -9,12 +9,13 @@
 
 namespace smart_infinity {
 
-// Why there is no io_uring in this build or process, if there is none.
+// Returns why io_uring is unavailable in this build or process, or nothing if it is available.
 std::optional<std::string> uring_unavailable(bool polled);
 
-// One ring of the kernel's, and one thread that alone submits to it and reaps it. Files and memory are registered with
-// it: the kernel then looks up and pins nothing per request. Memory that does not fit below the limit on locked memory
-// stays unregistered as a whole, works the same for more CPU time, and usage() says why. Throws SystemError.
+// Makes an engine of one ring and one thread, which alone submits to the ring and reaps it. Files and memory are
+// registered with the ring, so that the kernel looks up and pins nothing per request. If the memory exceeds the limit
+// on locked memory, none of it is registered: requests then take more CPU time, and usage() says why. Throws
+// SystemError.
 std::unique_ptr<IoEngine> make_uring_engine(const std::vector<StateFile>& files, const MemoryRange& memory,
                                             bool polled);
 

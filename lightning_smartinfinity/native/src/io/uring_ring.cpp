@@ -28,10 +28,10 @@ EventDescriptor::~EventDescriptor() { ::close(descriptor_); }
 UringRing::UringRing(unsigned num_entries, bool polled) {
     const int error = set_up(num_entries, polled);
     if (error != 0) throw SystemError(error, "io_uring: io_uring_setup");
-    (void)io_uring_ring_dontfork(&ring_);  // a child would only have it for nothing
+    (void)io_uring_ring_dontfork(&ring_);  // a forked child has no use for the ring
 }
 
-void UringRing::try_out() {
+void UringRing::probe() {
     const EventDescriptor event(1);
     std::uint64_t value = 0;
     io_uring_prep_read(io_uring_get_sqe(&ring_), event.get(), &value, sizeof value, 0);
@@ -48,7 +48,7 @@ void UringRing::try_out() {
     if (read < 0) throw SystemError(-read, "io_uring: IORING_OP_READ");
 }
 
-// Newer kernels work cheaper when told that one thread alone submits and that it reaps by itself.
+// Newer kernels take less CPU time if told that one thread alone submits and reaps. Older ones refuse these flags.
 int UringRing::set_up(unsigned num_entries, bool polled) {
     io_uring_params parameters{};
     parameters.flags = IORING_SETUP_SINGLE_ISSUER | (polled ? IORING_SETUP_SQPOLL : IORING_SETUP_DEFER_TASKRUN);

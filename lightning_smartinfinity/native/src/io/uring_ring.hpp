@@ -4,7 +4,7 @@
 
 namespace smart_infinity {
 
-// An event of the kernel, closed with this object.
+// An eventfd, closed by the destructor.
 class EventDescriptor {
  public:
     // Throws SystemError.
@@ -18,19 +18,19 @@ class EventDescriptor {
     const int descriptor_;
 };
 
-// The kernel's ring. Its descriptor is close-on-exec, and a forked child does not get its memory.
+// A ring of the kernel. Its descriptor is close-on-exec, and a forked child does not get its memory.
 class UringRing {
  public:
-    // Throws SystemError. With `polled`, a thread of the kernel polls for requests.
+    // Throws SystemError. If `polled`, a kernel thread polls for requests.
     UringRing(unsigned num_entries, bool polled);
     ~UringRing() { io_uring_queue_exit(&ring_); }
     UringRing(const UringRing&) = delete;
     UringRing& operator=(const UringRing&) = delete;
     io_uring* get() { return &ring_; }
 
-    // Reads through it: a filter may forbid only to enter a ring, and an old kernel not know the operations. Throws
-    // SystemError.
-    void try_out();
+    // Reads once through the ring, since a filter may forbid only entering it, and an old kernel may lack the
+    // operations. Throws SystemError.
+    void probe();
 
  private:
     int set_up(unsigned num_entries, bool polled);

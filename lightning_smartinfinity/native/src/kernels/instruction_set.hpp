@@ -8,10 +8,11 @@ namespace smart_infinity {
 
 enum class InstructionSet { kScalar, kAvx2, kAvx512 };
 
-// Of this CPU and operating system, slowest first.
+// Returns the sets that this CPU and operating system support, slowest first.
 std::vector<InstructionSet> supported_instruction_sets();
 
-// The one in use by every thread from now on; the best one at start. Throws std::invalid_argument if unsupported.
+// Selects the set that every thread uses from now on; at start it is the best one. Throws std::invalid_argument if it
+// is unsupported.
 void select_instruction_set(InstructionSet choice);
 InstructionSet selected_instruction_set();
 

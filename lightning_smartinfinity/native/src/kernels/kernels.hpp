@@ -1,10 +1,9 @@
 #pragma once
 
-// One table of kernels per instruction set, all compiled from kernels.inl.
+// Declares one table of kernels for each instruction set, all compiled from kernels.inl.
 //
-// This header is included by translation units that are compiled for newer instruction sets than the CPU may have, so
-// it holds plain structs only: an inline function here could be emitted with those instructions and be picked by the
-// linker for everybody.
+// Translation units compiled for newer instruction sets than the CPU may have include this header, so it holds plain
+// structs only: the linker could use an inline function that was compiled with those instructions everywhere.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,25 +13,26 @@
 
 namespace smart_infinity {
 
-// First elements of a run. The memory of one must not overlap that of another.
+// Pointers to the first elements of a run. The memory of one array must not overlap that of another.
 struct UpdateArrays {
-    float* arrays[kMaxRuleArrays];  // the master, then what the rule keeps besides
+    float* arrays[kMaxRuleArrays];  // the master, then the rule's other arrays
     const void* gradient;
     void* parameter;
 };
 
-// Elements of the partition's grid: each cell has its own random bits, and no more of them share an exponent.
+// Number of elements in a cell of the partition's grid. Each cell has its own random bits, and blocks that share an
+// exponent are no larger than a cell.
 constexpr std::size_t kCellNumel = 256;
 
-// Elements of a cell, and what their random bits are made of.
+// Part of a cell, and the key of its random bits.
 struct CellPart {
     std::uint32_t key;
-    std::uint32_t first;  // in the cell
+    std::uint32_t first;  // position of the first element in the cell
     std::size_t numel;
 };
 
-// Of a block-scaled gradient: the largest that a block's exponent may be, so that 127 times the scale is finite. The
-// scale is 2**(exponent - 127).
+// The largest exponent of a block in a block-scaled gradient: 127 times its scale is still finite. The scale is
+// 2**(exponent - 127).
 constexpr std::uint32_t kLargestScale = 248;
 
 // A block of 8-bit codes, and the exponent that they share.
@@ -41,7 +41,7 @@ struct Codes {
     std::uint8_t* exponent;
 };
 
-constexpr std::size_t kNoParameter = kNumDTypes;  // column of an Updates that writes no parameter
+constexpr std::size_t kNoParameter = kNumDTypes;  // column of the kernels that write no parameter
 
 // One rule's kernels: [gradient dtype][parameter dtype or kNoParameter].
 template <class Step>
@@ -80,24 +80,25 @@ struct Kernels {
     Widen widen[kNumDTypes];
     Narrow narrow[kNumDTypes];
     SumOfSquares sum_of_squares[kNumDTypes];
-    // [gradient dtype][sum's dtype]: the gradient becomes the sum, or is added to it; returns the sum's squares.
+    // [gradient dtype][sum's dtype]: stores the gradient as the sum, or adds it to the sum; returns the new sum's
+    // squares, added up.
     Accumulate accumulate[kNumDTypes][kNumDTypes];
 
-    // State formats. A block has at most kCellNumel elements.
-    RoundBf16 round_bf16;   // stochastically
-    RoundInt8 round_int8;   // stochastically
-    Encode encode_exp_avg;  // to nearest
+    // Kernels of state formats. A block has at most kCellNumel elements.
+    RoundBf16 round_bf16;   // rounds stochastically
+    RoundInt8 round_int8;   // rounds stochastically
+    Encode encode_exp_avg;  // rounds to nearest
     Encode encode_exp_avg_sq;
     Decode decode_exp_avg;
     Decode decode_exp_avg_sq;
-    Split split;  // fp32 into its bf16 and a remainder
+    Split split;  // splits fp32 into its bf16 and a remainder
     Join join;
 
-    // Compressed gradients.
+    // Kernels of compressed gradients.
     AddResidual add_residual[kNumDTypes];    // out = gradient + residual * scale
     FeedResidual feed_residual[kNumDTypes];  // residual = (gradient + residual * scale - sent) / scale
-    // Values whose magnitude's bits are at least `least`, and their elements, of which the first is `first`. Returns
-    // how many, and has then written up to `numel`.
+    // Collects the values whose magnitude, taken as bits, is at least `least`, and their elements, counted from
+    // `first`. Returns their number, and may write up to `numel` of them.
     Collect collect;
     EncodeGradient encode_gradient;  // a block of at most kCellNumel elements
     DecodeGradient decode_gradient;

@@ -1,12 +1,12 @@
-// The kernels, once: compiled by kernels_scalar.cpp, kernels_avx2.cpp and kernels_avx512.cpp with the same
+// The only source of the kernels. kernels_scalar.cpp, kernels_avx2.cpp and kernels_avx512.cpp compile it with the same
 // floating-point rules (-ffp-contract=off, no -ffast-math), which makes them bit-equal. Loops are written for the
 // auto-vectoriser.
 //
-// Everything sits in an anonymous namespace and calls no library function, so that no symbol compiled for a newer
+// Everything is in an anonymous namespace and calls no library function, so that no symbol compiled for a newer
 // instruction set can replace one of another translation unit.
 //
-// The conversions must hold under FTZ + DAZ: they use integer logic, and floating point only where no operand or result
-// that matters is an fp32 subnormal.
+// The conversions must be exact under FTZ + DAZ: they use integer logic, and floating point only where no operand or
+// result that matters is an fp32 subnormal.
 
 #ifndef SMART_INFINITY_KERNELS
 #error "define SMART_INFINITY_KERNELS, the name of the table, before including kernels.inl"
@@ -97,7 +97,7 @@ struct IsWritten<NotWritten> {
 // torch.optim.Adam / AdamW, single-tensor order. kNearStart chooses torch.lerp's branch.
 template <class Gradient, class Parameter, bool kL2, bool kNearStart>
 void update_adam(const AdamStep& step, const UpdateArrays& arrays, std::size_t numel) {
-    const AdamStep s = step;  // by value: nothing the loop stores can change it
+    const AdamStep s = step;  // a copy, which no store of the loop can change
     const float keep = 1.0f - s.one_minus_beta1;
     float* __restrict master = arrays.arrays[0];
     float* __restrict exp_avg = arrays.arrays[1];
@@ -153,8 +153,8 @@ void update(const AdagradStep& step, const UpdateArrays& arrays, std::size_t num
     }
 }
 
-// torch.optim.SGD, single-tensor order. Coefficients of zero leave a term out, so that nothing infinite in it can
-// become NaN.
+// torch.optim.SGD, single-tensor order. A coefficient of zero leaves its term out, so that an infinity in the term
+// cannot become NaN.
 template <class Gradient, class Parameter>
 void update(const SgdStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const SgdStep s = step;
@@ -179,7 +179,7 @@ void update(const SgdStep& step, const UpdateArrays& arrays, std::size_t numel) 
     }
 }
 
-// torch.optim.RMSprop, single-tensor order. What torch keeps only with momentum, or centered, stays as it is without.
+// torch.optim.RMSprop, single-tensor order. Without momentum, or if not centered, the array for it stays unchanged.
 template <class Gradient, class Parameter>
 void update(const RmspropStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const RmspropStep s = step;
@@ -228,14 +228,14 @@ void narrow(const float* values, void* out, std::size_t numel) {
     for (std::size_t i = 0; i < numel; ++i) result[i] = Type::narrow(in[i]);
 }
 
-// Thirty-two running sums, then a fixed tree: the order depends neither on the width of the registers nor on how many
-// elements come at a time. The square of a float is exact in double and their sum cannot overflow, so that the result
-// is finite iff every element is.
+// Adds squares to thirty-two running sums, then these in a fixed tree: the order depends neither on the register width
+// nor on how many elements come at a time. The square of a float is exact in double and the sum cannot overflow, so the
+// result is finite if and only if every element is.
 struct Squares {
     static constexpr std::size_t kLanes = 32;
     double sums[kLanes] = {};
 
-    // All but the last part of the values have a multiple of kLanes.
+    // Every part of the values but the last must have a multiple of kLanes elements.
     template <class Type>
     void add(const typename Type::Storage* values, std::size_t numel) {
         const auto* __restrict in = values;
@@ -290,7 +290,7 @@ void add_gradient(const typename Gradient::Storage* gradient, typename Sum::Stor
     for (std::size_t i = 0; i < numel; ++i) out[i] = Sum::narrow(Sum::widen(out[i]) + Gradient::widen(in[i]));
 }
 
-// One pass over memory: what a part of the sum has become is squared while it is in the first cache.
+// Makes one pass over memory: each part of the sum is squared while it is in the first-level cache.
 template <class Gradient, class Sum>
 double accumulate(const void* gradient, void* sum, std::size_t numel, bool adds) {
     constexpr std::size_t kPart = 1024;
@@ -311,7 +311,7 @@ double accumulate(const void* gradient, void* sum, std::size_t numel, bool adds)
 
 // ---- state formats
 
-// Thirty-two random bits of an element: a hash, so that they depend on neither threads nor tasklets.
+// Returns thirty-two random bits of an element. They are a hash and so depend on neither threads nor tasklets.
 inline Bits random_bits(const CellPart& cell, std::size_t index) {
     Bits x = cell.key + (cell.first + static_cast<Bits>(index));
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -319,7 +319,7 @@ inline Bits random_bits(const CellPart& cell, std::size_t index) {
     return x ^ (x >> 16);
 }
 
-// To one of the two neighbours in bf16, to each as often as it is near. `random` has 16 bits.
+// Rounds to one of the two neighbours in bf16; the nearer one is the more probable. `random` has 16 bits.
 inline std::uint16_t round_to_bf16(float value, Bits random) {
     const Bits bits = bits_of(value);
     const bool finite = (bits & 0x7fffffffu) < 0x7f800000u;
@@ -340,9 +340,9 @@ void round_bf16(const float* exp_avg, const float* exp_avg_sq, std::uint16_t* ex
     }
 }
 
-// Floating point of kExponents exponents and three bits of mantissa, relative to the exponent of a block: the largest
-// finite code stands for 1.75 * 2**exponent, the one above it for NaN (infinity becomes NaN, too), and codes below 8
-// are subnormal. The block's exponent is that of fp32, at least so large that every code is a normal fp32 number.
+// A floating-point code of kExponents exponents and three bits of mantissa, relative to its block's exponent. The
+// largest finite code stands for 1.75 * 2**(exponent - 127), the one above it for NaN (infinity becomes NaN, too), and
+// codes below 8 are subnormal. The exponent is biased as in fp32, and so large that every code is a normal fp32 number.
 template <Bits kExponents>
 struct Minifloat {
     static constexpr Bits kMantissa = 20;  // bits of fp32 below a code
@@ -351,13 +351,13 @@ struct Minifloat {
     static constexpr Bits kSmallestExponent = kExponents + 2;
     static constexpr Bits kLargestExponent = 254;
 
-    // Between a normal code and the upper 12 bits of its fp32.
+    // Returns the distance between a normal code and the upper 12 bits of its fp32 value.
     static Bits bias(Bits exponent) { return (exponent - (kExponents - 1)) * 8; }
-    // Code 8, in fp32.
+    // Returns the fp32 bits of code 8, the smallest normal one.
     static Bits least_normal(Bits exponent) { return (exponent - (kExponents - 2)) << 23; }
 
-    // Of a block whose largest finite magnitude this is: the least that can hold it without rounding it down to
-    // kLargest.
+    // Returns the exponent of a block whose largest finite magnitude is given: the smallest one that does not round it
+    // down to kLargest.
     static Bits exponent_for(Bits magnitude) {
         const Bits fitting = (magnitude + 0x1fffffu) >> 23;
         const Bits floored = fitting < kSmallestExponent ? kSmallestExponent : fitting;
@@ -371,7 +371,7 @@ struct Minifloat {
         return code == kNan ? 0x7fc00000u : bits_of(float_of(shifted) - offset);
     }
 
-    // In units of 2**-20 of a code, before rounding. A subnormal gets the fp32 exponent whose ulp is its own.
+    // Returns the unrounded code, in units of 2**-20. A subnormal is computed at code 8's exponent, which has its ulp.
     static Bits scaled(Bits magnitude, Bits exponent) {
         const bool subnormal = magnitude < least_normal(exponent);
         const Bits shifted = bits_of(float_of(magnitude) + float_of(least_normal(exponent)));
@@ -388,7 +388,7 @@ struct Minifloat {
         return clamped((exact + 0x7ffffu + ((exact >> kMantissa) & 1u)) >> kMantissa, magnitude);
     }
 
-    // `random` has 16 bits: they are centred in the 20 of a code.
+    // `random` has 16 bits, which are centred in the 20 bits below a code.
     static Bits stochastic(Bits magnitude, Bits exponent, Bits random) {
         return clamped((scaled(magnitude, exponent) + (random * 16u + 8u)) >> kMantissa, magnitude);
     }
@@ -403,7 +403,7 @@ struct ExpAvgCode : Minifloat<16> {
 };
 
 struct ExpAvgSqCode : Minifloat<32> {
-    // Never zero unless it is zero: a second moment of zero would let the update explode.
+    // Returns code 0 only for zero or an fp32 subnormal: a second moment of zero would let the update explode.
     static Bits with_sign(Bits code, Bits, Bits magnitude) {
         return code == 0u && magnitude >= 0x00800000u ? 1u : code;
     }
@@ -412,7 +412,7 @@ struct ExpAvgSqCode : Minifloat<32> {
 
 inline Bits magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
 
-// Masked, and not chosen by a condition, which would keep the loops over it from being vectorised.
+// Masks instead of choosing by a condition, which would keep the loops over it from being vectorised.
 inline Bits finite_magnitude_of(float value) {
     const Bits magnitude = magnitude_of(value);
     return magnitude & (0u - Bits{magnitude < 0x7f800000u});
@@ -474,8 +474,8 @@ void round_int8(const float* exp_avg, const float* exp_avg_sq, const Codes& exp_
     *exp_avg_sq_out.exponent = static_cast<std::uint8_t>(exponent_v);
 }
 
-// The bf16 is the nearest, to even as everywhere. One value in 2**17 lies half-way above an even one, where the
-// remainder would be 2**15: it is taken for its neighbour, 2**15 - 1, so that 16 bits tell them all apart.
+// Splits into the nearest bf16, ties to even as everywhere, and a remainder. One value in 2**17 lies half-way above an
+// even bf16, where the remainder would be 2**15: it gets its neighbour's, 2**15 - 1, so that 16 bits suffice.
 void split(const float* values, std::uint16_t* parameter, std::uint16_t* remainder, std::size_t numel) {
     const float* __restrict in = values;
     std::uint16_t* __restrict high = parameter;
@@ -509,7 +509,7 @@ void join(const std::uint16_t* parameter, const std::uint16_t* remainder, float*
 #define SMART_INFINITY_UPDATE_ROW(Gradient) \
     {update<Gradient, Float32>, update<Gradient, Float16>, update<Gradient, BFloat16>, update<Gradient, NotWritten>}
 
-// The overload of `update` for each rule's step. The order is that of DType.
+// Holds the overload of `update` for each rule's step, in the order of DType.
 template <class... Steps>
 struct UpdateTable {
     static constexpr UpdatesOf<Steps...> kTable{
@@ -524,7 +524,7 @@ struct UpdateTable {
 #define SMART_INFINITY_ACCUMULATE_ROW(Gradient) \
     {accumulate<Gradient, Float32>, accumulate<Gradient, Float16>, accumulate<Gradient, BFloat16>}
 
-// The order is that of DType.
+// All rows are in the order of DType.
 const Kernels SMART_INFINITY_KERNELS = {
     OfSteps<UpdateTable>::kTable,
     {widen<Float32>, widen<Float16>, widen<BFloat16>},

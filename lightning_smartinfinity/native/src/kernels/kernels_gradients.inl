@@ -1,14 +1,14 @@
 // Kernels of compressed gradients: a part of kernels.inl.
 
-// Of finite gradients the sum stays finite: an infinite one would leave NaN in the residual, for good.
+// Limits a sum to finite values: an infinite one would leave NaN in the residual for good.
 inline float saturated(float sum) {
     constexpr float kLargest = 0x1.fffffep127f;
     const float above = sum < -kLargest ? -kLargest : sum;
     return above > kLargest ? kLargest : above;
 }
 
-// What is to be sent: the gradient and what earlier steps did not send. Where that is nothing, the gradient itself:
-// -0 + 0 would be another zero.
+// Computes the values to send: the gradient plus what earlier steps did not send. Where that rest is zero, the gradient
+// is copied, since -0 + 0 would change the sign of a zero.
 template <class Gradient>
 void add_residual(const void* gradient, const float* residual, float scale, float* out, std::size_t numel) {
     const auto* __restrict g = static_cast<const typename Gradient::Storage*>(gradient);
@@ -34,7 +34,7 @@ void feed_residual(const void* gradient, const float* sent, float scale, float* 
     }
 }
 
-// Most groups have no such value and are passed by.
+// Skips the groups without such a value, which are most of them.
 std::size_t collect(const float* values, std::size_t numel, std::uint32_t least, std::uint32_t first,
                     std::uint32_t* elements, float* out) {
     constexpr std::size_t kGroup = 32;
@@ -58,8 +58,8 @@ std::size_t collect(const float* values, std::size_t numel, std::uint32_t least,
     return count;
 }
 
-// A block's scale is a power of two: kScaleGap below the exponent of its largest magnitude, or one more where that
-// would be rounded to 128.
+// A block's scale is a power of two. Its exponent is kScaleGap below that of the largest magnitude, or one more where
+// that magnitude would be rounded to 128.
 constexpr Bits kScaleGap = 6;
 
 inline Bits gradient_scale(Bits largest) {
@@ -79,7 +79,7 @@ void encode_gradient(const float* values, std::size_t numel, std::int8_t* codes,
     for (std::size_t i = 0; i < numel; ++i) {
         const Bits magnitude = magnitude_of(in[i]);
         const float exact = float_of(magnitude) * inverse;
-        const float fitting = exact < 127.0f ? exact : 127.0f;  // NaN, too, becomes the largest
+        const float fitting = exact < 127.0f ? exact : 127.0f;  // NaN becomes the largest, too
         const Bits sign = 0u - (bits_of(in[i]) >> 31);
         const Bits code = bits_of(fitting + kUnit) - bits_of(kUnit);
         out[i] = static_cast<std::int8_t>((code ^ sign) - sign);
