@@ -1,7 +1,7 @@
-"""Gradient compression on the way to the update: codecs, one file each, whose arithmetic is in the native core.
+"""Compression of gradients on the way to the update: one file for each codec, whose arithmetic is in the native core.
 
-A codec turns one tasklet's gradient into fewer bytes before it crosses the shared channel; it is decoded next to the
-update. ``transfer`` works it, ``plan`` predicts what it gains.
+A codec turns one tasklet's gradient into fewer bytes before it crosses the shared channel; the update decodes it.
+``transfer`` applies the codec, ``plan`` predicts what it gains.
 """
 
 from lightning_smartinfinity.compression.base import CODEC, GradientCodec

@@ -1,4 +1,4 @@
-"""What a gradient codec is."""
+"""The interface of all gradient codecs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ __all__ = ["CODEC", "GradientCodec"]
 
 
 class GradientCodec(ABC):
-    """How gradients travel to the update: each tasklet's becomes one payload, which is decoded inside the update.
+    """Encodes each tasklet's gradient as one payload, which the update decodes.
 
-    A codec is one frozen dataclass here and its arithmetic in the native core.
+    A codec is one frozen dataclass here and a class with its arithmetic in the native core.
 
     Attributes:
-        error_feedback: What a payload leaves out is kept, in 4 bytes of host memory per parameter, and added to the
-            next step's gradient.
+        error_feedback: Whether what a payload leaves out is kept, in 4 bytes of host memory per parameter, and added
+            to the next step's gradient.
     """
 
     error_feedback: bool
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether there is a residual: with error feedback, unless payloads leave nothing out."""
+        """Whether the step keeps a residual: with error feedback, unless payloads leave nothing out."""
         return self.error_feedback
 
     @abstractmethod
     def native(self) -> native.GradientCodec:
-        """Its arithmetic."""
+        """Return the native object that encodes with these settings."""
 
 
 CODEC = Rule(

@@ -1,4 +1,4 @@
-"""Gradients in 8 bits."""
+"""The codec that sends gradients in 8 bits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class BlockScaled(GradientCodec):
     """Sends every gradient in 8 bits, with one scale for each block of 256 elements.
 
     Args:
-        error_feedback: Add what rounding took away to the gradient of the next step.
+        error_feedback: Whether to add the rounding error to the gradient of the next step.
 
     Raises:
-        ConfigError: ``error_feedback`` is no bool.
+        ConfigError: ``error_feedback`` is not a bool.
     """
 
     error_feedback: bool = True

@@ -1,6 +1,6 @@
-"""What :class:`TopK` does, in torch's operations: on a GPU, whose memory reads much faster than the host's.
+"""The arithmetic of :class:`TopK` in torch's operations, for GPUs, whose memory is much faster than the host's.
 
-Every bit is that of the native core.
+The result equals that of the native core bit for bit.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ _LEFT_OUT = -1
 
 
 def with_residual(gradient: torch.Tensor, residual: torch.Tensor, scale: float) -> torch.Tensor:
-    """``gradient + residual * scale``, rounded after each, at most the largest fp32; the gradient itself where the
-    residual is zero.
+    """Return ``gradient + residual * scale``, or the gradient itself where the residual is zero.
+
+    Both operations round, and the magnitude of the sum is limited to that of the largest finite float32.
 
     Args:
         gradient: float32, on any device.
-        residual: float32, as long, on the same device.
-        scale: Of the gradient.
+        residual: float32, of the same length and on the same device.
+        scale: Loss scale of the gradient; the residual is unscaled.
     """
     limit = torch.finfo(torch.float32).max
     return torch.where(residual == 0, gradient, (gradient + residual * scale).clamp(-limit, limit))
@@ -35,21 +36,21 @@ def with_residual(gradient: torch.Tensor, residual: torch.Tensor, scale: float) 
 def top_k_payload(
     values: torch.Tensor, *, ratio: float, value_dtype: torch.dtype, taken: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """One tasklet's payload: the header, counts, indices and values of the elements of largest magnitude.
+    """Return one tasklet's payload: header, counts, indices and values of the elements of largest magnitude.
 
     Args:
         values: float32[numel], on any device.
         ratio: Share of the elements, in (0, 1].
-        value_dtype: Of the values sent: float32, bfloat16 or float16.
-        taken: bool[numel]: which elements may be sent; None: all.
+        value_dtype: Dtype of the values sent: float32, bfloat16 or float16.
+        taken: bool[numel]: which elements may be sent; None means all.
 
     Returns:
-        uint8, on the same device, whole beats of 64 bytes.
+        uint8 tensor on the same device, padded to whole beats of 64 bytes.
     """
     chosen = torch.nonzero(_chosen(values, ratio, taken)).squeeze(1)
     numel = values.numel()
     counts = torch.bincount(chosen // _BLOCK, minlength=-(-numel // _BLOCK)).to(torch.int32)
-    # torch has no arithmetic on uint16: the same bits as int16.
+    # torch has no arithmetic on uint16; int16 holds the same bits.
     indices = (chosen % _BLOCK).to(torch.int32).to(torch.int16)
     parts = [_padded(part) for part in (counts, indices, _rounded(values[chosen], value_dtype))]
     beats = [part.numel() // _BEAT_BYTES for part in parts]
@@ -59,8 +60,8 @@ def top_k_payload(
 
 
 def _chosen(values: torch.Tensor, ratio: float, taken: torch.Tensor | None) -> torch.Tensor:
-    """bool[numel]: the ceil(ratio * numel) largest, of equals the first; no zero, unless all are sent."""
-    # Patterns of bits are ordered as magnitudes are, NaN above infinity.
+    """Return bool[numel]: the ceil(ratio * numel) largest, the first among equals; zeros only if all are sent."""
+    # As integers, bit patterns are ordered as magnitudes are, with NaN above infinity.
     keys = values.view(torch.int32) & _MAGNITUDE
     if taken is not None:
         keys = torch.where(taken, keys, _LEFT_OUT)
@@ -73,7 +74,7 @@ def _chosen(values: torch.Tensor, ratio: float, taken: torch.Tensor | None) -> t
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To nearest, ties to even; what is finite stays finite."""
+    """Round to the nearest value of ``dtype``, ties to even; finite values stay finite."""
     limit = torch.finfo(dtype).max
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
 

@@ -3,7 +3,7 @@
 Typical use::
 
     requests = measure_space(folders, job=config.job, rank=rank, extents=layout.extents, num_parameters=len(names))
-    require_space(gathered_requests_of_all_ranks)         # the same verdict on every rank
+    require_space(gathered_requests_of_all_ranks)         # the same result on every rank
     store = StateStore.create(folders, config=config, extents=layout.extents, description=description)
 """
 

@@ -1,4 +1,4 @@
-"""How many places the state files have. Files grow between generations, so that no step meets a full disk."""
+"""Numbers of places in the state files. Files grow between generations, so that no step meets a full disk."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _log = logging.getLogger(__name__)
 
 
 class Capacities:
-    """Places of each device's state file; a sequence of ints.
+    """Number of places in each device's state file, as an iterable of ints.
 
     Args:
-        folders: Of the rank, with their state files.
-        extents: Of its tasklets.
-        ranks: Of the job, all of which may want to grow at a time.
+        folders: The rank's folders, with their state files.
+        extents: The extents of the rank's tasklets.
+        ranks: Number of ranks of the job, all of whose files may grow at the same time.
     """
 
     def __init__(self, folders: Sequence[RankFolder], extents: ExtentMap, *, ranks: int) -> None:
         self._folders = folders
         self._extents = extents
         self._ranks = ranks
-        self._told = False
-        # Of whatever length: what follows the last whole place is of no use.
+        self._has_warned = False
+        # A file may have any length: bytes behind its last whole place are not used.
         lengths = [(folder.path / STATE_NAME).stat().st_size for folder in folders]
         self._places = [length // max(1, extents.place_bytes) for length in lengths]
 
@@ -38,25 +38,25 @@ class Capacities:
 
     @property
     def nbytes(self) -> int:
-        """Of all places."""
+        """Bytes of all places together."""
         return self._extents.place_offset(sum(self._places))
 
     def restore(self, places: Sequence[int]) -> None:
-        """Have so many places at least: what an earlier process had allocated may have been cut off.
+        """Extend each file to at least this many places: files of an earlier process may have been truncated.
 
         Raises:
             StorageFullError: There is too little space.
-            StorageError: A file cannot be made longer.
+            StorageError: A file cannot be extended.
         """
         for device, wanted in enumerate(places):
             if wanted > self._places[device]:
                 self._extend(device, wanted)
 
     def grow(self, places: Sequence[int]) -> bool:
-        """Have so many places at least, if that leaves file systems as free as others may want them.
+        """Extend each file to at least this many places, if its file system has room for all ranks (``has_room``).
 
         Returns:
-            Whether it does; if not, the log says why, once.
+            Whether all files have that many places. The log says why not, once.
         """
         try:
             for device, wanted in enumerate(places):
@@ -64,9 +64,9 @@ class Capacities:
                     self._require_room(device, wanted)
                     self._extend(device, wanted)
         except StorageError as error:
-            if not self._told:
+            if not self._has_warned:
                 _log.warning("Storage folders keep their shares of the optimizer state. %s", error.problem)
-            self._told = True
+            self._has_warned = True
             return False
         return True
 

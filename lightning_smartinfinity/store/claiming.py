@@ -1,4 +1,4 @@
-"""A rank's folders in all storage folders: locked together, and filled with the files of a new store."""
+"""Locks a rank's folders in all storage folders, and fills them with the files of a new store."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool,
     Args:
         folders: Storage folders.
         job: ``TransferConfig.job``.
-        rank: Of this process.
-        create: Make what is missing.
-        undo: Unlocks them, and removes what was made.
+        rank: Rank of this process.
+        create: Whether to create missing folders.
+        undo: Receives callbacks that unlock the folders and remove what was created.
 
     Raises:
         ConfigError: A folder is named twice.
-        StorageLockedError: Another process owns one of them.
-        StorageError: One cannot be used, or is not there.
+        StorageLockedError: Another process owns one of the folders.
+        StorageError: A folder cannot be used or does not exist.
     """
     require_distinct(f"The list of storage folders {[str(folder) for folder in folders]!r}", folders)
     claimed = []
     for folder in folders:
-        # Absolute: the commit record is opened by name at every step, wherever the process has moved to.
+        # Absolute: each step opens the commit record by name, and the process may change its working directory.
         path = rank_folder_path(Path(os.path.abspath(folder)), job=job, rank=rank)
         if not create and not path.is_dir():
             raise StorageError(
@@ -46,11 +46,11 @@ def claim_folders(folders: Sequence[Path], *, job: str, rank: int, create: bool,
 
 
 def fill_folders(folders: Sequence[RankFolder], manifest: Manifest) -> None:
-    """Preallocate the files; the manifest comes last, so that a store that has one is whole.
+    """Preallocate the files; the manifest comes last, so that a store with a manifest is complete.
 
     Raises:
-        StorageFullError: Too little space.
-        StorageError: A file cannot be made.
+        StorageFullError: There is too little space.
+        StorageError: A file cannot be created.
     """
     for device, folder in enumerate(folders):
         folder.allocate(STATE_NAME, manifest.extents.file_bytes(device))

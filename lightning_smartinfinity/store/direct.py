@@ -1,4 +1,4 @@
-"""Whether a state file can be read and written past the page cache."""
+"""Decides whether a state file is read and written past the page cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_smartinfinity.store.os_errors import storage_errors
 
 __all__ = ["choose_direct", "open_state_file", "refusal"]
 
-# statfs f_type of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
+# f_type (from statfs) of file systems that live in memory; recent kernels accept O_DIRECT even on tmpfs.
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 
 
@@ -27,10 +27,10 @@ def choose_direct(path: Path, choice: str) -> bool:
         choice: ``TransferConfig.direct_io``: ``"auto"``, ``"on"`` or ``"off"``.
 
     Returns:
-        Whether to.
+        Whether to use O_DIRECT.
 
     Raises:
-        StorageError: It cannot be, and ``choice`` is ``"on"``.
+        StorageError: The file has no direct I/O, and ``choice`` is ``"on"``.
     """
     if choice == "off":
         return False
@@ -50,10 +50,10 @@ def choose_direct(path: Path, choice: str) -> bool:
 
 
 def open_state_file(path: Path, direct_io: str) -> native.StateFile:
-    """Open an existing file as :func:`choose_direct` decides.
+    """Open an existing file, with O_DIRECT if :func:`choose_direct` says so.
 
     Raises:
-        StorageError: It cannot be opened, or not as ``direct_io`` asks for.
+        StorageError: The file cannot be opened, or has no direct I/O while ``direct_io`` is ``"on"``.
     """
     direct = choose_direct(path, direct_io)
     with storage_errors("Opening", path):
@@ -61,7 +61,7 @@ def open_state_file(path: Path, direct_io: str) -> native.StateFile:
 
 
 def refusal(path: Path) -> str | None:
-    """Why a file has no direct I/O, or None if it has."""
+    """Return why a file has no direct I/O, or None if it has."""
     memory = _MEMORY_FILE_SYSTEMS.get(_file_system_type(path))
     if memory is not None:
         return f"it is a {memory}, which lives in host memory"

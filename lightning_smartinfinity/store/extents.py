@@ -1,4 +1,4 @@
-"""The extents that hold the tasklets' state, and the places that they may lie at: arithmetic only."""
+"""The extents that hold the tasklets' state, and the places where they may lie: arithmetic only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 BLOCK_BYTES = native.BLOCK_BYTES
-"""Alignment of every region, extent and place: what O_DIRECT asks for on today's devices."""
+"""Alignment of every region, extent and place: O_DIRECT requires it on today's devices."""
 
 CELL_NUMEL = native.CELL_NUMEL
 """Grid of the flat partition: 8-bit codes share an exponent within one cell and one parameter."""
@@ -35,7 +35,7 @@ class Extent:
 
     Args:
         numel: Number of elements of the tasklet.
-        nbytes: Its size in bytes, trailer included.
+        nbytes: Size of the extent in bytes, trailer included.
     """
 
     numel: int
@@ -47,17 +47,17 @@ class ExtentMap:
     """The extents of one rank's partition, and the files that have places for them.
 
     A device's file is a row of places, all of one size: any extent fits any place of any device. At first the
-    tasklets are dealt round robin, and each file has ``num_slots`` places for each of its own.
+    tasklets are dealt round robin, and each file has ``num_slots`` places for each of its tasklets.
 
     Args:
         numel: Elements of the partition.
         tasklet_numel: Elements of every tasklet except the last, a multiple of the format's granule.
         num_arrays: Arrays per element (Adam: master, exp_avg, exp_avg_sq).
-        num_devices: Storage folders.
-        num_slots: Places a tasklet's state may lie (1 or 2).
+        num_devices: Number of storage folders.
+        num_slots: Number of places for each tasklet's state (1 or 2).
         state_format: A name in ``STATE_FORMATS``.
-        borders: Elements off the grid of cells that begin a parameter, ascending: blocks end there.
-        num_in_memory: Tasklets, from the first on, that have no place on storage; with ``num_slots=1`` only.
+        borders: First elements of the parameters that begin inside a cell, ascending: blocks end there.
+        num_in_memory: Number of tasklets, from the first on, that have no place on storage; with ``num_slots=1`` only.
     """
 
     numel: int
@@ -77,7 +77,7 @@ class ExtentMap:
 
     @property
     def format(self) -> native.StateFormat:
-        """How state lies in an extent."""
+        """The format of the state in an extent."""
         return STATE_FORMATS[self.state_format]
 
     @property
@@ -90,7 +90,7 @@ class ExtentMap:
         return tuple(self._extent(index) for index in range(self.num_tasklets))
 
     def borders_of(self, tasklet: int) -> tuple[int, ...]:
-        """Elements of a tasklet where a block ends beside the grid; none in a format without blocks."""
+        """Return the elements of a tasklet where a block ends off the grid; none in a format without blocks."""
         if not self.format.has_blocks:
             return ()
         begin = tasklet * self.tasklet_numel
@@ -100,7 +100,7 @@ class ExtentMap:
 
     @cached_property
     def place_bytes(self) -> int:
-        """Bytes of every place: of the largest extent on storage; 0 without any."""
+        """Bytes of every place, those of the largest extent on storage; 0 if no extent is on storage."""
         return max((extent.nbytes for extent in self.extents[self.num_in_memory :]), default=0)
 
     @cached_property
@@ -109,19 +109,19 @@ class ExtentMap:
         return self.homes(apportion([1.0] * self.num_devices, self.num_tasklets - self.num_in_memory))
 
     def homes(self, counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint16]:
-        """uint16[num_tasklets]: the device of each tasklet if each device has so many of those on storage."""
+        """Return uint16[num_tasklets]: each tasklet's device if device ``i`` gets ``counts[i]`` of those on storage."""
         return np.concatenate([np.zeros(self.num_in_memory, np.uint16), interleave(counts)])
 
     def num_places(self, device: int) -> int:
-        """Places that the file of ``device`` has at first."""
+        """Return the number of places that the file of ``device`` has at first."""
         return self.num_slots * int((self.first_homes[self.num_in_memory :] == device).sum())
 
     def file_bytes(self, device: int) -> int:
-        """Size of the file of ``device`` at first."""
+        """Return the size of the file of ``device`` at first."""
         return self.place_offset(self.num_places(device))
 
     def place_offset(self, position: int) -> int:
-        """Byte offset of a place in its file."""
+        """Return the byte offset of a place in its file."""
         return position * self.place_bytes
 
     def _extent(self, index: int) -> Extent:
@@ -133,12 +133,12 @@ class ExtentMap:
 
 
 def extent_bytes(numel: int, num_arrays: int, *, state_format: str = "fp32", num_borders: int = 0) -> int:
-    """Bytes of an extent: its block-aligned regions and one block that ends in the trailer.
+    """Return the bytes of an extent: its block-aligned regions and one block that ends with the trailer.
 
     Args:
         numel: Elements of the tasklet.
         num_arrays: Arrays per element.
         state_format: A name in ``STATE_FORMATS``.
-        num_borders: Blocks beyond one for each cell.
+        num_borders: Number of blocks beyond one for each cell.
     """
     return STATE_FORMATS[state_format].extent_bytes(numel, num_arrays, num_borders)

@@ -1,4 +1,4 @@
-"""A rank's folder in one storage folder: made, locked, filled and removed."""
+"""Creates, locks, fills and removes a rank's folder in one storage folder."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _MAKE_ATTEMPTS = 16
 
 
 def rank_folder_path(storage: Path, *, job: str, rank: int) -> Path:
-    """``<storage>/<job>/rank-<n>``."""
+    """Return ``<storage>/<job>/rank-<n>``."""
     return storage / job / f"rank-{rank:05d}"
 
 
 def parameter_folder_path(storage: Path, *, job: str, rank: int) -> Path:
-    """``<storage>/<job>/parameters-<n>``: parameters are there before the state, and may outlive it."""
+    """Return ``<storage>/<job>/parameters-<n>``: parameters are stored before the state, and may outlive it."""
     return storage / job / f"parameters-{rank:05d}"
 
 
 def reclaimable_bytes(path: Path) -> int:
-    """Bytes allocated by a leftover store that :meth:`RankFolder.remove_leftover` would delete."""
+    """Return the bytes allocated by a leftover store that :meth:`RankFolder.remove_leftover` would delete."""
     try:
         if is_locked(path) or ((path / MANIFEST_NAME).exists() and read_manifest(path / MANIFEST_NAME).keep):
             return 0
@@ -50,15 +50,15 @@ def reclaimable_bytes(path: Path) -> int:
 
 
 class RankFolder:
-    """A locked rank folder. Nothing in it is touched until :meth:`remove_leftover`.
+    """A locked rank folder. Files of an earlier store stay there until :meth:`remove_leftover`.
 
     Args:
-        path: See :func:`rank_folder_path`.
-        create: Make it and its parents where missing.
+        path: Path of the folder, see :func:`rank_folder_path`.
+        create: Whether to create the folder and its parents where missing.
 
     Raises:
-        StorageLockedError: Another process owns it.
-        StorageError: It cannot be made, or (without ``create``) does not exist.
+        StorageLockedError: Another process owns the folder.
+        StorageError: The folder cannot be created, or (without ``create``) does not exist.
     """
 
     def __init__(self, path: Path, *, create: bool) -> None:
@@ -75,10 +75,10 @@ class RankFolder:
             raise
 
     def refuse_kept(self) -> None:
-        """Raise if the folder holds a store that its owner wants kept, or something that is no store.
+        """Check that the folder holds no store that a later job must leave alone.
 
         Raises:
-            StorageError: As said.
+            StorageError: The store there is marked ``keep``, or its manifest cannot be read.
         """
         manifest = self.path / MANIFEST_NAME
         if manifest.exists() and read_manifest(manifest).keep:
@@ -94,11 +94,11 @@ class RankFolder:
                 (self.path / name).unlink(missing_ok=True)
 
     def allocate(self, name: str, num_bytes: int) -> Path:
-        """Make a file with all its blocks reserved and reading as zeros.
+        """Create a file whose blocks are all reserved and read as zeros.
 
         Raises:
             StorageFullError: There is too little space.
-            StorageError: It cannot be made.
+            StorageError: The file cannot be created.
         """
         path = self.path / name
         self.expect(name)
@@ -112,11 +112,11 @@ class RankFolder:
         return path
 
     def extend(self, name: str, num_bytes: int) -> None:
-        """Make a file longer, with all its blocks reserved; it stays as it is if that fails.
+        """Extend a file, with all its blocks reserved; its length stays as it is if that fails.
 
         Raises:
             StorageFullError: There is too little space.
-            StorageError: It cannot be made longer.
+            StorageError: The file cannot be extended.
         """
         path = self.path / name
         with storage_errors(f"Extending to {num_bytes} bytes", path):
@@ -132,7 +132,7 @@ class RankFolder:
                 os.close(descriptor)
 
     def expect(self, name: str) -> Path:
-        """Take note of a file about to be made, so that :meth:`discard` and :meth:`close` delete it."""
+        """Record that a file is about to be created, so that :meth:`discard` deletes it; return its path."""
         path = self.path / name
         self._made_files.append(path)
         return path
@@ -147,9 +147,9 @@ class RankFolder:
                 os.close(descriptor)
 
     def discard(self) -> None:
-        """Undo what this object made, and unlock. Never raises."""
+        """Remove what this object created, and unlock. Never raises."""
         _remove_quietly(self._made_files)
-        # To list a folder takes a descriptor, of which there may be none.
+        # Listing a folder needs a descriptor, which may be unavailable: a folder made here is not listed.
         self._lock.release(remove=self.path in self._made_folders or self._holds_only_lock())
         self._remove_made_folders()
 
@@ -157,7 +157,7 @@ class RankFolder:
         """Unlock; idempotent.
 
         Args:
-            remove: Delete the store and, when then empty, the rank's and the job's folder.
+            remove: Whether to delete the store and, if they are then empty, the rank's and the job's folder.
         """
         if remove:
             _remove_quietly([self.path / name for name in _OUR_NAMES])
@@ -211,5 +211,5 @@ def _remove_folders_quietly(folders: Iterable[Path]) -> None:
         try:
             folder.rmdir()
         except OSError:
-            # Not empty: another rank's or the user's.
+            # The folder holds files of another rank or of the user.
             return

@@ -31,7 +31,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / _LOCK_NAME
-        # A store that nobody closed must not hold its lock for as long as the process lives.
+        # The lock of a store that was never closed must end with the store, not with the process.
         self._close = weakref.finalize(self, os.close, _acquire(self.path))
         _held.add(self)
 
@@ -39,10 +39,10 @@ class FolderLock:
         """Unlock; idempotent. Never raises.
 
         Args:
-            remove: Delete the lock file as well, if that can be done: the file alone locks nothing.
+            remove: Whether to delete the lock file as well, if possible: the file alone locks nothing.
         """
         if remove and self._close.alive:
-            # Before unlocking: once unlocked, the name may already be another process's lock.
+            # The file goes before the lock: after unlocking, the name may already be another process's lock.
             with suppress(OSError):
                 self.path.unlink()
         self.forget()
@@ -53,7 +53,7 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether some process holds the folder's lock now."""
+    """Return whether some process holds the folder's lock now."""
     try:
         descriptor = os.open(folder / _LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -80,7 +80,7 @@ def _acquire(path: Path) -> int:
             except BaseException:
                 os.close(descriptor)
                 raise
-        # Its owner removed the file between our open and our lock: what we hold is no longer at this path.
+        # The former owner removed the file between our open and our lock: our lock is no longer at this path.
         os.close(descriptor)
 
 
@@ -111,7 +111,7 @@ def _locked_error(path: Path, descriptor: int) -> StorageLockedError:
 
 
 def _forget_in_child() -> None:
-    # A forked DataLoader worker would keep the lock alive after this process was killed.
+    # Otherwise a forked DataLoader worker would hold the lock after this process was killed.
     for lock in list(_held):
         lock.forget()
 

@@ -1,4 +1,4 @@
-"""manifest.json: what a store holds, readable without this package."""
+"""manifest.json: describes a store, and can be read without this package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANIFEST_NAME = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class StoreDescription:
-    """What the manifest says beside the numbers that the store needs itself. JSON values only.
+    """The part of the manifest that the store itself does not need. JSON values only.
 
     Args:
         optimizer: Class name of the optimizer.
@@ -47,14 +47,14 @@ class Manifest:
 
     Args:
         job: 16 bytes that every extent and commit record of the store carries.
-        rank: Of the owner.
+        rank: Rank of the owner.
         world_size: Number of ranks of the job.
         durability: ``TransferConfig.durability``.
         keep: Whether a later job must leave this store alone.
-        extents: Of the tasklets.
-        description: The rest.
+        extents: The extents of the tasklets.
+        description: Optimizer, arrays and parameters.
         folders: Storage folders of the rank, one per device; for readers and messages.
-        device: Which of them this manifest lies in.
+        device: Index of the folder that this manifest lies in.
     """
 
     job: bytes
@@ -74,11 +74,11 @@ class Manifest:
 
     @property
     def state_format(self) -> str:
-        """How state lies in an extent."""
+        """Name of the format of the state in an extent."""
         return self.extents.state_format
 
     def for_device(self, device: int) -> Manifest:
-        """The manifest that lies in another of the rank's storage folders."""
+        """Return the manifest for another of the rank's storage folders."""
         return replace(self, device=device)
 
 
@@ -86,7 +86,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write atomically: a reader sees the old content, the new one, or no file.
 
     Raises:
-        StorageError: It could not be written; no temporary file is left.
+        StorageError: The manifest could not be written; no temporary file is left.
     """
     temporary = path.with_name(path.name + ".new")
     with storage_errors("Writing", path):
@@ -105,8 +105,8 @@ def read_manifest(path: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        StorageCorruptError: It is not a manifest of this package, or one of a newer format.
-        StorageError: It cannot be read.
+        StorageCorruptError: The file is not a manifest of this package, or has a format that this version cannot read.
+        StorageError: The file cannot be read.
     """
     with storage_errors("Reading", path):
         content = path.read_bytes()

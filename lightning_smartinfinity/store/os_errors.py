@@ -1,4 +1,4 @@
-"""Operating system errors as this package's errors, with a remedy."""
+"""Turns errors of the operating system into this package's errors, with a remedy."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _REMEDIES = {
 
 
 def storage_error(number: int, *, problem: str) -> StorageError:
-    """The error for a failed system call, with the remedy for its kind of failure.
+    """Return the error for a failed system call, with the remedy for its kind of failure.
 
     Args:
-        number: Its ``errno``.
+        number: The call's ``errno``.
         problem: A sentence that says what failed, with the path and the system's message.
     """
     if number in _FULL:
@@ -46,11 +46,11 @@ def storage_error(number: int, *, problem: str) -> StorageError:
 
 
 def failure_error(failure: native.Failure, *, what: str) -> StorageError:
-    """The error for a transfer that the native core could not complete (its kind is ``io`` or ``short``).
+    """Return the error for a transfer that the native core could not complete (kind ``io`` or ``short``).
 
     Args:
-        failure: From the core, whose message names path and offset.
-        what: Was transferred, as ``"Optimizer state"``.
+        failure: The core's failure, whose message names path and offset.
+        what: Name of the data, such as ``"Optimizer state"``.
     """
     problem = f"{what}: {failure.message}."
     if failure.kind == "short":
@@ -59,10 +59,10 @@ def failure_error(failure: native.Failure, *, what: str) -> StorageError:
 
 
 def require_io_engine(name: str) -> None:
-    """Check that an engine of ``TransferConfig.io_engine`` is to be had on this system.
+    """Check that an engine of ``TransferConfig.io_engine`` is available on this system.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: It is unavailable.
     """
     reason = dict(native.io_engines()).get(name)
     if reason is not None:
@@ -77,8 +77,8 @@ def storage_errors(doing: str, path: str | Path) -> Iterator[None]:
     """Turn every OSError inside into a :class:`StorageError` about ``path``.
 
     Args:
-        doing: What is tried, as ``"Creating the folder"``.
-        path: Of the file or folder.
+        doing: The attempted action, such as ``"Creating the folder"``.
+        path: Path of the file or folder.
     """
     try:
         yield

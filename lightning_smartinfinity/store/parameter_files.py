@@ -1,4 +1,4 @@
-"""Files that a rank's parameters lie in, in folders of their own beside the state's."""
+"""Files for a rank's parameters, in folders of their own beside those of the state."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["ParameterFiles", "Place", "deal", "whole_blocks"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one parameter lies.
+    """The location of one parameter.
 
     Args:
         file: Index of the storage folder.
-        offset: Of its first byte, a multiple of the block size.
-        nbytes: Whole blocks.
+        offset: Offset of the first byte, a multiple of the block size.
+        nbytes: Size in bytes, whole blocks.
     """
 
     file: int
@@ -33,12 +33,12 @@ class Place:
 
 
 def whole_blocks(nbytes: int) -> int:
-    """``nbytes`` rounded up to what direct I/O transfers."""
+    """Round ``nbytes`` up to whole blocks, which is what direct I/O transfers."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def deal(sizes: Iterable[int], num_files: int) -> list[int]:
-    """Bytes in each file once parameters of these sizes are dealt out: each goes where least lies so far."""
+    """Return the bytes in each file for parameters of these sizes: each goes to the file that is shortest so far."""
     totals = [0] * num_files
     for nbytes in sizes:
         totals[_least(totals)] += whole_blocks(nbytes)
@@ -48,12 +48,12 @@ def deal(sizes: Iterable[int], num_files: int) -> list[int]:
 class ParameterFiles:
     """``<storage>/<job>/parameters-<n>/`` in every storage folder, owned (locked) by this process until :meth:`close`.
 
-    Nothing in them outlives the process: what a killed one left is deleted by the next.
+    The files do not outlive the process: those of a killed process are deleted by the next one.
 
     Args:
         folders: Storage folders, created where missing; one file each.
         job: ``TransferConfig.job``.
-        rank: Of this process.
+        rank: Rank of this process.
         direct_io: ``TransferConfig.direct_io``.
 
     Raises:
@@ -95,13 +95,13 @@ class ParameterFiles:
             StorageError: The file cannot be extended.
         """
         nbytes = whole_blocks(nbytes)
-        # A model that is built anew has parameters of the sizes that the one before it had.
+        # A model that is built again has parameters of the same sizes as before, so freed places fit exactly.
         place = self._free[nbytes].pop() if self._free[nbytes] else self._extend(nbytes)
         self._taken_bytes += nbytes
         return place
 
     def free(self, place: Place) -> None:
-        """Give a place back."""
+        """Free a place for a later parameter of the same size."""
         self._taken_bytes -= place.nbytes
         self._free[place.nbytes].append(place)
 

@@ -1,4 +1,4 @@
-"""The commit record: where every tasklet lies, and which step of every parameter is current.
+"""The commit record: the place of every tasklet and the step count of every parameter.
 
 commit.bin has two halves of whole blocks; generation ``g`` goes to half ``g % 2``. A record, little endian::
 
@@ -9,9 +9,9 @@ commit.bin has two halves of whole blocks; generation ``g`` goes to half ``g % 2
     i64        generation
     u64        number of tasklets T
     u64        length of the record in bytes, checksum included
-    i64[T]     generation of each tasklet's extent: older than the record's where nothing was updated since
+    i64[T]     generation of each tasklet's extent: older than the record's if the tasklet was not updated since
     i64[P]     updates of each parameter so far
-    u32[T]     position of each tasklet: number of its place in the state file that it lies in
+    u32[T]     position of each tasklet: number of its place within its state file
     u16[T]     device of each tasklet: index of the storage folder with that file
     u32        CRC32C of everything before
 """
@@ -46,8 +46,8 @@ class CommitRecord:
     """A committed generation.
 
     Args:
-        generation: Its number, from 0.
-        placement: Where every tasklet's extent lies.
+        generation: Number of the generation, from 0.
+        placement: Place of every tasklet's extent.
         tasklet_generations: int64[num_tasklets]: generation of that extent.
         steps: int64[num_parameters]: updates of each parameter so far.
     """
@@ -59,7 +59,7 @@ class CommitRecord:
 
 
 def no_record(num_tasklets: int, num_parameters: int) -> CommitRecord:
-    """What a store has before its first commit: generation -1, of nothing."""
+    """Return the record of a store before its first commit: generation -1, in which nothing was written."""
     return CommitRecord(
         generation=-1,
         placement=Placement(np.zeros(num_tasklets, np.uint16), np.zeros(num_tasklets, np.uint32)),
@@ -69,26 +69,26 @@ def no_record(num_tasklets: int, num_parameters: int) -> CommitRecord:
 
 
 def record_bytes(num_tasklets: int, num_parameters: int) -> int:
-    """What commit.bin has for each of its two records, in whole blocks."""
+    """Return the bytes that commit.bin reserves for each of its two records, in whole blocks."""
     body = _BYTES_PER_TASKLET * num_tasklets + _BYTES_PER_PARAMETER * num_parameters
     length = _HEADER.size + body + _CHECKSUM.size
     return -(-length // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -> int:
-    """Write a record where its predecessor does not lie.
+    """Write a record into the half of commit.bin that does not hold its predecessor.
 
     Args:
         path: commit.bin, preallocated.
-        record: What to write.
-        job: 16 bytes of the store's identity.
-        flush: Flush the device afterwards.
+        record: The record to write.
+        job: 16 bytes that identify the store's job.
+        flush: Whether to flush the device afterwards.
 
     Returns:
-        Its bytes.
+        Size of the record in bytes.
 
     Raises:
-        StorageError: It could not be written.
+        StorageError: The record could not be written.
     """
     content = encode_record(record, job=job)
     offset = _record_offset(record)
@@ -98,13 +98,13 @@ def write_record(path: Path, record: CommitRecord, *, job: bytes, flush: bool) -
 
 
 def erase_record(path: Path, record: CommitRecord, *, flush: bool) -> None:
-    """Make a record unreadable whose writing failed half-way. Raises as :func:`write_record`."""
+    """Make a record unreadable, even one that was written in part. Raises as :func:`write_record`."""
     with storage_errors("Erasing the commit record", path):
         _write_at(path, bytes(BLOCK_BYTES), _record_offset(record), flush=flush)
 
 
 def read_records(path: Path, *, num_tasklets: int, num_parameters: int, job: bytes) -> list[CommitRecord]:
-    """The intact records of commit.bin, newest first: none, one or two."""
+    """Return the intact records of commit.bin (at most two), newest first."""
     with storage_errors("Reading the commit record", path):
         content = path.read_bytes()
     size = record_bytes(num_tasklets, num_parameters)
@@ -116,7 +116,7 @@ def read_records(path: Path, *, num_tasklets: int, num_parameters: int, job: byt
 
 
 def encode_record(record: CommitRecord, *, job: bytes) -> bytes:
-    """The record's bytes."""
+    """Return the record's bytes."""
     body = b"".join(
         (
             record.tasklet_generations.astype("<i8").tobytes(),
@@ -132,7 +132,7 @@ def encode_record(record: CommitRecord, *, job: bytes) -> bytes:
 
 
 def decode_record(content: bytes, *, num_tasklets: int, num_parameters: int, job: bytes) -> CommitRecord | None:
-    """The record at the start of ``content``, or None when it is absent, torn or another store's."""
+    """Return the record at the start of ``content``, or None if it is absent, incomplete or of another store."""
     if len(content) < _HEADER.size:
         return None
     magic, version, parameters, its_job, generation, tasklets, length = _HEADER.unpack_from(content)

@@ -1,4 +1,4 @@
-"""Finding the newest generation that an earlier process left whole."""
+"""Finds the newest generation that an earlier process left complete."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["common_manifest", "newest_complete", "require_recoverable"]
 
 
 def common_manifest(folders: Sequence[Path], *, rank: int) -> Manifest:
-    """The manifest that all of a rank's folders share, each as the device of its place in the list.
+    """Return the first manifest of a rank's folders; the others must agree with it and with the folders' order.
 
     Raises:
-        StorageCorruptError: They belong to different stores, are in another order, or some are missing.
+        StorageCorruptError: The folders belong to different stores, are in another order, or some are missing.
     """
     manifests = [read_manifest(folder / MANIFEST_NAME) for folder in folders]
     first = manifests[0]
@@ -39,15 +39,15 @@ def common_manifest(folders: Sequence[Path], *, rank: int) -> Manifest:
 
 
 def require_recoverable(folder: Path, manifest: Manifest, *, state_format: str | None) -> None:
-    """Raise if a store is not of the wanted format, or not all of it was ever on storage.
+    """Check that a store has the wanted format, and that all of its state is on storage.
 
     Args:
-        folder: The rank's, to be named.
-        manifest: Of the store.
-        state_format: The format it must be in; None: any.
+        folder: The rank's folder, for messages.
+        manifest: The store's manifest.
+        state_format: The required format; None means any.
 
     Raises:
-        ConfigError: It is in another state format.
+        ConfigError: The store has another state format.
         StorageError: Some of the state was in the process's memory only.
     """
     if state_format is not None and manifest.state_format != state_format:
@@ -65,12 +65,12 @@ def require_recoverable(folder: Path, manifest: Manifest, *, state_format: str |
 
 
 def newest_complete(folders: Sequence[Path], manifest: Manifest, newest: int | None) -> CommitRecord:
-    """The newest record, up to ``newest``, whose extents are all there; newer records are erased.
+    """Return the newest record, up to ``newest``, whose extents are all intact; newer records are erased.
 
-    They must go: their places are written again from here on, and a record that outlived them would name a mixture.
+    Later steps write to the newer records' places again, so that such a record would name a mixture of generations.
 
     Raises:
-        StorageCorruptError: There is none.
+        StorageCorruptError: There is no such record.
         StorageError: A file cannot be read.
     """
     path = folders[0] / COMMIT_NAME

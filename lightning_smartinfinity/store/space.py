@@ -1,4 +1,4 @@
-"""Free space, summed per file system over all ranks of a machine."""
+"""Compares free space with what all ranks of a machine need, file system by file system."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "shortfalls",
 ]
 
-# Lock, manifest and folders.
+# Bytes for the lock, the manifest and folders.
 _SMALL_FILES_BYTES = 64 * 1024
 _MANIFEST_BYTES_PER_PARAMETER = 512
 
@@ -41,17 +41,17 @@ _REMEDY_OF_GRADIENTS = " SmartSSDConfig(gradient_route='host') needs no space fo
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceRequest:
-    """What one rank wants in one storage folder. Plain values: gather them from all ranks as objects.
+    """The space that one rank needs in one storage folder. It holds plain values, which all ranks gather as objects.
 
     Args:
         machine: :func:`~lightning_smartinfinity.machine.machine_identity` of the rank.
-        host: The name that the rank knows its machine by, for messages only.
+        host: The rank's own name for its machine, for messages only.
         file_system: ``st_dev`` of the folder (of its nearest existing parent).
         path: The storage folder.
-        needed_bytes: Bytes this rank will allocate there.
+        needed_bytes: Bytes that this rank will allocate there.
         free_bytes: Bytes available to it there.
-        reclaimable_bytes: Bytes of a leftover store there that creating a new one deletes.
-        what: What needs them, in words.
+        reclaimable_bytes: Bytes of a leftover store there, which the creation of a new one deletes.
+        what: Name of the data that needs the space.
     """
 
     machine: str
@@ -66,14 +66,14 @@ class SpaceRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """A file system that is too small: the sums over all the ranks that share it.
+    """A file system that is too small for all the ranks that share it.
 
     Args:
-        hosts: The names that these ranks know their machine by, sorted: containers have names of their own.
-        paths: The storage folders on it, sorted.
-        needed_bytes: What all ranks need of it.
-        free_bytes: What it has, leftovers to be deleted included.
-        what: What needs them, in words, each once.
+        hosts: These ranks' own names for their machine, sorted: containers have names of their own.
+        paths: The storage folders on the file system, sorted.
+        needed_bytes: Bytes that all ranks need together.
+        free_bytes: Bytes available, leftover stores that will be deleted included.
+        what: Names of the data that needs the space, each once.
     """
 
     hosts: tuple[str, ...]
@@ -86,17 +86,17 @@ class Shortfall:
 def measure_space(
     folders: Sequence[Path], *, job: str, rank: int, extents: ExtentMap, num_parameters: int
 ) -> list[SpaceRequest]:
-    """This rank's requests, one per storage folder. Creates nothing.
+    """Return this rank's requests, one per storage folder, without creating anything.
 
     Args:
         folders: Storage folders, as for ``StateStore.create``.
         job: ``TransferConfig.job``.
-        rank: Of this process.
+        rank: Rank of this process.
         extents: ``PartitionLayout.extents``.
-        num_parameters: Parameters of the partition.
+        num_parameters: Number of parameters in the partition.
 
     Raises:
-        StorageError: A folder's file system cannot be asked.
+        StorageError: The free space of a folder cannot be read.
     """
     overhead = _SMALL_FILES_BYTES + _MANIFEST_BYTES_PER_PARAMETER * num_parameters
     commit_bytes = 2 * record_bytes(extents.num_tasklets, num_parameters)
@@ -111,9 +111,9 @@ def measure_space(
 
 
 def shortfalls(requests: Iterable[SpaceRequest]) -> tuple[Shortfall, ...]:
-    """File systems whose free space is less than what all ranks need of them.
+    """Return the file systems that have less free space than all ranks need together.
 
-    The answer depends on the set of requests only, not on their order: the same on every rank.
+    The answer depends on the set of requests only, not on their order, so that it is the same on every rank.
     """
     shared: dict[tuple[str, int], list[SpaceRequest]] = {}
     for request in requests:
@@ -123,10 +123,10 @@ def shortfalls(requests: Iterable[SpaceRequest]) -> tuple[Shortfall, ...]:
 
 
 def require_space(requests: Iterable[SpaceRequest]) -> None:
-    """Raise if any file system is too small.
+    """Check that every file system is large enough.
 
     Raises:
-        StorageFullError: Naming folders, bytes needed and bytes free.
+        StorageFullError: One is too small; the message names folders, bytes needed and bytes free.
     """
     missing = shortfalls(requests)
     if not missing:
@@ -141,10 +141,10 @@ def require_space(requests: Iterable[SpaceRequest]) -> None:
 
 
 def has_room(folder: Path, num_bytes: int, *, ranks: int) -> bool:
-    """Whether files may grow by so much, if as many ranks do, and half of what is free stay free.
+    """Return whether half of the free space stays free if the files of this many ranks grow by ``num_bytes`` each.
 
     Raises:
-        StorageError: The folder's file system cannot be asked.
+        StorageError: The free space of the folder cannot be read.
     """
     return 2 * ranks * num_bytes <= _request(folder, needed_bytes=num_bytes, reclaimable=0).free_bytes
 
@@ -152,16 +152,16 @@ def has_room(folder: Path, num_bytes: int, *, ranks: int) -> bool:
 def measure_parameter_space(
     folders: Sequence[Path], *, job: str, rank: int, sizes: Iterable[int]
 ) -> list[SpaceRequest]:
-    """This rank's requests for its parameters, one per storage folder. Creates nothing.
+    """Return this rank's requests for its parameters, one per storage folder, without creating anything.
 
     Args:
         folders: Storage folders, as for ``ParameterFiles``.
         job: ``TransferConfig.job``.
-        rank: Of this process.
+        rank: Rank of this process.
         sizes: Bytes of each parameter's partition.
 
     Raises:
-        StorageError: A folder's file system cannot be asked.
+        StorageError: The free space of a folder cannot be read.
     """
     return [
         _request(
@@ -175,14 +175,14 @@ def measure_parameter_space(
 
 
 def measure_gradient_space(folders: Sequence[Path], *, nbytes: int) -> list[SpaceRequest]:
-    """This rank's requests for files that gradients go through, one in each storage folder. Creates nothing.
+    """Return this rank's requests for gradient files, one in each storage folder, without creating anything.
 
     Args:
         folders: Storage folders.
-        nbytes: Of each file.
+        nbytes: Bytes of each file.
 
     Raises:
-        StorageError: A folder's file system cannot be asked.
+        StorageError: The free space of a folder cannot be read.
     """
     return [_request(Path(folder), needed_bytes=nbytes, reclaimable=0, what=_GRADIENTS) for folder in folders]
 
@@ -192,7 +192,7 @@ def _subject(what: Sequence[str]) -> str:
 
 
 def _total(requests: Sequence[SpaceRequest]) -> Shortfall:
-    # Every rank saw the same free space at a slightly different moment: the least of them counts.
+    # Every rank measured the same free space at a slightly different time: the smallest value counts.
     free_bytes = min(request.free_bytes for request in requests)
     return Shortfall(
         hosts=tuple(sorted({request.host for request in requests})),
@@ -220,7 +220,7 @@ def _request(folder: Path, *, needed_bytes: int, reclaimable: int, what: str = "
 
 
 def _nearest_existing(path: Path) -> Path:
-    # A path that cannot be searched seems not to exist: its parent answers, and creating the store will complain.
+    # Without permission a path seems not to exist: its parent is measured, and creating the store raises the error.
     while not os.path.exists(path):
         path = path.parent
     return path

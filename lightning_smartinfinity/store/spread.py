@@ -1,4 +1,4 @@
-"""How tasklets are spread over storage folders, and which free places the next generation takes: arithmetic only."""
+"""Spreads tasklets over storage folders, and picks free places for the next generation: arithmetic only."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["Placement", "apportion", "interleave", "next_placement", "places_nee
 
 
 class Placement(NamedTuple):
-    """Where a generation's extents lie.
+    """The places of a generation's extents.
 
     Args:
         devices: uint16[num_tasklets], index of the storage folder.
-        positions: uint32[num_tasklets], number of the place in its file.
+        positions: uint32[num_tasklets], number of the place in the folder's file.
     """
 
     devices: NDArray[np.uint16]
     positions: NDArray[np.uint32]
 
     def copy(self) -> Placement:
-        """Arrays of its own."""
+        """Return a placement with copies of the arrays."""
         return Placement(self.devices.copy(), self.positions.copy())
 
     def after(self, moves: Placement, tasklets: NDArray[np.intp]) -> Placement:
-        """The same, but for these tasklets, which lie as ``moves`` says."""
+        """Return a copy in which these tasklets lie where ``moves`` says."""
         placement = self.copy()
         placement.devices[tasklets] = moves.devices[tasklets]
         placement.positions[tasklets] = moves.positions[tasklets]
@@ -35,16 +35,16 @@ class Placement(NamedTuple):
 
 
 def apportion(weights: Sequence[float], count: int) -> NDArray[np.int64]:
-    """How many of ``count`` tasklets each device gets, in proportion to its weight.
+    """Return how many of ``count`` tasklets each device gets, in proportion to its weight.
 
-    Each gets one at least, if there are as many: a device without any would never be measured again.
+    Each device gets at least one if there are enough: a device without any would never be measured again.
 
     Args:
-        weights: Above zero, one for each device.
-        count: Of all tasklets.
+        weights: Weight of each device, above zero.
+        count: Number of tasklets.
 
     Returns:
-        int64[num_devices], in sum ``count``.
+        int64[num_devices], whose sum is ``count``.
     """
     wanted = np.asarray(weights, np.float64) / np.sum(weights) * count
     counts: NDArray[np.int64] = wanted.astype(np.int64)
@@ -58,10 +58,10 @@ def apportion(weights: Sequence[float], count: int) -> NDArray[np.int64]:
 
 
 def interleave(counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint16]:
-    """Deal tasklets to devices so that any run of consecutive ones keeps all of them busy; equal counts: round robin.
+    """Deal tasklets to devices so that any run of them keeps all devices busy; equal counts mean round robin.
 
     Args:
-        counts: Of each device.
+        counts: Number of tasklets of each device.
 
     Returns:
         uint16[sum(counts)]: the device of each tasklet.
@@ -80,19 +80,19 @@ def next_placement(
     first: int = 0,
     in_place: bool = False,
 ) -> Placement:
-    """Where the next generation goes: every tasklet to a free place of its home, or elsewhere if there is none.
+    """Assign every tasklet a free place for the next generation: on its home device, or elsewhere if that is full.
 
     Args:
-        current: Where the current generation lies.
-        lying: bool[num_tasklets]: which tasklets hold their place; the others have never been written.
-        homes: uint16[num_tasklets], the device where each is to lie.
-        capacities: Places of each device's file.
-        first: Tasklets before it are not on storage.
-        in_place: A tasklet is overwritten, unless there is a free place of a home that it does not lie on. All of them
-            lie then, or none.
+        current: Places of the current generation.
+        lying: bool[num_tasklets]: which tasklets occupy their place; the others have never been written.
+        homes: uint16[num_tasklets], the device on which each tasklet should lie.
+        capacities: Number of places in each device's file.
+        first: Index of the first tasklet on storage.
+        in_place: Whether a tasklet keeps its place and is overwritten there, unless it is away from home and there is
+            a free place at home. ``lying`` is then the same for all tasklets.
 
     Returns:
-        With ``in_place=False``, places of which none is one of a tasklet that lies.
+        The places. With ``in_place=False``, none of them is occupied now.
     """
     devices, positions = current.copy()
     on_storage = np.arange(len(homes)) >= first
@@ -123,9 +123,9 @@ def places_needed(
     first: int = 0,
     in_place: bool = False,
 ) -> list[int]:
-    """Places that each device's file must have, so that every tasklet finds one at home now and later.
+    """Return how many places each device's file needs, so that every tasklet finds one at home now and later.
 
-    Args as :func:`next_placement`.
+    The arguments are those of :func:`next_placement`.
     """
     on_storage = np.arange(len(homes)) >= first
     needed = []
@@ -137,7 +137,7 @@ def places_needed(
 
 
 def _free_positions(current: Placement, held: NDArray[np.bool_], capacities: Sequence[int]) -> list[NDArray[np.uint32]]:
-    """The free positions of each device, ascending."""
+    """Return the free positions of each device, ascending."""
     free = []
     for device, capacity in enumerate(capacities):
         is_free = np.ones(capacity, np.bool_)

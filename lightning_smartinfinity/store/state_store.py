@@ -43,9 +43,9 @@ class StateStore:
 
     Attributes:
         files: State file of each storage folder.
-        identity: What every extent carries.
-        manifest: What manifest.json says.
-        control_bytes: Of commit records written so far.
+        identity: The mark that every extent carries.
+        manifest: The content of manifest.json.
+        control_bytes: Bytes of the commit records written so far.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class StateStore:
             folders: Storage folders, created where missing; one state file each.
             config: Job name, durability, direct I/O and keep.
             extents: ``PartitionLayout.extents``, with as many devices as ``folders``.
-            description: For the manifest.
-            rank: Of this process.
+            description: Optimizer, arrays and parameters, for the manifest.
+            rank: Rank of this process.
             world_size: Number of processes.
-            job_id: 16 bytes common to all ranks; random when None.
+            job_id: 16 bytes common to all ranks; None means random ones.
 
         Returns:
             A store without a generation: ``TransferHandler.initialize`` commits the first.
@@ -92,7 +92,7 @@ class StateStore:
         Raises:
             ConfigError: A folder is named twice.
             StorageLockedError: Another process owns one of the folders.
-            StorageFullError: Too little space.
+            StorageFullError: There is too little space.
             StorageError: A folder cannot be used, holds a store marked ``keep``, or has no direct I/O under ``"on"``.
         """
         assert len(folders) == extents.num_devices and config.num_slots == extents.num_slots
@@ -134,20 +134,20 @@ class StateStore:
         direct_io: str = "auto",
         state_format: str | None = None,
     ) -> StateStore:
-        """Open what an earlier process left, at its newest complete generation; newer ones are forgotten.
+        """Open the store of an earlier process at its newest complete generation; newer records are erased.
 
         Args:
-            folders: Those given to :meth:`create`, in the same order.
+            folders: The folders given to :meth:`create`, in the same order.
             job: ``TransferConfig.job``.
-            rank: Of this process.
-            newest: Ignore generations above this one (the newest common to all ranks).
+            rank: Rank of this process.
+            newest: Largest generation to open (the newest common to all ranks); None means any.
             direct_io: ``TransferConfig.direct_io``.
-            state_format: The format it must be in; None: any.
+            state_format: The required format; None means any.
 
         Raises:
             StorageLockedError: A process owns one of the folders.
-            ConfigError: It is in another state format.
-            StorageCorruptError: No complete generation, a foreign or newer format.
+            ConfigError: The store has another state format.
+            StorageCorruptError: There is no complete generation, or the format is foreign or newer.
             StorageError: A folder or file cannot be read, or some of the state was in the process's memory only.
         """
         with ExitStack() as undo:
@@ -162,44 +162,44 @@ class StateStore:
 
     @property
     def extents(self) -> ExtentMap:
-        """Of the tasklets."""
+        """The extents of the tasklets."""
         return self.manifest.extents
 
     @property
     def storage_bytes(self) -> int:
-        """Of the state files, as long as they are now."""
+        """Bytes of all places in the state files, as many as there are now."""
         return self._capacities.nbytes
 
     @cached_property
     def blocks(self) -> tuple[native.Blocks | None, ...]:
-        """How each tasklet's elements are cut into blocks, for the native core; None: on the grid alone."""
+        """The cut of each tasklet's elements into blocks, for the native core; None means on the grid alone."""
         borders = (self.extents.borders_of(index) for index in range(self.extents.num_tasklets))
         return tuple(native.Blocks(list(found)) if found else None for found in borders)
 
     @property
     def generation(self) -> int:
-        """Current generation, -1 when nothing was committed yet."""
+        """Current generation, -1 before the first commit."""
         return self._record.generation
 
     @property
     def placement(self) -> Placement:
-        """Where each tasklet's extent lies."""
+        """The place of each tasklet's extent."""
         return self._record.placement
 
     @property
     def homes(self) -> NDArray[np.uint16]:
-        """uint16[num_tasklets]: the device that each is written to, as far as its file has free places."""
+        """uint16[num_tasklets]: the device that each tasklet is written to if its file has a free place."""
         return self._homes
 
     @property
     def counts(self) -> list[int]:
-        """How many tasklets on storage are at home on each device."""
+        """Number of tasklets on storage whose home is each device."""
         on_storage = self._homes[self.extents.num_in_memory :]
         return [int((on_storage == device).sum()) for device in range(self.extents.num_devices)]
 
     @property
     def tasklet_generations(self) -> NDArray[np.int64]:
-        """int64[num_tasklets]: generation of the extent there; a tasklet without gradient keeps its old one."""
+        """int64[num_tasklets]: generation of each extent; a tasklet without gradient keeps its old one."""
         return self._record.tasklet_generations
 
     @property
@@ -208,7 +208,7 @@ class StateStore:
         return self._record.steps
 
     def next_placement(self) -> Placement:
-        """Where the next generation goes: with two places each, where nothing of this one lies."""
+        """Return the places of the next generation: with two for each tasklet, none that this generation occupies."""
         extents = self.extents
         return next_placement(
             self.placement,
@@ -220,17 +220,17 @@ class StateStore:
         )
 
     def _restore_places(self) -> None:
-        """For the next generation, in files that were cut off behind this one."""
+        """Reserve places for the next generation, in files that may have been truncated behind this one."""
         self._capacities.restore([self.extents.num_slots * count for count in self.counts])
 
     def spread(self, counts: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Have so many tasklets on each device from now on; files grow as they must. Between generations only.
+        """Change how many tasklets are at home on each device; files grow as needed. Between generations only.
 
         Args:
-            counts: Of each device; in sum, all that are on storage.
+            counts: Number of tasklets of each device; their sum is the number of tasklets on storage.
 
         Returns:
-            False, and all stays as it is, if a file system has no room for that.
+            Whether the file systems have room for that. If not, homes stay as they are.
         """
         lying, extents = self.tasklet_generations >= 0, self.extents
         homes = extents.homes(counts)
@@ -248,10 +248,10 @@ class StateStore:
         return True
 
     def require_usable(self) -> None:
-        """Raise if an earlier commit failed in a way that forbids to write a generation again.
+        """Check that a generation may be written.
 
         Raises:
-            StorageError: That failure.
+            StorageError: A record that is no longer valid could not be erased.
         """
         if self._unusable is not None:
             raise self._unusable
@@ -264,13 +264,13 @@ class StateStore:
         tasklet_generations: NDArray[np.int64],
         steps: NDArray[np.int64],
     ) -> None:
-        """Make a generation current. Its extents must be written; with ``durability="power"`` they are flushed here.
+        """Make a generation current. Its extents are written already; with ``durability="power"`` this flushes them.
 
         Args:
-            generation: The next one: ``self.generation + 1``.
-            placement: Where its extents lie.
-            tasklet_generations: int64[num_tasklets].
-            steps: int64[num_parameters].
+            generation: ``self.generation + 1``.
+            placement: Places of its extents.
+            tasklet_generations: int64[num_tasklets]: generation of each extent.
+            steps: int64[num_parameters]: updates of each parameter so far.
 
         Raises:
             StorageError: The record could not be written; the previous generation stays current.
@@ -296,7 +296,7 @@ class StateStore:
             raise
 
     def revert(self) -> None:
-        """Make the generation before the last :meth:`commit` current again; nothing may have been written since.
+        """Roll the last :meth:`commit` back; nothing may have been written since.
 
         If the record cannot be erased, :meth:`require_usable` raises from now on.
         """
@@ -309,7 +309,7 @@ class StateStore:
         """Flush the current generation, and let later jobs leave this store alone as ``TransferConfig.keep`` does.
 
         Raises:
-            StorageError: It could not be flushed, or its manifests not be written.
+            StorageError: The generation could not be flushed, or a manifest could not be written.
         """
         self._flush_files()
         with storage_errors("Flushing", self._commit_path), open(self._commit_path, "rb") as file:
@@ -323,7 +323,7 @@ class StateStore:
         """Close the files and release the lock; idempotent.
 
         Args:
-            remove: Delete this rank's folders, and the job's folder if it is then empty.
+            remove: Whether to delete this rank's folders, and the job's folder if it is then empty.
         """
         for file in self.files:
             file.close()
@@ -337,8 +337,8 @@ class StateStore:
                 file.sync()
 
     def _forget(self, record: CommitRecord, *, flush: bool) -> None:
-        # A record that was given up may still be readable after a crash. Its places are written again after the
-        # rollback, so it must go; if it does not go, they must not be written.
+        # After a crash, recovery could still read this record. Its places are written again after the rollback, so it
+        # has to be erased first; if that fails, they must not be written.
         try:
             erase_record(self._commit_path, record, flush=flush)
         except StorageError as error:

@@ -1,4 +1,4 @@
-"""The trailer that ends every extent; here a generation is verified by it. The native core knows its layout."""
+"""Verifies a generation by the trailer at the end of every extent. The native core knows the trailer's layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["first_mismatch"]
 def first_mismatch(
     paths: list[Path], extents: ExtentMap, record: CommitRecord, identity: native.Identity
 ) -> str | None:
-    """Compare every extent that a record names with what it should be.
+    """Compare the trailer of every extent that a record names with what it should be.
 
     Args:
         paths: The state file of each device.
@@ -26,7 +26,7 @@ def first_mismatch(
         identity: The mark that every extent carries.
 
     Returns:
-        A sentence about the first extent that does not fit, with its path and offset; None when all fit.
+        A sentence about the first extent that does not match, with its path and offset; None if all match.
 
     Raises:
         StorageError: A file cannot be read.

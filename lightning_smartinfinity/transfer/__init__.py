@@ -1,4 +1,4 @@
-"""How a step moves: layout, gradient arena, step plan, update rules and the handler that runs it.
+"""Runs optimizer steps: layout, gradient arena, step plan, update rules and the handler.
 
-Import from the modules: ``layout`` and ``plan`` are arithmetic and need no torch, the others do.
+Import from the modules: ``layout`` and ``balance`` are arithmetic and import no torch.
 """

@@ -1,4 +1,4 @@
-"""The gradient arena: one flat host buffer that gradients arrive in."""
+"""The gradient arena: one flat host buffer in which gradients arrive."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from lightning_smartinfinity.transfer.tensors import Flat, HostTensor, is_native
 
 __all__ = ["GradientArena"]
 
-# Instead of a sum of squares, which is never negative.
+# Stands for a sum of squares that is not known; a known one is never negative.
 _UNKNOWN = -1.0
 
 
 class GradientArena:
     """This rank's gradients of one accumulation window, in host memory.
 
-    The memory is one huge-paged mapping that forked children do not inherit; with a link it is registered for
+    The memory is one mapping in huge pages that forked children do not inherit; with a link it is registered for
     asynchronous copies (best effort).
 
     Args:
         layout: The partition.
         dtype: Accumulation dtype: float32, bfloat16 or float16.
-        link: To the CUDA device that gradients come from; gradients in other memory arrive too, by copies that block.
+        link: Link to the CUDA device that gradients come from; gradients in other memory are copied by blocking calls.
 
     Attributes:
-        active: bool[num_parameters]: parameters that arrived in this window. Live: copy it to keep it.
-        buffer: The flat tensor, ``layout.numel`` elements of ``dtype``. To be read: :meth:`sum_of_squares` does not
-            notice what is written to it.
+        active: bool[num_parameters]: whether each parameter's gradient arrived in this window. It changes: copy it to
+            keep it.
+        buffer: The flat tensor, ``layout.numel`` elements of ``dtype``. Only read it: :meth:`sum_of_squares` does not
+            see what others write to it.
     """
 
     def __init__(
@@ -46,21 +47,21 @@ class GradientArena:
         self._copies = GradientCopies(link) if link is not None else None
         self._memory = link.host_tensor(layout.numel, dtype) if link is not None else HostTensor(layout.numel, dtype)
         self.buffer = self._memory.tensor
-        # Of each parameter: the address of its slice, the elements of a gradient that fills it, and the sum of squares
-        # of what has arrived, where that is known.
+        # For each parameter: the address of its slice, its elements if it has no padding, and the sum of squares of
+        # its gradient, if that is known.
         self._addresses = [
             self.buffer.data_ptr() + each.offset * self.buffer.element_size() for each in layout.parameters
         ]
-        self._whole = [each.numel if each.numel == each.real_numel else None for each in layout.parameters]
+        self._unpadded_numels = [each.numel if each.numel == each.real_numel else None for each in layout.parameters]
         self._squares = np.full(len(layout.parameters), _UNKNOWN)
 
     def arrive(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Take this rank's slice of a parameter's gradient: the first one in a window writes, later ones add.
+        """Add this rank's slice of a parameter's gradient; the first one in a window overwrites instead.
 
         Args:
             parameter: Parameter index.
-            gradient: 1-D, on any device, any floating dtype, ``real_numel`` elements; surplus elements are padding and
-                ignored, missing ones are zeros: an empty one makes the parameter active and nothing else. Copies from
+            gradient: 1-D, on any device, any floating dtype, ``real_numel`` elements. Surplus elements are padding and
+                are ignored, missing ones count as zeros: an empty gradient makes the parameter active. Copies from
                 CUDA run on torch's current stream and may still be in flight on return (see :meth:`synchronize`).
         """
         numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
@@ -71,7 +72,7 @@ class GradientArena:
             self.replace(parameter, gradient)
 
     def replace(self, parameter: int, gradient: torch.Tensor) -> None:
-        """As :meth:`arrive`, in place of all that arrived before in this window."""
+        """Do the same as :meth:`arrive`, but overwrite what arrived before in this window."""
         numel = min(gradient.numel(), self._layout.parameters[parameter].real_numel)
         gradient = gradient.detach().reshape(-1)[:numel]
         target = self.gradient(parameter)
@@ -82,15 +83,15 @@ class GradientArena:
 
     @torch.no_grad()
     def arrive_all(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """:meth:`arrive` for each of several parameters; those in host memory in one call and one pass over them.
+        """Do :meth:`arrive` for several parameters; one call and one pass handle the gradients in host memory.
 
         Args:
             parameters: Parameter indices, each once.
-            gradients: One for each.
+            gradients: Gradient of each parameter.
         """
         arriving: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient.numel() == self._whole[parameter] and _is_plain(gradient):
+            if gradient.numel() == self._unpadded_numels[parameter] and _is_plain(gradient):
                 arriving.setdefault(gradient.dtype, []).append((parameter, gradient))
             else:
                 self.arrive(parameter, gradient)
@@ -122,20 +123,20 @@ class GradientArena:
             gradients.clamp_(-limit, limit)
 
     def reset(self) -> None:
-        """End the window: no parameter is active. Memory is left as it is."""
+        """End the window: no parameter is active any more. The memory keeps its content."""
         self.synchronize()
         self.active[:] = False
 
     def synchronize(self) -> None:
-        """Wait for copies from CUDA. The methods that read the memory, or hand out its address, call it."""
+        """Wait for copies from CUDA. Methods that read the memory or return its address call this first."""
         if self._copies is not None:
             self._copies.wait()
 
     def sum_of_squares(self) -> float:
-        """Sum of the squares of the active gradients, in double; it depends on nothing but them.
+        """Return the sum of the squares of the active gradients, in double; it depends on their values only.
 
-        Most are known since their gradient arrived. Not finite if and only if an element of an active gradient is not
-        finite.
+        Most squares were summed when the gradient arrived. The result is not finite if and only if an element of an
+        active gradient is not finite.
         """
         self.synchronize()
         dtype = native_dtype(self.buffer.dtype)
@@ -145,13 +146,13 @@ class GradientArena:
         return math.fsum(self._squares[self.active].tolist())
 
     def view(self, sub_group: int) -> torch.Tensor:
-        """The flat gradient of one sub-group."""
+        """Return the flat gradient of one sub-group."""
         self.synchronize()
         where = self._layout.sub_groups[sub_group]
         return self.buffer[where.offset : where.offset + where.numel]
 
     def gradient(self, parameter: int) -> torch.Tensor:
-        """The gradient slice of one parameter, padding included; its values count only while it is active.
+        """Return the gradient slice of one parameter, padding included; its values are valid only while it is active.
 
         Copies from CUDA may be in flight.
         """
@@ -159,21 +160,21 @@ class GradientArena:
         return self.buffer[where.offset : where.offset + where.numel]
 
     def flats(self) -> list[Flat]:
-        """Address of each sub-group's gradients, for :class:`StepPlan`."""
+        """Return the memory of each sub-group's gradients, for :class:`StepPlan`."""
         self.synchronize()
         dtype, size = native_dtype(self.buffer.dtype), self.buffer.element_size()
         base = self.buffer.data_ptr()
         return [Flat(base + group.offset * size, group.numel, dtype) for group in self._layout.sub_groups]
 
     def close(self) -> None:
-        """Unregister and release the memory; idempotent. Tensors handed out keep it until they are gone."""
+        """Unregister and release the memory; idempotent. The memory lives as long as a tensor over it."""
         try:
             self.synchronize()
         finally:
             self._memory.close()
 
     def _active_gradients(self) -> list[torch.Tensor]:
-        """The gradients of this window, neighbours of one sub-group as one; their padding is zero."""
+        """Return this window's gradients, with neighbours in one sub-group joined; their padding is zero."""
         self.synchronize()
         spans = spans_of(self._layout, self.active.astype(np.int64))
         return [self.buffer[begin:end] for begin, end, is_active in spans if is_active]
@@ -193,5 +194,5 @@ class GradientArena:
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:
-    """Whether its elements lie in host memory one after the other, as the native core knows them."""
+    """Return whether the native core can read the gradient: contiguous, in host memory, of a dtype that it knows."""
     return gradient.is_cpu and gradient.is_contiguous() and not gradient.is_neg() and is_native_dtype(gradient.dtype)

@@ -1,4 +1,4 @@
-"""How many tasklets each storage folder should have, by measured bandwidth: arithmetic only."""
+"""Computes how many tasklets each storage folder should have from measured bandwidth: arithmetic only."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lightning_smartinfinity.store.spread import apportion
 
 __all__ = ["Balance"]
 
-_KEPT = 0.5  # of what was measured before, at each new measurement: a folder that slows down is found in a few steps
-_WORTHWHILE = 1.1  # times sooner a step must be done: two disks of one make never measure quite the same
+_OLD_WEIGHT = 0.5  # weight of earlier measurements: a folder that slows down is noticed in a few steps
+_MIN_SPEEDUP = 1.1  # least speedup of a step that counts: two disks of one model never measure exactly the same
 
 
 class Balance:
-    """Bandwidths of the storage folders: what they moved over the time in which they were busy, newer steps first.
+    """Measures the storage folders' bandwidths: bytes moved over busy time, newer steps weighing more.
 
-    A folder's bandwidth does not depend on how much it has to do: one that waits for others is not busy.
+    A folder's bandwidth does not depend on its load: a folder that waits for others is not busy.
 
     Args:
-        num_folders: Storage folders.
+        num_folders: Number of storage folders.
     """
 
     def __init__(self, num_folders: int) -> None:
@@ -31,30 +31,30 @@ class Balance:
         self._before: Sequence[FolderTraffic] = ()
 
     def begin(self, counters: Sequence[FolderTraffic]) -> None:
-        """What is measured begins; counters are cumulative."""
+        """Start a measurement at these cumulative counters."""
         self._before = counters
 
     def end(self, counters: Sequence[FolderTraffic]) -> None:
-        """It has ended. It counts if every folder has moved something."""
+        """End the measurement at these counters. It counts only if every folder has moved something."""
         changes = [after - before for after, before in zip(counters, self._before, strict=True)]
         moved = np.array([change.read_bytes + change.write_bytes for change in changes], np.float64)
         seconds = np.array([change.busy_seconds for change in changes])
         if moved.all() and seconds.all():
-            self._moved = _KEPT * self._moved + moved
-            self._seconds = _KEPT * self._seconds + seconds
+            self._moved = _OLD_WEIGHT * self._moved + moved
+            self._seconds = _OLD_WEIGHT * self._seconds + seconds
 
     def better(self, counts: Sequence[int]) -> NDArray[np.int64] | None:
-        """Numbers of tasklets in proportion to bandwidth, if a step would be done a good deal sooner with them.
+        """Return numbers of tasklets in proportion to bandwidth, if they would make a step clearly faster.
 
         Args:
-            counts: Of each folder now.
+            counts: Present number of tasklets of each folder.
 
         Returns:
-            int64[num_folders], as many in sum; None: leave them as they are.
+            int64[num_folders] with the same sum; None means to keep the present ones.
         """
         if not self._moved.all():
             return None
         bandwidths = self._moved / self._seconds
         wanted = apportion(bandwidths.tolist(), sum(counts))
         now, then = (np.max(numbers / bandwidths) for numbers in (np.asarray(counts), wanted))
-        return wanted if now > _WORTHWHILE * then else None
+        return wanted if now > _MIN_SPEEDUP * then else None

@@ -1,4 +1,4 @@
-"""Batches for a storage device, from a layout and from where things lie in memory: arithmetic only."""
+"""Builds batches for a storage device from a layout and from memory addresses: arithmetic only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPE_BYTES = {native.DType.FLOAT32: 4, native.DType.FLOAT16: 2, native.DType.BF
 
 
 class Span(NamedTuple):
-    """Elements ``[begin, end)`` of the flat partition, inside one sub-group, that are treated alike as ``key`` says."""
+    """Elements ``[begin, end)`` of the flat partition, inside one sub-group, with one key: they are treated alike."""
 
     begin: int
     end: int
@@ -53,22 +53,22 @@ class Piece(NamedTuple):
 
 
 class Memory(Protocol):
-    """Where elements of the flat partition lie."""
+    """Memory that holds elements of the flat partition."""
 
     @property
     def dtype(self) -> native.DType:
-        """Of the elements."""
+        """The elements' dtype."""
 
     @property
     def keeps_parameters(self) -> bool:
-        """Whether parameters stay there; if not, they only pass through it."""
+        """Whether parameters stay in this memory; if not, they only pass through it."""
 
     @property
     def stream(self) -> native.CudaStream | None:
-        """What parameters travel on, if they lie in a CUDA device's memory; None: they lie in host memory."""
+        """The stream that copies parameters if they lie in a CUDA device's memory; None if in host memory."""
 
     def address(self, piece: Piece) -> int:
-        """Of the piece's first element."""
+        """Return the address of the piece's first element."""
 
 
 class FlatMemory:
@@ -76,8 +76,8 @@ class FlatMemory:
 
     Args:
         layout: The partition.
-        flats: One for each sub-group, all of one dtype.
-        stream: As :class:`Memory`'s.
+        flats: Memory of each sub-group, all of one dtype.
+        stream: As in :class:`Memory`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FlatMemory:
         self.stream = stream
         self.keeps_parameters = True
         self.dtype = dtypes.pop() if dtypes else native.DType.FLOAT32
-        # Address that element 0 of the partition would have if its memory reached there.
+        # For each sub-group: the address that element 0 of the partition would have if the memory reached that far.
         size = DTYPE_BYTES[self.dtype]
         self._origins = [f.address - g.offset * size for f, g in zip(flats, layout.sub_groups, strict=True)]
         self._size = size
@@ -100,13 +100,13 @@ class FlatMemory:
 
 
 class Compression(NamedTuple):
-    """What a :class:`native.Tasklet` is told of its gradient's compression.
+    """The fields of a :class:`native.Tasklet` for the compression of its gradient.
 
     Args:
-        payload: Address that it is compressed to.
-        payload_bytes: There are.
-        residual: Address of its elements' residual; 0: none.
-        padding: Offsets and lengths of what is no element of a parameter.
+        payload: Address of the memory for the payload.
+        payload_bytes: Size of that memory.
+        residual: Address of the residual of the tasklet's elements; 0 means there is none.
+        padding: Offsets and lengths of elements that belong to no parameter.
     """
 
     payload: int = 0
@@ -116,13 +116,13 @@ class Compression(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a generation's extents lie and where the next one's go.
+    """The places of a generation's extents and of the next generation's.
 
     Args:
-        current: Where tasklets lie; anywhere if nothing is there yet.
-        following: Where the batch writes those that it writes.
-        generations: int64[num_tasklets], current; -1: nothing there yet.
-        next_generation: That the batch writes.
+        current: Places of the tasklets now; arbitrary if nothing has been written.
+        following: Places to which a batch writes tasklets.
+        generations: int64[num_tasklets], generation of each extent now; -1 means never written.
+        next_generation: Generation that a batch writes.
         blocks: ``StateStore.blocks``.
     """
 
@@ -141,7 +141,7 @@ class Places(NamedTuple):
         master_in_parameter: bool = False,
         compression: Compression = Compression(),  # noqa: B008  it is immutable
     ) -> native.Tasklet:
-        """One tasklet of a batch, read at its current place and written at its next."""
+        """Return one tasklet of a batch, read at its current place and written to its next place."""
         extents, where = layout.extents, layout.tasklets[index]
         return native.Tasklet(
             index=index,
@@ -166,11 +166,11 @@ class Places(NamedTuple):
 
 
 def spans_of(layout: PartitionLayout, keys: Sequence[int] | NDArray[np.int64]) -> list[Span]:
-    """Cover the partition with spans: neighbouring parameters of one sub-group and key become one.
+    """Cover the partition with spans: neighbouring parameters of the same sub-group and key share one.
 
     Args:
         layout: The partition.
-        keys: One for each parameter.
+        keys: Key of each parameter.
     """
     columns = layout.columns
     assert len(keys) == len(layout.parameters)
@@ -185,7 +185,7 @@ def spans_of(layout: PartitionLayout, keys: Sequence[int] | NDArray[np.int64]) -
 
 
 def whole_sub_groups(layout: PartitionLayout, wanted: Iterable[int]) -> list[Span]:
-    """One span for each of these sub-groups, the sub-group as its key."""
+    """Return one span for each of these sub-groups, whose key is the sub-group's index."""
     groups = [layout.sub_groups[index] for index in wanted]
     return [Span(group.offset, group.offset + group.numel, group.index) for group in groups if group.numel]
 
@@ -205,16 +205,16 @@ def cut(layout: PartitionLayout, spans: Iterable[Span]) -> list[Piece]:
 
 
 def tasklets_in(pieces: Iterable[Piece]) -> list[int]:
-    """The tasklets of these pieces, each once, in partition order."""
+    """Return the tasklets of these pieces, each once, in partition order."""
     return [tasklet for tasklet, _ in groupby(pieces, key=lambda piece: piece.tasklet)]
 
 
 def pieces_within(pieces: Sequence[Piece], tasklets: Sequence[int]) -> Sequence[Piece]:
-    """The pieces from the lowest to the highest of these tasklets.
+    """Return the pieces from the lowest to the highest of these tasklets.
 
     Args:
-        pieces: In partition order.
-        tasklets: In any order; at least one.
+        pieces: Pieces in partition order.
+        tasklets: Tasklet indices in any order; at least one.
     """
     first = bisect_left(pieces, min(tasklets), key=lambda piece: piece.tasklet)
     last = bisect_left(pieces, max(tasklets) + 1, lo=first, key=lambda piece: piece.tasklet)
@@ -228,13 +228,13 @@ def segments_of(
     *,
     segment: Callable[[int, Piece], native.Segment],
 ) -> list[tuple[int, list[native.Segment]]]:
-    """The segments of each of these tasklets, in their order.
+    """Return each of these tasklets, in the given order, with its segments.
 
     Args:
         layout: The partition.
-        pieces: In partition order.
-        tasklets: Those that are wanted.
-        segment: Makes one segment from its offset in the tasklet and its piece.
+        pieces: Pieces in partition order.
+        tasklets: Tasklet indices; those without a piece are left out.
+        segment: Makes a segment from its offset in the tasklet and its piece.
     """
     if not tasklets:
         return []

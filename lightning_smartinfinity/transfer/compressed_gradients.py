@@ -1,4 +1,4 @@
-"""Where gradients are compressed to on their way to the update, and what that leaves out."""
+"""Memory for compressed gradients, and for the residual that compression leaves out."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ __all__ = ["CompressedGradients", "feed_back_threads"]
 
 _BEAT_BYTES = 64
 _FP32_BYTES = 4
-_MOST_THREADS = 8  # of all processes of a machine: each moves some 15 GB/s, as much as memory gives to few more
+_MOST_THREADS = 8  # of all processes on a machine: each moves some 15 GB/s, and memory has no bandwidth for many more
 
 
 class CompressedGradients:
-    """One rank's payloads, a place for each tasklet, and its residual.
+    """One rank's memory for a payload of each tasklet, and its residual.
 
-    Gradients are compressed by the device, each tasklet's just before it is updated. Payloads last until the step that
-    wrote them is committed: only then :meth:`feed_back` moves the residual, so that a step that is skipped, undone or
-    taken again finds the one it began with.
+    The device compresses each tasklet's gradient just before it updates the tasklet. Payloads last until the step that
+    wrote them is committed: only then :meth:`feed_back` changes the residual, so that a step that is skipped, rolled
+    back or repeated finds the residual with which it began.
 
     Args:
         layout: The partition.
-        codec: The user's.
+        codec: The codec that the user chose.
         gradients: The arena's flat tensor.
-        num_threads: That work in :meth:`feed_back`.
-        device: Where torch is to select; None: the native core does, just before each tasklet's update.
-        link: To that device: the residual is registered for it.
+        num_threads: Number of threads that work in :meth:`feed_back`.
+        device: Device on which torch selects; None means that the native core does, just before each update.
+        link: Link to that device, with which the residual is registered.
 
     Attributes:
-        codec: The native core's.
+        codec: The native core's codec.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class CompressedGradients:
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """float32[numel] of the partition, unscaled and not clipped; None without error feedback."""
+        """float32[numel of the partition], unscaled and not clipped; None without error feedback."""
         return None if self._residual is None else self._residual.tensor
 
     @property
     def payload_bytes(self) -> int:
-        """Host memory of the payloads, as far as they have been written."""
+        """Largest host memory of the payloads: pages take memory once they have been written."""
         return self._offsets[-1]
 
     @property
@@ -84,12 +84,12 @@ class CompressedGradients:
         return 0 if self._residual is None else self._residual.tensor.nbytes
 
     def close(self) -> None:
-        """Unregister the residual; idempotent. Tensors handed out keep its memory until they are gone."""
+        """Unregister the residual; idempotent. Its memory lives as long as a tensor over it."""
         if self._residual is not None:
             self._residual.close()
 
     def of(self, tasklet: int) -> Compression:
-        """Of one tasklet of the layout."""
+        """Return the compression of one tasklet of the layout."""
         residual = self.residual
         return Compression(
             payload=self._payloads.tensor.data_ptr() + self._offsets[tasklet],
@@ -99,25 +99,25 @@ class CompressedGradients:
         )
 
     def encoded(self, batch: native.Batch) -> Iterable[native.Batch]:
-        """The batch to submit: as it is, or compressed already, tasklet by tasklet while those before are updated."""
+        """Return the batch to submit: unchanged, or compressed tasklet by tasklet while earlier ones are updated."""
         if self._selection is None:
             return [batch]
         parts = self._selection.parts(batch, self._payloads.tensor, self._offsets)
         if batch.stream is None:
             return parts
-        # Parameters in a device's memory: such a batch is given whole.
+        # With parameters in a device's memory, the batch is submitted in one part.
         tasklets = [tasklet for part in parts for tasklet in part.tasklets]
         return [native.Batch(batch.operation, tasklets, batch.steps, batch.stream)]
 
     def feed_back(self, tasklets: Sequence[native.Tasklet], *, scale: float) -> None:
-        """Once a step is committed: what it did not send of its gradients becomes the residual.
+        """After a step's commit, store what it did not send of its gradients as the residual.
 
         Args:
-            tasklets: Of the step; gradients and payloads are as it left them.
-            scale: Of the gradients: the loss scale.
+            tasklets: The step's tasklets, with gradients and payloads as the step left them.
+            scale: Scale of the gradients: the loss scale.
 
         Raises:
-            StorageError: A payload is not what was written: the memory has been damaged. Or there is none left.
+            StorageError: A payload is invalid, because the memory has been damaged, or no memory is left.
         """
         if self._residual is None:
             return
@@ -131,18 +131,18 @@ class CompressedGradients:
 
 
 def feed_back_threads(compute_threads: int, num_processes: int) -> int:
-    """How many threads of one process feed residuals: its part of the cores, which have nothing else to do then.
+    """Return how many threads of one process work in ``feed_back``: its share of the cores, which are idle then.
 
     Args:
-        compute_threads: At least so many.
-        num_processes: Of this machine.
+        compute_threads: Least number of threads.
+        num_processes: Number of processes on this machine.
     """
     cores = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     return max(compute_threads, cores // num_processes)
 
 
 def _padding_of(layout: PartitionLayout) -> list[tuple[tuple[int, int], ...]]:
-    """Of each tasklet, in its own elements."""
+    """Return offsets, counted from the tasklet's first element, and lengths of the padding in each tasklet."""
     found: list[list[tuple[int, int]]] = [[] for _ in layout.tasklets]
     for parameter in layout.parameters:
         begin, end = parameter.offset + parameter.real_numel, parameter.offset + parameter.numel

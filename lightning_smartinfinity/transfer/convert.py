@@ -1,4 +1,4 @@
-"""Kept stores into another state format, without training."""
+"""Converts kept stores to another state format, without training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Progress", "convert_store"]
 _NUM_BUFFERS = 4
 
 Progress = Callable[[int, int, int], object]
-"""Called with the rank, the elements of its partition that are converted, and how many it has."""
+"""Called with the rank, the number of its elements converted so far, and the number of all its elements."""
 
 
 def convert_store(
@@ -40,28 +40,27 @@ def convert_store(
     tasklet_bytes: int = HOST_TASKLET_BYTES,
     progress: Progress = lambda rank, done, numel: None,
 ) -> tuple[int, ...]:
-    """Write kept optimizer state anew, in another format and other folders; the old one stays.
+    """Write a copy of kept optimizer state in another format to other folders; the old state stays.
 
-    All of the new state is made, or nothing of it is left. What a killed process leaves is no kept store: the next
-    conversion replaces it.
+    If the conversion fails, no new state is left. If the process is killed, the next conversion replaces what it left.
 
     Args:
-        folders: Where it lies, in the order of its manifest.
-        into: Other storage folders, as many as the new one is to be spread over.
+        folders: Folders of the old state, in the order of its manifest.
+        into: Other storage folders, over which the new state is spread.
         state_format: A name in ``STATE_FORMATS``. Moments are rounded to nearest.
-        job: ``TransferConfig.job``, of both.
-        rank: Whose; None: of every rank that left some there.
-        tasklet_bytes: ``TransferConfig.tasklet_bytes`` of the new one.
-        progress: Is told how far it is.
+        job: ``TransferConfig.job`` of both states.
+        rank: Rank whose state is converted; None means every rank that left state there.
+        tasklet_bytes: ``TransferConfig.tasklet_bytes`` of the new state.
+        progress: Called as the conversion proceeds.
 
     Returns:
-        The ranks whose state it was.
+        The ranks whose state was converted.
 
     Raises:
-        ConfigError: A setting is out of range, or the format does not go with the parameters' dtype.
-        UnsupportedError: The format does not go with the optimizer.
-        StorageLockedError: A process uses the old state, or the new folders.
-        StorageError: The old state cannot be read, or the new one not be written.
+        ConfigError: A setting is out of range, or the format does not support the parameters' dtype.
+        UnsupportedError: The format does not support the optimizer.
+        StorageLockedError: A process uses the old state or the new folders.
+        StorageError: The old state cannot be read, or the new state cannot be written.
     """
     config = TransferConfig(tasklet_bytes=tasklet_bytes, job=job)
     _check_folders(folders, into)
@@ -102,7 +101,7 @@ def _convert(
     undo: ExitStack,
     progress: Progress,
 ) -> tuple[StateStore, bool]:
-    """One rank's new store, which ``undo`` removes, and whether the old one is kept."""
+    """Return one rank's new store, which ``undo`` removes, and whether the old store is marked ``keep``."""
     with ExitStack() as opened:
         source = StateStore.recover(folders, job=config.job, rank=rank)
         opened.callback(source.close, remove=False)
@@ -143,10 +142,10 @@ def _check_format(state_format: str, manifest: Manifest) -> None:
 
 
 def _layout(manifest: Manifest, *, tasklet_bytes: int, num_devices: int, state_format: str) -> PartitionLayout:
-    """The partition that the manifest describes, cut anew.
+    """Return the partition that the manifest describes, cut into tasklets of another size.
 
     Raises:
-        StorageCorruptError: It describes none, or another than the one on storage.
+        StorageCorruptError: The manifest describes no partition, or not the one on storage.
     """
     try:
         slices = [_slice_of(parameter) for parameter in manifest.description.parameters]

@@ -1,6 +1,6 @@
-"""torch tensors in the memory of a CUDA device, as the native core reaches them: addresses, streams and events.
+"""Gives the native core access to torch tensors on a CUDA device: addresses, streams and events.
 
-Nothing here waits for a device as a whole: only for events, and on the host only where host memory is about to be read.
+No function here waits for a whole device: they wait for events, and the host only before host memory is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK_NUMEL = 1 << 20
 
 
 def link_to(device: torch.device) -> CudaLink | None:
-    """The process's link to a device; None if it is not a CUDA device, such as the host or one of ROCm's."""
+    """Return the process's link to a CUDA device; None for any other, such as the host or a ROCm device."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     return _link(device.index if device.index is not None else torch.cuda.current_device())
@@ -36,11 +36,11 @@ class CudaLink:
     """One CUDA device, with torch's streams on it and a stream of our own.
 
     Args:
-        index: Of the device, as torch counts.
+        index: Torch's index of the device.
 
     Attributes:
-        device: The native core's.
-        stream: What updated parameters travel on.
+        device: The native core's object for the device.
+        stream: The stream that copies updated parameters.
 
     Raises:
         CudaError: The driver or the device cannot be used.
@@ -49,48 +49,48 @@ class CudaLink:
     def __init__(self, index: int) -> None:
         self.device = native.CudaDevice(index)
         self.stream = native.CudaStream(self.device)
-        self._where = torch.device("cuda", index)
+        self._torch_device = torch.device("cuda", index)
         self._warned = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in the device's memory."""
-        return tensor.device == self._where
+        """Return whether the tensor lies in the device's memory."""
+        return tensor.device == self._torch_device
 
     def current_stream(self) -> int:
-        """Handle of torch's current stream."""
-        return torch.cuda.current_stream(self._where).cuda_stream
+        """Return the handle of torch's current stream."""
+        return torch.cuda.current_stream(self._torch_device).cuda_stream
 
     def take(self) -> None:
-        """Lets copies from now on run after what torch's current stream was given so far."""
+        """Make later copies run after the work that torch's current stream was given so far."""
         self.stream.follow(self.current_stream())
 
     def give(self) -> None:
-        """Lets what torch's current stream is given from now on run after the copies started so far."""
+        """Make the work that torch's current stream is given later run after the copies started so far."""
         self.stream.lead(self.current_stream())
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Let the tensor's memory not be used again before the current stream has done what it was given so far."""
-        tensor.record_stream(torch.cuda.current_stream(self._where))
+        """Keep the tensor's memory from reuse until the current stream has done the work given so far."""
+        tensor.record_stream(torch.cuda.current_stream(self._torch_device))
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the device for use on its streams."""
-        return torch.empty(numel, dtype=dtype, device=self._where)
+        """Return an uninitialized tensor in the device's memory."""
+        return torch.empty(numel, dtype=dtype, device=self._torch_device)
 
     def add(self, total: torch.Tensor, other: torch.Tensor) -> None:
-        """``total += other`` on the current stream."""
+        """Run ``total += other`` on the current stream."""
         total.add_(other)
 
     def host_tensor(self, numel: int, dtype: torch.dtype) -> HostTensor:
-        """Host memory that copies from and to the device are asynchronous with, if it can be had."""
+        """Return host memory registered with the device, so that copies are asynchronous; if that fails, warn once."""
         tensor = HostTensor(numel, dtype, device=self.device)
         self.warn_of_unregistered()
         return tensor
 
     def partition(self, tensors: Sequence[torch.Tensor]) -> CudaPartition:
-        """Parameters in the device's memory as a step's outputs.
+        """Return parameters in the device's memory as a step's outputs.
 
         Args:
-            tensors: Flat, contiguous, one dtype, in sub-group order; the caller keeps them.
+            tensors: Flat, contiguous tensors of one dtype, in sub-group order; the caller keeps them alive.
         """
         assert all(self.holds(tensor) and tensor.is_contiguous() for tensor in tensors)
         flats = [Flat(tensor.data_ptr(), tensor.numel(), native_dtype(tensor.dtype)) for tensor in tensors]
@@ -109,10 +109,10 @@ class CudaLink:
 
 
 class GradientCopies:
-    """Gradients on their way from a CUDA device into host memory, on torch's current streams.
+    """Copies gradients from a CUDA device into host memory, on torch's current streams.
 
     Args:
-        link: To the device.
+        link: Link to the device.
     """
 
     def __init__(self, link: CudaLink) -> None:
@@ -122,24 +122,24 @@ class GradientCopies:
         self._total: torch.Tensor | None = None
 
     def takes(self, gradient: torch.Tensor) -> bool:
-        """Whether there is something to copy, from the device."""
+        """Return whether the gradient has elements and lies on the device."""
         return gradient.numel() > 0 and self._link.holds(gradient)
 
     def write(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
         """Start ``target = gradient``.
 
         Args:
-            target: Contiguous, in host memory.
-            gradient: As long, on the device, of any dtype.
+            target: Contiguous tensor in host memory.
+            gradient: Tensor of the same length on the device, of any dtype.
         """
         source = gradient.to(target.dtype).contiguous()
         stream = self._link.current_stream()
         self._copy_to_host(target, source, stream)
         self._link.keep(source)
-        self._note(stream)
+        self._record_event(stream)
 
     def add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Start ``target += gradient``, after all that was started before.
+        """Start ``target += gradient``, which runs after all copies started before.
 
         The device adds, chunk by chunk, in the current stream's order: the host neither waits nor computes.
         """
@@ -158,13 +158,13 @@ class GradientCopies:
             self._link.add(total, chunk)
             self._copy_to_host(where, total, stream)
         self._link.keep(gradient)
-        self._note(stream)
+        self._record_event(stream)
 
     def wait(self) -> None:
-        """Return when everything started so far is in host memory.
+        """Return when all gradients started so far are in host memory.
 
         Raises:
-            CudaError: A copy failed, or work before it.
+            CudaError: A copy or earlier work in its stream failed.
         """
         for stream in list(self._pending):
             self._events[stream].synchronize()
@@ -175,7 +175,7 @@ class GradientCopies:
             host=target.data_ptr(), device=source.data_ptr(), nbytes=target.nbytes, stream=stream
         )
 
-    def _note(self, stream: int) -> None:
+    def _record_event(self, stream: int) -> None:
         if stream not in self._events:
             self._events[stream] = native.CudaEvent(self._link.device)
         self._events[stream].record(stream)

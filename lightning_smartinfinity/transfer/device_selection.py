@@ -1,4 +1,4 @@
-"""Top-K on the device that gradients came from: they go there tasklet by tasklet, and payloads come back."""
+"""Top-K on the device that gradients came from: they are copied there by tasklet, and payloads are copied back."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NO_STEP = -1
 class DeviceSelection:
     """Compresses tasklets with torch instead of the native core, to the same bits.
 
-    It takes memory of the device for one tasklet at a time.
+    It needs device memory for one tasklet at a time.
 
     Args:
-        codec: An exact one.
-        device: torch's.
+        codec: The codec, with ``exact=True``.
+        device: The torch device that selects.
         gradients: The arena's flat tensor, in host memory.
-        residual: float32, as long; None: there is none.
+        residual: float32 tensor of the same length; None without error feedback.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class DeviceSelection:
         self._residual = residual
 
     def parts(self, batch: native.Batch, payloads: torch.Tensor, offsets: list[int]) -> Iterator[native.Batch]:
-        """Compress a batch's gradients, each tasklet's when it is asked for.
+        """Compress a batch's gradients, each tasklet's when the iterator reaches it.
 
         Args:
-            batch: With a codec: tasklets have gradients and places for their payloads.
-            payloads: uint8, the memory of all places.
-            offsets: By tasklet of the layout: where its place begins there.
+            batch: Batch with a codec, whose tasklets have gradients and memory for their payloads.
+            payloads: uint8 tensor over the memory of all payloads.
+            offsets: Offset of each tasklet's payload in ``payloads``, by tasklet index of the layout.
 
         Yields:
-            Each of its tasklets, with a payload instead of gradients, in a batch without codec.
+            Each tasklet, with a payload instead of gradients, in a batch without codec.
 
         Raises:
-            CudaError: The device has no memory for it.
+            CudaError: The device has too little memory.
         """
         for tasklet in batch.tasklets:
             try:
@@ -80,7 +80,7 @@ def _dtype_of(tasklet: native.Tasklet) -> native.DType:
 
 
 def _taken(tasklet: native.Tasklet) -> torch.Tensor:
-    """bool[numel]: elements that are updated, but padding."""
+    """Return bool[numel]: the elements that are updated and are not padding."""
     taken = torch.zeros(tasklet.numel, dtype=torch.bool)
     for segment in tasklet.segments:
         if segment.step != _NO_STEP:

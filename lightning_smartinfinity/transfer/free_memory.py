@@ -1,7 +1,7 @@
-"""How much host memory optimizer state may take: what the system has free, shared by the ranks of a machine.
+"""Computes how much host memory optimizer state may take: free memory, shared by the ranks of a machine.
 
-Several limits may hold for a rank: the memory of its machine, and that of each control group which it is in, as that of
-a container. Every limit is charged with the ranks under it.
+Several limits may hold for a rank: the memory of its machine and that of each of its control groups, such as a
+container's. Every limit is charged with the ranks under it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_smartinfinity.machine import machine_identity
 
 __all__ = ["MemoryLimit", "MemoryReport", "measure_memory", "share_of_memory"]
 
-_MARGIN = 4  # one part in so many of a rank's memory stays free: activations, page cache, other processes
+_MARGIN = 4  # 1 / _MARGIN of a rank's memory stays free for activations, page cache and other processes
 _MACHINE = "machine"
 
 
@@ -26,7 +26,7 @@ class MemoryLimit(NamedTuple):
 
     Attributes:
         total: The bound.
-        available: The part of it that can be had without swapping.
+        available: The part of it that can be used without swapping.
     """
 
     total: int
@@ -35,12 +35,12 @@ class MemoryLimit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """What one rank sees. Plain values: gather them from all ranks as objects.
+    """The memory that one rank sees. It holds plain values, which all ranks gather as objects.
 
     Args:
         machine: :func:`~lightning_smartinfinity.machine.machine_identity` of the rank.
-        limits: All that hold for the rank. Two ranks of a machine are under the same limit if they name it alike.
-        reserved: Bytes that this rank is going to take for other purposes.
+        limits: The rank's limits by name. Two ranks of a machine share a limit if they give it the same name.
+        reserved: Bytes that this rank will use for other purposes.
     """
 
     machine: str
@@ -49,16 +49,16 @@ class MemoryReport:
 
     @property
     def margin(self) -> int:
-        """Bytes that stay free: a quarter of the most memory that the rank could have."""
+        """Bytes that stay free: a quarter of the rank's smallest limit."""
         return min(limit.total for limit in self.limits.values()) // _MARGIN
 
 
 def measure_memory(*, reserved: int, root: Path = Path("/")) -> MemoryReport:
-    """Measures from /proc/meminfo and the limits of this process's control groups.
+    """Reads /proc/meminfo and the limits of this process's control groups.
 
     Args:
         reserved: As in :class:`MemoryReport`.
-        root: Where ``proc`` and ``sys`` lie.
+        root: Folder of ``proc`` and ``sys``.
     """
     fields = _fields(root / "proc/meminfo", separator=":")
     machine = MemoryLimit(fields.get("MemTotal", 0) * 1024, fields.get("MemAvailable", 0) * 1024)
@@ -73,23 +73,23 @@ def share_of_memory(reports: Sequence[MemoryReport], own: MemoryReport) -> int:
     If every rank takes its share, no limit is exceeded.
 
     Args:
-        reports: Of all ranks.
-        own: The rank's, which is among them.
+        reports: Reports of all ranks.
+        own: The rank's own report, which is among them.
     """
     local = [report for report in reports if report.machine == own.machine]
     return min(_share(name, [report for report in local if name in report.limits]) for name in own.limits)
 
 
 def _share(name: str, ranks: Sequence[MemoryReport]) -> int:
-    """Returns what each of the ranks under one limit may take of it."""
-    # Every rank saw the same memory at a slightly different moment: the least counts.
+    """Returns the bytes that each of the ranks under one limit may take."""
+    # Every rank measured the same memory at a slightly different time: the smallest value counts.
     available = min(rank.limits[name].available for rank in ranks)
     free = available - max(rank.margin for rank in ranks) - sum(rank.reserved for rank in ranks)
     return max(0, free) // len(ranks)
 
 
 class _Files(NamedTuple):
-    """How a version of control groups names what it tells of memory."""
+    """Names of the files and fields in which a version of control groups reports memory."""
 
     limit: str
     used: str
@@ -101,7 +101,7 @@ _VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def _group_limits(root: Path) -> Iterator[tuple[str, MemoryLimit]]:
-    """Yields the limits of the process's control groups and of the groups around them, each with its name."""
+    """Yields the limits of the process's control groups and of their parents, each with its name."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
@@ -114,17 +114,17 @@ def _group_limits(root: Path) -> Iterator[tuple[str, MemoryLimit]]:
 def _limits_on_path(mounted: Path, path: str, files: _Files) -> Iterator[tuple[str, MemoryLimit]]:
     group = mounted / path.lstrip("/")
     for folder in (group, *group.parents):
-        # No such file, or "max". In a container the path may be that of the host.
+        # The file may be missing or say "max". In a container the path may be that of the host.
         with suppress(OSError, ValueError):
             if folder.is_relative_to(mounted):
                 limit, used = int((folder / files.limit).read_text()), int((folder / files.used).read_text())
-                # Of what is in use, pages of files that nobody looked at lately are given back for the asking.
+                # The memory in use includes inactive file pages, which the kernel reclaims when memory is needed.
                 inactive = _fields(folder / "memory.stat").get(files.inactive, 0)
                 yield _group_name(folder), MemoryLimit(limit, limit - used + inactive)
 
 
 def _group_name(folder: Path) -> str:
-    """Names a control group alike in all containers of a machine: every container may see its own group as "/"."""
+    """Returns a name that is the same in all containers of a machine: each may see its own group as "/"."""
     status = os.stat(folder)
     return f"{status.st_dev}:{status.st_ino}"
 

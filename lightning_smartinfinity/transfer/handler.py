@@ -30,14 +30,14 @@ _log = logging.getLogger(__name__)
 
 
 class TransferHandler:
-    """One rank's optimizer state on storage, stepped tasklet by tasklet.
+    """Updates one rank's optimizer state on storage, tasklet by tasklet.
 
     A step is ``begin_step`` -> ``step.wait`` (any number of times) -> ``commit``, or ``rollback`` instead of ``commit``
-    at any time after ``begin_step``. Between steps ``state`` reads and replaces what is on storage. Calls come from one
-    thread.
+    at any time after ``begin_step``. Between steps ``state`` reads and replaces the state on storage. All calls come
+    from one thread.
 
-    A failure leaves the current generation alone, on storage and here. Only with one place each (``durability="none"``)
-    the state that was being overwritten is lost.
+    A failure leaves the current generation intact, on storage and here, unless a tasklet has only one place
+    (``durability="none"``): then the state that was being overwritten is lost.
 
     Args:
         layout: The partition; its extents are those of ``store``.
@@ -63,7 +63,7 @@ class TransferHandler:
 
     @property
     def generation(self) -> int:
-        """Committed generation, -1 before :meth:`initialize`. Every commit adds one."""
+        """Committed generation, -1 before :meth:`initialize`. Every commit adds 1."""
         return self._store.generation
 
     @property
@@ -73,7 +73,7 @@ class TransferHandler:
 
     @property
     def in_flight(self) -> bool:
-        """A step has begun and is neither committed nor rolled back."""
+        """Whether a step has begun and is neither committed nor rolled back."""
         return self._step is not None
 
     @property
@@ -90,7 +90,7 @@ class TransferHandler:
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether a step leaves the current generation alone: not with one place each (``durability="none"``)."""
+        """Whether a step leaves the current generation intact: not with one place each (``durability="none"``)."""
         return self._layout.extents.num_slots > 1
 
     @property
@@ -100,7 +100,7 @@ class TransferHandler:
 
     @property
     def storage_bytes(self) -> int:
-        """Of the state files, free places included."""
+        """Bytes of the state files, free places included."""
         return self._store.storage_bytes
 
     @property
@@ -109,10 +109,10 @@ class TransferHandler:
         return self._device.ring_bytes + (self._staging.nbytes if self._staging is not None else 0)
 
     def open(self) -> None:
-        """Open the device: its threads, ring buffers and memory for resident tasklets.
+        """Opens the device: its threads, ring buffers and memory for resident tasklets.
 
         Raises:
-            StorageError: They cannot be had.
+            StorageError: Threads or memory are unavailable.
         """
         extents = self._layout.extents
         sizes = [extent.nbytes for extent in extents.extents]
@@ -132,35 +132,35 @@ class TransferHandler:
 
         Args:
             masters: The parameters, of any dtype.
-            first_values: ``UpdateRule.first_values`` for the rule's other arrays; none: zeros.
+            first_values: ``UpdateRule.first_values`` for the rule's other arrays; empty means zeros.
 
         Raises:
-            StorageError: It could not be written; an earlier generation stays current.
+            StorageError: The state could not be written; an earlier generation stays current.
         """
         self._require_no_step()
-        self._spread()
+        self._rebalance()
         self._access.initialize(masters, first_values, self._staging_for)
-        self._measured()
+        self._end_measurement()
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Starts a step and returns at once. Memory named in the plan stays untouched until commit or rollback.
+        """Starts a step and returns at once. The caller must not touch the plan's memory until commit or rollback.
 
         Raises:
-            ConfigError: A hyperparameter of an active group is out of range; nothing has begun.
-            StorageError: An earlier commit failed beyond repair; nothing has begun.
+            ConfigError: A hyperparameter of an active group is out of range; no step has begun.
+            StorageError: An earlier commit failed so that no generation can be written any more; no step has begun.
         """
         self._prepare()
         self._step = self._new_step(plan=plan, staging=self._staging_for)
         self._step.start()
 
     def begin_incremental(self, plan: StepPlan) -> None:
-        """Begins a step before it is known what belongs to it: as :meth:`begin_step`, but nothing is updated yet.
+        """Begins a step before its tasklets are known: as :meth:`begin_step`, but no tasklet starts yet.
 
-        ``step.extend`` starts some tasklets; ``step.complete`` starts the others and turns it into an ordinary step;
-        ``rollback`` undoes it. It is never committed otherwise.
+        ``step.extend`` starts some tasklets; ``step.complete`` starts the others and makes it an ordinary step, which
+        can be committed. ``rollback`` rolls it back at any time.
 
         Args:
-            plan: With every parameter active, and parameters in host memory.
+            plan: The step's plan, with every parameter active and parameters in host memory.
 
         Raises:
             ConfigError, StorageError: As :meth:`begin_step`.
@@ -170,7 +170,7 @@ class TransferHandler:
         self._step = self._new_step(plan=plan, staging=self._staging_for, incremental=True)
 
     def drain(self) -> None:
-        """Returns when the step in flight, if any, has nothing left to read, compute or write.
+        """Returns when the step in flight, if any, has finished all reads, updates and writes.
 
         Raises:
             StorageError: As ``step.wait``.
@@ -179,19 +179,19 @@ class TransferHandler:
             self._step.drain()
 
     def commit(self, *, together: Together = nullcontext) -> None:
-        """Make the step in flight the current generation; waits for all its writes.
+        """Waits for all writes of the step in flight and makes it the current generation.
 
         Args:
-            together: Entered around waiting and committing, and once more where compression has a residual. With
-                several ranks it must raise on each of them if its body raised on one; so none keeps a generation that
-                another could not commit, and all are told of a residual that one could not keep.
+            together: Context entered around waiting and committing, and again around the residual of compression.
+                With several ranks it must raise on each of them if its body raised on one, so that no rank keeps a
+                generation that another could not commit, and all learn of a residual that one could not store.
 
         Raises:
-            StorageError: As ``step.wait``, or the commit record could not be written, or ``together`` raised; the
-                previous generation is current: roll back. With one place each that cannot be done, and the generation
-                is the one that was written last.
-            StorageError: What compression left out cannot be kept, here or elsewhere. The generation is committed;
-                here the step stays in flight, and a rollback says the same.
+            StorageError: As ``step.wait``, or the commit record could not be written, or ``together`` raised. The
+                previous generation is current: roll back. With one place each that is impossible, and the current
+                generation is the one written last.
+            StorageError: A residual could not be stored, here or on another rank. The generation is committed. The
+                step of the rank that failed stays in flight, and its rollback raises the same error.
         """
         step = self.step
         with committing(self._store, step.generation, together):
@@ -200,20 +200,20 @@ class TransferHandler:
             self._finish(step)
 
     def _finish(self, step: Step) -> None:
-        """Does what follows a commit."""
+        """Stores the residual and updates measurements and counters after a commit."""
         step.batches.feed_back()
         self._step = None
-        self._measured()
+        self._end_measurement()
         self._num_steps += 1
         self._numel_updated += step.batches.numel
 
     def rollback(self) -> None:
-        """Abandon the step in flight: its parameters are restored in the partition from the current generation.
+        """Rolls the step in flight back: its parameters are restored in the partition from the current generation.
 
-        A step that an interrupt found committed already is finished instead.
+        If an interrupt came after the step's commit, the step is finished instead.
 
         Raises:
-            StorageError: The state could not be read back (call again, or give up), or the store has one place
+            StorageError: The state could not be read back (the call may be repeated), or each tasklet has one place
                 (``durability="none"``) and the step may have overwritten it.
         """
         step = self.step
@@ -230,35 +230,35 @@ class TransferHandler:
         self._step = None
 
     def traffic(self) -> Traffic:
-        """Cumulative counters since :meth:`open`, of steps and of everything else."""
+        """Returns the cumulative counters since :meth:`open`, of steps and of everything else."""
         moved = self._device.counters()
         control_bytes = moved.control_bytes + self._store.control_bytes
         return replace(moved, control_bytes=control_bytes, steps=self._num_steps, numel=self._numel_updated)
 
     def close(self, *, remove: bool) -> None:
-        """Close the device and the store, abandoning a step in flight; idempotent.
+        """Closes the device and the store, and stops a step in flight; idempotent.
 
         Args:
-            remove: Delete the state on storage.
+            remove: Whether to delete the state on storage.
         """
         if self._step is not None:
             self._step.stop()
             self._step = None
         self._device.close()
         if remove:
-            # What is still to be written goes to files without a name.
+            # Writes that have not returned go to deleted files.
             self._store.close(remove=True)
         else:
             self._device.when_written(partial(self._store.close, remove=False))
 
     def _prepare(self) -> None:
-        """Does what precedes a step."""
+        """Checks that a step may begin, and adapts the tasklets' homes to measured bandwidth."""
         self._require_no_step()
         self._store.require_usable()
-        self._spread()
+        self._rebalance()
 
-    def _spread(self) -> None:
-        """Between two steps: from the next one on tasklets go where bandwidth wants them; that one is measured."""
+    def _rebalance(self) -> None:
+        """Spreads later writes in proportion to measured bandwidth, and starts to measure the next step."""
         if self._balance is None:
             return
         counts = self._balance.better(self._store.counts)
@@ -266,7 +266,7 @@ class TransferHandler:
             self._store.spread(counts)
         self._balance.begin(self._device.counters().folders)
 
-    def _measured(self) -> None:
+    def _end_measurement(self) -> None:
         if self._balance is not None:
             self._balance.end(self._device.counters().folders)
 
@@ -274,7 +274,7 @@ class TransferHandler:
         assert self._step is None, "a step is in flight: commit it or roll it back"
 
     def _staging_for(self, dtype: native.DType) -> StagingBuffer:
-        """Returns the staging buffer, as large as the ring. It is kept: every partition of a handler has one dtype."""
+        """Returns the staging buffer, as large as the ring; all partitions of a handler share it and its dtype."""
         if self._staging is None:
             self._staging = StagingBuffer(self._layout, dtype=dtype, nbytes=self._device.ring_bytes)
         assert self._staging.dtype == dtype

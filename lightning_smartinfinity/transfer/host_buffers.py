@@ -1,4 +1,4 @@
-"""Host buffers for direct I/O, handed out as tensors and used again when nothing refers to them any more."""
+"""Host buffers for direct I/O, lent as tensors and reused when nothing refers to them any more."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["HostMemory"]
 
 
 class HostMemory:
-    """Block-aligned buffers by size.
+    """A pool of block-aligned buffers, by size.
 
-    A buffer returns with the death of the last tensor over it, views that autograd saved included: memory that is still
-    in somebody's hands is never overwritten.
+    A buffer comes back when the last tensor over it is gone, views that autograd saved included: memory that is still
+    in use is never overwritten.
 
     Attributes:
-        limit: Buffers that wait for use are unmapped rather than that all of them exceed so many bytes.
+        limit: Bytes of all buffers above which idle ones are unmapped.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers, in use and idle."""
+        """Bytes of all buffers, in use and idle."""
         return self._used_bytes + self._idle_bytes
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A buffer of whole blocks as a 1-D uint8 tensor, of any content."""
+        """Return a buffer of whole blocks as a 1-D uint8 tensor with arbitrary content."""
         size = whole_blocks(nbytes)
         if self._idle[size]:
             self._idle_bytes -= size
@@ -46,9 +46,9 @@ class HostMemory:
                 self.trim()
             buffer = native.HostBuffer(size)
         self._used_bytes += size
-        # The tensor's storage keeps this array, and the array keeps the buffer.
+        # The tensor's storage keeps this array alive, and the array keeps the buffer alive.
         array = np.frombuffer(buffer.memoryview(), np.uint8)
-        weakref.finalize(array, self._take_back, buffer).atexit = False
+        weakref.finalize(array, self._reclaim, buffer).atexit = False
         return torch.from_numpy(array)
 
     def trim(self) -> None:
@@ -56,7 +56,7 @@ class HostMemory:
         self._idle.clear()
         self._idle_bytes = 0
 
-    def _take_back(self, buffer: native.HostBuffer) -> None:
+    def _reclaim(self, buffer: native.HostBuffer) -> None:
         self._used_bytes -= buffer.nbytes
         if self.nbytes + buffer.nbytes <= self.limit:
             self._idle_bytes += buffer.nbytes

@@ -1,4 +1,4 @@
-"""One rank's partition cut into tasklets: pure arithmetic, no I/O, no torch."""
+"""Cuts one rank's partition into tasklets: pure arithmetic, no I/O, no torch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class ParameterSlice:
     Args:
         name: Name in the model.
         numel: Elements of the slice as it lies in the partition, ZeRO's padding included.
-        real_numel: How many of them, from the first, belong to the parameter; the rest is padding (0 .. ``numel``).
+        real_numel: Elements, from the first on, that belong to the parameter (0 .. ``numel``); the rest is padding.
         group: Index of the optimizer's parameter group.
-        sub_group: Index of the contiguous memory it lies in.
+        sub_group: Index of the sub-group that holds it.
         offset: First element in the flat partition; filled in by :func:`build_layout`.
     """
 
@@ -54,7 +54,7 @@ class SubGroupSlice:
     """A part of the partition that is contiguous in memory.
 
     Args:
-        index: Its number.
+        index: Number of the sub-group.
         offset: First element in the flat partition.
         numel: Number of elements.
         first: First parameter index.
@@ -73,10 +73,10 @@ class TaskletSlice:
     """A part of the flat partition whose state is one extent.
 
     Args:
-        index: Its number, in partition order.
+        index: Number of the tasklet, in partition order.
         offset: First element in the flat partition.
         numel: Number of elements.
-        extent_bytes: Size of its extent in bytes.
+        extent_bytes: Size of the extent in bytes.
     """
 
     index: int
@@ -86,11 +86,11 @@ class TaskletSlice:
 
 
 class ParameterColumns(NamedTuple):
-    """Fields of all :class:`ParameterSlice` s, one element for each.
+    """Fields of all :class:`ParameterSlice` s as arrays, with one element for each slice.
 
     Args:
         offsets: int64, first element in the flat partition.
-        numels: int64, with padding.
+        numels: int64, number of elements, padding included.
         groups: Index of the optimizer's parameter group.
         sub_groups: Index of the sub-group.
     """
@@ -105,8 +105,8 @@ class Holdings(NamedTuple):
     """Every pair of a parameter and a tasklet that holds some of it, in partition order.
 
     Args:
-        parameters: int64, indices, ascending.
-        tasklets: int64, indices, ascending.
+        parameters: int64, parameter indices, ascending.
+        tasklets: int64, tasklet indices, ascending.
     """
 
     parameters: NDArray[np.int64]
@@ -115,13 +115,13 @@ class Holdings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionLayout:
-    """Where parameters, sub-groups and tasklets lie in the flat partition. Built by :func:`build_layout`.
+    """Positions of parameters, sub-groups and tasklets in the flat partition. Built by :func:`build_layout`.
 
     Args:
         parameters: Slices in partition order; their index is the parameter index everywhere.
         sub_groups: Parts that are contiguous in memory, in partition order.
-        extents: Of the tasklets' state on storage.
-        num_resident: Tasklets, from the first on, whose state stays in host memory.
+        extents: Extents of the tasklets' state on storage.
+        num_resident: Number of tasklets, from the first on, whose state stays in host memory.
     """
 
     parameters: tuple[ParameterSlice, ...]
@@ -149,7 +149,7 @@ class PartitionLayout:
 
     @cached_property
     def columns(self) -> ParameterColumns:
-        """The parameters as arrays: what every step looks at, in models of many thousand of them, too."""
+        """The parameters as arrays, which every step reads: lists are too slow for many thousand parameters."""
         return ParameterColumns(
             offsets=np.array([parameter.offset for parameter in self.parameters], np.int64),
             numels=np.array([parameter.numel for parameter in self.parameters], np.int64),
@@ -159,7 +159,7 @@ class PartitionLayout:
 
     @cached_property
     def holdings(self) -> Holdings:
-        """Which tasklets hold which parameters."""
+        """All pairs of a parameter and a tasklet that holds some of it."""
         numel, (offsets, numels, *_) = self.extents.tasklet_numel, self.columns
         (held,) = np.nonzero(numels)
         firsts, lasts = offsets[held] // numel, (offsets[held] + numels[held] - 1) // numel
@@ -169,17 +169,17 @@ class PartitionLayout:
 
     @cached_property
     def num_parameters_in(self) -> NDArray[np.int64]:
-        """int64[num_tasklets]: how many parameters each tasklet holds some of."""
+        """int64[num_tasklets]: number of parameters that have elements in each tasklet."""
         return np.asarray(np.bincount(self.holdings.tasklets, minlength=self.extents.num_tasklets), np.int64)
 
     def parameters_in(self, tasklets: Iterable[int]) -> NDArray[np.int64]:
-        """int64: indices of the parameters that any of the tasklets holds some of, ascending."""
+        """Return int64, ascending: indices of the parameters that have elements in any of the tasklets."""
         wanted = np.zeros(self.extents.num_tasklets, np.bool_)
         wanted[list(tasklets)] = True
         return np.unique(self.holdings.parameters[wanted[self.holdings.tasklets]])
 
     def tasklets_of(self, parameters: slice) -> range:
-        """Indices of the tasklets that hold elements of the parameters ``[start, stop)``.
+        """Return the indices of the tasklets that hold elements of the parameters ``[start, stop)``.
 
         Args:
             parameters: Parameter indices with step 1; None stands for either end.
@@ -195,8 +195,8 @@ class PartitionLayout:
         """Sort tasklets by the first use of any of their parameters, then by index.
 
         Args:
-            tasklets: Indices.
-            first_uses: int64[num_parameters]: when each parameter is used first.
+            tasklets: Tasklet indices.
+            first_uses: int64[num_parameters]: numbers that order the parameters by their first use.
         """
         uses = np.full(self.extents.num_tasklets, np.iinfo(np.int64).max)
         np.minimum.at(uses, self.holdings.tasklets, first_uses[self.holdings.parameters])
@@ -204,21 +204,21 @@ class PartitionLayout:
         return wanted[np.lexsort((wanted, uses[wanted]))].tolist()  # type: ignore[no-any-return]
 
     def tasklets_between(self, begin: int, end: int) -> range:
-        """Indices of the tasklets that hold elements ``[begin, end)`` of the flat partition."""
+        """Return the indices of the tasklets that hold elements ``[begin, end)`` of the flat partition."""
         if begin >= end:
             return range(0)
         numel = self.extents.tasklet_numel
         return range(begin // numel, -(-end // numel))
 
     def parameters_between(self, begin: int, end: int) -> Sequence[ParameterSlice]:
-        """The slices that hold elements ``[begin, end)`` of the flat partition, in partition order."""
+        """Return the slices that hold elements ``[begin, end)`` of the flat partition, in partition order."""
         if begin >= end:
             return ()
         first = bisect_right(self._parameter_ends, begin)
         return self.parameters[first : bisect_left(self._parameter_offsets, end)]
 
     def sub_group_at(self, offset: int) -> SubGroupSlice:
-        """The sub-group that holds element ``offset`` of the flat partition."""
+        """Return the sub-group that holds element ``offset`` of the flat partition."""
         return self.sub_groups[bisect_right(self._sub_group_offsets, offset) - 1]
 
     @cached_property
@@ -250,8 +250,8 @@ def build_layout(
             ``offset`` is ignored and computed here.
         tasklet_bytes: Largest extent in bytes.
         num_arrays: Arrays per element (Adam: 3).
-        num_devices: Storage folders, among which tasklets are spread.
-        num_slots: Places a tasklet's state may lie (``TransferConfig.num_slots``).
+        num_devices: Number of storage folders over which tasklets are spread.
+        num_slots: Number of places for each tasklet's state (``TransferConfig.num_slots``).
         state_format: A name in ``STATE_FORMATS``: the fewer bytes an element takes, the more a tasklet holds.
 
     Returns:
@@ -273,12 +273,12 @@ def build_layout(
 
 
 def with_residents(layout: PartitionLayout, *, nbytes: int, written_through: bool) -> PartitionLayout:
-    """The layout with as many resident tasklets as host memory is given for.
+    """Return the layout with as many resident tasklets as fit into ``nbytes``.
 
     Args:
-        layout: One without.
-        nbytes: Of host memory.
-        written_through: Resident tasklets are on storage as well; else they take no space there.
+        layout: A layout without resident tasklets.
+        nbytes: Bytes of host memory for them.
+        written_through: Whether resident tasklets are on storage as well; if not, they take no space there.
     """
     ends = list(accumulate(extent.nbytes for extent in layout.extents.extents))
     count = bisect_right(ends, nbytes)
@@ -313,7 +313,7 @@ def _borders(parameters: Sequence[ParameterSlice], numel: int) -> tuple[int, ...
 
 
 def _tasklet_numel(tasklet_bytes: int, num_arrays: int, state_format: str, borders: Sequence[int]) -> int:
-    """About the most elements that a tasklet can hold wherever it lies: small parameters make more blocks."""
+    """Return how many elements a tasklet gets so that its extent fits anywhere: small parameters add blocks."""
     form = STATE_FORMATS[state_format]
 
     def largest_extent(numel: int) -> int:

@@ -1,4 +1,4 @@
-"""Parameters on storage: whole ones to and from block-aligned host memory."""
+"""Transfers whole blocks of parameters between storage and block-aligned host memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _IO_THREADS_PER_FILE = 4
 
 
 class StoredParameter:
-    """One parameter's partition on storage. Its place is free again when nothing refers to this object any more.
+    """One parameter's partition on storage. Its place becomes free when nothing refers to this object any more.
 
     Args:
-        nbytes: Of the partition.
-        place: Where it lies.
+        nbytes: Size of the partition in bytes.
+        place: Place of the partition on storage.
     """
 
     def __init__(self, nbytes: int, place: Place) -> None:
@@ -37,12 +37,12 @@ class ParameterStore:
     Args:
         folders: Storage folders.
         job: ``TransferConfig.job``.
-        rank: Of this process.
+        rank: Rank of this process.
         direct_io: ``TransferConfig.file_access``.
         io_engine: ``TransferConfig.io_engine``.
 
     Raises:
-        ConfigError: The I/O engine is not to be had here.
+        ConfigError: The I/O engine is unavailable here.
         StorageError: A folder cannot be used or is locked.
     """
 
@@ -52,21 +52,21 @@ class ParameterStore:
         require_io_engine(io_engine)
         self._files = ParameterFiles(folders, job=job, rank=rank, direct_io=direct_io)
         if io_engine == "auto" and not all(file.direct for file in self._files.files):
-            io_engine = "plain"  # the queue is told of files only with each request
+            io_engine = "plain"  # the queue learns of files with each request only
         try:
             with storage_errors("Starting threads for", folders[0]):
                 self.queue = native.FileQueue(io_threads=_IO_THREADS_PER_FILE * len(folders), io_engine=io_engine)
         except BaseException:
             self._files.close()
             raise
-        # Transfers that have not been waited for to their end, with their memory, which must stay until then.
-        self._open: dict[int, torch.Tensor] = {}
+        # The memory of transfers that may be in progress, by ticket; it must stay alive until they are complete.
+        self._unfinished: dict[int, torch.Tensor] = {}
         self._interrupted = False
-        self._failed: dict[int, native.Failure] = {}  # of those, once they had to be waited for
+        self._failed: dict[int, native.Failure] = {}  # failures that finish() has not yet raised, by ticket
 
     @property
     def path(self) -> str:
-        """Of the first file."""
+        """Path of the first file."""
         return self._files.files[0].path
 
     @property
@@ -78,70 +78,70 @@ class ParameterStore:
         """Reserve room for a partition.
 
         Raises:
-            StorageFullError: There is none.
+            StorageFullError: There is too little space.
         """
         stored = StoredParameter(nbytes, self._files.allocate(nbytes))
         weakref.finalize(stored, self._files.free, stored.place).atexit = False
         return stored
 
     def read(self, stored: StoredParameter, memory: torch.Tensor, *, offset: int = 0) -> int:
-        """Start reading whole blocks from byte ``offset`` on; for :meth:`finish`.
+        """Start reading whole blocks from byte ``offset`` on; return a ticket for :meth:`finish`.
 
         Args:
-            stored: What to read.
-            memory: uint8, block-aligned, whole blocks; it is kept until then.
-            offset: Whole blocks.
+            stored: The parameter to read.
+            memory: uint8 tensor, block-aligned, of whole blocks; it is kept alive until the transfer is complete.
+            offset: Offset in bytes, a multiple of the block size.
         """
         return self._start(self.queue.read, stored, memory, offset)
 
     def write(self, stored: StoredParameter, memory: torch.Tensor, *, offset: int = 0) -> int:
-        """Start writing, as :meth:`read`."""
+        """Start writing; arguments and result are those of :meth:`read`."""
         return self._start(self.queue.write, stored, memory, offset)
 
     def finish(self, ticket: int) -> None:
         """Return when a transfer is complete.
 
-        Ctrl-C ends the wait, not the transfer: its memory is kept, and the next transfer starts, or raises, when it is
-        complete. A transfer that was finished already is complete.
+        Ctrl-C ends the wait, not the transfer: its memory is kept, and before the next transfer starts, the store waits
+        for it and raises its error. A ticket may be finished more than once.
 
         Raises:
-            StorageError: It failed.
+            StorageError: The transfer failed.
         """
         failure = self._failed.pop(ticket, None) or self._wait(ticket)
         if failure is not None:
             raise failure_error(failure, what="Parameters")
 
     def traffic(self) -> Traffic:
-        """Cumulative counters."""
+        """Return the cumulative counters."""
         return Traffic.over_shared_channel(self.queue.counters())
 
     def close(self) -> None:
-        """Wait for what is in flight and remove the files; idempotent."""
+        """Wait for transfers in flight and remove the files; idempotent."""
         self.queue.close()
-        self._open.clear()
+        self._unfinished.clear()
         self._files.close()
 
     def _start(self, begin: Callable[..., int], stored: StoredParameter, memory: torch.Tensor, offset: int) -> int:
         if self._interrupted:
-            self._settle()
+            self._finish_interrupted()
         file = self._files.files[stored.place.file]
         where = stored.place.offset + offset
         ticket = begin(file, offset=where, address=memory.data_ptr(), nbytes=memory.numel())
-        self._open[ticket] = memory
+        self._unfinished[ticket] = memory
         return ticket
 
     def _wait(self, ticket: int) -> native.Failure | None:
         try:
             failure = self.queue.wait(ticket)
-        except BaseException:  # what a signal handler raises
+        except BaseException:  # a signal handler may raise anything
             self._interrupted = True
             raise
-        self._open.pop(ticket, None)
+        self._unfinished.pop(ticket, None)
         return failure
 
-    def _settle(self) -> None:
-        # Nobody may ever ask again for the transfer whose wait was interrupted, and what comes next could overtake it.
-        for ticket in list(self._open):
+    def _finish_interrupted(self) -> None:
+        # A transfer whose wait was interrupted may never be finished by its caller, and the next one could overtake it.
+        for ticket in list(self._unfinished):
             failure = self._wait(ticket)
             if failure is not None:
                 self._failed[ticket] = failure

@@ -1,4 +1,4 @@
-"""Parts of parameters on storage, to and from any host memory."""
+"""Transfers parts of parameters between storage and any host memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NUM_PARTS = 4
 
 
 class PartTransfers:
-    """Any bytes of parameters to and from any host memory, through a few buffers of a fixed size.
+    """Transfers any bytes of parameters to and from any host memory, through a few buffers of a fixed size.
 
-    Storage is written in whole blocks. The last block of a part that ends inside it is held back: mostly the next part
-    begins there. Otherwise, and at :meth:`synchronize`, the rest of the block is read first.
+    Storage is written in whole blocks. If a part ends inside a block, that block is held back, since the next part
+    usually begins there. Otherwise, and at :meth:`synchronize`, the rest of the block is read and it is written.
 
     Args:
-        store: Where parameters lie.
+        store: The store of the parameters.
     """
 
     def __init__(self, store: ParameterStore) -> None:
@@ -37,12 +37,12 @@ class PartTransfers:
         whole = torch.frombuffer(memory.memoryview(), dtype=torch.uint8)
         self._buffers = deque(whole[i * _PART_BYTES : (i + 1) * _PART_BYTES] for i in range(_NUM_PARTS))
         self._in_flight: deque[tuple[int, Callable[[], object]]] = deque()
-        # Where the parts end that were written since the last synchronize().
-        self._ends: dict[StoredParameter, int] = {}
-        # The parts that were read since then.
-        self._read: defaultdict[StoredParameter, list[range]] = defaultdict(list)
+        # The end of the last part written since the last synchronize().
+        self._written_ends: dict[StoredParameter, int] = {}
+        # The parts read since then.
+        self._read_ranges: defaultdict[StoredParameter, list[range]] = defaultdict(list)
         self._block = whole[_NUM_PARTS * _PART_BYTES :]
-        # The block held back: of what, where it begins, and which of its bytes are in memory.
+        # The block held back: its parameter, its offset, and the begin and end of its bytes in memory.
         self._held: tuple[StoredParameter, int, int, int] | None = None
         self.nbytes = memory.nbytes
 
@@ -52,9 +52,9 @@ class PartTransfers:
         Raises:
             StorageError: This or an earlier transfer failed.
         """
-        if begin < self._ends.get(stored, 0) or self._is_read(stored, begin, begin + values.numel()):
+        if begin < self._written_ends.get(stored, 0) or self._is_read(stored, begin, begin + values.numel()):
             self.synchronize()  # transfers in flight may overtake each other
-        self._ends[stored] = begin + values.numel()
+        self._written_ends[stored] = begin + values.numel()
         while values.numel():
             inside = begin % BLOCK_BYTES
             numel = values.numel()
@@ -74,9 +74,9 @@ class PartTransfers:
         Raises:
             StorageError: This or an earlier transfer failed.
         """
-        if self._ends:
+        if self._written_ends:
             self.synchronize()
-        self._read[stored].append(range(begin, begin + values.numel()))
+        self._read_ranges[stored].append(range(begin, begin + values.numel()))
         while values.numel():
             inside = begin % BLOCK_BYTES
             count = min(values.numel(), _PART_BYTES - inside)
@@ -86,23 +86,23 @@ class PartTransfers:
             begin, values = begin + count, values[count:]
 
     def synchronize(self) -> None:
-        """Return when everything started has completed.
+        """Return when all transfers started so far have completed.
 
         Raises:
-            StorageError: Something failed; nothing of it is in flight any more.
+            StorageError: A transfer failed; none is in flight any more.
         """
-        self._ends.clear()
-        self._read.clear()
+        self._written_ends.clear()
+        self._read_ranges.clear()
         try:
             self._write_held()
             while self._in_flight:
                 self._finish_first()
         except BaseException:
-            self._abandon()
+            self._finish_all_quietly()
             raise
 
     def _is_read(self, stored: StoredParameter, begin: int, end: int) -> bool:
-        return any(part.start < end and begin < part.stop for part in self._read.get(stored, ()))
+        return any(part.start < end and begin < part.stop for part in self._read_ranges.get(stored, ()))
 
     def _start(self, ticket: int, then: Callable[[], object] = lambda: None) -> None:
         self._in_flight.append((ticket, then))
@@ -120,7 +120,7 @@ class PartTransfers:
         except StorageError:
             self._in_flight.popleft()
             raise
-        # Not after an interrupt: the transfer still uses its buffer.
+        # After an interrupt it stays in the queue: the transfer still uses its buffer.
         self._in_flight.popleft()
         then()
 
@@ -141,7 +141,7 @@ class PartTransfers:
         self._held = None
         buffer = self._next_buffer()[:BLOCK_BYTES]
         if first > 0 or (end < BLOCK_BYTES and block + end < stored.nbytes):
-            # Its neighbours may be on their way to storage.
+            # A write in progress may still have to change the rest of this block.
             while self._in_flight:
                 self._finish_first()
             self._start(self._store.read(stored, buffer, offset=block))
@@ -149,7 +149,7 @@ class PartTransfers:
         buffer[first:end].copy_(self._block[first:end])
         self._start(self._store.write(stored, buffer, offset=block))
 
-    def _abandon(self) -> None:
+    def _finish_all_quietly(self) -> None:
         self._held = None
         while self._in_flight:
             with suppress(StorageError):

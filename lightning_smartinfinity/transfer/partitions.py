@@ -1,4 +1,4 @@
-"""Where a rank's parameters lie: in host memory, in a CUDA device's memory, or out of the native core's reach."""
+"""A rank's parameters in memory: in host memory, in a CUDA device's memory, or out of the native core's reach."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ParameterMemory(ABC):
 
         Args:
             assignment: The work.
-            staging: Is called if parameters travel through host memory of ours.
+            staging: Called if parameters travel through host memory of ours.
         """
 
 

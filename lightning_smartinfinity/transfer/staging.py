@@ -1,4 +1,4 @@
-"""Partitions outside host memory: their parameters pass through a bounded host buffer, wave by wave."""
+"""Moves parameters of partitions outside host memory through a bounded host buffer, wave by wave."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TensorPartition(StagedPartition):
         values.copy_(self._range(sub_group, offset, values))
 
     def synchronize(self) -> None:
-        """Nothing is in flight."""
+        """Returns at once: every copy has completed."""
 
     def _range(self, sub_group: int, offset: int, values: torch.Tensor) -> torch.Tensor:
         return self._tensors[sub_group][offset : offset + values.numel()]
@@ -85,8 +85,8 @@ class StagingBuffer:
 
     Args:
         layout: The partition.
-        dtype: Of the parameters.
-        nbytes: Upper bound of both halves together; they hold one tasklet each at least.
+        dtype: The parameters' dtype.
+        nbytes: Upper bound of both halves together; each holds at least one tasklet.
     """
 
     def __init__(self, layout: PartitionLayout, *, dtype: native.DType, nbytes: int) -> None:
@@ -99,24 +99,24 @@ class StagingBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Of both halves."""
+        """Bytes of both halves."""
         return self._memory.tensor.nbytes
 
     def half(self, index: int) -> torch.Tensor:
-        """The half that wave number ``index`` uses."""
+        """Returns the half that wave number ``index`` uses."""
         begin = index % _NUM_HALVES * self._half_numel
         return self._memory.tensor[begin : begin + self._half_numel]
 
 
 class _Wave:
-    """Some tasklets' parameters in a half of the staging buffer, one tasklet behind the other.
+    """Parameters of some tasklets in a half of the staging buffer, one tasklet after the other.
 
     It is a :class:`~lightning_smartinfinity.transfer.batches.Memory`.
 
     Args:
         layout: The partition.
-        tasklets: Those of the wave.
-        half: From :meth:`StagingBuffer.half`.
+        tasklets: The wave's tasklets.
+        half: The half of the buffer, from :meth:`StagingBuffer.half`.
     """
 
     def __init__(self, layout: PartitionLayout, tasklets: Sequence[int], half: torch.Tensor) -> None:
@@ -133,16 +133,16 @@ class _Wave:
 
     def put(self, pieces: Sequence[Piece], partition: StagedPartition) -> None:
         """Starts copying the pieces that lie in the wave and were updated to the partition."""
-        for piece in self._own(pieces):
+        for piece in self._pieces_here(pieces):
             if piece.key >= 0:
                 partition.put(piece.sub_group, self._offset(piece), self._values(piece))
 
     def get(self, pieces: Sequence[Piece], partition: StagedPartition) -> None:
         """Starts copying the pieces that lie in the wave from the partition."""
-        for piece in self._own(pieces):
+        for piece in self._pieces_here(pieces):
             partition.get(piece.sub_group, self._offset(piece), self._values(piece))
 
-    def _own(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _pieces_here(self, pieces: Sequence[Piece]) -> list[Piece]:
         return [piece for piece in pieces_within(pieces, self.tasklets) if piece.tasklet in self._rows]
 
     def _offset(self, piece: Piece) -> int:
@@ -158,11 +158,11 @@ class _Wave:
 
 
 class StagedSubmission(Submission):
-    """Wave after wave through the two halves of the staging buffer.
+    """Sends wave after wave through the two halves of the staging buffer.
 
-    The caller's waits drive it: a wave is copied to the partition, and the next one started, when somebody waits. While
-    a wave is at work, its predecessor's parameters travel to the partition. The next wait resumes what an interrupt
-    broke off, but for a wave of which nobody knows whether the device has it.
+    The caller's waits drive it: they copy a wave to the partition and start the next one. While a wave is in progress,
+    the parameters of the wave before travel to the partition. After an interrupt the next wait continues, unless a
+    wave was being submitted: then it is unknown whether the device has it.
 
     Args:
         assignment: The work.
@@ -184,8 +184,8 @@ class StagedSubmission(Submission):
         self._wave_of = {tasklet: number for number, wave in enumerate(self._waves) for tasklet in wave.tasklets}
         self._num_begun = 0
         self._num_finished = 0
-        self._current: DirectSubmission | None = None  # the wave that was begun last
-        self._is_handed_out = True
+        self._current: DirectSubmission | None = None  # the wave started last
+        self._is_submitted = True
 
     def start(self) -> None:
         self._begin_next()
@@ -201,13 +201,13 @@ class StagedSubmission(Submission):
         if self._current is not None:
             self._current.stop()
         self._current = None
-        with suppress(SmartInfinityError):  # as in DirectSubmission: the caller knows, or abandons the work anyway
+        with suppress(SmartInfinityError):  # the caller knows the error already, or does not need the result
             self._partition.synchronize()
 
     def _finish_waves(self, count: int) -> None:
-        """Returns when so many waves are done and their parameters in the partition."""
+        """Returns when the first ``count`` waves are done and their parameters are in the partition."""
         while self._num_finished < count:
-            if not self._is_handed_out:
+            if not self._is_submitted:
                 raise StorageError("An interrupt came while a part of the step began.", "Undo it.")
             self._finish_wave(self._waves[self._num_finished])
         self._partition.synchronize()
@@ -216,7 +216,7 @@ class StagedSubmission(Submission):
         if self._num_begun == self._num_finished + 1:
             assert self._current is not None
             self._current.drain()
-            # Before the next wave overwrites the other half; its copies had all this wave's time.
+            # The next wave overwrites the other half, whose copies ran while this wave was in progress.
             self._partition.synchronize()
             self._begin_next()
         if not self._loads:
@@ -231,8 +231,8 @@ class StagedSubmission(Submission):
             wave.get(self._pieces, self._partition)
             self._partition.synchronize()
         submission = DirectSubmission(self._device, partial(self._make_batch, wave), wave.tasklets)
-        self._is_handed_out = False
+        self._is_submitted = False
         self._current = submission
         self._num_begun += 1
         submission.start()
-        self._is_handed_out = True
+        self._is_submitted = True

@@ -1,4 +1,4 @@
-"""State read and written outside of steps: the first state, checkpoints, single parameters."""
+"""Reads and writes state outside of steps: the first state, checkpoints, single parameters."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _FP32_BYTES = 4
 
 
 def places_of(store: StateStore) -> Places:
-    """Where the store's extents lie and where the next generation's go."""
+    """Returns the places of the store's extents and those of the next generation."""
     return Places(
         store.placement, store.next_placement(), store.tasklet_generations, store.generation + 1, store.blocks
     )
 
 
 def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], steps: NDArray[np.int64]) -> None:
-    """Make the next generation current, in which these tasklets have been written.
+    """Makes the next generation current, for which these tasklets have been written.
 
     Args:
         store: The store.
-        places: Where they were written.
-        tasklets: Those written.
-        steps: int64[num_parameters] of the next generation.
+        places: The places to which they were written.
+        tasklets: Indices of the tasklets written.
+        steps: int64[num_parameters]: updates of each parameter in the next generation.
 
     Raises:
         StorageError: The record could not be written.
@@ -55,17 +55,17 @@ def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], step
 
 @contextmanager
 def committing(store: StateStore, generation: int, together: Together) -> Iterator[None]:
-    """Around writing and committing a generation; if another process could not commit it, it is taken back here.
+    """Makes the context in which a generation is written and committed; rolls back if another process failed.
 
-    With one place for each tasklet there is nothing to go back to: the generation stays.
+    With one place for each tasklet the generation stays, as the previous one no longer exists.
 
     Args:
         store: The store.
-        generation: The one to commit; current already if it was committed and its agreement was interrupted.
-        together: Entered around the body.
+        generation: The generation to commit; already current if it was committed and the agreement was interrupted.
+        together: Context entered around the body.
 
     Raises:
-        SmartInfinityError: What the body raised, here or elsewhere.
+        SmartInfinityError: The body raised it, here or on another rank.
     """
     try:
         with together():
@@ -77,11 +77,11 @@ def committing(store: StateStore, generation: int, together: Together) -> Iterat
 
 
 class _FirstArrays:
-    """What every array but the master begins with: one value all over, in memory for one tasklet.
+    """First content of every array but the master: one value everywhere, in memory for one tasklet.
 
     Args:
         layout: The partition.
-        values: Of each array but the master; none: zeros.
+        values: Value of each array but the master; empty means zeros.
     """
 
     def __init__(self, layout: PartitionLayout, values: Sequence[float]) -> None:
@@ -90,7 +90,7 @@ class _FirstArrays:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of each array, the master's first; 0: zeros."""
+        """Address of each array's first content, the master's first; 0 means zeros."""
         return (0, *(0 if array is None else array.ctypes.data for array in self._arrays))
 
 
@@ -99,7 +99,7 @@ class StateAccess:
 
     Args:
         layout: The partition.
-        store: Its state.
+        store: The store that holds its state.
         device: The device, open.
         names: Names of the arrays, ``UpdateRule.arrays``.
     """
@@ -132,9 +132,9 @@ class StateAccess:
         commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
     def scan(self, visit: Callable[[Window], object]) -> None:
-        """Hands over the whole state, window after window in partition order.
+        """Passes the whole state to ``visit``, window after window in partition order.
 
-        It takes as much host memory as the ring, or two tasklets where that is more.
+        It needs as much host memory as the ring, or that of two tasklets if that is more.
 
         Args:
             visit: Called with each window, whose arrays hold the state during the call.
@@ -149,18 +149,18 @@ class StateAccess:
     ) -> None:
         """Replaces the whole state, window after window in partition order, and commits it.
 
-        It takes as much host memory as :meth:`scan`. The partition in memory is the caller's: write the parameters too.
-        If ``fill`` or a write raises, here or under ``together`` elsewhere, the previous generation stays current;
-        only with one place each (``durability="none"``) the state is lost.
+        It needs as much host memory as :meth:`scan`. It does not change the parameters in memory: the caller writes
+        them. If ``fill`` or a write raises, here or under ``together`` elsewhere, the previous generation stays
+        current; but with one place each (``durability="none"``) the state is lost.
 
         Args:
-            fill: Called with each window, all of whose arrays it fills.
-            steps: int64[num_parameters].
-            together: Entered around writing and committing. With several ranks it must raise on each of them if its
-                body raised on one; so none keeps a generation that another could not commit.
+            fill: Called with each window; it must fill all of the window's arrays.
+            steps: int64[num_parameters]: updates of each parameter.
+            together: Context entered around writing and committing. With several ranks it must raise on each of them
+                if its body raised on one, so that no rank keeps a generation that another could not commit.
 
         Raises:
-            StorageError: It could not be written.
+            StorageError: The state could not be written.
         """
         assert len(steps) == len(self._layout.parameters)
         with committing(self._store, self._store.generation + 1, together):
@@ -173,7 +173,7 @@ class StateAccess:
 
         Args:
             parameter: Parameter index.
-            names: The arrays to read; None: all.
+            names: Names of the arrays to read; None means all.
 
         Returns:
             float32[real_numel] by name.
@@ -183,7 +183,7 @@ class StateAccess:
         """
         numel = self._layout.parameters[parameter].real_numel
         values = {name: np.empty(numel, np.float32) for name in names or self._names}
-        addresses = self._in_parameters({parameter: values})
+        addresses = self._parameter_addresses({parameter: values})
         self._move(native.Operation.READ, self._pieces_of([parameter]), places_of(self._store), addresses)
         return values
 
@@ -192,29 +192,29 @@ class StateAccess:
     ) -> None:
         """Replaces some arrays of some parameters, as one commit.
 
-        The partition in memory is the caller's: after replacing a master, write the parameter too. Every rank calls it
-        the same number of times, so that generations stay common to all.
+        It does not change the parameters in memory: after replacing a master, the caller writes the parameter. Every
+        rank must call it the same number of times, so that all have the same generation.
 
-        In a state format that rounds, values are rounded to nearest. Elements that are not replaced keep theirs, unless
-        they share a block of 8-bit codes with new ones so large that its exponent no longer reaches down to them.
+        In a state format that rounds, values are rounded to nearest. Other elements keep their values, unless they
+        share a block of 8-bit codes with new values so large that the block's exponent becomes too large for theirs.
 
         Args:
-            values: By parameter index, then array name: float32[real_numel].
+            values: float32[real_numel] by parameter index, then array name.
             together: As for :meth:`replace`.
 
         Raises:
-            StorageError: It could not be written; the previous generation stays current.
+            StorageError: The state could not be written; the previous generation stays current.
         """
         kept = {index: self._checked(index, arrays) for index, arrays in values.items()}
-        self._modify(self._pieces_of(sorted(kept)), self._in_parameters(kept), together)
+        self._modify(self._pieces_of(sorted(kept)), self._parameter_addresses(kept), together)
 
     def read_range(self, begin: int, end: int, *, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         """Reads elements ``[begin, end)`` of the flat partition, padding included.
 
         Args:
             begin: First element.
-            end: One past the last.
-            names: The arrays to read.
+            end: One past the last element.
+            names: Names of the arrays to read.
 
         Returns:
             float32[end - begin] by name.
@@ -223,26 +223,26 @@ class StateAccess:
             StorageError: As :meth:`scan`.
         """
         values = {name: np.empty(end - begin, np.float32) for name in names}
-        addresses = self._in_range(begin, values)
+        addresses = self._range_addresses(begin, values)
         self._move(native.Operation.READ, self._pieces_between(begin, end), places_of(self._store), addresses)
         return values
 
     def modify_range(
         self, begin: int, values: Mapping[str, NDArray[np.float32]], *, together: Together = nullcontext
     ) -> None:
-        """Replaces some arrays of consecutive elements of the flat partition, as one commit; else as :meth:`modify`.
+        """Replaces some arrays of consecutive elements of the flat partition, as :meth:`modify` does.
 
         Args:
             begin: First element.
-            values: By array name: contiguous float32, all equally long.
+            values: Contiguous float32 arrays of the same length, by array name.
             together: As for :meth:`replace`.
 
         Raises:
-            StorageError: It could not be written; the previous generation stays current.
+            StorageError: The state could not be written; the previous generation stays current.
         """
         (numel,) = {len(array) for array in values.values()}
         assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in values.values())
-        self._modify(self._pieces_between(begin, begin + numel), self._in_range(begin, values), together)
+        self._modify(self._pieces_between(begin, begin + numel), self._range_addresses(begin, values), together)
 
     def _modify(
         self, pieces: Sequence[Piece], addresses: Callable[[Piece], tuple[int, ...]], together: Together
@@ -263,14 +263,14 @@ class StateAccess:
         return cut(self._layout, whole_sub_groups(self._layout, range(len(self._layout.sub_groups))))
 
     def _pieces_of(self, parameters: Sequence[int]) -> list[Piece]:
-        """Without padding; the parameter is the key."""
+        """Returns the pieces of these parameters, without padding; the key is the parameter index."""
         slices = [(index, self._layout.parameters[index]) for index in parameters]
         return cut(
             self._layout, [Span(s.offset, s.offset + s.real_numel, index) for index, s in slices if s.real_numel]
         )
 
     def _pieces_between(self, begin: int, end: int) -> list[Piece]:
-        """With padding."""
+        """Returns the pieces of these elements, padding included; the key is the sub-group's index."""
         groups = [(max(begin, g.offset), min(end, g.offset + g.numel), g.index) for g in self._layout.sub_groups]
         return cut(self._layout, [Span(*span) for span in groups if span[0] < span[1]])
 
@@ -286,7 +286,7 @@ class StateAccess:
 
         _finish(DirectSubmission(self._device, make_parts, tasklets_in(pieces)))
 
-    def _in_parameters(
+    def _parameter_addresses(
         self, values: Mapping[int, Mapping[str, NDArray[np.float32]]]
     ) -> Callable[[Piece], tuple[int, ...]]:
         origins = {
@@ -300,7 +300,9 @@ class StateAccess:
 
         return addresses
 
-    def _in_range(self, begin: int, values: Mapping[str, NDArray[np.float32]]) -> Callable[[Piece], tuple[int, ...]]:
+    def _range_addresses(
+        self, begin: int, values: Mapping[str, NDArray[np.float32]]
+    ) -> Callable[[Piece], tuple[int, ...]]:
         assert set(values) <= set(self._names), f"unknown arrays: {sorted(values)}"
         origins = [values[name].ctypes.data if name in values else 0 for name in self._names]
 
@@ -324,4 +326,4 @@ def _finish(submission: Submission) -> None:
         submission.start()
         submission.drain()
     finally:
-        submission.stop()  # after an interrupt the device is still at work
+        submission.stop()  # after an interrupt, work is still in progress on the device

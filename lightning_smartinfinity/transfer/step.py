@@ -20,24 +20,24 @@ __all__ = ["Step"]
 
 
 class Step:
-    """What a plan asks for, from :meth:`start` to :meth:`commit` or :meth:`restore`.
+    """Runs a plan, from :meth:`start` to :meth:`commit` or :meth:`restore`.
 
-    An incremental step starts without tasklets: :meth:`extend` adds some at a time as if every parameter were active,
-    and :meth:`complete` the others, once it is known which are.
+    An incremental step starts without tasklets: :meth:`extend` adds some as if every parameter were active, and
+    :meth:`complete` adds the others once the active parameters are known.
 
     Args:
         layout: The partition.
-        store: Its state.
-        device: Open and free.
+        store: The store that holds its state.
+        device: The device, open and free.
         rule: The optimizer's update rule.
-        plan: The step; hyperparameters and ``active`` are read here, once.
+        plan: The step's plan; hyperparameters and ``active`` are read here, once.
         staging: Returns the buffer for parameters that travel through host memory of ours.
         incremental: Whether the step is incremental; then parameters are in host memory.
 
     Attributes:
-        is_complete: Whether it is known which tasklets belong to the step; only then it can be committed.
-        batches: Makes what the device is given.
-        failure: The error that ended the step; None: there is none so far.
+        is_complete: Whether all of the step's tasklets are known; only then it can be committed.
+        batches: Makes the batches for the device.
+        failure: The error that ended the step; None means there is none so far.
 
     Raises:
         ConfigError: A hyperparameter of an active group is out of range.
@@ -62,7 +62,7 @@ class Step:
         self.generation = store.generation + 1
         self._outputs = plan.outputs
         self._staging = staging
-        # Once: an incremental step must not change its mind.
+        # Computed once: all parts of an incremental step must use the same places.
         self._places = places_of(store)
         self.batches = StepBatches(
             layout,
@@ -74,8 +74,8 @@ class Step:
         self._tasklets = [] if incremental else self._all_tasklets(plan)
         self._submission = plan.outputs.submission(self._assignment(self.batches.update), staging)
         self.failure: SmartInfinityError | None = None
-        # False as well where an interrupt came while the device was given something
-        self._is_handed_out = incremental
+        # An interrupt while tasklets are being submitted leaves this False.
+        self._is_submitted = incremental
 
     def _updates_of(self, plan: StepPlan) -> Updates:
         return choose_updates(
@@ -102,13 +102,13 @@ class Step:
 
     @property
     def overwrites(self) -> bool:
-        """Whether it writes where the current generation lies."""
+        """Whether the step writes to places of the current generation."""
         return bool(self._tasklets) and self._layout.extents.num_slots == 1
 
     def start(self) -> None:
         """Starts the step and returns at once."""
         self._guarded(self._submission.start)
-        self._is_handed_out = True
+        self._is_submitted = True
 
     def extend(self, tasklets: Sequence[int]) -> None:
         """Starts these tasklets of an incremental step, whose gradients are all there, and returns at once.
@@ -117,38 +117,38 @@ class Step:
             StorageError: As :meth:`wait`.
         """
         assert not self.is_complete
-        self._is_handed_out = False
+        self._is_submitted = False
         self._extend(tasklets)
-        self._is_handed_out = True
+        self._is_submitted = True
 
     def complete(self, plan: StepPlan) -> bool:
-        """Turns an incremental step into that of this plan and starts the tasklets that are missing.
+        """Makes an incremental step the step of this plan, and starts the tasklets that are missing.
 
         Args:
-            plan: Differs from that of the step's beginning in what is active and in hyperparameters only.
+            plan: The final plan; it differs from the first one in active parameters and hyperparameters only.
 
         Returns:
-            Whether that could be done. If not, because something was updated otherwise or an interrupt came while
-            tasklets were given to the device, nothing else happens: roll the step back.
+            Whether the step is now that of the plan. It is not, and nothing was started, if a parameter was updated
+            in another way or an interrupt came while tasklets were being submitted: then roll the step back.
 
         Raises:
             StorageError: As :meth:`wait`.
         """
-        if not self._is_handed_out and self.failure is None:
+        if not self._is_submitted and self.failure is None:
             return False
         updates = self._updates_of(plan)
         begun = set(self._tasklets)
         if not updates.agrees(self.batches.updates, self._layout.parameters_in(begun)):
             return False
         self.batches.choose(updates)
-        self._is_handed_out = False
+        self._is_submitted = False
         self.is_complete = True
         tasklets = self._all_tasklets(plan)
         self._extend([tasklet for tasklet in tasklets if tasklet not in begun])
         if self._tasklets:
-            # Those of the last layers came first; the first layers are needed first.
+            # Backward completes the last layers first, but forward needs the first layers first.
             self._guarded(lambda: self._submission.prefer(tasklets))
-        self._is_handed_out = True
+        self._is_submitted = True
         return True
 
     def _extend(self, tasklets: Sequence[int]) -> None:
@@ -160,50 +160,50 @@ class Step:
         """Returns when these parameters are updated in the partition.
 
         Args:
-            parameters: Parameter indices: some, or a slice with step 1; None: all.
+            parameters: Parameter indices, or a slice of them with step 1; None means all.
 
         Raises:
-            StorageError: The step failed (StorageFullError, StorageCorruptError where those fit); roll it back. It is
-                raised at every call from then on.
-            CudaError: The same, copying parameters from or to a CUDA device.
+            StorageError: The step failed (StorageFullError or StorageCorruptError in these cases); roll it back. Every
+                later call raises the same error.
+            CudaError: Copying parameters from or to a CUDA device failed; the same applies.
         """
         if parameters is None or isinstance(parameters, slice):
             slices = [parameters or slice(None)]
         else:
             slices = [slice(index, index + 1) for index in parameters]
         wanted = sorted({tasklet for part in slices for tasklet in self._layout.tasklets_of(part)})
-        self._require_handed_out()
+        self._require_submitted()
         self._guarded(lambda: self._submission.wait(wanted))
 
     def drain(self) -> None:
-        """Returns when nothing is left to do. Raises as :meth:`wait`."""
-        self._require_handed_out()
+        """Returns when all submitted work is done. Raises as :meth:`wait`."""
+        self._require_submitted()
         self._guarded(self._submission.drain)
 
-    def _require_handed_out(self) -> None:
-        if not self._is_handed_out and self.failure is None:
+    def _require_submitted(self) -> None:
+        if not self._is_submitted and self.failure is None:
             self.failure = StorageError("An interrupt came while the step began.", "Undo it.")
 
     def commit(self) -> None:
         """Drains the step and makes it the current generation. Raises as :meth:`wait`."""
         assert self.is_complete
         self.drain()
-        # An interrupt may have come when it was done but for our knowing.
+        # An interrupted earlier call may have committed the step already.
         if self._store.generation < self.generation:
             steps = self.batches.updates.counts_after(self._store.steps)
             self._guarded(lambda: commit_next(self._store, self._places, self._tasklets, steps))
 
     def stop(self) -> None:
-        """Abandons what has not started; returns when nothing is in flight. The step cannot be committed any more."""
+        """Starts no more tasklets and returns when none is in flight. The step cannot be committed any more."""
         self.failure = self.failure or StorageError("The step was abandoned.", "Undo it.")
         self._submission.stop()
 
     def restore(self) -> None:
-        """After :meth:`stop`: reads the current generation's parameters back into the partition.
+        """Reads the current generation's parameters back into the partition, after :meth:`stop`.
 
         Raises:
-            StorageError: They could not be read; it may be tried again.
-            CudaError: They could not be copied; the same.
+            StorageError: The parameters could not be read; the call may be repeated.
+            CudaError: The parameters could not be copied; the call may be repeated.
         """
         self._submission = self._outputs.submission(self._assignment(self.batches.restore), self._staging)
         try:

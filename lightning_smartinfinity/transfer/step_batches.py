@@ -1,4 +1,4 @@
-"""The batches of one step."""
+"""Makes the batches of one step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class StepBatches:
 
     Args:
         layout: The partition.
-        places: The places where extents lie and where the step writes them.
-        plan: The step.
+        places: The places of the extents and those to which the step writes.
+        plan: The step's plan.
         updates: The scalars with which each parameter is updated.
-        master_dtype: The dtype of parameters that stand for masters, or for half of them; None: none do.
+        master_dtype: Dtype of parameters that serve as the masters, or as half of them; None means none do.
 
     Attributes:
         updates: The scalars with which each parameter is updated.
@@ -56,12 +56,12 @@ class StepBatches:
         self._compressed = plan.compressed
         self._loss_scale = plan.loss_scale
         self._master_dtype = master_dtype
-        # By index: what an interrupt broke off is made twice.
+        # By tasklet index: after an interrupt, the same batch may be made a second time.
         self._sent: dict[int, native.Tasklet] = {}
         self.choose(updates)
 
     def choose(self, updates: Updates) -> None:
-        """Updates with these scalars from now on."""
+        """Chooses the scalars of all batches made from now on."""
         self.updates = updates
         self.pieces = cut(self._layout, spans_of(self._layout, updates.keys))
 
@@ -123,14 +123,14 @@ class StepBatches:
 
     @property
     def has_residual(self) -> bool:
-        """Whether :meth:`feed_back` has anything to do: alike on all ranks."""
+        """Whether :meth:`feed_back` changes a residual; the answer is the same on all ranks."""
         return self._compressed is not None and self._compressed.residual is not None
 
     def feed_back(self) -> None:
-        """After the commit, on all ranks: keeps what compression left out of the gradients.
+        """Stores what compression left out of the gradients as the residual, after the commit on all ranks.
 
         Raises:
-            StorageError: It cannot be kept; no residual has changed.
+            StorageError: It cannot be stored; no residual has changed.
         """
         if self._compressed is not None:
             self._compressed.feed_back(list(self._sent.values()), scale=self._loss_scale)

@@ -1,4 +1,4 @@
-"""One optimizer step, as its caller describes it."""
+"""The description of one optimizer step by its caller."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["StepPlan"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What one optimizer step updates, from which gradients, with which hyperparameters.
+    """The parameters that one optimizer step updates, their gradients and the hyperparameters.
 
     Args:
         active: bool[num_parameters]: which parameters have a gradient; the others are left as they are, as in torch.
         gradients: Host memory of each sub-group's gradients, in sub-group order (``GradientArena.flats()``).
-        outputs: The parameters. fp32 parameters in host or CUDA memory are the master weights, bf16 ones their upper
-            halves in ``"int8_remainder"``: what lies there when the step begins is what is updated.
+        outputs: The parameters. fp32 parameters in host or CUDA memory serve as master weights, bf16 ones with
+            ``"int8_remainder"`` as their upper halves: the step updates the values that are there when it begins.
         groups: The optimizer's ``param_groups``, read once when the step begins.
         gradient_scale: Factor on every gradient before the update: one over the combined loss and clipping scale.
-        compressed: Where gradients are compressed to; None: they reach the update as they are.
-        loss_scale: Of the gradients, which a residual does not have.
-        first_uses: int64[num_parameters]: tasklets are worked in the order of the least of these numbers among their
-            parameters; None: in partition order. It changes no result.
+        compressed: Memory for compressed gradients; None means no compression.
+        loss_scale: Loss scale of the gradients; the residual is unscaled.
+        first_uses: int64[num_parameters]: tasklets start in the order of the smallest of these numbers among their
+            parameters; None means partition order. It changes no result.
     """
 
     active: NDArray[np.bool_]

@@ -1,4 +1,4 @@
-"""Tasklets that are handed to a device."""
+"""Submits tasklets to a device and waits for them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_smartinfinity.transfer.layout import PartitionLayout
 __all__ = ["Assignment", "BatchMaker", "DirectSubmission", "Direction", "Link", "PartMaker", "Submission"]
 
 BatchMaker = Callable[[Memory, Sequence[int]], Iterable[native.Batch]]
-"""Makes the batch of some tasklets whose parameters lie in this memory, in parts; each when it is asked for."""
+"""Makes the batch of some tasklets whose parameters lie in this memory; yields it in parts, each made on demand."""
 
 PartMaker = Callable[[Sequence[int]], Iterable[native.Batch]]
-"""Makes the batch of some tasklets, in parts; each when it is asked for."""
+"""Makes the batch of some tasklets; yields it in parts, each made on demand."""
 
 
 class Direction(Enum):
@@ -35,10 +35,10 @@ class Assignment:
     """Work on tasklets and their parameters.
 
     Args:
-        device: The device that does it, open and free.
+        device: The device that does the work, open and free.
         layout: The partition's layout.
         make_batch: Makes the batch of some of the tasklets.
-        tasklets: The tasklets in the order in which they are worked, as numbered by the layout.
+        tasklets: Indices of the tasklets, in the order in which they start.
         pieces: The pieces of these tasklets, in partition order. Parameters of those with a negative key stay as they
             are.
         direction: The direction in which parameters travel.
@@ -60,17 +60,17 @@ class Link(Protocol):
         """The stream on which parameters travel."""
 
     def take(self) -> None:
-        """Lets copies from now on run after what the user's stream was given so far."""
+        """Makes later copies run after the work that the user's stream was given so far."""
 
     def give(self) -> None:
-        """Lets what the user's stream is given from now on run after the copies started so far."""
+        """Makes the work that the user's stream is given later run after the copies started so far."""
 
     def warn_of_unregistered(self) -> None:
         """Warns, once, if host memory could not be registered."""
 
 
 class Submission(ABC):
-    """Tasklets on their way through the device. ``start``, then ``wait`` and ``drain`` or ``stop``."""
+    """Tasklets in progress on the device. The order of calls is ``start``, ``wait``, then ``drain`` or ``stop``."""
 
     @abstractmethod
     def start(self) -> None:
@@ -82,19 +82,19 @@ class Submission(ABC):
 
         Raises:
             StorageError: The work failed; only :meth:`stop` may follow.
-            CudaError: Copying parameters from or to a CUDA device failed; likewise.
+            CudaError: Copying parameters from or to a CUDA device failed; only :meth:`stop` may follow.
         """
 
     @abstractmethod
     def drain(self) -> None:
-        """Returns when everything is done and the device free. Raises as :meth:`wait`."""
+        """Returns when all work is done and the device is free. Raises as :meth:`wait`."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Abandons the work: returns when the device is free, with the work done or not. Never raises these errors."""
+        """Starts no more work and returns when the device is free, even if work is left. Never raises these errors."""
 
     def extend(self, tasklets: Sequence[int]) -> None:
-        """Starts more tasklets, behind those there are, and returns at once."""
+        """Starts more tasklets, behind the present ones, and returns at once."""
         raise NotImplementedError("Only a submission straight into memory can be extended.")
 
     def prefer(self, tasklets: Sequence[int]) -> None:
@@ -108,8 +108,8 @@ class DirectSubmission(Submission):
     Args:
         device: The device, open and free.
         make_parts: Makes the batch. Its first part is submitted, the others are added while the device works.
-        tasklets: Its tasklets in the parts' order, as numbered by the layout.
-        link: The link to the user of the CUDA device in whose memory parameters lie; None: they lie in host memory.
+        tasklets: Indices of the tasklets, in the parts' order.
+        link: Link to the user of the CUDA device in whose memory parameters lie; None means host memory.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class DirectSubmission(Submission):
 
     def start(self) -> None:
         if self._positions:
-            # First, so that an interrupt in submit() leaves nothing undrained.
+            # Set first, so that stop() ends the work after an interrupt in submit().
             self._active = True
             if self._link is not None:
                 self._link.take()
@@ -164,7 +164,7 @@ class DirectSubmission(Submission):
             except SmartInfinityError:
                 self._active = False
                 raise
-            # Not after an interrupt: the device is still at work.
+            # After an interrupt this stays True: work is still in progress on the device.
             self._active = False
 
     def stop(self) -> None:

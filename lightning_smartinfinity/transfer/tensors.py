@@ -1,4 +1,4 @@
-"""torch tensors over the native core's memory, and as the plain addresses that it takes."""
+"""torch tensors over the native core's memory, and torch tensors as the addresses that the core takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """One sub-group's contiguous memory. The caller keeps it alive for as long as it is in use.
+    """One sub-group's contiguous memory. The caller keeps it alive while it is in use.
 
     Args:
         address: The first element's address.
@@ -33,22 +33,22 @@ class Flat:
 
 
 def is_native_dtype(dtype: torch.dtype) -> bool:
-    """Whether the native core has a name for it."""
+    """Return whether the native core supports a torch dtype."""
     return dtype in _DTYPES
 
 
 def native_dtype(dtype: torch.dtype) -> native.DType:
-    """The native core's name of a torch dtype (float32, float16 or bfloat16)."""
+    """Return the native core's dtype for a torch dtype (float32, float16 or bfloat16)."""
     return _DTYPES[dtype]
 
 
 def torch_dtype(dtype: native.DType) -> torch.dtype:
-    """The torch dtype of one of the native core's."""
+    """Return the torch dtype for a dtype of the native core."""
     return next(name for name, known in _DTYPES.items() if known == dtype)
 
 
 def flat_of(tensor: torch.Tensor) -> Flat:
-    """A contiguous CPU tensor as a :class:`Flat`; the caller keeps the tensor alive."""
+    """Return a contiguous CPU tensor as a :class:`Flat`; the caller keeps the tensor alive."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), "only contiguous host memory has a flat address"
     return Flat(tensor.data_ptr(), tensor.numel(), native_dtype(tensor.dtype))
 
@@ -58,8 +58,8 @@ class HostTensor:
 
     Args:
         numel: Number of elements.
-        dtype: Of the elements.
-        device: Register the memory with it, so that copies are asynchronous. Best effort: without it they still work.
+        dtype: Dtype of the elements.
+        device: Device to register the memory with, for asynchronous copies. If that fails, copies block.
 
     Attributes:
         tensor: The tensor, zero-filled. It keeps the mapping alive.
@@ -74,5 +74,5 @@ class HostTensor:
             self._buffer.register(device)
 
     def close(self) -> None:
-        """Unregister; idempotent. It also happens with the end of the memory."""
+        """Unregister the memory; idempotent. Releasing the memory does it as well."""
         self._buffer.unregister()

@@ -1,4 +1,4 @@
-"""The whole state in bounded host memory: windows of a few tasklets, one behind the other."""
+"""Moves the whole state through bounded host memory, in windows of a few tasklets."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Window:
     """The state of some consecutive tasklets in host memory.
 
     Args:
-        begin: First element in the flat partition, whose padding counts.
-        end: One past the last.
-        arrays: One for each name in ``UpdateRule.arrays``, ``end - begin`` long. Their memory is used again for
-            another window: copy what is to be kept.
+        begin: First element in the flat partition, padding included.
+        end: One past the last element.
+        arrays: One array for each name in ``UpdateRule.arrays``, ``end - begin`` long. Later windows use the same
+            memory: copy what you keep.
     """
 
     begin: int
@@ -39,11 +39,11 @@ class Window:
 
 
 class WindowBuffer:
-    """Two halves of host memory: one is in the caller's hands while the other moves to or from storage.
+    """Two halves of host memory: the caller uses one while the other moves to or from storage.
 
     Args:
         layout: The partition.
-        nbytes: Upper bound of both halves together; they hold one tasklet each at least.
+        nbytes: Upper bound of both halves together; each holds at least one tasklet.
     """
 
     def __init__(self, layout: PartitionLayout, *, nbytes: int) -> None:
@@ -58,11 +58,11 @@ class WindowBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Of both halves."""
+        """Bytes of both halves."""
         return self._buffer.nbytes
 
     def windows(self) -> list[tuple[range, Window]]:
-        """All windows in partition order, each with its tasklets, in alternating halves."""
+        """Return all windows in partition order, each with its tasklets; they use the halves alternately."""
         num_tasklets, step = self._layout.extents.num_tasklets, self._tasklets_per_window
         cuts = [range(begin, min(begin + step, num_tasklets)) for begin in range(0, num_tasklets, step)]
         return [(tasklets, self._window(tasklets, number % _NUM_HALVES)) for number, tasklets in enumerate(cuts)]
@@ -74,12 +74,12 @@ class WindowBuffer:
 
 
 class WindowWalk:
-    """Moves windows between storage and a buffer, one ahead of the caller or one behind.
+    """Moves windows between storage and a buffer: reads one ahead of the caller, or writes one behind it.
 
     Args:
         layout: The partition.
-        device: Open and free.
-        places: Where extents lie and where the next generation's go.
+        device: The device, open and free.
+        places: Places of the extents and of the next generation's.
         nbytes: Upper bound of the buffer, see :class:`WindowBuffer`.
     """
 
@@ -91,7 +91,7 @@ class WindowWalk:
         self._pieces = cut(layout, whole_sub_groups(layout, range(len(layout.sub_groups))))
 
     def read(self, visit: Callable[[Window], object]) -> None:
-        """Hand over one window after the other, while the next is being read."""
+        """Call ``visit`` with one window after the other, while the next one is being read."""
         visited: Window | None = None
         with ExitStack() as in_flight:
             for tasklets, window in self._buffer.windows():
@@ -104,7 +104,7 @@ class WindowWalk:
                 visit(visited)
 
     def write(self, fill: Callable[[Window], object]) -> None:
-        """Have one window after the other filled, while the one before is being written."""
+        """Call ``fill`` with one window after the other, while the one before is being written."""
         with ExitStack() as in_flight:
             submission: DirectSubmission | None = None
             for tasklets, window in self._buffer.windows():
@@ -126,7 +126,7 @@ class WindowWalk:
             return [array_batch(operation, self._layout, self._pieces, tasklets, self._places, addresses=addresses)]
 
         submission = DirectSubmission(self._device, make_parts, tasklets)
-        # Whatever happens, nothing may move to or from the buffer after it is gone.
+        # Even after an error, no transfer may outlive the buffer.
         in_flight.callback(submission.stop)
         submission.start()
         return submission

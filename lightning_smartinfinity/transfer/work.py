@@ -1,4 +1,4 @@
-"""The scalars of a step, and the batches that move parameters or whole arrays."""
+"""Chooses the scalars of a step, and makes batches that move parameters or whole arrays."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Updates", "array_batch", "choose_updates", "restore_batch", "start_b
 
 
 class Updates:
-    """Which scalars each parameter is updated with in one step.
+    """The scalars with which one step updates each parameter.
 
     Args:
-        keys: int64[num_parameters]: an index into ``steps``, or -1: not updated.
+        keys: int64[num_parameters]: an index into ``steps``, or -1 if the parameter is not updated.
         steps: The distinct scalars.
-        origins: What each of them was computed from.
-        counts: Of each, how many updates a parameter has had after it.
+        origins: Hyperparameters, step and gradient scale from which each of ``steps`` was computed.
+        counts: Number of updates that a parameter has had after each of ``steps``.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Updates:
         self._counts = counts
 
     def counts_after(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """int64[num_parameters]: updates of each parameter after the step, from those before it."""
+        """Return int64[num_parameters]: updates of each parameter after the step, given those before it."""
         return np.where(self.keys >= 0, np.append(np.asarray(self._counts, np.int64), 0)[self.keys], counts)
 
     def agrees(self, other: Updates, parameters: NDArray[np.int64]) -> bool:
-        """Whether both update these parameters, given by their indices, and alike."""
-        # In models of many thousand parameters only a few pairs of keys occur.
+        """Return whether both update these parameters (indices), with scalars computed from the same values."""
+        # Even with many thousand parameters, only a few distinct pairs of keys occur.
         pairs = np.unique(np.stack([self.keys[parameters], other.keys[parameters]], axis=1), axis=0)
         return all(
             ours >= 0 and theirs >= 0 and self.origins[ours] == other.origins[theirs] for ours, theirs in pairs.tolist()
@@ -62,13 +62,13 @@ def choose_updates(
     steps: NDArray[np.int64],
     gradient_scale: float,
 ) -> Updates:
-    """Read the hyperparameters of the groups in use: parameters with equal ones and equal step counts share scalars.
+    """Choose scalars from the groups' hyperparameters: parameters with equal ones and equal counts share scalars.
 
     Args:
         layout: The partition.
-        rule: The optimizer's.
-        groups: Its param groups.
-        active: bool[num_parameters].
+        rule: The optimizer's update rule.
+        groups: The optimizer's param groups; those without an active parameter are not read.
+        active: bool[num_parameters]: whether each parameter is updated.
         steps: int64[num_parameters]: updates so far.
         gradient_scale: Factor on every gradient.
 
@@ -81,7 +81,7 @@ def choose_updates(
     distinct = list(dict.fromkeys(snapshots.values()))
     setting_of_group = np.zeros(len(groups), np.int64)
     setting_of_group[used] = [distinct.index(snapshots[group]) for group in used]
-    # One number for each pair of settings and step.
+    # Each pair of settings and step count becomes one number.
     stride = int(steps.max(initial=0)) + 2
     pairs, numbers = np.unique((setting_of_group[group_of] * stride + steps + 1)[active], return_inverse=True)
     keys = np.full(len(layout.parameters), -1, np.int64)
@@ -99,7 +99,7 @@ def choose_updates(
 def restore_batch(
     layout: PartitionLayout, pieces: Sequence[Piece], tasklets: Sequence[int], places: Places, *, outputs: Memory
 ) -> native.Batch:
-    """Read the current master back into the parameters of the pieces with a key of 0 or more."""
+    """Make the batch that reads current masters back into the parameters of the pieces with a key of 0 or more."""
 
     def segment(offset: int, piece: Piece) -> native.Segment:
         return _parameter_segment(offset, piece, outputs if piece.key >= 0 else None)
@@ -116,15 +116,15 @@ def start_batch(
     masters: Memory,
     arrays: tuple[int, ...] = (),
 ) -> native.Batch:
-    """Write the first state: masters widened from the parameters.
+    """Make the batch that writes the first state, with masters widened from the parameters.
 
     Args:
         layout: The partition.
-        pieces: All of it.
-        tasklets: Those to write.
-        places: Where extents lie.
-        masters: The parameters.
-        arrays: Addresses of what each array begins with in every piece, the master's being 0; 0: zeros.
+        pieces: Pieces that cover the partition.
+        tasklets: Indices of the tasklets to write.
+        places: Places of the extents.
+        masters: Memory of the parameters.
+        arrays: Address of each array's first content in every piece; 0 means zeros, and for the master the parameter.
     """
 
     def segment(offset: int, piece: Piece) -> native.Segment:
@@ -142,15 +142,15 @@ def array_batch(
     *,
     addresses: Callable[[Piece], tuple[int, ...]],
 ) -> native.Batch:
-    """Move fp32 arrays between storage and memory.
+    """Make the batch that moves fp32 arrays between storage and memory.
 
     Args:
         operation: READ, WRITE or MODIFY.
         layout: The partition.
         pieces: Elements to move.
-        tasklets: Those of the pieces.
-        places: Where extents lie.
-        addresses: Of each array at a piece's first element; 0: leave it alone.
+        tasklets: Indices of the pieces' tasklets.
+        places: Places of the extents.
+        addresses: Returns the address of each array at a piece's first element; 0 means that the array is not moved.
     """
 
     def segment(offset: int, piece: Piece) -> native.Segment:

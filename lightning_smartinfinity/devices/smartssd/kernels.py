@@ -1,4 +1,4 @@
-"""The kernels of the xclbin, by the torch optimizer that each of them steps."""
+"""The kernels of the xclbin and the torch optimizers that they implement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_smartinfinity.update_rules import RULES, RuleDescription, optimiz
 __all__ = ["KERNELS", "LARGEST_NUMEL", "Kernel", "kernel_of"]
 
 LARGEST_NUMEL = 1 << 29
-"""Elements of the largest tasklet that a kernel works."""
+"""Number of elements of the largest tasklet that a kernel can update."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Name in the xclbin."""
+        """Name of the kernel in the xclbin."""
         return self.rule.kernel
 
     @property
@@ -44,7 +44,7 @@ def kernel_of(optimizer: str) -> Kernel:
     """Finds the kernel of a torch optimizer by its class name (``UpdateRule.name``).
 
     Raises:
-        UnsupportedError: No kernel steps it.
+        UnsupportedError: No kernel updates with this optimizer.
     """
     for kernel in KERNELS:
         if optimizer in kernel.rule.optimizers:

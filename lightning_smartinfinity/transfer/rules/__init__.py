@@ -1,6 +1,6 @@
-"""Update rules: a torch optimizer's hyperparameters turned into the scalars of one step, computed in double.
+"""Update rules: they compute the scalars of one step from a torch optimizer's hyperparameters, in double.
 
-``docs/adding_an_optimizer.md`` shows what a further optimizer takes.
+``docs/adding_an_optimizer.md`` shows how to add an optimizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_smartinfinity.transfer.rules.sgd import SgdRule
 
 __all__ = ["UpdateRule", "rule_for", "supported_optimizers"]
 
-# By exact type: AdamW subclasses Adam in torch, and a subclass may have changed the update.
+# The key is the exact type: AdamW subclasses Adam in torch, and a subclass may change the update.
 _RULES: dict[type[Optimizer], UpdateRule] = {
     torch.optim.Adam: AdamRule("Adam", decoupled_weight_decay=False),
     torch.optim.AdamW: AdamRule("AdamW", decoupled_weight_decay=True),
@@ -32,15 +32,16 @@ _RULES: dict[type[Optimizer], UpdateRule] = {
 
 
 def supported_optimizers() -> str:
-    """In words, for messages."""
+    """Return the names of the supported optimizers, for messages."""
     return ", ".join(f"torch.optim.{kind.__name__}" for kind in _RULES)
 
 
 def rule_for(optimizer: Optimizer) -> UpdateRule:
-    """The rule of a torch optimizer, chosen by its exact type; its param groups are validated.
+    """Return the rule of a torch optimizer, chosen by its exact type, and validate the param groups.
 
     Raises:
-        UnsupportedError: A subclass, an unknown optimizer, amsgrad, or a parameter that is not real floating point.
+        UnsupportedError: The optimizer is unknown or a subclass, uses amsgrad, or has a parameter that is sparse or of
+            no real floating dtype.
         ConfigError: A hyperparameter is not a finite number in torch's range.
     """
     rule = _RULES.get(type(optimizer))
@@ -50,7 +51,7 @@ def rule_for(optimizer: Optimizer) -> UpdateRule:
     for group in optimizer.param_groups:
         rule.snapshot(group)
         _require_real_parameters(rule, group)
-        # foreach, fused and capturable choose among implementations of one result; this one asks for something else.
+        # foreach, fused and capturable choose an implementation of the same result; differentiable asks for more.
         if group.get("differentiable"):
             warnings.warn(
                 f"{rule.name}(differentiable=True) is ignored: updates run outside of autograd.", stacklevel=2

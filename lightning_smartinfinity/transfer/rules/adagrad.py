@@ -18,7 +18,7 @@ __all__ = ["AdagradHyperparameters", "AdagradRule"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdagradHyperparameters:
-    """What Adagrad reads from a param group."""
+    """The settings of a param group that Adagrad reads."""
 
     lr: float
     lr_decay: float
@@ -61,5 +61,5 @@ class AdagradRule(UpdateRule):
 
     @override
     def first_values(self, defaults: Mapping[str, Any]) -> tuple[float, ...]:
-        # Not the groups': torch looks at what the optimizer was built with, too.
+        # torch, too, reads this from the optimizer's constructor arguments and not from the groups.
         return (self.number("initial_accumulator_value", defaults["initial_accumulator_value"]),)

@@ -20,7 +20,7 @@ __all__ = ["AdamHyperparameters", "AdamRule"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamHyperparameters:
-    """What Adam and AdamW read from a param group."""
+    """The settings of a param group that Adam and AdamW read."""
 
     lr: float
     beta1: float
@@ -36,7 +36,7 @@ class AdamRule(UpdateRule):
 
     Args:
         name: Class name of the optimizer.
-        decoupled_weight_decay: What a group without a setting of that name means (torch before 2.7).
+        decoupled_weight_decay: Default for groups without a setting of that name (torch before 2.7).
     """
 
     description = ADAMW

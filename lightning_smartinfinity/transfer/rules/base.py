@@ -1,4 +1,4 @@
-"""What an update rule is."""
+"""The interface of all update rules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["UpdateRule"]
 
 
 class UpdateRule(ABC):
-    """How one optimizer steps.
+    """Computes the scalars of one optimizer's step, and knows what state the optimizer keeps.
 
     Attributes:
         name: Class name of the torch optimizer, for messages.
-        description: What the core, the cards and the simulator know of the rule.
+        description: The part of the rule that the core, the cards and the simulator use.
         distinctive_setting: A setting of its groups that no optimizer of another kind has.
         counts_updates: Whether torch keeps a parameter's number of updates, ``"step"``, in ``optimizer.state``.
-        state_formats: Names of the state formats that its step can update.
+        state_formats: Names of the state formats that the rule can update.
     """
 
     name: str
@@ -38,54 +38,54 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def snapshot(self, group: Mapping[str, Any]) -> Hashable:
-        """Read a param group's hyperparameters: hashable, and equal ones update equally.
+        """Return a param group's hyperparameters, hashable; equal ones mean equal updates.
 
         Raises:
-            ConfigError: One is not a finite number in torch's range.
-            UnsupportedError: One asks for something that is not offered.
+            ConfigError: A hyperparameter is not a finite number in torch's range.
+            UnsupportedError: A setting asks for an unsupported feature.
         """
 
     @abstractmethod
     def scalars(self, hyperparameters: Any, *, step: int, gradient_scale: float) -> UpdateStep:
-        """The scalars of update number ``step`` (from 1) of a parameter.
+        """Return the scalars of update number ``step`` (from 1) of a parameter.
 
         Args:
-            hyperparameters: From :meth:`snapshot`.
-            step: As torch counts: this update included.
+            hyperparameters: Result of :meth:`snapshot`.
+            step: Number of updates as torch counts, this update included.
             gradient_scale: Factor on every gradient.
         """
 
     def first_values(self, defaults: Mapping[str, Any]) -> tuple[float, ...]:
-        """What every array but the master holds before the first update.
+        """Return the value that each array but the master holds before the first update.
 
         Args:
-            defaults: Of the optimizer: what it was built with.
+            defaults: The optimizer's constructor arguments (``optimizer.defaults``).
 
         Raises:
-            ConfigError: One is not a finite number in torch's range.
+            ConfigError: A value is not a finite number in torch's range.
         """
         return (0.0,) * (len(self.arrays) - 1)
 
     def count_after(self, hyperparameters: Any, step: int) -> int:
-        """A parameter's number of updates once update number ``step`` is done; 0: the next one begins anew."""
+        """Return a parameter's number of updates after update number ``step``; 0 makes the next one the first."""
         return step
 
     def kept_arrays(self, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """Names the arrays beside the master that torch would keep with these param groups, in the order of storage.
+        """Return the arrays beside the master that torch would keep with these param groups, in the order of storage.
 
-        Storage has room for all arrays, whatever the groups say: checkpoints hold only these.
+        Storage has room for all arrays, whatever the groups say, but checkpoints hold only these.
         """
         return self.arrays[1:]
 
     def holds_state(self, count: int) -> bool:
-        """Whether torch would keep anything of a parameter after so many updates."""
+        """Return whether torch would keep any state of a parameter after ``count`` updates."""
         return True
 
     def number(self, name: str, value: Any, *, least: float = 0.0, below: float = math.inf) -> float:
-        """A finite number in [least, below); tensors of one element count.
+        """Return ``value`` as a finite number in [least, below); tensors of one element are accepted.
 
         Raises:
-            ConfigError: It is none.
+            ConfigError: It is not such a number.
         """
         try:
             number = float(value)

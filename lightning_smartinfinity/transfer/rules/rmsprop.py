@@ -32,9 +32,9 @@ class RmspropHyperparameters:
 class RmspropRule(UpdateRule):
     """torch.optim.RMSprop.
 
-    Storage has room for ``momentum_buffer`` and ``grad_avg`` even where no group has momentum or is centered: groups
-    may change, the size of the state and the arguments of a card's kernel may not. Checkpoints hold what torch would
-    keep.
+    Storage has room for ``momentum_buffer`` and ``grad_avg`` even if no group has momentum or is centered: groups may
+    change, but the size of the state and the arguments of a card's kernel may not. Checkpoints hold only what torch
+    would keep.
     """
 
     name = "RMSprop"

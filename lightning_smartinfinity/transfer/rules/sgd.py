@@ -19,7 +19,7 @@ __all__ = ["SgdHyperparameters", "SgdRule"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SgdHyperparameters:
-    """What SGD reads from a param group."""
+    """The settings of a param group that SGD reads."""
 
     lr: float
     momentum: float
@@ -32,9 +32,9 @@ class SgdHyperparameters:
 class SgdRule(UpdateRule):
     """torch.optim.SGD.
 
-    torch has no ``momentum_buffer`` before the first update with momentum, which begins it with its gradient. Here what
-    is counted of a parameter are its updates since then, and updates without momentum end the count: the next one with
-    momentum begins anew. (torch would go on with what the buffer held before momentum became zero.)
+    torch has no ``momentum_buffer`` before the first update with momentum, which sets it to its gradient. Here a
+    parameter's count is its number of updates since then. An update without momentum resets the count, so that the next
+    one with momentum starts a new buffer. (torch would continue with the buffer from before momentum became zero.)
     """
 
     name = "SGD"
