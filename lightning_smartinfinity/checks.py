@@ -1,10 +1,10 @@
-"""Checks of what users set: one rule for each setting, and one form of error.
+"""Checks of users' settings: one rule for each setting, and one form of error.
 
 A setting of a dataclass is checked in ``__post_init__``::
 
     require(self, num_buffers=between(2, 4096), io_engine=one_of("auto", "threads"), tasklet_bytes=optional(COUNT))
 
-Rules are made of each other; a rule of its own is ``Rule("Pass a plain name", str.isidentifier, "is not a name")``.
+Rules can be composed. A new rule is ``Rule("Pass a plain name", str.isidentifier, "is not a name")``.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Rule:
     """Says what a setting may be.
 
     Args:
-        remedy: What the user can do about another value, without a full stop: ``"Pass an int of at least 1"``.
-        holds: Whether a value is allowed. It is given values of any type.
-        fault: What is wrong with another value.
-        kept: Turns an allowed value into the one that is kept, as NumPy's numbers into Python's.
+        remedy: What the user can do about a forbidden value, without a full stop: ``"Pass an int of at least 1"``.
+        holds: Tells whether a value, which can be of any type, is allowed.
+        fault: What is wrong with a forbidden value.
+        kept: Turns an allowed value into the one to keep, such as a NumPy number into Python's.
     """
 
     remedy: str
@@ -66,13 +66,13 @@ def check(owner: str, name: str, value: object, rule: Rule) -> Any:
     """Checks one setting.
 
     Args:
-        owner: The class or function that it was passed to, or words such as :data:`STRATEGY`.
+        owner: Class or function to which it was passed, or words such as :data:`STRATEGY`.
         name: Name of the setting.
         value: Its value.
-        rule: What it may be.
+        rule: Rule for its value.
 
     Returns:
-        The value that is to be kept.
+        The value to keep.
 
     Raises:
         ConfigError: The value is not allowed.
@@ -85,12 +85,12 @@ def check(owner: str, name: str, value: object, rule: Rule) -> Any:
 
 
 def require(settings: object, owner: str | None = None, /, **rules: Rule) -> None:
-    """Checks fields of a frozen dataclass, and replaces their values by those that are to be kept.
+    """Checks fields of a frozen dataclass, and replaces their values by those to keep.
 
     Args:
         settings: The dataclass.
-        owner: As of :func:`check`; default: the dataclass.
-        **rules: What each field may be.
+        owner: Owner as in :func:`check`; by default the name of the dataclass.
+        **rules: Rule for each field, by name.
 
     Raises:
         ConfigError: A value is not allowed.
@@ -101,7 +101,7 @@ def require(settings: object, owner: str | None = None, /, **rules: Rule) -> Non
 
 
 def between(least: int, most: int | None = None) -> Rule:
-    """An integer, both ends included."""
+    """Allows an integer from ``least`` to ``most``, both included."""
     words = f"of at least {least}" if most is None else f"from {least} to {most}"
     return Rule(
         f"Pass an int {words}",
@@ -111,7 +111,7 @@ def between(least: int, most: int | None = None) -> Rule:
 
 
 def number(least: float, most: float) -> Rule:
-    """A number, both ends included."""
+    """Allows a number from ``least`` to ``most``, both included."""
     return Rule(
         f"Pass a number from {least:g} to {most:g}",
         lambda value: _is_number(value) and least <= value <= most,  # a comparison with NaN is false
@@ -119,7 +119,7 @@ def number(least: float, most: float) -> Rule:
 
 
 def positive(most: float = math.inf) -> Rule:
-    """A number above zero, kept as a float."""
+    """Allows a number above zero, which is kept as a float."""
     words = "" if most == math.inf else f" and at most {most}"
     return Rule(
         f"Pass a number above 0{words}", lambda value: _is_number(value) and 0 < _float(value) <= most, kept=_float
@@ -127,7 +127,7 @@ def positive(most: float = math.inf) -> Rule:
 
 
 def among(values: tuple[int, ...]) -> Rule:
-    """One of these integers."""
+    """Allows one of these integers."""
     return Rule(
         f"Pass {' or '.join(map(str, values))}",
         lambda value: _is_int(value) and value in values,
@@ -136,7 +136,7 @@ def among(values: tuple[int, ...]) -> Rule:
 
 
 def one_of(*words: str) -> Rule:
-    """One of these words."""
+    """Allows one of these words."""
     return Rule(
         f"Use one of: {', '.join(map(repr, words))}",
         lambda value: isinstance(value, str) and value in words,
@@ -145,13 +145,13 @@ def one_of(*words: str) -> Rule:
 
 
 def instance(kind: type) -> Rule:
-    """An instance of a class."""
+    """Allows an instance of a class."""
     name = f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
     return Rule(f"Pass {name}", lambda value: isinstance(value, kind), f"is not {name}")
 
 
 def optional(rule: Rule, other: str | None = None) -> Rule:
-    """What another rule allows, or one value beside: None, or a word."""
+    """Allows what another rule allows, and one more value: None, or a word."""
     return Rule(
         f"{rule.remedy}, or {other!r}",
         lambda value: _is_same(value, other) or rule.holds(value),
@@ -164,14 +164,14 @@ FLAG = Rule("Pass True or False", lambda value: isinstance(value, bool), "is not
 
 
 def require_distinct(list_of_folders: str, folders: Iterable[Path]) -> None:
-    """Refuses a list in which two folders are one, whatever links lead there.
+    """Refuses a list that names one folder twice, even if different links lead to it.
 
     Args:
         list_of_folders: The list, as an error names it.
-        folders: What is in it.
+        folders: Folders of the list.
 
     Raises:
-        ConfigError: Naming a folder that an earlier one is, too.
+        ConfigError: A folder is there twice; the message names it.
     """
     seen: set[str] = set()
     for folder in folders:
@@ -185,7 +185,7 @@ def shown(value: object) -> str:
     """Writes a value out for a message."""
     try:
         return repr(value)
-    except ValueError:  # Python writes out no integers of many thousand digits
+    except ValueError:  # Python refuses to write out integers of many thousand digits
         return "<too many digits to show>"
 
 

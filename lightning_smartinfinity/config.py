@@ -36,13 +36,13 @@ __all__ = [
 ]
 
 HOST_TASKLET_BYTES = 4 * 1024 * 1024
-"""``TransferConfig(tasklet_bytes=None)`` where the host updates."""
+"""Default of ``TransferConfig(tasklet_bytes=...)`` where the host updates."""
 
 CARD_TASKLET_BYTES = 64 * 1024 * 1024
-"""The same where SmartSSDs do: the published card reads 1.6 GB/s at 1 MiB, 2.2 at 4 MiB, 2.4 at 128 MiB."""
+"""Default where SmartSSDs update: the published card reads 1.6 GB/s at 1 MiB, 2.2 at 4 MiB, 2.4 at 128 MiB."""
 
 MAX_CARD_NUMBER = 65_535
-"""Of ``SmartSSDConfig(devices=...)``: more than any machine has."""
+"""Largest number in ``SmartSSDConfig(devices=...)``, larger than any machine needs."""
 
 
 _MIN_TASKLET_BYTES = 64 * 1024
@@ -58,14 +58,14 @@ def _names_file(value: object) -> bool:
 
 
 def _cards(devices: object) -> tuple[str | int, ...] | None:
-    """Returns addresses and numbers, whichever kind of integer they were; None: they name no cards."""
+    """Returns addresses, and numbers of any integer type as ints; None if the list names no cards."""
     named = [_card(one) for one in devices] if isinstance(devices, (list, tuple)) else []
     cards = tuple(card for card in named if card is not None)
     return cards if cards and len(cards) == len(named) else None
 
 
 def _card(value: Any) -> str | int | None:
-    """Returns an address, or any integer, NumPy's among them; None: it is neither."""
+    """Returns an address, or an integer of any type (also NumPy's) as an int; None if the value is neither."""
     if isinstance(value, str):
         return value or None
     try:
@@ -102,30 +102,31 @@ class TransferConfig:
     """How optimizer state moves between storage and the update.
 
     Args:
-        tasklet_bytes: Size of one ring buffer in bytes: the most state read or written at once. None: 4 MiB where the
-            host updates, 64 MiB where SmartSSDs do.
-        num_buffers: Number of ring buffers. ``num_buffers * tasklet_bytes`` bounds the ring, whatever the model's size.
-            Beside it the update holds one gradient per parameter of the rank's partition; on a GPU slots for
+        tasklet_bytes: Size of one ring buffer in bytes: the most state in one read or write. None: 4 MiB where the host
+            updates, 64 MiB where SmartSSDs do.
+        num_buffers: Number of ring buffers. The ring takes at most ``num_buffers * tasklet_bytes`` bytes for a model of
+            any size. The update also holds one gradient per parameter of the rank's partition; on a GPU slots for
             parameters (with Adam a sixth of the ring in 16 bit, a third in fp32); with parameters on storage a staging
             buffer as large as the ring; and what ``dram_cache_bytes`` keeps in memory.
-        compute_threads: Threads that update, per rank. One keeps up with one disk as a rule; more help where
-            arithmetic, not storage, takes the time, and take cores from forward and backward. No result depends on it.
-        io_engine: ``"io_uring"`` (registered files and, where the limit on lockable memory allows it, buffers: least
-            CPU time), ``"io_uring_sqpoll"`` (the same, with a kernel thread that polls for requests: it wants a core of
-            its own), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the page cache,
-            which is given back at once: for file systems without direct I/O) or ``"auto"`` (io_uring where the system
-            allows it, else threads; plain for all folders if any of them has no direct I/O).
-        dram_cache_bytes: Optimizer state that stays in host memory, in bytes per rank: whole tasklets, the first of the
-            partition first. It is written to storage as well, so that only reads are saved; with ``durability="none"``
-            and ``keep=False`` it is in memory only, and writes are saved too. ``"auto"``: what is free when training
-            begins, less a quarter of the memory, shared by the ranks of a machine. No result depends on it.
-        durability: ``"none"`` (one place for each tasklet: a failed step cannot be undone), ``"step"`` (two: a failed
-            step is rolled back exactly, ``StateStore.recover`` can open the store after a kill) or ``"power"`` (after a
-            power loss, too: flushes the device at every step). Training resumes from checkpoints, whichever it is.
+        compute_threads: Number of threads that update, per rank. One usually keeps up with one disk. More help where
+            arithmetic, not storage, is the limit, but take cores from forward and backward. No result depends on it.
+        io_engine: ``"io_uring"`` (registered files and, if the limit on lockable memory allows it, registered buffers:
+            least CPU time), ``"io_uring_sqpoll"`` (the same with a kernel thread that polls for requests and needs a
+            core of its own), ``"threads"`` (pread and pwrite on a thread pool), ``"plain"`` (the same through the page
+            cache, which is released at once: for file systems without direct I/O) or ``"auto"`` (io_uring where the
+            system allows it, otherwise threads; plain for all folders if any of them has no direct I/O).
+        dram_cache_bytes: Bytes of optimizer state per rank that stay in host memory: whole tasklets from the start of
+            the partition. They are written to storage as well, which saves only reads; with ``durability="none"`` and
+            ``keep=False`` they lie in memory only, which saves writes, too. ``"auto"``: the memory free when training
+            begins, less a quarter of all memory, divided among the ranks of a machine. No result depends on it.
+        durability: ``"none"`` (one place for each tasklet: a failed step cannot be rolled back), ``"step"``
+            (two: a failed step is rolled back exactly, and ``StateStore.recover`` can open the store after a kill) or
+            ``"power"`` (also after a power loss: every step flushes the device). With each of them training resumes
+            from checkpoints.
         direct_io: ``"on"`` (O_DIRECT or an error), ``"off"`` (through the page cache) or ``"auto"`` (O_DIRECT where
-            the file system has it, otherwise a warning).
+            the file system supports it, otherwise a warning).
         job: Name of this job's folder below each storage folder; two jobs on one storage need two names.
-        keep: Keep the state on storage after the strategy is closed.
+        keep: Whether the state stays on storage after the strategy is closed.
 
     Raises:
         ConfigError: A value is out of range or not one of those above.
@@ -163,12 +164,12 @@ class TransferConfig:
 
     @property
     def file_access(self) -> str:
-        """How files are opened, in the words of ``direct_io``: the plain engine wants them in the page cache."""
+        """How files are opened, as a value of ``direct_io``; the plain engine always uses the page cache."""
         return "off" if self.io_engine == "plain" else self.direct_io
 
     @property
     def num_slots(self) -> int:
-        """Places a tasklet's state may lie on storage: 1 without durability, else 2."""
+        """Number of places for each tasklet's state on storage: 1 without durability, otherwise 2."""
         return 1 if self.durability == "none" else 2
 
     @property
@@ -179,19 +180,19 @@ class TransferConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SmartSSDConfig:
-    """Samsung SmartSSDs whose accelerators update beside their storage.
+    """Settings for Samsung SmartSSDs, whose accelerators update state next to the SSD.
 
     Args:
-        xclbin: The kernels, built by ``make -C hls xclbin``. None: what the environment variable
+        xclbin: File with the kernels, built by ``make -C hls xclbin``. None: the file that the environment variable
             SMART_INFINITY_XCLBIN names.
-        devices: The card of each storage folder, in their order: PCI addresses (``"0000:3d:00.1"``) or numbers among
-            the system's cards, ordered by address. None: the card that shares its PCIe switch with the folder's SSD.
+        devices: Card of each storage folder, in the folders' order: its PCI address (``"0000:3d:00.1"``) or its number
+            among the system's cards, ordered by address. None: the card on the same PCIe switch as the folder's SSD.
         gradient_route: How gradients reach a card: ``"host"`` (from host memory into its DRAM), ``"storage"`` (written
-            to its SSD and read from there past the host, as published) or ``"auto"``, which is ``"host"``.
-        timeout: Seconds after which a kernel, a transfer between card and SSD or between card and host that does not
-            return is given up, and the host takes over: above 0, and at most 2147483.
+            to its SSD, from which the card reads them directly, as published) or ``"auto"``, which is ``"host"``.
+        timeout: Seconds after which a kernel, or a transfer between card and SSD or card and host, is abandoned if it
+            has not returned, and the host takes over: above 0, and at most 2147483.
         binding: How XRT is called: ``"native"`` (its C library, without the interpreter's lock), ``"pyxrt"`` (its
-            Python module, which holds the lock) or ``"auto"``: pyxrt where it is there and the library is not.
+            Python module, which holds the lock) or ``"auto"``: native, or pyxrt if only that is available.
 
     Raises:
         ConfigError: A value is out of range or not one of those above.
@@ -215,10 +216,10 @@ class SmartSSDConfig:
 
 
 def storage_folders(storage: object) -> tuple[Path, ...] | None:
-    """Resolves the folders that the setting ``storage`` names; None: the user chose none.
+    """Resolves the folders that the setting ``storage`` names, or returns None if the user chose none.
 
     Raises:
-        ConfigError: They are no folders, or not distinct.
+        ConfigError: The setting names something that is no folder, or a folder twice.
     """
     given = check(STRATEGY, "storage", storage, optional(_FOLDERS))
     if given is None:
@@ -229,14 +230,14 @@ def storage_folders(storage: object) -> tuple[Path, ...] | None:
 
 
 def resolved_folder(folder: str | Path, *, setting: str) -> Path:
-    """Returns the absolute path of a folder, without links and with the user's home in the place of ``~``.
+    """Returns the absolute path of a folder, in which links and ``~`` (the user's home) are replaced.
 
     Args:
         folder: The folder, which need not exist.
         setting: The strategy's setting that names it, for the error.
 
     Raises:
-        ConfigError: It cannot be a folder.
+        ConfigError: The path cannot be that of a folder.
     """
     try:
         return Path(folder).expanduser().resolve()

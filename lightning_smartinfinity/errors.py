@@ -1,14 +1,14 @@
-"""The errors a user can meet.
+"""The errors that a user can meet.
 
 ::
 
     SmartInfinityError
     ├── ConfigError            (ValueError)    a setting is unknown, contradictory or out of range
-    ├── UnsupportedError       (ValueError)    a feature that this strategy cannot honour
+    ├── UnsupportedError       (ValueError)    a feature that this strategy does not support
     ├── StorageError           (RuntimeError)  a storage folder, file or device failed
     │   ├── StorageFullError                   too little free space, or the disk ran full
     │   ├── StorageLockedError                 another job owns the folder
-    │   └── StorageCorruptError                a checksum, a foreign extent, a newer format
+    │   └── StorageCorruptError                a wrong checksum, a foreign extent, a newer format
     ├── DeviceError            (RuntimeError)  a SmartSSD, its runtime or its xclbin failed
     ├── CudaError              (RuntimeError)  the CUDA driver refused a call, or a copy failed
     └── CheckpointError        (RuntimeError)  a checkpoint does not fit this model or is damaged
@@ -55,7 +55,7 @@ class ConfigError(SmartInfinityError, ValueError):
 
 
 class UnsupportedError(SmartInfinityError, ValueError):
-    """A feature that this strategy cannot honour."""
+    """A feature that this strategy does not support."""
 
 
 class StorageError(SmartInfinityError, RuntimeError):

@@ -1,4 +1,4 @@
-"""``Fabric(strategy="smart_infinity")``: the loop is the user's, the optimizer state lies only on storage."""
+"""``Fabric(strategy="smart_infinity")``: the user's own loop with optimizer state that lies only on storage."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class FabricOptions(SharedOptions, total=False):
 class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     """:class:`~lightning_smartinfinity.SmartInfinityStrategy` for Lightning Fabric.
 
-    One model with one optimizer trains at a time; further models may be set up without optimizer. Gradients of every
-    ``fabric.backward`` since the last step add up, in fp32 whatever the precision.
+    One model with one optimizer trains at a time; other models may be set up without an optimizer. The gradients of all
+    calls of ``fabric.backward`` since the last step are added, in fp32 with every precision.
 
     Args:
-        **options: What Fabric's ``DeepSpeedStrategy`` takes by the same name (:class:`FabricOptions`).
+        **options: Settings that Fabric's ``DeepSpeedStrategy`` takes by the same names (:class:`FabricOptions`).
 
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
-        UnsupportedError: A setting asks for what the strategy refuses.
+        UnsupportedError: A setting asks for something that the strategy does not support.
 
     Example::
 
@@ -123,7 +123,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         if self.root_device.type == "cuda":
             super()._setup_distributed()
             return
-        # DeepSpeedStrategy's own version first validates GPU indices, which a CPU has none of.
+        # DeepSpeedStrategy's own version first validates GPU indices, and a CPU has none.
         reset_seed()
         self._set_world_ranks()
         self._init_deepspeed_distributed()
@@ -134,7 +134,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def _format_config(self) -> None:
         super()._format_config()
-        # How many micro-batches a step will have, and whether it will be clipped, is known to the user's loop only.
+        # Only the user's loop knows how many micro-batches a step will have, and whether it will be clipped.
         self.config["gradient_accumulation_steps"] = 1
         self.config["gradient_clipping"] = 0.0
         self.config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -156,7 +156,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 "The smart_infinity strategy trains with one optimizer; use parameter groups.",
             )
         self._refuse_second_training()
-        # An earlier Fabric of this process may be garbage with its storage still open: Fabric refers to itself.
+        # An earlier Fabric may be garbage whose storage is still open: a Fabric holds references to itself.
         gc.collect()
         self._choose_storage(Path.cwd())
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
@@ -168,7 +168,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.engine import evaluation_engine, refuse_trained
         from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
 
-        # The scheduler stays the user's: DeepSpeed's engine would step it, too.
+        # The user alone steps the scheduler: DeepSpeed's engine would step it, too.
         initialize = super()._initialize_engine
         if optimizer is None:
             refuse_trained(model)
@@ -278,7 +278,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         return loaded
 
     def _load_full(self, path: str | Path, state: ClientState, engine: DeepSpeedEngine, *, strict: bool) -> ClientState:
-        """Load weights from a file with the state's own keys; what else the file holds is returned."""
+        """Load weights from a file with the state's own keys, and return the rest of the file."""
         (key,) = (key for key, value in state.items() if value is engine)
         contents = dict(self._read_file(path))
         weights = contents.pop(key, None)
@@ -309,7 +309,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         return contents
 
     def _split(self, state: Mapping[str, object]) -> tuple[DeepSpeedEngine, ClientState]:
-        """The engine in a state, and what is neither it nor its optimizer."""
+        """Return the engine in a state, and the entries other than it and its optimizer."""
         from lightning_smartinfinity.zero3.engine import is_engine
         from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
 
@@ -339,7 +339,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
 
 class _AlwaysSync(_BackwardSyncControl):
-    """ZeRO-3 reduces the gradients of every micro-batch: no rank has room for whole ones."""
+    """ZeRO-3 reduces the gradients of every micro-batch: no rank has room for whole gradients."""
 
     @override
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
@@ -364,7 +364,7 @@ def _refuse_optimizer(with_optimizer: bool) -> None:
 
 
 def _move_into(state: ClientState, loaded: ClientState, *, path: str | Path, strict: bool) -> None:
-    """Move what was loaded into a state of the same keys; what remains in ``loaded`` was not asked for."""
+    """Move loaded values into a state under the same keys; ``loaded`` keeps those that the state does not ask for."""
     missing = sorted(set(state) - set(loaded))
     if strict and missing:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What Lightning's own strategies take, and hand to ours: further options, the precision plugin, the device."""
+"""Settings that our strategies share with Lightning's own: further options, the precision plugin, the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SharedOptions(TypedDict, total=False):
     load_full_weights: bool
 
 
-# What DeepSpeedStrategy.__init__ keeps of arguments of the same names.
+# Defaults of arguments that DeepSpeedStrategy.__init__ keeps under the same names.
 _DEFAULTS: dict[str, Any] = {
     "exclude_frozen_parameters": False,
     "load_full_weights": False,
@@ -55,21 +55,21 @@ _RULES = {
 
 
 def attributes_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``DeepSpeedStrategy.__init__`` would have set from these options and its defaults."""
+    """Returns the attributes that ``DeepSpeedStrategy.__init__`` would have set from these options and its defaults."""
     kept = {name: options.get(name, default) for name, default in _DEFAULTS.items()}
     return {**kept, "_timeout": options.get("timeout", default_pg_timeout)}
 
 
 def checked_options(strategy: str, options: Mapping[str, Any], known: type) -> dict[str, Any]:
-    """Refuses what neither we nor Lightning know, and what DeepSpeed would refuse late, only in fp16, or not at all.
+    """Refuses unknown options, and values that DeepSpeed would refuse late, only in fp16, or not at all.
 
     Args:
         strategy: Class name, for the message.
-        options: What the user passed beyond our own settings.
-        known: A TypedDict of what Lightning takes.
+        options: Options that the user passed in addition to our own settings.
+        known: TypedDict of the options that Lightning takes.
 
     Raises:
-        ConfigError: Naming those that are unknown, or one that is out of range.
+        ConfigError: Options are unknown, or one is out of range; the message names them.
     """
     unknown = sorted(set(options) - set(known.__annotations__))
     if unknown:
@@ -83,21 +83,21 @@ def checked_options(strategy: str, options: Mapping[str, Any], known: type) -> d
 
 
 def indexed_device(device: torch.device, local_rank: int) -> torch.device:
-    """The device with an integer index, which DeepSpeed needs also of a CPU."""
+    """Returns the device with an index, which DeepSpeed needs for a CPU, too."""
     return torch.device("cpu", local_rank) if device.type == "cpu" else device
 
 
 def swapped_precision(plugin: Any, *, stock: type, own: Callable[[Any], Any], entry: str) -> Any:
-    """Our precision plugin for the stock one, which Lightning's connectors build for every ``DeepSpeedStrategy``.
+    """Returns our precision plugin instead of the stock one, which Lightning builds for every ``DeepSpeedStrategy``.
 
     Args:
-        plugin: What the connector or the user passes; None: not chosen yet.
+        plugin: Plugin that Lightning's connector or the user passes; None if it is not chosen yet.
         stock: Class that the connector builds.
-        own: Builds ours from the precision's name.
+        own: Function that builds ours from the precision's name.
         entry: ``"Trainer"`` or ``"Fabric"``, for the message.
 
     Raises:
-        UnsupportedError: It is a plugin that DeepSpeed cannot work with.
+        UnsupportedError: DeepSpeed cannot work with the plugin.
     """
     if plugin is None:
         return None

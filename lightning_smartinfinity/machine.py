@@ -1,4 +1,4 @@
-"""Which machine a rank runs on."""
+"""The identity of the machine on which a rank runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_identity() -> str:
-    """The same on all ranks of one machine, whatever their containers are called, and on no other machine.
+    """Return an identity that all ranks of one machine share, in any containers, and that no other machine has.
 
-    Host names may be the same on two machines. Where the kernel tells no number of its boot, they have to do.
+    It is the kernel's boot id. Where that is unavailable it is the host name, which two machines may share.
     """
     try:
         boot = _BOOT_ID.read_text().strip()

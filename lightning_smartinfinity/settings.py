@@ -29,7 +29,7 @@ _CHOICES = {
     "state_format": tuple(STATE_FORMATS),
     "overlap": ("auto", "none", "forward", "backward"),
 }
-_ABSENT = Rule("Leave it out", lambda value: value is None, "is not available in this version")
+_UNAVAILABLE = Rule("Leave it out", lambda value: value is None, "is not available in this version")
 _SECTION = Rule("Pass zero={...}", lambda value: isinstance(value, Mapping), "is not a mapping")
 _ARGUMENTS = re.compile(r" *Args:\n(.+?\n)\n", re.DOTALL)
 
@@ -38,24 +38,24 @@ Strategy = TypeVar("Strategy", bound=type)
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySettings:
-    """What a user asks of a strategy.
+    """Settings that a user gives to a strategy.
 
     Args:
-        storage: A folder, or one per storage device. Default: ``smart_infinity`` below the Trainer's
+        storage: Folder, or list with a folder per storage device. Default: ``smart_infinity`` below the Trainer's
             ``default_root_dir``, or below the current folder with Fabric.
         update_device: Where the update runs: ``"host"`` (CPU), ``"smartssd"`` (the accelerators of SmartSSDs), or
-            ``"auto"``: SmartSSDs if an xclbin for them is named and they can be used, else the host.
-        smartssd: The xclbin and the cards, how gradients reach them, and how they are called.
-        state_format: How optimizer state lies on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
+            ``"auto"``: SmartSSDs if an xclbin for them is named and they can be used, otherwise the host.
+        smartssd: Settings for SmartSSDs: xclbin, cards, route of gradients, timeout and binding of XRT.
+        state_format: Format of optimizer state on storage: ``"fp32"`` (12 bytes per parameter), ``"bf16"`` (8),
             ``"int8"`` (6) or, with parameters in bf16, ``"int8_remainder"`` (6, of which a step reads 4). Optimizers
-            other than Adam and AdamW have ``"fp32"`` only (4 bytes per array).
-        overlap: What the update may run beside: ``"none"``, ``"forward"`` (of the next step), ``"backward"`` (and the
-            forward after it), or ``"auto"``.
-        compression: How gradients travel to the update: :class:`TopK` sends the largest of them, :class:`BlockScaled`
-            all in 8 bits; None: as they are. It pays where they cross a channel, as with SmartSSDs.
+            other than Adam and AdamW have only ``"fp32"`` (4 bytes per array).
+        overlap: Passes during which the update may run: ``"none"``, ``"forward"`` (the next step's), ``"backward"``
+            (its own step's, and the next forward), or ``"auto"`` (the fastest of these in the first steps).
+        compression: How gradients are sent to the update: :class:`TopK` sends the largest of them, :class:`BlockScaled`
+            sends all in 8 bits, None sends them unchanged. It helps where they cross a channel, as with SmartSSDs.
         activations: Not available in this version.
-        transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and the name and life of the
-            files.
+        transfer: Ring size, I/O engine, state kept in host memory, durability, direct I/O, and name and lifetime of
+            the files.
         zero: Further keys of DeepSpeed's ``zero_optimization`` section, such as ``reduce_bucket_size``.
 
     Raises:
@@ -79,7 +79,7 @@ class StrategySettings:
             **{name: one_of(*words) for name, words in _CHOICES.items()},
             smartssd=optional(instance(SmartSSDConfig)),
             compression=optional(CODEC),
-            activations=_ABSENT,
+            activations=_UNAVAILABLE,
             transfer=instance(TransferConfig),
             zero=optional(_SECTION),
         )
@@ -93,15 +93,15 @@ class StrategySettings:
 
 
 def documents_settings(strategy: Strategy) -> Strategy:
-    """Puts the arguments of :class:`StrategySettings` before those that a strategy's own docstring lists."""
+    """Puts the arguments of :class:`StrategySettings` before those in a strategy's own docstring."""
     shared = _ARGUMENTS.search(StrategySettings.__doc__ or "")
-    if shared is not None and strategy.__doc__ is not None:  # python -OO leaves docstrings out
+    if shared is not None and strategy.__doc__ is not None:  # python -OO removes docstrings
         strategy.__doc__ = strategy.__doc__.replace("Args:\n", f"Args:\n{shared[1]}", 1)
     return strategy
 
 
 def check_save_path(path: object) -> None:
-    """A checkpoint has a folder of its own: the current one, which an empty path means, is nobody's choice."""
+    """Refuses a path that names no folder for a checkpoint, such as an empty one, which means the current folder."""
     if not isinstance(path, (str, os.PathLike)) or os.fspath(path) in ("", os.curdir) or "\0" in str(path):
         raise CheckpointError(
             f"{path!r} names no folder to save a checkpoint into.", "Pass a path such as 'last.ckpt'."
@@ -109,7 +109,7 @@ def check_save_path(path: object) -> None:
 
 
 def nvme_path_of(zero: Mapping[str, Any] | None) -> Path | None:
-    """The folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for the parameters, if it does."""
+    """Returns the folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for parameters, or None."""
     offload = {} if zero is None else zero.get("offload_param")
     path = offload.get("nvme_path") if isinstance(offload, Mapping) else None
     setting = f"zero={{'offload_param': {{'nvme_path': {path!r}}}}}"
@@ -117,10 +117,10 @@ def nvme_path_of(zero: Mapping[str, Any] | None) -> Path | None:
 
 
 def is_16_bit(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed's configuration says that parameters are bf16 or fp16."""
+    """Returns whether DeepSpeed's configuration says that parameters are bf16 or fp16."""
     return any(config.get(name, {}).get("enabled", False) for name in ("bf16", "fp16"))
 
 
 def gradients_are_16_bit(config: Mapping[str, Any]) -> bool:
-    """Whether gradients are kept in the type of 16-bit parameters, and not in fp32, where several are added."""
+    """Returns whether gradients are kept in 16 bit, as the parameters, and not in fp32, in which several are added."""
     return is_16_bit(config) and config.get("data_types", {}).get("grad_accum_dtype") != "fp32"

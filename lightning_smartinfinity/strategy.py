@@ -57,15 +57,15 @@ class LightningOptions(SharedOptions, total=False):
 class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     """Trains models whose optimizer state does not fit in memory.
 
-    ZeRO-3 holds the parameters; master weights and optimizer state lie only on storage, and every step streams them
-    through a ring of fixed size past the update.
+    ZeRO-3 partitions the parameters. Master weights and optimizer state lie only on storage: every step streams
+    them through a ring of buffers of fixed size, in which they are updated.
 
     Args:
-        **options: What Lightning's ``DeepSpeedStrategy`` takes by the same name (:class:`LightningOptions`).
+        **options: Settings that Lightning's ``DeepSpeedStrategy`` takes by the same names (:class:`LightningOptions`).
 
     Raises:
         ConfigError: A setting is unknown, contradictory or out of range.
-        UnsupportedError: A setting asks for what the strategy refuses.
+        UnsupportedError: A setting asks for something that the strategy does not support.
 
     Example::
 
@@ -139,14 +139,14 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        # Lightning's own loop decides when a window ends, as with plain torch: also after an incomplete one at the end
-        # of an epoch. DeepSpeed counts on across epochs, and divides the loss by the window a second time.
+        # Lightning's own loop decides when an accumulation window ends, as with plain torch; an epoch may end with an
+        # incomplete one. DeepSpeed would count across epochs, and divide the loss by the window a second time.
         return False
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        # ZeRO-3 reduces the gradients of every micro-batch: no rank has room for whole ones.
+        # ZeRO-3 reduces the gradients of every micro-batch: no rank has room for whole gradients.
         yield
 
     @override
@@ -162,7 +162,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         if self.root_device.type == "cuda":
             super().setup_distributed()
             return
-        # DeepSpeedStrategy's own version first validates GPU indices, which a CPU has none of.
+        # DeepSpeedStrategy's own version first validates GPU indices, and a CPU has none.
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -195,7 +195,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         super().pre_backward(closure_loss)
         optimizer, module = self._near_storage_optimizer, self.lightning_module
         if optimizer is not None and module is not None:
-            # Where Lightning steps, it knows when; a manual loop may do anything between backward and the step.
+            # Lightning's own loop tells when a step follows; a manual one may do anything between backward and step.
             accumulates = module.trainer.fit_loop._should_accumulate()
             optimizer.step_follows = module.automatic_optimization and not accumulates
 
@@ -227,7 +227,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        # Lightning would put it into a dictionary that save_checkpoint throws away: DeepSpeed saves it, rank by rank.
+        # DeepSpeed saves it, rank by rank. Lightning would put it into a dictionary that save_checkpoint discards.
         return {}
 
     @override
@@ -243,7 +243,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         try:
             self._name_save(checkpoint)
             if optimizer is not None:
-                # What Lightning leaves out with save_weights_only=True.
+                # Lightning leaves these states out with save_weights_only=True.
                 optimizer.saves_weights_only = "optimizer_states" not in checkpoint
             checkpoint[RNG_KEY] = capture(self.root_device, world_size=self.world_size)
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -266,7 +266,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             return loaded
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        # DeepSpeedStrategy's own version takes no folders but Lightning's own.
+        # DeepSpeedStrategy's own version accepts only folders that Lightning saved.
         client_state = load_engine(
             checkpoint_path,
             self.model,
@@ -274,12 +274,12 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             strict=self.lightning_module.strict_loading,
             needed=_RESUMED_FROM,
         )
-        client_state.setdefault(_VERSION_KEY, lightning.__version__)  # Lightning asks before an evaluation, too
+        client_state.setdefault(_VERSION_KEY, lightning.__version__)  # Lightning reads it before an evaluation, too
         self._take_random_state(client_state)
         return client_state
 
     def _take_random_state(self, client_state: ClientState) -> None:
-        """Keep the saved random states until training starts, if it is to go on with them."""
+        """Keep the saved random states until training starts, if it resumes with them."""
         state = client_state.pop(RNG_KEY, None)
         assert self.lightning_module is not None
         if state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -322,7 +322,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
             raise
         if len(optimizers) != 1 or len(schedulers) > 1:
             raise _several_optimizers(f"{len(optimizers)} optimizers and {len(schedulers)} schedulers")
-        if isinstance(optimizers[0], _MockOptimizer):  # what Lightning puts in the place of None
+        if isinstance(optimizers[0], _MockOptimizer):  # Lightning's replacement for None
             raise UnsupportedError(
                 f"{type(self.lightning_module).__name__}.configure_optimizers returned None.",
                 f"Return one of: {supported_optimizers()}; without an optimizer, call validate, test or predict.",
@@ -345,7 +345,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         if not self.lightning_module.trainer.training:
             self._initialize_deepspeed_inference(self.lightning_module)
             return
-        # In 16 bit, too, several micro-batches accumulate in fp32.
+        # Several micro-batches accumulate in fp32, also with 16-bit parameters.
         several = accumulates(self.lightning_module.trainer)
         self.config["data_types"] = {"grad_accum_dtype": "fp32"} if several else {}
         self._initialize_deepspeed_train(self.lightning_module)
@@ -357,10 +357,10 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         # SmartInfinityPrecision.clip_gradients clips, when Lightning or the module asks for it.
         self.config["gradient_clipping"] = 0.0
-        # DeepSpeed only prints with it; Lightning would ask a batch sampler that need not be there.
+        # DeepSpeed only prints it. Lightning would take it from a batch sampler, which may not exist.
         self.config["train_micro_batch_size_per_gpu"] = 1
         super()._format_config()
-        # To DeepSpeed every step ends a window: see handles_gradient_accumulation.
+        # For DeepSpeed every step ends a window: see handles_gradient_accumulation.
         self.config["gradient_accumulation_steps"] = 1
 
 

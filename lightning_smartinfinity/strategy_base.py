@@ -1,4 +1,4 @@
-"""What the strategies of Trainer and Fabric have in common: the training engine and its storage."""
+"""The common part of the strategies of Trainer and Fabric: the training engine and its storage."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ T = TypeVar("T")
 
 
 class NearStorage:
-    """Mixin that stands before one of Lightning's two ``DeepSpeedStrategy`` classes.
+    """Mixin that precedes one of Lightning's two ``DeepSpeedStrategy`` classes among the bases of a strategy.
 
-    It calls none of their methods; what it needs of them are the attributes that :meth:`_take_settings` sets.
+    It calls none of their methods. Of their attributes it uses those that :meth:`_take_settings` sets.
     """
 
-    config: Any  # Lightning's
+    config: Any  # Lightning's attribute
 
     def _take_settings(self, settings: StrategySettings, options: Mapping[str, Any], *, known: type) -> None:
         """Keep what the user passed, and set what ``DeepSpeedStrategy.__init__`` would have set.
 
-        That constructor imports deepspeed, which then settles on an accelerator for good, before the Trainer has
-        chosen one; so it is skipped.
+        That constructor is skipped, since it imports deepspeed, which chooses an accelerator once and for all, before
+        the Trainer has chosen one.
 
         Args:
             settings: Our own settings.
-            options: What the user passed beyond them.
-            known: A TypedDict of what may be among those.
+            options: Other options that the user passed.
+            known: TypedDict of the options that exist.
         """
         options = checked_options(type(self).__name__, options, known)
         if settings.update_device == "smartssd":
@@ -65,9 +65,9 @@ class NearStorage:
         self._settings = settings
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         self._local_world_size, self._on_cuda = 1, False
-        # The engine of the last training: what runs later may replace the strategy's own, but only this one can save.
+        # The engine of the last training. Later runs may replace the strategy's engine, but only this one can save.
         self._training_engine: DeepSpeedEngine = None
-        # What holds the parameters on storage, if they are there.
+        # The swapper of parameters that lie on storage.
         self._parameters: ParameterSwapper | None = None
         self._nvme_path = nvme_path_of(settings.zero)
         self._config_initialized = False
@@ -77,14 +77,14 @@ class NearStorage:
         self.config = build_deepspeed_config(settings.zero)
 
     def close(self) -> None:
-        """Release the ring and remove the optimizer state from storage, unless ``transfer.keep``, and the parameters.
+        """Release the ring and remove parameters and, unless ``transfer.keep`` is set, optimizer state from storage.
 
         After training the state stays readable (``save_checkpoint``) until this is called, the next training on the
         same storage begins, or the interpreter exits. Parameters on storage (``offload_param``) stay until this is
         called, or neither their model nor the strategy exists any more. Calling it again does nothing.
 
-        A step in flight is finished first. So with several processes, where ``overlap`` may have left one, every rank
-        calls it.
+        A step in progress is completed first. ``overlap`` may leave one, so every rank has to call this if there are
+        several processes.
         """
         self._close_state()
         if self._parameters is not None:
@@ -92,9 +92,9 @@ class NearStorage:
             self._parameters = None
 
     def drain(self) -> None:
-        """Return when the last step is done and committed, on every rank: with ``overlap`` its update may still run.
+        """Wait until the last step is done and committed on every rank; with ``overlap`` its update may still run.
 
-        Collective: every rank calls it. Whatever reads or writes parameters or state does so by itself.
+        This is a collective: every rank calls it. Everything that reads or writes parameters or state drains by itself.
 
         Raises:
             ConfigError, StorageError, DeviceError, CudaError: The step failed on some rank, and was rolled back on all.
@@ -109,9 +109,9 @@ class NearStorage:
             optimizer.close_storage()
 
     def traffic(self) -> Traffic:
-        """Counters of this rank since its storage was opened; all zero before training and after :meth:`close`.
+        """Return this rank's counters since its storage was opened; all zero before training and after :meth:`close`.
 
-        Parameters on storage count too, from the building of the model on.
+        Transfers of parameters on storage are counted, too, from the building of the model on.
         """
         state = self._rank_state
         traffic = Traffic() if state is None else state.traffic()
@@ -125,7 +125,7 @@ class NearStorage:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on storage on this rank, all places; 0 before training."""
+        """Bytes of this rank's optimizer state on storage, in all places; 0 before training."""
         state = self._rank_state
         return 0 if state is None else state.storage_bytes
 
@@ -138,7 +138,7 @@ class NearStorage:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters on storage on this rank; 0 unless they are offloaded to ``nvme``."""
+        """Bytes of this rank's parameters on storage; 0 unless they are offloaded to ``nvme``."""
         return 0 if self._parameters is None else self._parameters.storage_bytes
 
     @property
@@ -151,7 +151,7 @@ class NearStorage:
         return None if self._training_engine is None else self._training_engine.optimizer
 
     def _prepare_environment(self, device: torch.device, *, local_world_size: int) -> None:
-        """What must be true before DeepSpeed is first imported, and settings that only it can check."""
+        """Prepare the environment before DeepSpeed is first imported, and check settings that only it can check."""
         self._local_world_size, self._on_cuda = local_world_size, device.type == "cuda"
         prepare_environment(device.type, local_world_size=local_world_size)
         from lightning_smartinfinity.zero3.validation import check_zero_section
@@ -164,9 +164,9 @@ class NearStorage:
         """Run Lightning's call of ``deepspeed.initialize`` so that the engine it returns trains near storage.
 
         Args:
-            model: What is trained.
-            optimizer: torch's, over the model's parameters.
-            initialize: Returns the engine and something else.
+            model: Module to train.
+            optimizer: Optimizer of torch over the model's parameters.
+            initialize: Function that returns the engine and something else.
         """
         from lightning_smartinfinity.zero3.collectives import raising_together
         from lightning_smartinfinity.zero3.engine import engine_with, refuse_in_fit
@@ -197,13 +197,13 @@ class NearStorage:
                     self._parameters.settings, offload, model, optimizer, in_16_bit=is_16_bit(self.config)
                 )
             engine, rest = initialize()
-        # At interpreter exit, too: nothing is left on storage unless asked for.
+        # This runs at interpreter exit, too: nothing stays on storage unless it is to be kept.
         weakref.finalize(self, engine.optimizer.rank_state.closer())
         self._training_engine = engine
         return engine, rest
 
     def _offload_for(self, optimizer: Optimizer) -> OffloadSettings:
-        """Settings with the device that is to update; who compresses for nothing is warned."""
+        """Return the settings with the chosen update device; warn if compression brings no gain."""
         from lightning_smartinfinity.zero3.update_device import choose_update_device
 
         settings = self._settings
@@ -225,7 +225,7 @@ class NearStorage:
 
     @contextmanager
     def _parameters_on_storage(self) -> Iterator[None]:
-        """Whatever DeepSpeed partitions in this context goes to our files, if ``offload_param`` says so."""
+        """Put what DeepSpeed partitions in this context into our files, if ``offload_param`` says so."""
         from lightning_smartinfinity.zero3.validation import parameter_settings
 
         storage, transfer = self._settings.storage, self._settings.transfer
@@ -245,11 +245,11 @@ class NearStorage:
     def _building(
         self, sharded: Callable[[], AbstractContextManager[None]], module: torch.nn.Module | None
     ) -> Iterator[None]:
-        """Around Lightning's context in which ZeRO-3 partitions what is built.
+        """Enter Lightning's context in which ZeRO-3 partitions what is built, together with our own contexts.
 
         Args:
-            sharded: Makes that context, which takes what holds the parameters as soon as it is made.
-            module: What is built into, if it is there already.
+            sharded: Function that makes Lightning's context, which takes the parameters' swapper when it is made.
+            module: Module that is being built, if it exists already.
         """
         from lightning_smartinfinity.zero3.parameters.gather_on_use import gathering_on_use
         from lightning_smartinfinity.zero3.parameters.pretrained import loading_pretrained
@@ -258,12 +258,12 @@ class NearStorage:
             yield
 
     def _choose_storage(self, root: str | Path) -> None:
-        """Without a folder from the user: one below the root folder of the run."""
+        """Default ``storage`` to ``<root>/smart_infinity``."""
         if self._settings.storage is None:
             self._settings = replace(self._settings, storage=(Path(root).resolve() / "smart_infinity",))
 
     def _release_storage(self) -> None:
-        """End the storage of an earlier training, of this strategy or of an idle one on the same folders."""
+        """Close the storage of an earlier training by this strategy, and by an idle one on the same folders."""
         storage = self._settings.storage
         assert storage is not None
         self._close_state()
@@ -276,7 +276,7 @@ class NearStorage:
             idle._close_state()
 
     def _name_save(self, client_state: ClientState) -> None:
-        """Give the files of one save one random name, so that a mixture of two can be told."""
+        """Give the files of one save the same random name, so that a mixture of two saves can be recognised."""
         from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID
         from lightning_smartinfinity.zero3.collectives import gather
 
@@ -285,28 +285,28 @@ class NearStorage:
             optimizer.save_id = client_state[SAVE_ID] = gather(uuid.uuid4().hex, None)[0]
 
     def _become_idle(self) -> None:
-        """Training is over; the state stays readable until the next one on the same storage."""
+        """Mark training as over; the state stays readable until the next training on the same storage."""
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
             optimizer.rank_state.in_fit = False
-            # After an error, which may have come on this rank alone, a step may still be in flight.
+            # After an error, which may have come on this rank alone, a step may still be in progress.
             optimizer.update.training_over()
         if self._idle_key is not None:
             _IDLE[self._idle_key] = weakref.ref(self)
 
 
-# Strategies whose training is over but whose state is still readable, by folders and job: the next one there ends them.
+# Strategies whose training is over, by folders and job. Their state is readable until the next training closes it.
 _IDLE: dict[tuple[tuple[Path, ...], str], weakref.ref[NearStorage]] = {}
 
 
 def _warn_of_no_gain(offload: OffloadSettings, *, num_arrays: int, num_processes: int, on_gpu: bool) -> None:
-    """Compression costs accuracy, or memory at least: tell who gets nothing for it.
+    """Warn if compression, which costs accuracy or at least memory, is predicted to bring no gain.
 
     Args:
         offload: Settings, with the cards of this process.
-        num_arrays: Of the optimizer's state.
-        num_processes: Of this machine.
-        on_gpu: Gradients come from there.
+        num_arrays: Number of arrays of the optimizer's state.
+        num_processes: Number of processes on this machine.
+        on_gpu: Whether gradients come from a GPU.
     """
     if offload.compression is None or torch.distributed.get_rank() != 0:
         return

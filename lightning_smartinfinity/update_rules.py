@@ -1,6 +1,6 @@
-"""The one description of every update rule: what it keeps, the scalars of one of its steps, its formula, its kernel.
+"""The one description of every update rule: its arrays, the scalars of one step, its formula, its kernel.
 
-Everything else that has to know a rule derives it from here: the native core's structs, bindings and tables
+Everything else that has to know a rule is derived from here: the native core's structs, bindings and tables
 (``tools/generate_update_rules.py``, at build time), the kernels of a card (``hls/description.py``), the simulator, the
 command line and messages. This module imports the standard library only: builds run it before anything is installed.
 """
@@ -34,7 +34,7 @@ class RuleDescription:
         step: Name of the native class that holds the scalars of one step.
         arrays: Names of the fp32 arrays that the rule keeps of each element: ``"master"``, then torch's names.
         scalars: Names of the fp32 scalars of one step, in the order in which a card's kernel takes their bits, each
-            with a value that lets a self-test touch the whole arithmetic.
+            with a value with which a self-test covers all of the arithmetic.
         formula: One step in words, for the documentation of the native class.
         operators: Operators of the kernel.
         seeded: Whether a step also has the ``seed`` of stochastic rounding, which cards do not take.
@@ -108,8 +108,8 @@ SGD = RuleDescription(
     scalars={
         "gradient_scale": 0.5,
         "weight_decay": 0.01,
-        "buffer_coefficient": 0.9,  # momentum, or 0 where the buffer begins anew
-        "gradient_coefficient": 0.75,  # 1 - dampening, or 1 where the buffer begins
+        "buffer_coefficient": 0.9,  # momentum, or 0 where the buffer starts
+        "gradient_coefficient": 0.75,  # 1 - dampening, or 1 where the buffer starts
         "nesterov_momentum": 0.9,  # momentum, or 0 without Nesterov's
         "lr": 0.01,
     },

@@ -1,4 +1,4 @@
-"""Types of options for argparse: text is read, and refused by the same rules as settings in Python."""
+"""Types of options for argparse: they read text, and check it by the same rules as settings in Python."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def reading(read: Callable[[str], Any], rule: Rule) -> Callable[[str], Any]:
     """Makes a type for ``add_argument``.
 
     Args:
-        read: Turns text into a value, whatever the text.
-        rule: What the value may be.
+        read: Turns any text into a value.
+        rule: Rule for the value.
     """
 
     def typed(text: str) -> Any:
@@ -31,7 +31,7 @@ def reading(read: Callable[[str], Any], rule: Rule) -> Callable[[str], Any]:
 
 
 def number_in(text: str) -> float:
-    """Reads a number; of other text, NaN."""
+    """Reads a number, or NaN from other text."""
     try:
         return float(text)
     except ValueError:
@@ -39,6 +39,6 @@ def number_in(text: str) -> float:
 
 
 def whole_number_in(text: str) -> float:
-    """Reads a number, which is an int if it is whole: "8.4e9" is."""
+    """Reads a number, as an int if it is whole, such as "8.4e9"."""
     number = number_in(text)
     return int(number) if number.is_integer() else number

@@ -37,15 +37,11 @@ _BOUND = [f"{name} with {form.required_parameters}" for name, form in STATE_FORM
 FORMATS_OF_HOST = ", ".join(
     [f"list other state formats than {names_where(lambda form: form.in_place)} for host with adamw alone", *_BOUND]
 )
-"""Says which systems have which formats."""
+"""Words that say which systems have which formats."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add them to a command.
-
-    Args:
-        parser: Of the command.
-    """
+    """Add the options of ``smart-infinity simulate`` to its parser."""
     _add_lists(parser.add_argument_group("what is simulated, one or more of each"))
     _add_settings(parser.add_argument_group("how it is trained"))
     _add_machine(parser.add_argument_group("on which machine, rates in GB/s; without these it is the paper's"))

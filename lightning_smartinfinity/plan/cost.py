@@ -18,10 +18,10 @@ from lightning_smartinfinity.plan.workload import Workload
 __all__ = ["CompressionGain", "CompressionResources", "gain_of", "gain_on_cards", "gain_on_host", "published_smartssds"]
 
 _CHANNEL = 6.3e9  # bytes per second of a switch's uplink; published: 6.3 to 8
-_NUM_TASKLETS = 64  # of each device: enough for the steady state
+_NUM_TASKLETS = 64  # for each device: enough to reach the steady state
 _LEAST_GAIN = 0.01
 FEED_BACK = 0.8e-9
-"""Seconds of one core per parameter, docs/gradient_codecs.md: of the top 1 %."""
+"""Seconds of one core per parameter to update the residual after the top 1 % (docs/gradient_codecs.md)."""
 _TO_GPU = 20e9  # bytes per second from host memory: PCIe 4.0 x16 gives 32 at most; assumed, not measured
 _FP32_BYTES = 4
 _DTYPES = {2: native.DType.BFLOAT16, 4: native.DType.FLOAT32}
@@ -30,18 +30,18 @@ _ITEM_BYTES = {native.DType.FLOAT32: 4, native.DType.BFLOAT16: 2, native.DType.F
 
 @dataclass(frozen=True)
 class _Work:
-    """Seconds of one core per parameter, docs/gradient_codecs.md: in large tasklets.
+    """Seconds of one core per parameter in large tasklets (docs/gradient_codecs.md).
 
     Args:
-        compress: By whether there is a residual.
-        feed_back: What was not sent.
+        compress: Time to compress, by whether there is a residual.
+        feed_back: Time to put what was not sent into the residual.
     """
 
     compress: Mapping[bool, float]
     feed_back: float
 
 
-# Of the top 1 %, of more than twice as much, and in 8 bits, which take as long in small ones.
+# The top 1 %, more than 2 %, and 8 bits, which take as long in small tasklets.
 _TOP_K = _Work({False: 0.65e-9, True: 1.3e-9}, FEED_BACK)
 _FEW = 0.02
 _TOP_OF_MANY = _Work({False: 3.6e-9, True: 3.6e-9}, FEED_BACK)
@@ -50,11 +50,11 @@ _BLOCK_SCALED = _Work({False: 0.8e-9, True: 1.1e-9}, 1.1e-9)
 
 @dataclass(frozen=True)
 class CompressionGain:
-    """What compression is predicted to change.
+    """The predicted effect of compression.
 
     Args:
-        ratio: Seconds of the update with dense gradients over those with compressed ones.
-        reason: One sentence: why it gains, or does not.
+        ratio: Seconds of the update with dense gradients, divided by those with compressed gradients.
+        reason: Sentence that says why compression gains, or does not.
     """
 
     ratio: float
@@ -62,7 +62,7 @@ class CompressionGain:
 
     @property
     def gains(self) -> bool:
-        """By 1 % or more."""
+        """Whether the update gains 1 % or more."""
         return self.ratio >= 1 + _LEAST_GAIN
 
 
@@ -73,11 +73,11 @@ class CompressionResources:
     Cards share a channel, and processes share cores.
 
     Args:
-        num_cards: That update; 0: the host does.
-        num_cores: Of the CPU.
-        num_threads: That put what was not sent into the residual.
-        num_gpus: That choose what is sent; 0: the CPU does.
-        route: Of gradients to cards.
+        num_cards: Number of cards that update; 0 if the host does.
+        num_cores: Number of CPU cores.
+        num_threads: Number of threads that put what was not sent into the residual.
+        num_gpus: Number of GPUs that choose what is sent; 0 if the CPU does.
+        route: Route of gradients to the cards.
 
     Raises:
         ConfigError: One of them is out of range.
@@ -95,12 +95,12 @@ class CompressionResources:
 
 
 def gain_of(codec: GradientCodec, workload: Workload, resources: CompressionResources) -> CompressionGain:
-    """Of a user's codec on this machine, whose cards are taken to be as published.
+    """Predict the gain from a codec on this machine, whose cards are assumed to be as published.
 
     Args:
-        codec: The user's.
+        codec: Codec that the user chose.
         workload: The step with dense gradients. Its size does not matter.
-        resources: The parts of the machine that do.
+        resources: The parts of the machine that compress and update.
     """
     if resources.num_cards == 0:
         return gain_on_host()
@@ -127,14 +127,14 @@ def _work_of(codec: GradientCodec) -> _Work:
 
 
 def _form_of(codec: GradientCodec, item_bytes: int) -> GradientForm:
-    """Of gradients with so many bytes of an element before."""
+    """Return the form of gradients that have ``item_bytes`` per element before compression."""
     if isinstance(codec, TopK):
         return TopKPayload(codec.ratio, _ITEM_BYTES[codec.native().value_dtype(_DTYPES[item_bytes])])
     return BlockScaledPayload()
 
 
 def gain_on_host() -> CompressionGain:
-    """Of an update by the host's CPU, whose gradients lie in host memory: there never is one."""
+    """Return the gain if the host's CPU updates: there is none, since gradients already lie in host memory."""
     return CompressionGain(
         1.0,
         "On the host device gradients lie in host memory: they cross no channel to storage that compression could"
@@ -150,14 +150,14 @@ def gain_on_cards(
     route: Route = Route.HOST,
     feed_back: float = 0.0,
 ) -> CompressionGain:
-    """Of updates by accelerators.
+    """Predict the gain if accelerators update.
 
     Args:
-        machine: Its figures.
+        machine: Figures of the machine.
         workload: The step with dense gradients. Its size does not matter.
         compressed: Form of the compressed gradients.
-        route: Of the gradients.
-        feed_back: Seconds per parameter after the update, for what was not sent.
+        route: Route of the gradients.
+        feed_back: Seconds per parameter after the update, to keep what was not sent.
     """
     numel = _NUM_TASKLETS * machine.num_devices * workload.card_layout(1).extents.tasklet_numel
     dense = replace(workload, numel=numel)
@@ -171,13 +171,13 @@ def gain_on_cards(
 
 
 def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
-    """One sentence.
+    """Return a sentence that explains the gain.
 
     Args:
-        part: Of the bytes of dense gradients that are sent.
-        num_devices: To which.
-        ratio: What is gained.
-        at_best: The same if making what is sent and keeping what is not cost nothing.
+        part: Bytes that are sent, as a fraction of those of dense gradients.
+        num_devices: Number of devices to which they are sent.
+        ratio: Gain, as in :class:`CompressionGain`.
+        at_best: The same if compressing, and keeping what is not sent, cost nothing.
     """
     sent = f"Sending {part:.1%} of the gradients' bytes to {num_devices} device(s)"
     made = f"{sent} makes the update {ratio:.2f} times as fast"
@@ -194,13 +194,13 @@ def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
 
 
 def published_smartssds(num_devices: int, *, duplex: bool = False, select: float = 0.0, cores: int = 1) -> Machine:
-    """A machine of SmartSSDs by published figures, without a model.
+    """Return a machine of SmartSSDs with published figures, without a model.
 
     Args:
-        num_devices: How many.
-        duplex: Their SSDs read and write side by side.
+        num_devices: Number of SmartSSDs.
+        duplex: Whether their SSDs read and write at the same time.
         select: Seconds of one core or GPU per parameter, for compressing gradients.
-        cores: Or GPUs, that do.
+        cores: Number of cores or GPUs that compress.
     """
     return Machine(
         device=Device(

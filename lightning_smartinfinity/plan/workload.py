@@ -1,4 +1,4 @@
-"""What one training step has to update."""
+"""The update work of one training step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FORM = Rule(
 )
 
 ENOUGH_TASKLETS = 4096
-"""Filling and emptying a ring is then far below 1 % of a step: of larger models no more are simulated."""
+"""With so many, filling and emptying a ring takes far less than 1 % of a step; no more are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class Workload:
     """The step of one process.
 
     Args:
-        numel: Parameters.
-        gradients: How they travel.
-        num_arrays: Of state, see :data:`NUM_ARRAYS`.
-        parameter_bytes: Per element of what the update gives out: 2 or 4.
-        state_format: A name in ``STATE_FORMATS``; accelerators update few of them.
-        tasklet_bytes: Largest extent; None: what ``TransferConfig`` takes for the device.
-        num_buffers: Of each ring.
+        numel: Number of parameters.
+        gradients: Form in which gradients are sent.
+        num_arrays: Number of arrays of state, see :data:`NUM_ARRAYS`.
+        parameter_bytes: Bytes per element of the parameters that the update returns: 2 or 4.
+        state_format: Name in ``STATE_FORMATS``; accelerators support few of them.
+        tasklet_bytes: Bytes of the largest extent; None: the default of ``TransferConfig`` for the device.
+        num_buffers: Number of buffers of each ring.
     """
 
     numel: int
@@ -86,33 +86,33 @@ class Workload:
 
     @property
     def array_bytes(self) -> int:
-        """Per element of all arrays in fp32."""
+        """Bytes per element of all arrays in fp32."""
         return _FP32_BYTES * self.num_arrays
 
     @property
     def kernel_bytes(self) -> int:
-        """Per element of what an update reads, in fp32: the arrays and the gradient."""
+        """Bytes per element that an update reads in fp32: the arrays and the gradient."""
         return self.array_bytes + _FP32_BYTES
 
     def card_layout(self, num_devices: int) -> PartitionLayout:
-        """Tasklets as they are cut for accelerators."""
+        """Return the tasklets as they are cut for accelerators."""
         return self._layout(num_devices, CARD_TASKLET_BYTES)
 
     def simulated_card_layout(self, num_devices: int) -> PartitionLayout:
-        """The same; in large models larger ones, of which each accelerator has enough."""
+        """Return tasklets for accelerators, larger in large models: each accelerator still has enough of them."""
         return self._layout(num_devices, max(CARD_TASKLET_BYTES, self._enough_bytes(num_devices)))
 
     def host_layout(self, num_devices: int) -> PartitionLayout:
-        """Tasklets as they are cut for the host; in large models larger ones, of which there are enough."""
+        """Return the tasklets as they are cut for the host, but larger in large models: there are still enough."""
         return self._layout(num_devices, max(HOST_TASKLET_BYTES, self._enough_bytes(1)))
 
     def skipped_bytes(self, numel: int) -> int:
-        """Of an extent of so many elements that the host does not read: the parameters in its memory hold them."""
+        """Return the bytes of an extent that the host does not read, since the parameters in its memory hold them."""
         first = STATE_FORMATS[self.state_format].item_bytes(self.num_arrays)[0]
         return -(-first * numel // BLOCK_BYTES) * BLOCK_BYTES if first == self.parameter_bytes else 0
 
     def _enough_bytes(self, num_rings: int) -> int:
-        """Of tasklets of which each ring still has enough."""
+        """Return the size of tasklets at which each ring still has enough of them."""
         return -(-self.array_bytes * self.numel // (num_rings * ENOUGH_TASKLETS))
 
     def _layout(self, num_devices: int, usual_bytes: int) -> PartitionLayout:

@@ -1,4 +1,4 @@
-"""How DeepSpeed's engine writes and reads the files of a checkpoint: the optimizer's state in windows."""
+"""Writes and reads a checkpoint's files for DeepSpeed's engine, the optimizer's state window by window."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["SmartInfinityCheckpointEngine"]
 
 
 class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads what ``TorchCheckpointEngine`` does, the optimizer's state in bounded memory.
+    """Writes and reads the files of ``TorchCheckpointEngine``, but the optimizer's state in bounded memory.
 
     Args:
-        config_params: As DeepSpeed passes them.
+        config_params: Parameters that DeepSpeed passes.
         optimizer: The optimizer whose state is saved.
     """
 
@@ -35,7 +35,7 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
         self._optimizer = optimizer
 
     def save(self, state_dict: SavedState, path: str) -> None:
-        """Write one file to the device. Collective: if it fails on one rank, it raises on every rank."""
+        """Write one file and flush it to the device. Collective: a failure on one rank raises on every rank."""
         with raising_together(), _writing(path):
             if optimizer_state.is_described(state_dict.get(OPTIMIZER_STATE_DICT)):
                 self._save_optimizer(state_dict, Path(path))
@@ -44,7 +44,7 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
                 _flush(path)
 
     def load(self, path: str, map_location: MAP_LOCATION = None) -> Pickled:
-        """Read one file; its tensors come from the page cache when they are used, those of the optimizer in windows."""
+        """Map one file. Its tensors are read when they are used, and those of the optimizer window by window."""
         state = torch.load(path, map_location=map_location, mmap=True, weights_only=False)
         saved = state.get(OPTIMIZER_STATE_DICT)
         if saved is not None:

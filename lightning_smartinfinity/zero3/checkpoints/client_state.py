@@ -1,4 +1,4 @@
-"""What a user saves beside the model: it shares a file, and names, with what DeepSpeed saves."""
+"""The state that a user saves beside the model. It shares a file and its keys with what DeepSpeed saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
-__all__ = ["RESERVED_KEYS", "of_user", "refuse_reserved"]
+__all__ = ["RESERVED_KEYS", "refuse_reserved", "user_state"]
 
 RESERVED_KEYS = frozenset(
     {
@@ -33,14 +33,14 @@ RESERVED_KEYS = frozenset(
         SAVE_ID,
     }
 )
-"""Keys of the file that are not the user's."""
+"""Keys of the file that users cannot choose."""
 
 
 def refuse_reserved(state: SavedState) -> None:
-    """Refuse entries that would take the place of DeepSpeed's.
+    """Refuse entries that would replace DeepSpeed's own.
 
     Raises:
-        UnsupportedError: Naming them.
+        UnsupportedError: There are such entries; the message names them.
     """
     reserved = sorted(RESERVED_KEYS & set(state))
     if reserved:
@@ -50,6 +50,6 @@ def refuse_reserved(state: SavedState) -> None:
         )
 
 
-def of_user(client_state: SavedState) -> ClientState:
-    """Of what an engine returns when it loads: what a user had saved."""
+def user_state(client_state: SavedState) -> ClientState:
+    """Return the user's entries of the state that an engine returns when it loads."""
     return {key: value for key, value in client_state.items() if key not in RESERVED_KEYS}

@@ -1,4 +1,4 @@
-"""Whether a checkpoint folder can be loaded, found out on all ranks before any of them begins."""
+"""Checks on all ranks whether a checkpoint folder can be loaded, before any of them begins to load it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 SAVE_ID = "smart_infinity_save"
-"""Key of the save's name in what Lightning saves beside the optimizer's state."""
+"""Key of the save's random name in the model states."""
 
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
@@ -40,21 +40,21 @@ _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 def check_checkpoint(
     path: str | Path, *, engine: DeepSpeedEngine, strict: bool = True, needed: Collection[str] = ()
 ) -> Path:
-    """Check that a folder is a ZeRO-3 checkpoint that an engine can go on from, and its files are whole.
+    """Check that a folder is an undamaged ZeRO-3 checkpoint from which an engine can resume.
 
-    Collective: if one rank finds a fault, every rank raises.
+    This is a collective: if one rank finds a fault, every rank raises.
 
     Args:
         path: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
-        engine: The DeepSpeed engine that will load it; one that trains.
-        strict: Whether names of parameters and buffers have to be the same.
-        needed: Keys of what has to lie beside the model.
+        engine: DeepSpeed engine that trains and will load the checkpoint.
+        strict: Whether names of parameters and buffers have to match.
+        needed: Keys that must have been saved beside the model.
 
     Returns:
         The folder with the files; its name is DeepSpeed's tag.
 
     Raises:
-        CheckpointError: Naming the folder or file at fault.
+        CheckpointError: There is a fault; the message names the folder or file.
     """
     folder = Path(path)
     with raising_together(), reading_checkpoint(path):
@@ -74,9 +74,9 @@ def check_checkpoint(
 
 
 def check_weights(path: str | Path, *, engine: DeepSpeedEngine) -> Path:
-    """Check that a folder is a ZeRO-3 checkpoint of this precision, and its files are whole.
+    """Check that a folder is an undamaged ZeRO-3 checkpoint of this precision.
 
-    As :func:`check_checkpoint`, but for weights alone: any number of processes may have saved them.
+    This is :func:`check_checkpoint` for weights alone, which any number of processes may have saved.
 
     Returns:
         The folder with the files.
@@ -89,10 +89,10 @@ def check_weights(path: str | Path, *, engine: DeepSpeedEngine) -> Path:
 
 
 def check_needed(states: SavedState, needed: Collection[str], path: str | Path) -> None:
-    """Check that what a Trainer goes on from lies beside the model.
+    """Check that the entries that a Trainer needs to resume were saved beside the model.
 
     Raises:
-        CheckpointError: DeepSpeed itself saved it, or Lightning without the state of the training.
+        CheckpointError: Some are missing: DeepSpeed itself saved the checkpoint, or Lightning saved weights only.
     """
     missing = sorted(set(needed) - states.keys())
     if missing:
@@ -105,7 +105,7 @@ def check_needed(states: SavedState, needed: Collection[str], path: str | Path) 
 
 
 def check_frozen(module: torch.nn.Module, states: SavedState, path: str | Path) -> None:
-    """Check that the parameters that are not trained were saved, if there are any.
+    """Check that the parameters that are not trained were saved, if the model has any.
 
     Raises:
         CheckpointError: They were left out.
@@ -120,20 +120,20 @@ def check_frozen(module: torch.nn.Module, states: SavedState, path: str | Path) 
 
 
 def optimizer_files(folder: Path) -> list[Path]:
-    """The files of optimizer states, of all processes, in no order that means anything."""
+    """Return the files of optimizer states of all processes; their order has no meaning."""
     return sorted(folder.glob(_OPTIMIZER_FILES))
 
 
 def check_same_save(engine: DeepSpeedEngine, client_state: SavedState) -> None:
-    """After loading: check that every file that any rank read was written by one and the same save.
+    """Check after loading that one and the same save wrote every file that any rank read.
 
-    Files copied from one folder to another by hand can be of two.
+    A folder can hold files of two saves if they were copied by hand.
 
     Raises:
-        CheckpointError: They differ, on every rank.
+        CheckpointError: The files come from different saves; raised on every rank.
     """
     saves = {client_state.get(SAVE_ID), engine.optimizer.save_id}
-    if len({save for of_rank in gather(saves, None) for save in of_rank}) > 1:
+    if len({save for rank_saves in gather(saves, None) for save in rank_saves}) > 1:
         raise CheckpointError(
             "The checkpoint's files come from different saves.",
             "Copy checkpoints as whole folders, or use another one.",
@@ -142,7 +142,7 @@ def check_same_save(engine: DeepSpeedEngine, client_state: SavedState) -> None:
 
 @contextmanager
 def reading_checkpoint(path: str | Path) -> Iterator[None]:
-    """Turn whatever a damaged checkpoint makes torch or DeepSpeed raise into a :class:`CheckpointError`."""
+    """Turn errors that torch or DeepSpeed raise on a damaged checkpoint into a :class:`CheckpointError`."""
     try:
         yield
     except SmartInfinityError:
@@ -155,10 +155,10 @@ def reading_checkpoint(path: str | Path) -> Iterator[None]:
 
 
 def tagged_folder(path: Path) -> Path:
-    """The folder with the processes' files in what Lightning or DeepSpeed saved, or that folder itself.
+    """Return the folder that holds the processes' files: a subfolder of ``path``, or ``path`` itself.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no such folder.
     """
     if not path.exists():
         raise CheckpointError(f"The checkpoint {path} does not exist.", "Check the path.")
@@ -167,7 +167,7 @@ def tagged_folder(path: Path) -> Path:
             f"The checkpoint {path} is a file; the smart_infinity strategy saves folders.",
             "Load a plain checkpoint's weights with LightningModule.load_from_checkpoint before fit.",
         )
-    if optimizer_files(path):  # of several saves that lie in one folder, the one that is wanted
+    if optimizer_files(path):  # one of several saves that lie in the same folder
         return path
     latest = path / "latest"
     tag = latest.read_text().strip() if latest.is_file() else "checkpoint"
@@ -215,7 +215,7 @@ def _conversion_command(folder: Path) -> str:
 
 
 def _check_own_share(folder: Path) -> None:
-    # Every file by one rank. Optimizer states are verified when they are read: here, only what describes them.
+    # One rank verifies each file, but not the tensors of optimizer states, which are verified when they are read.
     for file in sorted(folder.glob("*.pt"))[dist.get_rank() :: dist.get_world_size()]:
         check_records(file, tensors=not file.match(_OPTIMIZER_FILES))
 
@@ -228,19 +228,19 @@ def _own_model_states(folder: Path, engine: DeepSpeedEngine) -> SavedState:
 
 
 def _check_parameters(states: SavedState, engine: DeepSpeedEngine) -> None:
-    """Compare names and shapes, in the order in which they lie in the optimizer's state."""
+    """Compare names and shapes in the order in which the optimizer's state holds the parameters."""
     saved, expected = (
-        [(name, tuple(shape)) for group in of_one for name, shape in group.items()]
-        for of_one in (states[PARAM_SHAPES], engine._get_zero_param_shapes())
+        [(name, tuple(shape)) for group in groups for name, shape in group.items()]
+        for groups in (states[PARAM_SHAPES], engine._get_zero_param_shapes())
     )
     for number, (there, here) in enumerate(zip_longest(saved, expected)):
         if there != here:
             raise CheckpointError(
-                f"The checkpoint's parameters differ from the model's: parameter {number} is {_words(there)} there and "
-                f"{_words(here)} here.",
+                f"The checkpoint's parameters differ from the model's: parameter {number} is {_described(there)} there "
+                f"and {_described(here)} here.",
                 "Build the model and its parameter groups as they were when it was saved.",
             )
 
 
-def _words(parameter: tuple[str, tuple[int, ...]] | None) -> str:
+def _described(parameter: tuple[str, tuple[int, ...]] | None) -> str:
     return "missing" if parameter is None else f"{parameter[0]!r} of shape {parameter[1]}"

@@ -24,7 +24,7 @@ from lightning_smartinfinity.zero3.collectives import raising_together
 
 __all__ = ["beside", "exchange", "replacing", "restore_interrupted"]
 
-_INSIDE = ".saving"
+_STAGING = ".saving"
 _PREVIOUS = "previous"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -35,8 +35,8 @@ _NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
     """Yield a folder to save into, which becomes ``path`` when the body ends; if the body raises, nothing changes.
 
-    This is a collective. The processes of one node must see the same file system. On nodes that do not see the one of
-    global rank zero, local rank zero does what global rank zero does elsewhere.
+    This is a collective. The processes of one node must see the same file system. On nodes that do not see the
+    file system of global rank zero, local rank zero does what global rank zero does elsewhere.
 
     Args:
         path: Final path of the save.
@@ -49,7 +49,7 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
     target, inside = Path(os.path.realpath(path)), False
     with raising_together(), _io_errors(path):
         inside = target.exists()
-    staging = target / _INSIDE if inside else beside(target)
+    staging = target / _STAGING if inside else beside(target)
     leads = dist.get_rank() == 0
     with raising_together(), _io_errors(path):
         if local_rank == 0:
@@ -71,7 +71,7 @@ def replacing(path: str | Path, tag: str, *, local_rank: int) -> Iterator[Path]:
 
 
 def restore_interrupted(path: str | Path, tag: str) -> None:
-    """Undo a swap that was interrupted between its two renames, on systems that cannot exchange in one call.
+    """Roll back a swap that was interrupted between its two renames, on systems that cannot exchange in one call.
 
     Any number of processes may call it at once.
 
@@ -80,7 +80,7 @@ def restore_interrupted(path: str | Path, tag: str) -> None:
         tag: The subfolder.
     """
     target = Path(os.path.realpath(path))
-    previous = target / _INSIDE / _PREVIOUS
+    previous = target / _STAGING / _PREVIOUS
     if previous.exists() and not (target / tag).exists():
         with suppress(FileNotFoundError):  # another process was faster
             os.rename(previous, target / tag)
@@ -102,7 +102,7 @@ def exchange(first: Path, second: Path) -> bool:
 def beside(target: Path) -> Path:
     """Return the path under which a new ``target`` is written until it is complete."""
     # The target's name is left out: Lightning takes every entry with "last" in its name for a checkpoint.
-    return target.with_name(f"{_INSIDE}-{hashlib.sha256(target.name.encode()).hexdigest()[:16]}")
+    return target.with_name(f"{_STAGING}-{hashlib.sha256(target.name.encode()).hexdigest()[:16]}")
 
 
 def _prepare(target: Path, tag: str) -> None:
@@ -112,7 +112,7 @@ def _prepare(target: Path, tag: str) -> None:
             f"{target} is a file; checkpoints of this strategy are folders.", "Remove it or save to another path."
         )
     restore_interrupted(target, tag)
-    for leftover in (target / _INSIDE, beside(target)):
+    for leftover in (target / _STAGING, beside(target)):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Whole weights into a partitioned model: from a checkpoint of one file, or not at all."""
+"""Loads whole weights of a one-file checkpoint into a partitioned model, where plain ``load_state_dict`` is refused."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _GUARDED: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def full_state_dict(checkpoint: object, path: object) -> SavedState:
-    """The weights in a checkpoint of one file.
+    """Return the weights in a checkpoint of one file.
 
     Raises:
-        CheckpointError: It has none.
+        CheckpointError: The checkpoint has no weights.
     """
     weights = checkpoint.get("state_dict") if isinstance(checkpoint, Mapping) else None
     if not isinstance(weights, Mapping):
@@ -37,16 +37,16 @@ def full_state_dict(checkpoint: object, path: object) -> SavedState:
 def load_full_weights(
     module: torch.nn.Module, weights: SavedState, *, writes: OutsideWrites | None, strict: bool
 ) -> None:
-    """Load a full state dict into a partitioned model, and into the masters of a training. Collective.
+    """Load a full state dict into a partitioned model, and into the masters of a training: a collective.
 
     Args:
-        module: What DeepSpeed's engine wraps.
-        weights: By name, alike on all ranks. What is finer than the parameters' dtype reaches the masters unrounded.
-        writes: Those of the optimizer; None: nothing is trained.
+        module: Module that DeepSpeed's engine wraps.
+        weights: Weights by name, the same on all ranks. Masters take them without rounding to the parameters' dtype.
+        writes: The optimizer's outside writes; None if nothing is trained.
         strict: Whether all keys must match.
 
     Raises:
-        CheckpointError: A shape differs or, if ``strict``, keys do. What fits has been loaded then.
+        CheckpointError: A shape differs or, if ``strict``, keys do. By then everything that fits is loaded.
     """
     found = _Misfits()
     numels = {name: int(getattr(param, "ds_numel", param.numel())) for name, param in module.named_parameters()}
@@ -83,9 +83,9 @@ class _Misfits:
 def _load(
     module: torch.nn.Module, weights: dict[str, object], prefix: str, metadata: SavedState, found: _Misfits
 ) -> None:
-    """As ``Module.load_state_dict`` descends, with each module's own parameters gathered in their turn."""
+    """Descend as ``Module.load_state_dict`` does, and gather each module's own parameters while it loads."""
     with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
-        # On every rank: buffers are not broadcast.
+        # Every rank loads, since buffers are not broadcast.
         module._load_from_state_dict(
             weights, prefix, metadata.get(prefix[:-1], {}), True, found.missing, found.unexpected, found.errors
         )
@@ -97,7 +97,7 @@ def _load(
 
 
 def refuse_plain_loading(module: torch.nn.Module) -> None:
-    """Let ``load_state_dict`` raise on partitioned parameters, which would not keep what it loads."""
+    """Make ``load_state_dict`` raise on partitioned parameters, which would not keep what it loads."""
     for part in module.modules():
         if part not in _GUARDED:
             part.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ def refuse_plain_loading(module: torch.nn.Module) -> None:
 def _refuse(module: torch.nn.Module, state_dict: SavedState, prefix: str, *_: object) -> None:
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
-        # DeepSpeed's own checkpoints hold the empty stand-ins of partitioned parameters, and load them.
+        # DeepSpeed's own checkpoints hold and load empty placeholders for partitioned parameters.
         loads = isinstance(value, torch.Tensor) and value.numel() > 0
         if loads and is_zero_param(param) and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
             raise UnsupportedError(

@@ -1,7 +1,7 @@
 """Optimizer state in DeepSpeed's own ZeRO-3 checkpoint format, written and read window by window.
 
-``zero_to_fp32`` and the like read ``fp32_flat_groups`` and ``optimizer_state_dict``. What they have no word for (step
-counts per parameter, names) lies beside them under ``smart_infinity``.
+Tools such as ``zero_to_fp32`` read ``fp32_flat_groups`` and ``optimizer_state_dict``. Entries that DeepSpeed's format
+does not define (step counts per parameter, names) lie beside these under ``smart_infinity``.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ParamGroup, S
 __all__ = ["EXTRA_KEY", "FILE", "is_described", "load_state_dict", "state_dict", "write_arrays"]
 
 FILE = "smart_infinity_file"
-"""Key of the path that a state was read from."""
+"""Key of the path from which a state was read."""
 
 EXTRA_KEY = "smart_infinity"
-"""Key of what DeepSpeed's own format has no word for."""
+"""Key of the entries that DeepSpeed's own format does not define."""
 
 _VERSION = 1
 
 
 def state_dict(optimizer: StorageOptimizer) -> SavedState:
-    """This rank's optimizer state in words: masters and other arrays are tensors without memory, one per sub-group.
+    """Describe this rank's optimizer state. Masters and other arrays are tensors without memory, one per sub-group.
 
-    :func:`write_arrays` fills them in where they were saved.
+    :func:`write_arrays` writes their values into the saved file.
     """
     layout = optimizer.layout
     steps, with_arrays = optimizer.drained_handler().steps, _saves_arrays(optimizer)
@@ -76,12 +76,12 @@ def state_dict(optimizer: StorageOptimizer) -> SavedState:
 
 
 def is_described(state: object) -> bool:
-    """Whether this came from :func:`state_dict`."""
+    """Return whether a state came from :func:`state_dict`."""
     return isinstance(state, Mapping) and EXTRA_KEY in state
 
 
 def write_arrays(optimizer: StorageOptimizer, file: TensorFile) -> None:
-    """Write masters and other arrays into a file that :func:`state_dict` was saved to."""
+    """Write masters and other arrays into a file in which :func:`state_dict` was saved."""
     streams = _streams(optimizer, file, with_arrays=_saves_arrays(optimizer))
 
     def write(window: Window) -> None:
@@ -93,12 +93,12 @@ def write_arrays(optimizer: StorageOptimizer, file: TensorFile) -> None:
 
 
 def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load_optimizer_states: bool) -> None:
-    """Write a checkpoint's masters, and the rest of its state if asked for, to storage and to the partition.
+    """Write a checkpoint's masters to storage and to the partition, and restore the rest of its state if wanted.
 
     Args:
-        optimizer: Ours.
-        state_dict: As read by ``SmartInfinityCheckpointEngine``; its arrays are not touched.
-        load_optimizer_states: False: all but the masters starts anew.
+        optimizer: Optimizer of this strategy.
+        state_dict: State that ``SmartInfinityCheckpointEngine`` has read; its arrays are not used.
+        load_optimizer_states: Whether to restore more than masters. Otherwise arrays, counts and residual start anew.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model, optimizer or number of processes, or is damaged.
@@ -117,7 +117,7 @@ def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load
             extra = _checked(optimizer, state_dict, ds_config=file.state.get("ds_config", {}))
             with_arrays = load_optimizer_states and not extra.get(WITHOUT_ARRAYS)
             streams = _streams(optimizer, file, with_arrays=with_arrays)
-            residual = SavedResidual(optimizer, file, _words_of(file), wanted=load_optimizer_states)
+            residual = SavedResidual(optimizer, file, _saved_extra(file), wanted=load_optimizer_states)
         steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
         optimizer.drained_handler().state.replace(_Filler(optimizer, streams), steps=steps, together=together)
         with together():
@@ -130,24 +130,24 @@ def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load
     optimizer.overflow = state_dict["overflow"]
 
 
-def _words_of(file: TensorFile) -> SavedState:
-    words: SavedState = file.state[OPTIMIZER_STATE_DICT].get(EXTRA_KEY, {})
-    return words
+def _saved_extra(file: TensorFile) -> SavedState:
+    extra: SavedState = file.state[OPTIMIZER_STATE_DICT].get(EXTRA_KEY, {})
+    return extra
 
 
 class _Filler:
     """Fills windows from a checkpoint, and the partition in memory with the masters.
 
     Args:
-        optimizer: Ours.
-        streams: Of the saved arrays, by their number; the others begin anew.
+        optimizer: Optimizer of this strategy.
+        streams: Streams over the saved arrays, by their number; other arrays start from their first values.
     """
 
     def __init__(self, optimizer: StorageOptimizer, streams: Mapping[int, TensorStream]) -> None:
         self._layout = optimizer.layout
         self._optimizer = optimizer
         self._streams = streams
-        # What pads a stock checkpoint was never initialised.
+        # The padding in a stock checkpoint was never initialised.
         self._padding = [(p.offset + p.real_numel, p.offset + p.numel) for p in self._layout.parameters]
 
     def __call__(self, window: Window) -> None:
@@ -160,18 +160,18 @@ class _Filler:
             if begin < window.end and window.begin < end:
                 for values in window.arrays:
                     values[max(0, begin - window.begin) : end - window.begin] = 0
-        # Not by sub-group: parameters may lie elsewhere than in the partition that DeepSpeed keeps.
+        # DeepSpeed's sub-groups are not used, since parameters may lie outside the partition that it keeps.
         self._optimizer.partition.write(window.begin, torch.from_numpy(window.arrays[0]))
 
 
 def _saves_arrays(optimizer: StorageOptimizer) -> bool:
-    """Whether there is more to save than masters: torch's SGD keeps nothing without momentum."""
+    """Return whether there is more to save than masters: torch's SGD keeps nothing without momentum."""
     counts = optimizer.drained_handler().steps.tolist()
     return not optimizer.saves_weights_only and any(map(optimizer.rule.holds_state, counts))
 
 
 def _streams(optimizer: StorageOptimizer, file: TensorFile, *, with_arrays: bool) -> dict[int, TensorStream]:
-    """Opens the arrays that the file holds, or the masters alone, by their number in the rule.
+    """Return streams over the file's arrays, or over the masters alone, by their number in the rule.
 
     Sub-groups may be cut differently in the file; the order of elements is the same.
     """
@@ -179,10 +179,10 @@ def _streams(optimizer: StorageOptimizer, file: TensorFile, *, with_arrays: bool
     masters = state[FP32_FLAT_GROUPS]
     streams = {0: file.stream(masters)}
     if with_arrays:
-        of_groups = [state[OPTIMIZER_STATE_DICT]["state"][index] for index in range(len(masters))]
+        sub_groups = [state[OPTIMIZER_STATE_DICT]["state"][index] for index in range(len(masters))]
         for name in optimizer.rule.kept_arrays(state[OPTIMIZER_STATE_DICT]["param_groups"]):
             number = optimizer.rule.arrays.index(name)
-            streams[number] = file.stream([arrays[name] for arrays in of_groups])
+            streams[number] = file.stream([arrays[name] for arrays in sub_groups])
     return streams
 
 
@@ -205,7 +205,7 @@ def _groups_with_sub_groups(optimizer: StorageOptimizer) -> list[ParamGroup]:
 
 def _restore_groups(optimizer: StorageOptimizer, saved: Sequence[SavedState], *, ours: bool) -> None:
     for group, values in zip(optimizer.optimizer.param_groups, saved, strict=True):
-        # DeepSpeed's own optimizers have settings that torch's do not know.
+        # DeepSpeed's own optimizers have settings that torch's lack.
         group.update({key: value for key, value in values.items() if key != "params" and (ours or key in group)})
 
 

@@ -14,14 +14,14 @@ __all__ = ["saved_names"]
 
 
 def saved_names(module: torch.nn.Module, names: Collection[str], saved: SavedState, path: Path) -> dict[str, str]:
-    """Return the saved parameter from which each parameter of a module takes its values.
+    """Return the name of the saved parameter from which each parameter of a module takes its values.
 
     If names differ, the module's pre-hooks of ``load_state_dict`` are called with empty tensors instead of values.
 
     Args:
         module: Module whose parameters are to be loaded.
         names: Names of the saved parameters.
-        saved: The saved state dict, for entries that are no parameters.
+        saved: The saved state dict, which also holds entries that are not parameters.
         path: Path of the checkpoint, for errors.
 
     Returns:
@@ -35,7 +35,7 @@ def saved_names(module: torch.nn.Module, names: Collection[str], saved: SavedSta
         return {name: name for name in here}
     markers = {name: torch.empty(0) for name in names}
     found: dict[str, object] = {}
-    _pass_hooks(module, {**saved, **markers}, "", getattr(saved, "_metadata", {}), found)
+    _call_hooks(module, {**saved, **markers}, "", getattr(saved, "_metadata", {}), found)
     by_marker = {id(marker): name for name, marker in markers.items()}
     origins = {name: by_marker.get(id(value), name) for name, value in found.items()}
     computed = sorted(name for name, origin in origins.items() if origin not in markers)
@@ -49,7 +49,7 @@ def saved_names(module: torch.nn.Module, names: Collection[str], saved: SavedSta
     return origins
 
 
-def _pass_hooks(
+def _call_hooks(
     module: torch.nn.Module, state: dict[str, object], prefix: str, metadata: SavedState, found: dict[str, object]
 ) -> None:
     """Call the hooks of a module and its children in the order of ``Module.load_state_dict``."""
@@ -62,4 +62,4 @@ def _pass_hooks(
         if child is not None:
             start = f"{prefix}{name}."
             below = {key: value for key, value in state.items() if key.startswith(start)}
-            _pass_hooks(child, below, start, metadata, found)
+            _call_hooks(child, below, start, metadata, found)

@@ -1,4 +1,4 @@
-"""The residual of compressed gradients in a checkpoint: beside the rest of what DeepSpeed has no word for."""
+"""Saves and loads the residual of compressed gradients, among the entries that DeepSpeed's format does not define."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _CHUNK_NUMEL = 1 << 20
 
 
 def describe_residual(optimizer: StorageOptimizer) -> SavedState:
-    """What :func:`write_residual` fills in: one tensor without memory, if there is a residual to save."""
+    """Return the entry for :func:`write_residual`: a tensor without memory. Without a residual to save it is empty."""
     residual = _residual_of(optimizer)
     return {} if residual is None or optimizer.saves_weights_only else {_KEY: room_for(residual.numel())}
 
 
 def write_residual(optimizer: StorageOptimizer, file: TensorFile, extra: SavedState) -> None:
-    """Write it into a file that was saved with :func:`describe_residual`; no step is in flight."""
+    """Write the residual into a file saved with :func:`describe_residual`. No step may be in progress."""
     residual = _residual_of(optimizer)
     if residual is not None and _KEY in extra:
         file.stream([extra[_KEY]]).write(residual.numpy())
 
 
 def begin_residual(optimizer: StorageOptimizer) -> None:
-    """Let it begin at zero, and say so."""
+    """Set the residual, if there is one, to zero, and warn on rank zero."""
     residual = _residual_of(optimizer)
     if residual is not None:
         if torch.distributed.get_rank() == 0:
@@ -44,16 +44,16 @@ def begin_residual(optimizer: StorageOptimizer) -> None:
 
 
 class SavedResidual:
-    """A checkpoint's residual, if this training goes on with one.
+    """The residual in a checkpoint, for a training that resumes with one.
 
     Args:
-        optimizer: Ours.
-        file: Of this rank.
-        extra: What ours says of itself in it; of stock's there is none.
-        wanted: Whether the residual is to be taken up; it begins anew otherwise.
+        optimizer: Optimizer of this strategy.
+        file: Optimizer file of this rank.
+        extra: Entries that this strategy added to the file; none in a file of stock DeepSpeed.
+        wanted: Whether to restore the residual; otherwise it starts at zero.
 
     Raises:
-        CheckpointError: It has been damaged.
+        CheckpointError: The residual is damaged.
     """
 
     def __init__(self, optimizer: StorageOptimizer, file: TensorFile, extra: SavedState, *, wanted: bool) -> None:
@@ -70,7 +70,7 @@ class SavedResidual:
             self._read(chunk[: end - begin] for begin, end in _chunks(self._saved.numel()))
 
     def restore(self) -> None:
-        """Take it up, or begin anew."""
+        """Restore the saved residual, or start at zero."""
         if self._saved is None:
             begin_residual(self._optimizer)
         elif self._residual is not None:

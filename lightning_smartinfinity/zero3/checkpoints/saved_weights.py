@@ -1,4 +1,4 @@
-"""The weights in a checkpoint folder: what they are called, and their values, read window by window."""
+"""Names, shapes and values of the weights in a checkpoint folder; values are read window by window."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 __all__ = ["WINDOW_NUMEL", "Piece", "Put", "SavedWeights", "Wanted", "pieces_of", "read_pieces", "reaches", "windows"]
 
 WINDOW_NUMEL = 1 << 22
-"""Most elements that are in memory at once."""
+"""Largest number of elements that are in memory at once."""
 
 Wanted = Mapping[str, range]
-"""Which elements of which parameters are to be read, counted in the flat, whole parameter."""
+"""The elements to read of each parameter, counted in the flat, whole parameter."""
 
 Put = Callable[[str, int, torch.Tensor], None]
-"""Takes the name of a parameter, the first of some consecutive elements of it, and their values.
+"""Receives the name of a parameter, the index of the first of some consecutive elements, and their values.
 
-The values lie in host memory that is used again: copy what is to be kept.
+The values lie in host memory that is reused: copy what is to be kept.
 """
 
 
@@ -36,10 +36,10 @@ class Piece(NamedTuple):
     """The elements of a parameter that one process saved.
 
     Args:
-        name: Of the parameter.
-        begin: The first element, in the whole parameter.
-        end: One past the last.
-        padding: Elements without meaning that lie behind them in the file.
+        name: Name of the parameter.
+        begin: Index of the first element in the whole parameter.
+        end: Index after the last element.
+        padding: Number of padding elements that follow in the file.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(shapes: Mapping[str, torch.Size], *, rank: int, world_size: int) -> list[Piece]:
-    """What one process saves of parameters: ZeRO-3's slices, as long on every process."""
+    """Return the pieces that one process saves: ZeRO-3's slices, which padding makes equally long on all processes."""
     pieces = []
     for name, shape in shapes.items():
         numel = shape.numel()
@@ -60,19 +60,19 @@ def pieces_of(shapes: Mapping[str, torch.Size], *, rank: int, world_size: int) -
 
 
 def reaches(pieces: Sequence[Piece], wanted: Wanted) -> bool:
-    """Whether anything wanted lies in these pieces."""
+    """Return whether these pieces hold any wanted element."""
     return any(_overlap(piece.name, piece.begin, piece.end, wanted) for piece in pieces)
 
 
 def read_pieces(
     file: TensorFile, tensors: Sequence[torch.Tensor], pieces: Sequence[Piece], wanted: Wanted, put: Put
 ) -> None:
-    """Read fp32 tensors that hold some pieces, one behind the other, and hand over what is wanted of them.
+    """Read fp32 tensors that hold these pieces one after another, and pass the wanted elements to ``put``.
 
-    All of it is read, since its checksums cover all of it.
+    The tensors are read completely, since their checksums cover all of their elements.
 
     Raises:
-        CheckpointError: The file has been damaged; what lies before the damage has been handed over by then.
+        CheckpointError: The file is damaged. What lies before the damage has been passed on by then.
     """
     stream = file.stream(tensors)
     largest = max((piece.end - piece.begin + piece.padding for piece in pieces), default=0)
@@ -89,13 +89,13 @@ def read_pieces(
 class SavedWeights(ABC):
     """A folder with the files ``zero_pp_rank_<rank>_mp_rank_00_model_states.pt`` that DeepSpeed saves with ZeRO-3.
 
-    Nothing is read before it is asked for, and tensors are mapped, not loaded. Everything raises
-    :class:`CheckpointError` where a file is missing or damaged.
+    Files are opened when they are first used, and tensors are mapped, not loaded. All methods and properties raise
+    :class:`CheckpointError` if a file is missing or damaged.
 
     Args:
-        path: The folder.
-        rank: Whose model states are wanted.
-        world_size: Number of processes now; if as many saved the checkpoint, each finds its own.
+        path: Path of the folder.
+        rank: Rank whose model states are wanted.
+        world_size: Number of processes now. If another number saved the checkpoint, all use the model states of rank 0.
     """
 
     remedy: str
@@ -107,7 +107,7 @@ class SavedWeights(ABC):
 
     @cached_property
     def model_states(self) -> SavedState:
-        """What the rank saved beside the optimizer's state: buffers, shapes, Lightning's state."""
+        """Everything that the rank saved except the optimizer's state: buffers, shapes, Lightning's state."""
         states = self.model_states_of(self._rank)
         if states["dp_world_size"] != self.num_saved:
             raise CheckpointError(
@@ -123,34 +123,34 @@ class SavedWeights(ABC):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shape of every trained parameter, in the order in which the files of the optimizer hold them."""
-        return {name: shape for of_group in self.model_states[PARAM_SHAPES] for name, shape in of_group.items()}
+        """Shape of every trained parameter, in the order of the optimizer's files."""
+        return {name: shape for shapes in self.model_states[PARAM_SHAPES] for name, shape in shapes.items()}
 
     def model_states_of(self, rank: int) -> SavedState:
-        """What a process saved beside the optimizer's state."""
+        """Return everything that a process saved except the optimizer's state."""
         states: SavedState = self._load(self.model_file(rank))
         return states
 
     def frozen_shapes(self) -> dict[str, torch.Size] | None:
-        """Shape of every parameter that was not trained; None if they were not saved."""
+        """Return the shape of every parameter that was not trained, or None if these were not saved."""
         shapes = self.model_states.get(FROZEN_PARAM_SHAPES)
         return None if shapes is None else dict(shapes)
 
     @property
     def shared(self) -> dict[str, str]:
-        """Other names of parameters, each with the one that the parameter is saved by."""
+        """Aliases of parameters, each with the name under which the parameter is saved."""
         # Only the first rank saves them.
         return dict(self._first_model_states["shared_params"])
 
     @property
     def module(self) -> SavedState:
-        """The module's state dict: buffers, and stand-ins without elements for parameters."""
+        """The module's state dict: buffers, and empty placeholders for parameters."""
         module: SavedState = self.model_states["module"]
         return module
 
     def frozen(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Elements ``[begin, end)`` of a parameter that was not trained, flat."""
-        fragments = [of_rank[name].detach().flatten() for of_rank in self._frozen_fragments]
+        """Return elements ``[begin, end)`` of a parameter that was not trained, flattened."""
+        fragments = [by_name[name].detach().flatten() for by_name in self._frozen_fragments]
         numel = fragments[0].numel()
         return torch.cat(
             [
@@ -161,14 +161,14 @@ class SavedWeights(ABC):
 
     @abstractmethod
     def require_whole(self) -> None:
-        """Raise if files are missing or do not belong together, as far as that shows without reading all of them."""
+        """Raise if files are missing or do not belong together, as far as can be told without reading them all."""
 
     @abstractmethod
     def read_masters(self, wanted: Wanted, put: Put) -> None:
-        """Hand over fp32 values of trained parameters, and verify the checksums of what was read."""
+        """Pass fp32 values of trained parameters to ``put``, and verify the checksums of what was read."""
 
     def read_frozen(self, wanted: Wanted, put: Put) -> None:
-        """Hand over values of parameters that were not trained, in the dtype that they were saved in."""
+        """Pass values of parameters that were not trained to ``put``, in the dtype in which they were saved."""
         for name in self.frozen_shapes() or {}:
             elements = wanted.get(name, range(0))
             for begin, end in windows(elements.start, elements.stop):
@@ -179,21 +179,21 @@ class SavedWeights(ABC):
         return [self.model_states_of(rank)[FROZEN_PARAM_FRAGMENTS] for rank in range(self.num_saved)]
 
     def model_file(self, rank: int) -> Path:
-        """Where a process saved what is beside the optimizer's state."""
+        """Return the path of the model states that a process saved."""
         return self.path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
     def _load(self, file: Path) -> Pickled:
         if not file.is_file():
             raise CheckpointError(f"The checkpoint {self.path} has no file {file}.", self.remedy)
         try:
-            # As trusted as every checkpoint of Lightning's or DeepSpeed's, which hold pickled objects.
+            # Like Lightning and DeepSpeed, this trusts the checkpoint, which holds pickled objects.
             return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}.", self.remedy) from error
 
 
 def windows(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most :data:`WINDOW_NUMEL` elements, in order."""
+    """Yield ranges of at most :data:`WINDOW_NUMEL` elements, in order."""
     for first in range(begin, end, WINDOW_NUMEL):
         yield first, min(first + WINDOW_NUMEL, end)
 

@@ -17,19 +17,19 @@ from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, SavedState
 __all__ = ["STEP", "WITHOUT_ARRAYS", "check_groups", "describe_stock"]
 
 WITHOUT_ARRAYS = "without_arrays"
-"""Key of whether masters are all there is."""
+"""Key of the flag that the checkpoint holds no arrays but masters."""
 
 STEP = "step"
-"""Key of a number of updates among the arrays of an optimizer."""
+"""Key of the number of updates among the arrays of an optimizer."""
 
 
 def describe_stock(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_config: DeepSpeedConfig) -> SavedState:
-    """What a checkpoint of ours says about itself, found out about one of stock DeepSpeed.
+    """Return the description that a checkpoint of this strategy would hold, for one of stock DeepSpeed.
 
-    Names and shapes of its parameters lie in another file, and have been compared by ``check_checkpoint``.
+    Names and shapes of its parameters lie in another file; ``check_checkpoint`` has compared them.
 
     Raises:
-        CheckpointError: It has no optimizer state in it, or that of another optimizer, model or number of processes.
+        CheckpointError: It holds no optimizer state, or that of another optimizer, model or number of processes.
     """
     layout = optimizer.layout
     masters = state_dict[FP32_FLAT_GROUPS]
@@ -52,13 +52,13 @@ def describe_stock(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_co
     if not any(states):  # saved before the first update
         return {"save_id": None, "steps": [0] * len(layout.parameters), WITHOUT_ARRAYS: True}
     _check_states(optimizer, states, numels, kept=optimizer.rule.kept_arrays(groups))
-    # Without a count all that matters is that the arrays have begun.
+    # Where no count was saved, 1 says that the arrays have been updated.
     steps = [int(state.get(STEP, 1)) for state in states]
     return {"save_id": None, "steps": _steps_of_parameters(layout, numels, steps)}
 
 
 def _check_precision(optimizer: StorageOptimizer, ds_config: DeepSpeedConfig) -> None:
-    # bf16 shows in the names of the files, which are compared before.
+    # The names of the files tell bf16; they have been compared before.
     saved, wanted = bool(ds_config.get("fp16", {}).get("enabled")), optimizer.dtype == torch.float16
     if saved != wanted:
         raise CheckpointError(
@@ -85,7 +85,7 @@ def check_groups(optimizer: StorageOptimizer, groups: Sequence[SavedState]) -> N
     """Check that the settings of parameter groups are those of this optimizer.
 
     Raises:
-        CheckpointError: Another optimizer had them, or this one with settings that are not offered.
+        CheckpointError: They belong to another optimizer, or to this one with settings that are not supported.
     """
     key = "decoupled_weight_decay"
     for saved, group in zip(groups, optimizer.optimizer.param_groups, strict=False):
@@ -106,7 +106,7 @@ def check_groups(optimizer: StorageOptimizer, groups: Sequence[SavedState]) -> N
 
 
 def _steps_of_parameters(layout: PartitionLayout, numels: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """Stock counts steps per sub-group."""
+    """Return each parameter's step count, which stock DeepSpeed keeps per sub-group."""
     ends = list(accumulate(numels))
     last = max(0, len(steps) - 1)
     return [steps[min(bisect_right(ends, parameter.offset), last)] if steps else 0 for parameter in layout.parameters]

@@ -33,7 +33,7 @@ _DIRECTORY_ENTRY = struct.Struct("<28xHHH12x")  # lengths of the name, extra fie
 _ENTRY_MAGIC = b"PK\x01\x02"
 _CRC_IN_ENTRY = 16
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
-_DESCRIBED = 0x08
+_HAS_DESCRIPTOR = 0x08
 
 
 def room_for(numel: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ class TensorFile:
         return TensorStream(self, [self._record(tensor) for tensor in tensors])
 
     def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the whole storage of a tensor of :attr:`state`; it may be larger than the tensor."""
+        """Write the storage of ``values`` for a tensor of :attr:`state`; the storage may be larger than the tensor."""
         storage = torch.empty(0, dtype=torch.uint8).set_(values.detach().cpu().untyped_storage())
         record = self._record(tensor)._replace(offset=_offset_of(tensor), nbytes=storage.numel())
         if record.nbytes:
@@ -144,7 +144,7 @@ class TensorFile:
         """Write all of the content."""
         while content.nbytes:
             done = os.pwrite(self._descriptor, content, offset)
-            self._note(done)
+            self._count_cached(done)
             offset, content = offset + done, content[done:]
 
     def read_at(self, offset: int, content: memoryview) -> None:
@@ -157,19 +157,19 @@ class TensorFile:
             done = os.preadv(self._descriptor, [content], offset)
             if done == 0:
                 raise CheckpointError(f"{self._path} is damaged: it was cut short.", "Use another checkpoint.")
-            self._note(done)
+            self._count_cached(done)
             offset, content = offset + done, content[done:]
 
     def write_checksum(self, record: _Record, checksum: int) -> None:
         """Write a record's CRC-32 where zip keeps it: behind the record and in the directory at the file's end."""
         field = checksum.to_bytes(4, "little")
         end = record.offset + record.nbytes
-        if record.info.flag_bits & _DESCRIBED and os.pread(self._descriptor, 4, end) == _DESCRIPTOR_MAGIC:
+        if record.info.flag_bits & _HAS_DESCRIPTOR and os.pread(self._descriptor, 4, end) == _DESCRIPTOR_MAGIC:
             self.write_at(end + len(_DESCRIPTOR_MAGIC), memoryview(field))
         self.write_at(self._entry_offsets[record.info.filename] + _CRC_IN_ENTRY, memoryview(field))
 
     def check(self, record: _Record, checksum: int) -> None:
-        """Compare with the CRC-32 in the archive; a tensor that shares its storage has none of its own.
+        """Compare a checksum with the CRC-32 in the archive. A tensor that shares its storage has none of its own.
 
         Raises:
             CheckpointError: The checksums differ.
@@ -186,7 +186,7 @@ class TensorFile:
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._cached_bytes = 0
 
-    def _note(self, nbytes: int) -> None:
+    def _count_cached(self, nbytes: int) -> None:
         # The page cache is memory, too: a state larger than memory would push everything else out of it.
         self._cached_bytes += nbytes
         if self._cached_bytes >= _CACHED_BYTES:
@@ -253,7 +253,7 @@ def check_records(path: Path, *, tensors: bool, remedy: str = "Use another check
         remedy: Remedy for a damaged file, for the error.
 
     Raises:
-        CheckpointError: A checksum is wrong, or the file is not one of ``torch.save``.
+        CheckpointError: A checksum is wrong, or ``torch.save`` did not write the file.
     """
     try:
         with zipfile.ZipFile(path) as archive:

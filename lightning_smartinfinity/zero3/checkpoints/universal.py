@@ -1,4 +1,4 @@
-"""Resuming from a universal checkpoint: on any number of processes, whatever the partition was cut into before."""
+"""Resumes from a universal checkpoint on any number of processes, however many saved it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, LOSS_SCALER
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout
 from lightning_smartinfinity.transfer.windows import Window
-from lightning_smartinfinity.zero3.checkpoints.client_state import of_user
+from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
 from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     SAVE_ID,
     check_frozen,
@@ -35,18 +35,18 @@ __all__ = ["load_universal"]
 def load_universal(
     engine: DeepSpeedEngine, path: str | Path, *, strict: bool, needed: Collection[str] = ()
 ) -> ClientState:
-    """Load a universal checkpoint into an engine that trains, to go on from there.
+    """Load a universal checkpoint into an engine that trains, to resume from it.
 
-    Collective: if one rank finds a fault, every rank raises, before anything has been changed.
+    This is a collective: if one rank finds a fault, every rank raises before anything is changed.
 
     Args:
-        engine: One of ours.
+        engine: Engine of this strategy.
         path: The folder that ``smart-infinity universal`` or DeepSpeed's ``ds_to_universal`` wrote.
         strict: Whether buffers have to match exactly.
-        needed: Keys of what has to lie beside the model.
+        needed: Keys that must have been saved beside the model.
 
     Returns:
-        What was saved beside the model.
+        The state that was saved beside the model.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model, optimizer or precision, or is damaged.
@@ -81,14 +81,14 @@ def load_universal(
     optimizer.checkpoint_event_epilogue()
     _restore_optimizer(optimizer, folder)
     _restore_counters(engine, folder.model_states)
-    return of_user(folder.model_states)
+    return user_state(folder.model_states)
 
 
 # ---- filling this rank's partition
 
 
 def _files_of(optimizer: StorageOptimizer, folder: UniversalFolder) -> dict[str, int]:
-    """Names the files of each parameter, with the number of the array in each; arrays without a file begin anew."""
+    """Return the array number of each of a parameter's files; arrays without a file start from their first values."""
     kept = optimizer.rule.kept_arrays(folder.param_groups) if folder.arrays else ()
     return {MASTER_FILE: 0} | {name: optimizer.rule.arrays.index(name) for name in kept}
 
@@ -103,7 +103,7 @@ def _filler(optimizer: StorageOptimizer, folder: UniversalFolder) -> Callable[[W
     def array_of(piece: ParameterSlice, file: str) -> torch.Tensor:
         key = (piece.name, file)
         if key not in opened:
-            # Windows come in partition order: only the last parameter of one is asked for again.
+            # Windows come in partition order: only the last parameter of a window can be in the next one.
             for other in [other for other in opened if other[0] != piece.name]:
                 del opened[other]
             opened[key] = folder.tensor(*key, numel=shapes[piece.name].numel())
@@ -125,7 +125,7 @@ def _filler(optimizer: StorageOptimizer, folder: UniversalFolder) -> Callable[[W
 
 
 def _pieces_in(layout: PartitionLayout, window: Window) -> list[tuple[ParameterSlice, int, int]]:
-    """The parameters of a window, each with the elements ``[begin, end)`` of it that are there; no padding."""
+    """Return a window's parameters, each with its range ``[begin, end)`` of the partition, without padding."""
     pieces = [
         (piece, max(window.begin, piece.offset), min(window.end, piece.offset + piece.real_numel))
         for piece in layout.parameters_between(window.begin, window.end)
@@ -134,7 +134,7 @@ def _pieces_in(layout: PartitionLayout, window: Window) -> list[tuple[ParameterS
 
 
 def _frozen_slices(engine: DeepSpeedEngine, folder: UniversalFolder) -> dict[str, torch.Tensor] | None:
-    """This rank's slice of every frozen parameter, padded as ZeRO-3 pads it."""
+    """Return this rank's slice of every frozen parameter, padded as ZeRO-3 pads it."""
     saved = folder.frozen_shapes()
     if saved is None:
         return None
@@ -165,11 +165,11 @@ def _restore_counters(engine: DeepSpeedEngine, states: SavedState) -> None:
     engine.skipped_steps = states["skipped_steps"]
 
 
-# ---- whether it fits
+# ---- checks of model and optimizer
 
 
 def _check_model(engine: DeepSpeedEngine, folder: UniversalFolder) -> None:
-    present = {name: shape for of_group in engine._get_zero_param_shapes() for name, shape in of_group.items()}
+    present = {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
     check_names(present, folder.shapes, folder.path)
     saved = folder.frozen_shapes()
     if saved is not None:

@@ -1,8 +1,8 @@
-"""Making a universal checkpoint: what the processes saved of each parameter, put together in files of its own.
+"""Makes a universal checkpoint: joins the slices that processes saved of each parameter in files of its own.
 
-DeepSpeed's ``ds_to_universal`` knows Adam's moments alone. This writes the same layout, see
-:mod:`lightning_smartinfinity.zero3.checkpoints.universal_folder`, of whatever arrays an optimizer keeps; in bounded
-memory, and the checksums of all that is read are compared.
+DeepSpeed's ``ds_to_universal`` knows only Adam's moments. This module writes the same layout, described in
+:mod:`lightning_smartinfinity.zero3.checkpoints.universal_folder`, for all arrays that an optimizer keeps. It uses
+bounded memory, and verifies the checksums of everything that it reads.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 __all__ = ["Progress", "convert_checkpoint"]
 
 Progress = Callable[[int, int], object]
-"""Called with the elements of the model that are converted, and how many it has."""
+"""Called with the number of elements that are converted, and the number that the model has."""
 
 
 def convert_checkpoint(
     checkpoint: str | Path, into: str | Path, *, progress: Progress = lambda done, numel: None
 ) -> None:
-    """Make a universal checkpoint of an ordinary one, ours or stock's, which stays.
+    """Make a universal checkpoint from an ordinary one of this strategy or of stock DeepSpeed, which stays.
 
-    All of it is made, or nothing is left. What a killed process leaves beside ``into`` the next conversion removes.
+    The result is complete or absent. The next conversion removes what a killed process left beside ``into``.
 
     Args:
         checkpoint: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
         into: A folder that does not exist yet.
-        progress: Is told how far it is.
+        progress: Function that is told the progress.
 
     Raises:
         CheckpointError: The checkpoint is damaged, holds weights only, or ``into`` cannot be written.
@@ -59,7 +59,7 @@ def convert_checkpoint(
     with reading_checkpoint(checkpoint):
         source = ZeroFolder(tagged_folder(Path(checkpoint)), rank=0, world_size=1)
         _check(source)
-    with _made_whole(Path(os.path.realpath(into))) as folder, ExitStack() as opened:
+    with _staged_folder(Path(os.path.realpath(into))) as folder, ExitStack() as opened:
         with reading_checkpoint(source.path):
             streams = _streams(source, opened)
         _write_arrays(source, streams, folder / "zero", progress)
@@ -69,8 +69,8 @@ def convert_checkpoint(
 
 
 @contextmanager
-def _made_whole(target: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes ``target`` when the body ends; if it raises, nothing is left."""
+def _staged_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder to write to, which becomes ``target`` when the body ends; if the body raises, nothing is left."""
     staging = beside(target)
     try:
         if target.exists():
@@ -90,7 +90,7 @@ def _made_whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-# ---- whether it can be converted
+# ---- checks of the source
 
 
 def _check(source: ZeroFolder) -> None:
@@ -103,7 +103,7 @@ def _check(source: ZeroFolder) -> None:
         )
     saves = set()
     for rank in range(source.num_saved):
-        check_records(source.optimizer_file(rank), tensors=False)  # its tensors when they are read
+        check_records(source.optimizer_file(rank), tensors=False)  # its tensors are verified when they are read
         check_records(source.model_file(rank), tensors=True)
         saves.add(source.model_states_of(rank).get(SAVE_ID))
     if len(saves) > 1:
@@ -117,14 +117,14 @@ def _check(source: ZeroFolder) -> None:
 
 
 def _streams(source: ZeroFolder, opened: ExitStack) -> dict[str, list[TensorStream]]:
-    """Of every array the slices of all processes, by the name of its files."""
+    """Return streams over all processes' slices of every array, by the name of the array's files."""
     streams: dict[str, list[TensorStream]] = {}
     for rank in range(source.num_saved):
         file = TensorFile(source.optimizer_file(rank))
         opened.callback(file.close)
         for name, tensors in _arrays_in(file, source.masters(file, rank)).items():
             streams.setdefault(name, []).append(file.stream(tensors))
-    if {len(of_ranks) for of_ranks in streams.values()} != {source.num_saved}:
+    if {len(slices) for slices in streams.values()} != {source.num_saved}:
         raise CheckpointError(
             f"The processes that saved {source.path} kept different states of the optimizer.", "Use another checkpoint."
         )
@@ -132,7 +132,7 @@ def _streams(source: ZeroFolder, opened: ExitStack) -> dict[str, list[TensorStre
 
 
 def _arrays_in(file: TensorFile, masters: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Of every array its tensors, one for each sub-group."""
+    """Return the tensors of every array, one for each sub-group."""
     states = file.state[OPTIMIZER_STATE_DICT][OPTIMIZER_STATE_DICT]["state"]
     names = sorted({name for state in states.values() for name in state} - {STEP})
     arrays = {name: [states[index].get(name) for index in range(len(masters))] for name in names}
@@ -153,8 +153,8 @@ def _write_arrays(
     shapes = source.shapes
     numel, done = sum(shape.numel() for shape in shapes.values()), 0
     buffer = np.empty(min(WINDOW_NUMEL, max((shape.numel() for shape in shapes.values()), default=0)), np.float32)
-    of_ranks = [pieces_of(shapes, rank=rank, world_size=source.num_saved) for rank in range(source.num_saved)]
-    for pieces in zip(*of_ranks, strict=True):
+    pieces_by_rank = [pieces_of(shapes, rank=rank, world_size=source.num_saved) for rank in range(source.num_saved)]
+    for pieces in zip(*pieces_by_rank, strict=True):
         (folder / pieces[0].name).mkdir(parents=True, exist_ok=True)
         for name, slices in streams.items():
             _write_array(folder / pieces[0].name / f"{name}.pt", slices, pieces, buffer, source.path)
@@ -165,7 +165,7 @@ def _write_arrays(
 def _write_array(
     file: Path, slices: Sequence[TensorStream], pieces: Sequence[Piece], buffer: NDArray[np.float32], source: Path
 ) -> None:
-    """One array of one parameter, of which every process saved a piece."""
+    """Write one array of one parameter, of which every process saved a piece."""
     with closing(saved_with_room(room_for(pieces[-1].end), file)) as written:
         whole = written.stream([written.state])
         for stream, piece in zip(slices, pieces, strict=True):
@@ -176,11 +176,11 @@ def _write_array(
                 whole.write(values[: max(0, piece.end - begin)])
 
 
-# ---- the rest
+# ---- state other than arrays
 
 
 def _write_optimizer_state(source: ZeroFolder, file: Path) -> None:
-    """What the first process saved of the optimizer; in the place of every array is one without elements."""
+    """Write the optimizer state that the first process saved, with an empty tensor in place of every array."""
     saved = source.optimizer_states
     flat = saved[OPTIMIZER_STATE_DICT]
     states = {

@@ -1,4 +1,4 @@
-"""A universal checkpoint: what a ZeRO-3 checkpoint holds of each parameter, as a whole, in files of its own.
+"""A universal checkpoint: what a ZeRO-3 checkpoint holds of each parameter, joined in files of its own.
 
 ::
 
@@ -6,10 +6,10 @@
     <folder>/zero/optimizer_state.pt                                the first rank's optimizer file
     <folder>/zero_pp_rank_<rank>_mp_rank_00_model_states.pt         as every rank saved it
 
-DeepSpeed's ``ds_to_universal`` writes it of Adam's checkpoints, :mod:`universal_conversion` of every rule's.
+DeepSpeed's ``ds_to_universal`` writes it for Adam's checkpoints, :mod:`universal_conversion` for those of every rule.
 
-Mapping a file verifies nothing; the ``check_`` methods read the files through, each file on one rank, and compare with
-the CRC-32s that ``torch.save`` keeps.
+Mapping a file verifies nothing. The ``check_`` methods read each file whole on one rank, and verify the CRC-32s that
+``torch.save`` keeps.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ MASTER_FILE = "fp32"
 
 
 def is_universal(path: str | Path) -> bool:
-    """Whether a folder is a universal checkpoint; all ranks ask, and agree."""
-    # os.path, unlike Path, raises nothing where a folder cannot be looked into: a rank must not leave the others here.
+    """Return whether a folder is a universal checkpoint. This is a collective: all ranks agree."""
+    # Unlike Path, os.path does not raise if a folder is unreadable: a rank that raised would leave the others waiting.
     return any(gather(os.path.isdir(Path(path) / "zero"), None))
 
 
@@ -60,10 +60,10 @@ class UniversalFolder(SavedWeights):
         self._share = slice(rank, None, world_size)
 
     def check_states(self, *, with_optimizer: bool) -> None:
-        """Verify this rank's share of what is no array of a trainable parameter.
+        """Verify this rank's share of the files that hold no arrays of trainable parameters.
 
         Args:
-            with_optimizer: Whether :attr:`optimizer_states` will be asked for.
+            with_optimizer: Whether :attr:`optimizer_states` will be used.
         """
         self._check([self.model_file(rank) for rank in range(self.num_saved)], tensors=True)
         if with_optimizer:
@@ -75,24 +75,24 @@ class UniversalFolder(SavedWeights):
 
     def _check(self, files: list[Path], *, tensors: bool) -> None:
         for file in files[self._share]:
-            if file.is_file():  # a missing one is named when it is asked for
+            if file.is_file():  # a missing file raises when it is used
                 check_records(file, tensors=tensors, remedy=self.remedy)
 
     @cached_property
     def optimizer_states(self) -> SavedState:
-        """The optimizer file of the first rank; its flat tensors are of no use here."""
+        """The optimizer file of the first rank; its flat tensors are not used."""
         states: SavedState = self._load(self.path / "zero" / "optimizer_state.pt")
         return states
 
     @property
     def extra(self) -> SavedState | None:
-        """What this strategy saved beyond DeepSpeed's own format; None if stock DeepSpeed saved the checkpoint."""
+        """Entries that this strategy added to DeepSpeed's format; None if stock DeepSpeed saved the checkpoint."""
         return self.optimizer_states.get(EXTRA_KEY)
 
     @property
     def param_groups(self) -> list[SavedState]:
         """The optimizer's parameter groups, whose ``params`` are names."""
-        names = [list(of_sub_group) for of_sub_group in self.model_states[PARAM_SHAPES]]
+        names = [list(shapes) for shapes in self.model_states[PARAM_SHAPES]]
         return [
             {**group, "params": [name for sub_group in group["params"] for name in names[sub_group]]}
             for group in self.optimizer_states[OPTIMIZER_STATE_DICT]["param_groups"]
@@ -100,7 +100,7 @@ class UniversalFolder(SavedWeights):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """What is there of each parameter beside the master; nothing if the optimizer had not begun to keep any."""
+        """Names of the arrays saved beside the master; none if the optimizer had not begun to keep any."""
         names = {name for state in self._states_of_sub_groups.values() for name in state}
         return tuple(sorted(names - {STEP}))
 
@@ -117,19 +117,19 @@ class UniversalFolder(SavedWeights):
             return dict(zip(names, self.extra["steps"], strict=True))
         states = self._states_of_sub_groups
         return {
-            # Without a count all that matters is whether the arrays have begun.
+            # Where no count was saved, 1 says that the arrays have been updated.
             name: int(states[sub_group].get(STEP, 1)) if states.get(sub_group) else 0
-            for sub_group, of_sub_group in enumerate(self.model_states[PARAM_SHAPES])
-            for name in of_sub_group
+            for sub_group, shapes in enumerate(self.model_states[PARAM_SHAPES])
+            for name in shapes
         }
 
     def tensor(self, name: str, array: str, *, numel: int) -> torch.Tensor:
-        """One flat fp32 array of one parameter, mapped from its file.
+        """Return one flat fp32 array of one parameter, mapped from its file.
 
         Args:
-            name: Of the parameter.
-            array: ``fp32``, ``exp_avg`` and the like.
-            numel: Elements that it has to have.
+            name: Name of the parameter.
+            array: Name of the array: ``fp32``, ``exp_avg`` and the like.
+            numel: Number of elements that it has to have.
         """
         file = self._file(name, array)
         tensor = self._load(file)

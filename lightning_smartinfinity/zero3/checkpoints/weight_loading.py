@@ -1,4 +1,4 @@
-"""Weights of a checkpoint into an engine, without the optimizer's state: to evaluate, or to train on from them."""
+"""Loads a checkpoint's weights into an engine without the optimizer's state, to evaluate or to train further."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.transfer.windows import Window
-from lightning_smartinfinity.zero3.checkpoints.client_state import of_user
+from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
 from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen, check_weights, reading_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.renamed_keys import saved_names
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import SavedWeights
@@ -28,23 +28,23 @@ from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, 
 __all__ = ["check_names", "load_saved_weights"]
 
 Shapes: TypeAlias = Mapping[str, torch.Size | torch.Tensor]
-"""What parameters are compared by: their shapes, or tensors that have them."""
+"""Shapes of parameters by name, or tensors that have these shapes."""
 
 
 def load_saved_weights(engine: DeepSpeedEngine, path: str | Path, *, strict: bool) -> ClientState:
-    """Load a checkpoint's weights, saved by any number of processes, ordinary or universal.
+    """Load the weights of an ordinary or universal checkpoint, which any number of processes saved.
 
-    Every rank reads what its slices need, a window at a time. A training of the module takes the values as its masters,
-    also one that is over but can still be saved. Collective: if one rank finds a fault, every rank raises; then what is
-    trained has its masters' values again, and a module that is only evaluated may hold a part of the checkpoint.
+    Every rank reads what its slices need, a window at a time. If the module is being trained, or its training is over
+    but can still be saved, the masters take the values too. This is a collective: if one rank finds a fault, every rank
+    raises. Trained parameters then have their masters' values again; others may hold a part of the checkpoint.
 
     Args:
-        engine: A DeepSpeed engine of ZeRO-3, with or without optimizer; moments and step counts stay as they are.
+        engine: DeepSpeed engine with ZeRO-3, with or without optimizer; moments and step counts stay as they are.
         path: A folder saved by this strategy, by stock DeepSpeed with ZeRO-3, or converted to a universal one.
-        strict: Whether names of parameters and buffers have to be the same.
+        strict: Whether names of parameters and buffers have to match.
 
     Returns:
-        What was saved beside the model.
+        The state that was saved beside the model.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model or precision, or is damaged.
@@ -60,9 +60,9 @@ def load_saved_weights(engine: DeepSpeedEngine, path: str | Path, *, strict: boo
     trains = isinstance(optimizer, StorageOptimizer)
     trainings: list[StorageOptimizer] = [optimizer] if trains else _idle_trainings(engine.module)
     for training in trainings:
-        # After a fit that was broken off a step may be in flight; rolled back later, it would take back what is loaded.
+        # An interrupted fit may have left a step in progress. Rolling it back later would overwrite what is loaded.
         training.update.drain()
-    # Nothing may stay gathered: it would hide what is written into the partition.
+    # No parameter may stay gathered: it would hide what is written into the partition.
     if trains:
         optimizer.checkpoint_event_prologue()
     else:
@@ -74,14 +74,14 @@ def load_saved_weights(engine: DeepSpeedEngine, path: str | Path, *, strict: boo
         training._restore_from_bit16_weights()
     if trains:
         optimizer.checkpoint_event_epilogue()
-    return of_user(saved.model_states)
+    return user_state(saved.model_states)
 
 
 def check_names(present: Shapes, saved: Shapes, path: Path) -> None:
     """Compare parameters by names and shapes.
 
     Raises:
-        CheckpointError: Naming the first that differs.
+        CheckpointError: They differ; the message names the first difference.
     """
     difference = next(
         (
@@ -111,13 +111,13 @@ def _opened(engine: DeepSpeedEngine, path: str | Path) -> SavedWeights:
 
 
 def _saved_shapes(saved: SavedWeights) -> dict[str, torch.Size]:
-    """Of every parameter that was saved, by each of its names."""
+    """Return the shape of every saved parameter under each of its names."""
     shapes = {**saved.shapes, **(saved.frozen_shapes() or {})}
     return shapes | {alias: shapes[name] for alias, name in saved.shared.items() if name in shapes}
 
 
 def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> dict[str, list[ZeroParameter]]:
-    """The parameters that take the values of each saved one; tied there and not here, they are several."""
+    """Return the parameters that take each saved one's values: several, if they are tied only in the checkpoint."""
     parameters: list[tuple[str, ZeroParameter]] = list(module.named_parameters(remove_duplicate=False))
     shapes, here = _saved_shapes(saved), {name: param.ds_shape for name, param in parameters}
     origins = saved_names(module, shapes, saved.module, saved.path)
@@ -127,7 +127,7 @@ def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> d
         check_names(here, {**{name: shapes[name] for name in unused}, **there}, saved.path)
     else:
         check_names({name: here[name] for name in there}, there, saved.path)
-    # As load_state_dict: of several names that a parameter has here, the last one counts.
+    # As in load_state_dict, the last one counts if a parameter has several names here.
     sources = {param: saved.shared.get(origins[name], origins[name]) for name, param in parameters if name in origins}
     targets: dict[str, list[ZeroParameter]] = {}
     for param, name in sources.items():
@@ -136,7 +136,7 @@ def _targets(module: torch.nn.Module, saved: SavedWeights, *, strict: bool) -> d
 
 
 def _without_parameters(saved: SavedWeights) -> SavedState:
-    """What ``load_state_dict`` is given: buffers, and parameters without elements, which are what it finds."""
+    """Return what ``load_state_dict`` is given: buffers, and parameters without elements, as the module has them."""
     nothing = torch.empty(0)
     return {**saved.module, **dict.fromkeys(_saved_shapes(saved).keys() & saved.module.keys(), nothing)}
 
@@ -174,7 +174,7 @@ def _write(param: ZeroParameter, begin: int, values: torch.Tensor) -> None:
 
 
 def _idle_trainings(module: torch.nn.Module) -> list[StorageOptimizer]:
-    """Of this module, those that are over and can still be saved, on every rank."""
+    """Return this module's trainings that are over but can still be saved on every rank."""
     return [
         training
         for training in trainings_of(module)
@@ -184,7 +184,7 @@ def _idle_trainings(module: torch.nn.Module) -> list[StorageOptimizer]:
 
 @contextmanager
 def _restored_on_failure(trainings: Iterable[StorageOptimizer], engine: DeepSpeedEngine) -> Iterator[None]:
-    """Give what is trained the values of its masters again, which a failed load has not touched."""
+    """If loading fails, restore trained parameters from their masters, which the load has not changed."""
     try:
         yield
     except SmartInfinityError:

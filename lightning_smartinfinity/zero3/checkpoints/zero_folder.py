@@ -1,4 +1,4 @@
-"""The folder that ZeRO-3 saves, ours and stock's: every process's slices in files of its own."""
+"""The folder that ZeRO-3 saves, with this strategy or without: each process's slices in files of its own."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["ZeroFolder"]
 
 
 class ZeroFolder(SavedWeights):
-    """The weights of an ordinary checkpoint, of any number of processes.
+    """The weights of an ordinary checkpoint, which any number of processes saved.
 
-    A process reads the whole files in which something of its slices lies: its own file if as many processes saved the
-    checkpoint, otherwise about as many bytes of several.
+    A process reads every file that holds a part of its slices, and reads it whole. If as many processes saved the
+    checkpoint, this is only its own file.
     """
 
     remedy = "Use another checkpoint."
@@ -39,7 +39,7 @@ class ZeroFolder(SavedWeights):
     @property
     @override
     def module(self) -> SavedState:
-        # Alike on all ranks, whatever their number: as if one process had saved the checkpoint.
+        # All ranks use the first process's, however many processes saved the checkpoint.
         module: SavedState = self._first_model_states["module"]
         return module
 
@@ -62,21 +62,21 @@ class ZeroFolder(SavedWeights):
                     read_pieces(file, self.masters(file, rank), pieces, wanted, put)
 
     def optimizer_file(self, rank: int) -> Path:
-        """The optimizer's state of a process."""
+        """Return the path of the optimizer state that a process saved."""
         prefix = optimizer_files(self.path)[0].name.partition("zero_pp_rank_")[0]
         return self.path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     @cached_property
     def optimizer_states(self) -> SavedState:
-        """What the first process saved of the optimizer."""
+        """The optimizer state that the first process saved."""
         states: SavedState = self._load(self.optimizer_file(0))[OPTIMIZER_STATE_DICT]
         return states
 
     def masters(self, file: TensorFile, rank: int) -> list[torch.Tensor]:
-        """The masters in a process's :meth:`optimizer_file`, one behind the other.
+        """Return the masters in a process's :meth:`optimizer_file`, one after another.
 
         Raises:
-            CheckpointError: They are not all of the process's slices, or of another save.
+            CheckpointError: They are not exactly the process's slices, or come from another save.
         """
         pieces = pieces_of(self.shapes, rank=rank, world_size=self.num_saved)
         numel = sum(piece.end - piece.begin + piece.padding for piece in pieces)
@@ -97,7 +97,7 @@ class ZeroFolder(SavedWeights):
                 self.remedy,
             )
         saves = {states[SAVE_ID] for states in (self._first_model_states, self.model_states) if SAVE_ID in states}
-        # What an engine saved by itself has no name.
+        # A save has no name if the engine made it without the strategy.
         if saves and EXTRA_KEY in state and saves != {state[EXTRA_KEY]["save_id"]}:
             raise CheckpointError(
                 "The checkpoint's files come from different saves.",
