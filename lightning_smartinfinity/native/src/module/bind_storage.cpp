@@ -42,7 +42,7 @@ void bind_host_buffer(nb::module_& m) {
             "device"_a, WithoutGil(),
             "Make copies from and to the device asynchronous, until unregister() or the end of the memory.\n\n"
             "Returns whether it worked; if not, the device's registration_failure says why.")
-        .def("unregister", &HostBuffer::unregister, WithoutGil(), "Undo register(); idempotent.")
+        .def("unregister", &HostBuffer::unregister, WithoutGil(), "End the registration; idempotent.")
         .def(
             "memoryview",
             [](nb::handle self) {
@@ -58,7 +58,7 @@ void bind_state_file(nb::module_& m) {
     nb::class_<StateFile>(m, "StateFile",
                           "One open descriptor of an existing file, close-on-exec.\n\n"
                           "A pipeline that uses it keeps the descriptor open until the pipeline is closed too.\n\n"
-                          "Raises:\n    OSError: With errno and filename.")
+                          "Raises:\n    OSError: A call failed; it has errno and filename.")
         .def(
             "__init__",
             [](StateFile* self, std::string path, bool direct) {

@@ -48,7 +48,7 @@ class ExtentTransfers final : private CompletionHandler {
     std::unique_ptr<IoEngine> take_engine() { return std::move(engine_); }
 
  private:
-    struct UnderWay {
+    struct InProgress {
         const Tasklet* tasklet = nullptr;
         std::size_t num_pieces = 0;
         std::optional<Failure> failure;  // the first failure
@@ -66,7 +66,7 @@ class ExtentTransfers final : private CompletionHandler {
     Counters& counters_;
     const Ended ended_;
     std::vector<Transfer> transfers_;      // by buffer and piece
-    std::vector<UnderWay> under_way_;      // by buffer
+    std::vector<InProgress> in_progress_;  // by buffer
     std::vector<BusyTime> busy_;           // by file
     DeadlineEngine* deadlines_ = nullptr;  // points to engine_ if there is a timeout
     std::unique_ptr<IoEngine> engine_;     // last member: its destructor waits for threads that use the others

@@ -24,7 +24,7 @@ std::unique_ptr<Updater> make_updater(const PipelineOptions& options) {
 
 // Calls copies(), which starts or awaits copies from or to a device. Returns its failure, if any.
 template <class Copies>
-std::optional<Failure> copying(const Tasklet& tasklet, const Copies& copies) {
+std::optional<Failure> run_copies(const Tasklet& tasklet, const Copies& copies) {
     try {
         copies();
         return std::nullopt;
@@ -301,7 +301,7 @@ void Pipeline::compute_item(const Action& action) {
     const double seconds = stopwatch.seconds();
     // Copies start here, one tasklet's after another's; another thread waits for their end.
     if (!failure && run_->delivers()) {
-        failure = copying(tasklet, [&] { slots_->deliver(batch, tasklet, action.buffer); });
+        failure = run_copies(tasklet, [&] { slots_->deliver(batch, tasklet, action.buffer); });
     }
     const std::lock_guard lock(mutex_);
     counters_.compute_seconds += seconds;
@@ -340,7 +340,7 @@ void Pipeline::leave(const TransferItem& item) {
 void Pipeline::copy_item(const Action& action) {
     const Batch& batch = *items_[action.buffer].batch;
     const Tasklet& tasklet = *items_[action.buffer].tasklet;
-    auto failure = copying(tasklet, [&] {
+    auto failure = run_copies(tasklet, [&] {
         if (action.work == Work::kFetch) slots_->fetch(batch, tasklet, action.buffer);
         slots_->wait(action.buffer);
     });

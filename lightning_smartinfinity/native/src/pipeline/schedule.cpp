@@ -117,8 +117,8 @@ bool TransferSchedule::finished() const {
     if (stopped_) {
         return std::none_of(buffers_.begin(), buffers_.end(), [](const Buffer& buffer) { return buffer.is_held(); });
     }
-    return all_begun() && std::all_of(buffers_.begin(), buffers_.end(),
-                                      [](const Buffer& buffer) { return buffer.stage == Stage::kFree; });
+    return all_started() && std::all_of(buffers_.begin(), buffers_.end(),
+                                        [](const Buffer& buffer) { return buffer.stage == Stage::kFree; });
 }
 
 // There are only a few buffers: scanning them is cheaper than keeping queues, and keeps the tasklets in order.

@@ -103,7 +103,7 @@ class TransferSchedule {
     Queue& queue_of(std::size_t tasklet) { return ways_[tasklet].resident ? resident_ : on_storage_; }
     Stage after_read() const { return stages_.fetches ? Stage::kRead : Stage::kLoaded; }
     Work first_work(const Way& way) const;
-    bool all_begun() const { return on_storage_.empty() && resident_.empty(); }
+    bool all_started() const { return on_storage_.empty() && resident_.empty(); }
 
     Stages stages_;
     std::size_t num_buffers_;
