@@ -47,12 +47,12 @@ __all__ = [
 # Version of the arguments, the status beat and the compressed payload; kernels write it into the status beat.
 INTERFACE_VERSION = 2
 
-# Forms of a compressed gradient; the first is combined with the dtype of the values, the second stands alone.
+# Forms of a compressed gradient. The first is combined with the dtype of the values; the second stands alone.
 SPARSE_FORM = 0x100
 BLOCK_SCALED_FORM = 0x200
 
-# Words of the beat that every run ends with: what it counted and found, and checksums of what it moved. The version is
-# the lower half of its word, the kernel's number the upper half.
+# Words of the beat that every run ends with: its counts, its errors and checksums of the data that it moved. The
+# version is the lower half of its word, the kernel's number the upper half.
 STATUS_MAGIC = 0x5349534C
 STATUS_WORDS = (
     *("magic", "version_and_kernel", "count", "errors"),
@@ -175,8 +175,8 @@ class MemoryBank:
     """The card's memory.
 
     Attributes:
-        base: Its first address. In a real xclbin v++ chooses it; here it is any value but 0, so that a pointer that
-            was not set is no address.
+        base: Its first address. In a real xclbin v++ chooses it; here it is any value except 0, so that an unset
+            pointer is not a valid address.
         max_masters: AXI masters that may share it.
     """
 
@@ -255,7 +255,7 @@ def _design(kernels: Sequence[Kernel], platform: Platform) -> Design:
 
 
 def _designs() -> Iterator[Design]:
-    """Puts kernels together, in order, as far as the memory bank has masters for them."""
+    """Combine kernels, in order, into designs with as many kernels as the memory bank has masters for."""
     kernels: list[Kernel] = []
     for kernel in KERNELS:
         if sum(len(each.bundles) for each in (*kernels, kernel)) > _PLATFORM.bank.max_masters:
@@ -266,7 +266,7 @@ def _designs() -> Iterator[Design]:
 
 
 DESIGNS = tuple(_designs())
-"""What can be built for a card: every kernel is in one of them."""
+"""The designs that can be built for a card; every kernel is in one of them."""
 
 SMARTSSD = DESIGNS[0]
 
@@ -275,5 +275,5 @@ EMULATED = _design(KERNELS, replace(_PLATFORM, bank=replace(_PLATFORM.bank, max_
 
 
 def design_for(rule: str) -> Design:
-    """Finds the design that has the kernel of an update rule, by the name of the rule."""
+    """Return the design that has the kernel of the update rule with this name."""
     return {kernel.name: design for design in DESIGNS for kernel in design.kernels}[f"{rule}_update"]

@@ -29,9 +29,9 @@ _OPERATORS = {kernel: rule.operators for kernel, rule in zip(KERNELS, RULES, str
 _OPERATOR_LUTS, _OPERATOR_DSPS = (80, 210, 780, 460), (3, 2, 0, 0)
 # Both inputs of an operator choose among eight lanes: two 6-input LUTs for each of 32 bits.
 _MULTIPLEXER_LUTS = 2 * 32 * 2
-# Estimates for integer logic: for each of 32 halves two comparisons of 6 LUTs, and two ANDs per LUT; settling a lane;
-# widening and narrowing a half; a 512-bit adapter; the control of the tile and the processes.
-_MASK_LUTS, _SETTLED_LUTS, _WIDENED_LUTS, _NARROWED_LUTS = 32 * 2 * 6 + _BEAT_BITS // 2, 80, 70, 110
+# Estimates for integer logic: for each of 32 halves two comparisons of 6 LUTs, and two ANDs per LUT; choosing a lane's
+# stored value; widening and narrowing a half; a 512-bit adapter; the control of the tile and the processes.
+_MASK_LUTS, _STORED_LUTS, _WIDENED_LUTS, _NARROWED_LUTS = 32 * 2 * 6 + _BEAT_BITS // 2, 80, 70, 110
 _MASTER_LUTS, _CONTROL_LUTS = 2_400, 5_000
 # A lane's code: select one of four bytes, convert it to fp32, and mask it as above; then select the block's exponent
 # from the 64 exponents of a beat, sixteen LUTs for each of eight bits.
@@ -78,8 +78,8 @@ def _streams(kernel: Kernel) -> int:
     return 5 + 2 * len(kernel.arrays)
 
 
-def _of_operators(kernel: Kernel, multiply: int, add: int, divide: int, root: int) -> int:
-    """Sums what all copies of a kernel's operators cost, from the cost of each."""
+def _operator_cost(kernel: Kernel, multiply: int, add: int, divide: int, root: int) -> int:
+    """Return the cost of all copies of a kernel's operators, from the cost of each operator."""
     each = _OPERATORS[kernel]
     return _COPIES * (each.multiply * multiply + each.add * add + each.divide * divide + each.root * root)
 
@@ -87,11 +87,11 @@ def _of_operators(kernel: Kernel, multiply: int, add: int, divide: int, root: in
 def _luts(kernel: Kernel) -> dict[str, int]:
     return {
         "operators (multiplier 80 LUT, adder 210, divider 780, root 460), their inputs' multiplexers (128)": (
-            _of_operators(kernel, *_OPERATOR_LUTS) + _of_operators(kernel, 1, 1, 1, 1) * _MULTIPLEXER_LUTS
+            _operator_cost(kernel, *_OPERATOR_LUTS) + _operator_cost(kernel, 1, 1, 1, 1) * _MULTIPLEXER_LUTS
         ),
         f"checksums: {network_luts():,} per network, {_either(_networks)} of them": _networks(kernel) * network_luts(),
         f"masks of ranges ({_MASK_LUTS} each, {_either(_masks)} of them) and padding": (
-            _masks(kernel) * _MASK_LUTS + len(kernel.arrays) * _COPIES * _SETTLED_LUTS
+            _masks(kernel) * _MASK_LUTS + len(kernel.arrays) * _COPIES * _STORED_LUTS
         ),
         f"fp16, bf16: 33 halves widened ({_WIDENED_LUTS} each), 32 narrowed ({_NARROWED_LUTS})": (
             33 * _WIDENED_LUTS + 32 * _NARROWED_LUTS
@@ -127,7 +127,7 @@ def _totals(kernel: Kernel) -> dict[str, int]:
         "LUT": round(sum(_luts(kernel).values()), -3),
         "BRAM36": _bram36(kernel),
         "URAM": 2 * _LANES,
-        "DSP": _of_operators(kernel, *_OPERATOR_DSPS),
+        "DSP": _operator_cost(kernel, *_OPERATOR_DSPS),
     }
 
 

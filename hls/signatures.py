@@ -1,4 +1,4 @@
-"""The C++ header ``card_kernels.hpp``: every kernel's signature and number, and a list of all of them."""
+"""Generates the C++ header ``card_kernels.hpp``: every kernel's signature and number, and a list of all of them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ __all__ = ["header"]
 _HEADER = """\
 // Generated from hls/description.py by `python -m hls.generate signatures`.
 //
-// The kernels, as they are called: pointers to card memory, then 32-bit words. What each argument means is written in
-// docs/smartssd_kernels.md.
+// The kernels' signatures: pointers to card memory, then 32-bit words. docs/smartssd_kernels.md explains each argument.
 #pragma once
 
 #include "beats.hpp"
 
-// Every kernel: its function, its number and how many arrays it has.
+// Lists every kernel: its function, its number and how many arrays it has.
 #define CARD_KERNELS(X) {listed}
 
 namespace card {{
 
-// What a kernel writes into its status.
+// The number that a kernel writes into its status.
 enum KernelNumber : std::uint32_t {{ {numbers} }};
 
 }}  // namespace card
@@ -32,7 +31,7 @@ extern "C" {{
 
 
 def header() -> str:
-    """Returns the header's text."""
+    """Return the header's text."""
     return _HEADER.format(
         listed=" ".join(f"X({kernel.name}, {kernel.number}, {len(kernel.arrays)})" for kernel in KERNELS),
         numbers=", ".join(f"k_{kernel.name} = {kernel.number}" for kernel in KERNELS),

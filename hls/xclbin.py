@@ -1,6 +1,6 @@
-"""Writes the xclbin for tests: what XRT reads of a design, without a bitstream.
+"""Writes the xclbin for tests: the parts of a design that XRT reads, without a bitstream.
 
-The layout is that of XRT's ``xclbin.h``. From four sections XRT 2.13 can open kernels, set arguments by name and index,
+The layout is that of XRT's ``xclbin.h``. Four sections let XRT 2.13 open kernels, set arguments by name and index,
 choose memory banks and number compute units.
 """
 
@@ -47,7 +47,7 @@ class Section:
 
 
 def xclbin(design: Design) -> bytes:
-    """Return the file's content; the same design gives the same bytes and uuid, another design other ones."""
+    """Return the file's content; equal designs give equal bytes and uuids, different designs different ones."""
     parts = sections(design)
     body, headers = b"", b""
     first = _HEADER.size + len(parts) * _SECTION_HEADER.size

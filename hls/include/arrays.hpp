@@ -1,4 +1,4 @@
-// Between the arrays in card memory and the update.
+// Moves arrays between card memory and the update, and writes parameters and the status.
 #pragma once
 
 #include "crc32c.hpp"
@@ -37,7 +37,7 @@ store:
     report(runs_in, runs_out, kWordArrayWritten + number, checksum.value());
 }
 
-// The model's parameter, from the masters.
+// Stores the model's parameter, which is the master in the parameter's type.
 inline void store_parameter(Words* parameter, hls::stream<Floats>& masters, hls::stream<Run>& runs_in,
                             hls::stream<Run>& runs_out) {
 #pragma HLS INLINE off
@@ -67,7 +67,7 @@ inline void store_parameter(Words* parameter, hls::stream<Floats>& masters, hls:
     report(runs_in, runs_out, kWordParameterWritten, checksum.value());
 }
 
-// The end of the chain.
+// Ends the chain: writes the run's status.
 inline void write_status(Words* status, hls::stream<std::uint32_t>& findings, hls::stream<Run>& runs) {
 #pragma HLS INLINE off
     const Run order = runs.read();

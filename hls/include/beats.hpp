@@ -1,4 +1,4 @@
-// What moves through the kernels: beats of 512 bits, each of sixteen words.
+// Beats, which move through the kernels: 512 bits, each of sixteen words.
 #pragma once
 
 #include <hls_vector.h>
@@ -7,10 +7,10 @@
 
 namespace card {
 
-constexpr std::uint32_t kLanes = 16;      // words of a beat
-constexpr std::uint32_t kGroup = 32;      // elements: a beat of 16-bit numbers, two beats of fp32
-constexpr std::uint32_t kPadding = 1024;  // elements: arrays in card memory have a multiple of them (4096 bytes)
-constexpr std::uint32_t kLargestNumel = 1u << 29;  // two arrays then fill the card's 4 GiB
+constexpr std::uint32_t kLanes = 16;      // words in a beat
+constexpr std::uint32_t kGroup = 32;      // elements in a beat of 16-bit numbers, or in two beats of fp32
+constexpr std::uint32_t kPadding = 1024;  // arrays in card memory have a multiple of this many elements (4096 bytes)
+constexpr std::uint32_t kLargestNumel = 1u << 29;  // elements; two arrays of so many fill the card's 4 GiB
 
 using Floats = hls::vector<float, kLanes>;
 using Words = hls::vector<std::uint32_t, kLanes>;
@@ -61,13 +61,13 @@ lanes:
     return values;
 }
 
-// Number 0 to 31 of a beat of 16-bit numbers.
+// Returns number 0 to 31 of a beat of 16-bit numbers.
 inline std::uint32_t half_of(const Words& words, std::uint32_t number) {
 #pragma HLS INLINE
     return (words[number / 2] >> (number % 2 * 16)) & 0xffffu;
 }
 
-// Number 0 to 63 of a beat of bytes.
+// Returns number 0 to 63 of a beat of bytes.
 inline std::uint32_t byte_of(const Words& words, std::uint32_t number) {
 #pragma HLS INLINE
     return (words[number / 4] >> (number % 4 * 8)) & 0xffu;

@@ -1,9 +1,9 @@
-// CRC32C of everything a kernel reads and writes, a beat at a time.
+// CRC32C of everything that a kernel reads and writes, a beat at a time.
 //
-// The register's next value is linear in the register and the beat. The beat's part is a feed-forward network,
-// pipelined at will; only the register's own part, 32 bits into 32, closes the loop. Elements of the first and the last
-// beat that do not count are fed as zeros, and the register is rewound by as many bits: before the first beat and after
-// the last.
+// The register's next value is linear in the register and the beat. The beat's part is a feed-forward network that can
+// be pipelined freely; only the register's own part, 32 bits into 32, closes the loop. Elements of the first and the
+// last beat that do not count are fed as zeros, and the register is rewound by as many bits: before the first beat and
+// after the last.
 #pragma once
 
 #include "run.hpp"
@@ -16,12 +16,12 @@
 
 namespace card {
 
-constexpr std::uint32_t kPolynomial = 0x82f63b78u;  // reflected
+constexpr std::uint32_t kPolynomial = 0x82f63b78u;  // the reflected polynomial
 
-// The register after one more bit, which is zero.
+// Returns the register after one more zero bit.
 constexpr std::uint32_t advanced(std::uint32_t crc) { return (crc >> 1) ^ ((crc & 1u) != 0 ? kPolynomial : 0u); }
 
-// The register before so many zero bits.
+// Returns the register before `num_bits` zero bits.
 inline std::uint32_t rewound(std::uint32_t crc, std::uint32_t num_bits) {
 bits:
     for (std::uint32_t bit = 0; bit < num_bits; ++bit) {
@@ -33,7 +33,7 @@ bits:
     return crc;
 }
 
-// What each bit of a beat adds to the register by the end of the beat.
+// The change that each bit of a beat makes to the register by the end of the beat.
 struct BeatColumns {
     std::uint32_t of[kLanes][32];
 };
@@ -82,7 +82,7 @@ words:
 #endif
 }
 
-// Of whole beats.
+// The checksum of whole beats.
 struct Checksum {
     std::uint32_t crc = ~0u;
 
@@ -96,18 +96,18 @@ struct Checksum {
     }
 };
 
-// Of the elements [first, last) of an array, of which the groups that they touch are fed.
+// The checksum of the elements [first, last) of an array. It is fed all groups that contain some of them.
 struct RangeChecksum {
     Run run;
     std::uint32_t item_bytes;
     std::uint32_t crc;
 
-    RangeChecksum(const Run& of_run, std::uint32_t bytes) : run(of_run), item_bytes(bytes) {
+    RangeChecksum(const Run& checked_run, std::uint32_t bytes) : run(checked_run), item_bytes(bytes) {
 #pragma HLS INLINE
         const std::uint32_t begin = run.begin * kLanes;
         crc = run.begin == run.end ? ~0u : rewound(~0u, (run.first - begin) * item_bytes * 8);
     }
-    // The beat with this number in the array.
+    // Adds the beat with this number in the array.
     void add(const Words& words, std::uint32_t beat) {
 #pragma HLS INLINE
         Words counted;

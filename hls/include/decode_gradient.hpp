@@ -1,4 +1,4 @@
-// From the beats of a gradient as it lies in card memory to fp32: beats of all elements, or those that are kept.
+// Decodes the beats of a gradient in card memory to fp32: to beats of all elements, or to the elements that are kept.
 #pragma once
 
 #include "payload.hpp"
@@ -52,7 +52,8 @@ pairs:
     }
 }
 
-// Codes times their blocks' scales. An element of the run of which either is none becomes zero, and is reported.
+// Multiplies codes by their blocks' scales. An element of the run with an invalid code or scale becomes zero and is
+// reported.
 inline std::uint32_t scale_codes(hls::stream<Words>& values, hls::stream<Words>& indices, hls::stream<Floats>& dense,
                                  const Run& run) {
 #pragma HLS INLINE
@@ -65,7 +66,7 @@ scale:
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
         if (beat == run.begin || beat % kBeatsOfExponents == 0) exponents = indices.read();
         if (beat == run.begin || beat % kBeatsOfCodes == 0) codes = values.read();
-        const std::uint32_t scale = byte_of(exponents, beat / kBeatsOfBlock % kBytes);
+        const std::uint32_t scale = byte_of(exponents, beat / kBeatsOfBlock % kBeatBytes);
         Floats scaled;
     lanes:
         for (std::uint32_t lane = 0; lane < kLanes; ++lane) {

@@ -1,12 +1,12 @@
-// From the gradient in card memory to beats of fp32 for the update, in three processes.
+// Turns the gradient in card memory into beats of fp32 for the update, in three processes.
 //
 //   read_gradient --values----> decode_gradient --dense----> expand_gradient --gradients-->
 //                 --indices--->                 --entries-->    (a tile)
 //                 --counts---------------------------------->
 //
-// A dense gradient passes through `values` and `dense` only. A block-scaled one likewise, as codes at first, to which
-// `indices` has the exponents. A sparse one is scattered over a tile on the chip, block after block. Nothing of either
-// lies in card memory in dense form.
+// A dense gradient passes through `values` and `dense` only. So does a block-scaled gradient, whose codes pass through
+// `values` and whose exponents pass through `indices`. A sparse gradient is scattered over a tile on the chip, block
+// after block. Card memory never holds a compressed gradient in dense form.
 #pragma once
 
 #include "crc32c.hpp"
@@ -20,7 +20,7 @@ namespace card {
 inline void read_dense(const Words* gradient, hls::stream<Words>& values, Run& run) {
 #pragma HLS INLINE
     const std::uint32_t item_bytes = bytes_of(run.gradient_dtype);
-    const std::uint32_t per_beat = run.gradient_dtype == kFloat32 ? 1 : 2;  // beats of the array
+    const std::uint32_t per_beat = run.gradient_dtype == kFloat32 ? 1 : 2;  // fp32 beats for each gradient beat
     RangeChecksum checksum(run, item_bytes);
 dense:
     for (std::uint32_t beat = run.begin / per_beat; beat < run.end / per_beat; ++beat) {
@@ -33,7 +33,7 @@ dense:
     run.status[kWordGradientRead] = checksum.value();
 }
 
-// A sparse gradient's. Returns whether they sum to how many elements are kept.
+// Reads a sparse gradient's counts. Returns whether they sum to the number of kept elements.
 inline bool read_counts(const Words* gradient, const Payload& payload, hls::stream<std::uint32_t>& counts,
                         Checksum& checksum) {
 #pragma HLS INLINE
@@ -53,7 +53,7 @@ counts:
     return total == payload.numel;
 }
 
-// Header and counts, before anything else moves: a run with a bad payload writes nothing.
+// Reads header and counts before anything else moves, so that a run with a bad payload writes nothing.
 inline Payload read_payload_front(const Words* gradient, hls::stream<std::uint32_t>& counts, Run& run) {
 #pragma HLS INLINE
     Checksum checksum;
@@ -76,7 +76,7 @@ inline std::uint32_t smaller(std::uint32_t left, std::uint32_t right) {
     return left < right ? left : right;
 }
 
-// A burst of a part, from its beat `begin` on.
+// Reads a burst of a part, from the part's beat `begin` on.
 inline void read_burst(const Words* gradient, const Part& part, std::uint32_t begin, hls::stream<Words>& beats,
                        Checksum& checksum) {
 #pragma HLS INLINE
@@ -94,21 +94,21 @@ burst:
 inline void read_parts(const Words* gradient, const Payload& payload, hls::stream<Words>& values,
                        hls::stream<Words>& indices, Run& run) {
 #pragma HLS INLINE
-    Checksum of_indices;
-    Checksum of_values;
+    Checksum index_checksum;
+    Checksum value_checksum;
     std::uint32_t value = 0;
 bursts:
     for (std::uint32_t index = 0; index < payload.indices.beats; index += payload.indices.burst) {
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 4096
-        read_burst(gradient, payload.indices, index, indices, of_indices);
-        read_burst(gradient, payload.values, value, values, of_values);
+        read_burst(gradient, payload.indices, index, indices, index_checksum);
+        read_burst(gradient, payload.values, value, values, value_checksum);
         value += payload.values.burst;
     }
-    run.status[kWordIndicesRead] = of_indices.value();
-    run.status[kWordGradientRead] = of_values.value();
+    run.status[kWordIndicesRead] = index_checksum.value();
+    run.status[kWordGradientRead] = value_checksum.value();
 }
 
-// Makes the run, and starts the chain along which it is handed.
+// Makes the run and starts the chain that passes it on.
 inline void read_gradient(const Words* gradient, hls::stream<Words>& values, hls::stream<Words>& indices,
                           hls::stream<std::uint32_t>& counts, hls::stream<Run>& runs, std::uint32_t kernel,
                           std::uint32_t numel, std::uint32_t first, std::uint32_t last, std::uint32_t gradient_form,
@@ -141,7 +141,7 @@ clear:
     }
     const std::uint32_t limit = smaller(kBlock, numel - block * kBlock);
     const std::uint32_t count = counts.read();
-    std::uint32_t least = 0;  // that the next index may be
+    std::uint32_t least = 0;  // smallest valid next index
     std::uint32_t errors = 0;
 place:
     for (std::uint32_t number = 0; number < count; ++number) {
@@ -158,7 +158,7 @@ place:
     findings.write(errors);
 }
 
-// What of the block belongs to the beats [begin, end).
+// Emits the elements of the block that belong to the beats [begin, end).
 inline void emit(const float tile[kRows][kLanes], hls::stream<Floats>& gradients, std::uint32_t block,
                  std::uint32_t begin, std::uint32_t end) {
 #pragma HLS INLINE off
@@ -179,7 +179,7 @@ rows:
     }
 }
 
-// The tile is a ping-pong buffer: while a block is emitted, in 32,768 cycles, the next one is cleared (4,096) and
+// The tile is a ping-pong buffer: while a block is emitted, in 32,768 cycles, the next block is cleared (4,096) and
 // scattered (one element a cycle).
 inline void expand_blocks(hls::stream<std::uint32_t>& counts, hls::stream<Entry>& entries,
                           hls::stream<Floats>& gradients, hls::stream<std::uint32_t>& findings,
@@ -209,7 +209,7 @@ inline void expand_gradient(hls::stream<Floats>& dense, hls::stream<std::uint32_
         for (std::uint32_t block = 0; block < run.num_blocks; ++block) {
 #pragma HLS PIPELINE II = 1
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 8192
-            counts.read();  // of a payload that was refused
+            counts.read();  // discards the counts of a refused payload
         }
     }
     if (run.active && !run.sparse) {

@@ -1,4 +1,5 @@
-// fp16, bf16 and 8-bit codes by integer logic: an operator for half may flush fp16 subnormals, and codes need none.
+// Converts fp16, bf16 and 8-bit codes by integer logic: an operator for half may flush fp16 subnormals, and codes need
+// no operator.
 #pragma once
 
 #include "beats.hpp"
@@ -13,14 +14,14 @@ inline std::uint32_t bytes_of(std::uint32_t dtype) {
     return dtype == kFloat32 ? 4 : 2;
 }
 
-constexpr std::uint32_t kRebias = (127u - 15u) << 23;  // between the exponents of fp16 and of fp32
+constexpr std::uint32_t kRebias = (127u - 15u) << 23;  // difference between the exponents of fp16 and of fp32
 
-// The bits of m * 2**-24 in fp32; m has ten bits.
+// Returns the bits of m * 2**-24 in fp32; m has ten bits.
 inline std::uint32_t widen_fp16_subnormal(std::uint32_t m) {
 #pragma HLS INLINE
     std::uint32_t mantissa = m;
     std::uint32_t shift = 0;
-    // Left until bit 10, the implicit one, is set.
+    // Shifts left until bit 10, the implicit one, is set.
 normalise:
     for (std::uint32_t step = 8; step > 0; step /= 2) {
 #pragma HLS UNROLL
@@ -41,12 +42,12 @@ inline std::uint32_t widen_fp16(std::uint32_t half) {
     return sign | (magnitude >= 0x7c00u ? special : finite);
 }
 
-// Numbers below 2**-14 in units of 2**-24, to nearest even.
+// Rounds a number below 2**-14 to the nearest multiple of 2**-24, ties to even.
 inline std::uint32_t narrow_to_fp16_subnormal(std::uint32_t magnitude) {
 #pragma HLS INLINE
     const std::uint32_t exponent = magnitude >> 23;
     const std::uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
-    const std::uint32_t shift = exponent < 102 ? 24 : 126 - exponent;  // 14 to 24 where anything is left
+    const std::uint32_t shift = exponent < 102 ? 24 : 126 - exponent;  // 14 to 24 unless all bits are lost
     const std::uint32_t half = 1u << (shift - 1);
     const std::uint32_t rounded = (mantissa + half - 1 + ((mantissa >> shift) & 1u)) >> shift;
     return exponent < 102 ? 0 : rounded;
@@ -80,7 +81,7 @@ inline std::uint32_t narrow_to_half(float value, std::uint32_t dtype) {
     return dtype == kFloat16 ? narrow_to_fp16(bits_of(value)) : narrow_to_bf16(bits_of(value));
 }
 
-// Sixteen of the thirty-two numbers of a beat: the lower (part 0) or the upper ones.
+// Widens sixteen of the thirty-two numbers of a beat: the lower ones (part 0) or the upper ones.
 inline Floats widen_part(const Words& halves, std::uint32_t part, std::uint32_t dtype) {
 #pragma HLS INLINE
     Floats values;
@@ -105,18 +106,18 @@ words:
     return halves;
 }
 
-constexpr std::uint32_t kLargestScale = 248;  // 127 times it is finite
-constexpr std::uint32_t kNoCode = 0x80;       // -128
+constexpr std::uint32_t kLargestScale = 248;  // 127 times this scale is finite
+constexpr std::uint32_t kNoCode = 0x80;       // code -128, which is invalid
 
-// The bits of code * 2**(scale - 127) in fp32; the code is a signed byte but kNoCode, the scale from 1 to
-// kLargestScale.
+// Returns the bits of code * 2**(scale - 127) in fp32. The code is a signed byte other than kNoCode, the scale from 1
+// to kLargestScale.
 inline std::uint32_t scaled_code(std::uint32_t code, std::uint32_t scale) {
 #pragma HLS INLINE
     const bool is_negative = (code & 0x80u) != 0;
     const std::uint32_t magnitude = is_negative ? 0x100u - code : code;
     std::uint32_t mantissa = magnitude;
     std::uint32_t shift = 0;
-    // Left until bit 6, the implicit one, is set.
+    // Shifts left until bit 6, the implicit one, is set.
 normalise:
     for (std::uint32_t step = 4; step > 0; step /= 2) {
 #pragma HLS UNROLL

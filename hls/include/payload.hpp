@@ -1,41 +1,40 @@
-// The payload of a compressed gradient: a header of one beat, then parts, each of which ends on a beat, filled up with
-// zeros.
+// The payload of a compressed gradient: a header of one beat, then parts, each padded with zeros to whole beats.
 //
-// Sparse: how many elements each block of 65,536 keeps (uint32), their indices in the block (uint16, ascending), their
-// values. Block-scaled: an exponent for each block of 256 elements (uint8), a code for each element (int8).
+// Sparse: the number of kept elements in each block of 65,536 (uint32), their indices in the block (uint16, ascending),
+// their values. Block-scaled: an exponent for each block of 256 elements (uint8), a code for each element (int8).
 //
-// Exponents take the way of indices, and codes that of values.
+// Exponents take the path of indices, and codes the path of values.
 #pragma once
 
 #include "run.hpp"
 
 namespace card {
 
-constexpr std::uint32_t kBlock = 65536;  // elements: a tile on the chip, and what 16 bits of index reach
+constexpr std::uint32_t kBlock = 65536;  // elements of a tile on the chip, as many as a 16-bit index can address
 constexpr std::uint32_t kMostBlocks = kLargestNumel / kBlock;
 constexpr std::uint32_t kScaledBlock = 256;  // elements that share an exponent
 constexpr std::uint32_t kSparseMagic = 0x4749534cu;
 constexpr std::uint32_t kBlockScaledMagic = 0x4249534cu;
 constexpr std::uint32_t kPayloadVersion = 1;
 
-constexpr std::uint32_t kBytes = 64;  // of a beat
-// What a beat of codes makes, and what those make that a beat of exponents is for: beats of fp32.
-constexpr std::uint32_t kBeatsOfCodes = kBytes / kLanes;
+constexpr std::uint32_t kBeatBytes = 64;  // bytes in a beat
+// Numbers of fp32 beats: from a beat of codes, in a block, and for a beat of exponents.
+constexpr std::uint32_t kBeatsOfCodes = kBeatBytes / kLanes;
 constexpr std::uint32_t kBeatsOfBlock = kScaledBlock / kLanes;
-constexpr std::uint32_t kBeatsOfExponents = kBytes * kBeatsOfBlock;
+constexpr std::uint32_t kBeatsOfExponents = kBeatBytes * kBeatsOfBlock;
 
-// Beats of indices that are fetched in one burst, and then the values to them. The streams hold a burst of either. (Not
-// of codes: those come after their beat of exponents, and are used up as they come.)
+// Number of beats of indices that are fetched in one burst, before the values that belong to them. Each stream holds a
+// burst. (Not a burst of codes: they follow their beat of exponents and are used as they arrive.)
 constexpr std::uint32_t kIndexBurst = 16;
 
 static_assert(kMostBlocks == 8192, "the depth of the stream of counts in the tops, which holds them all");
 
-// Indices or values.
+// One part of the payload: indices or values.
 struct Part {
     std::uint32_t offset;  // beats before it
     std::uint32_t beats;
-    std::uint32_t burst;  // beats that are fetched before some of the other part
-    // The beats that the run needs; it reads all of them.
+    std::uint32_t burst;  // beats that are fetched before a burst of the other part
+    // The run reads all beats and needs [begin, end) of them.
     std::uint32_t begin;
     std::uint32_t end;
 };
@@ -43,7 +42,7 @@ struct Part {
 struct Payload {
     std::uint32_t magic;
     std::uint32_t num_blocks;
-    std::uint32_t numel;  // that are kept, or of a block
+    std::uint32_t numel;  // elements that are kept, or elements of a block
     std::uint32_t count_beats;
     Part indices;
     Part values;
@@ -54,7 +53,7 @@ inline std::uint32_t beats_of(std::uint32_t count, std::uint32_t per_beat) {
     return (count + per_beat - 1) / per_beat;
 }
 
-// Of a run with so many elements kept.
+// Plans the payload of a run whose sparse gradient keeps `count` elements.
 inline Payload plan_sparse(const Run& run, std::uint32_t count) {
 #pragma HLS INLINE
     const bool wide = run.gradient_dtype == kFloat32;
@@ -71,7 +70,7 @@ inline Payload plan_sparse(const Run& run, std::uint32_t count) {
     return payload;
 }
 
-// One beat of exponents, and then the codes to them. The run needs those of its beats of fp32 only.
+// Plans one beat of exponents, then the codes that belong to it. The run needs those of its own beats of fp32 only.
 inline Payload plan_block_scaled(const Run& run) {
 #pragma HLS INLINE
     Payload payload;
@@ -79,9 +78,9 @@ inline Payload plan_block_scaled(const Run& run) {
     payload.num_blocks = beats_of(run.numel, kScaledBlock);
     payload.numel = kScaledBlock;
     payload.count_beats = 0;
-    const std::uint32_t exponent_beats = beats_of(payload.num_blocks, kBytes);
+    const std::uint32_t exponent_beats = beats_of(payload.num_blocks, kBeatBytes);
     payload.indices = {1, exponent_beats, 1, run.begin / kBeatsOfExponents, beats_of(run.end, kBeatsOfExponents)};
-    payload.values = {1 + exponent_beats, beats_of(run.numel, kBytes), kScaledBlock, run.begin / kBeatsOfCodes,
+    payload.values = {1 + exponent_beats, beats_of(run.numel, kBeatBytes), kScaledBlock, run.begin / kBeatsOfCodes,
                       beats_of(run.end, kBeatsOfCodes)};
     return payload;
 }

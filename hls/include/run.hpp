@@ -1,8 +1,8 @@
-// One run of a kernel: what it was asked for, which beats that makes, and what came of it.
+// One run of a kernel: its arguments, the beats that follow from them, and its results.
 //
-// A run is handed from process to process twice, along one chain of streams. First as the order: nobody starts before
-// the reader of the gradient has found its payload sound. Then as the report: each process adds the checksum of what it
-// moved, and the last one writes it to card memory.
+// A run passes from process to process twice, along one chain of streams. It passes first as the order: no process
+// starts before the reader of the gradient has found its payload valid. Then it passes as the report: each process adds
+// the checksum of the data that it moved, and the last one writes it to card memory.
 #pragma once
 
 #include <hls_stream.h>
@@ -17,13 +17,13 @@ constexpr std::uint32_t kStatusMagic = 0x5349534cu;
 // Words of the status beat.
 enum StatusWord : std::uint32_t {
     kWordMagic = 0,
-    kWordVersionAndKernel = 1,  // the version in the lower half
+    kWordVersionAndKernel = 1,  // the version is in the lower half
     kWordCount = 2,
     kWordErrors = 3,
     kWordGradientRead = 4,
-    kWordArrayRead = 5,  // and three more
+    kWordArrayRead = 5,  // and the next three words, by array
     kWordParameterWritten = 9,
-    kWordArrayWritten = 10,  // and three more
+    kWordArrayWritten = 10,  // and the next three words, by array
     kWordIndicesRead = 14,
     kWordHeaderRead = 15,
 };
@@ -37,21 +37,21 @@ enum Error : std::uint32_t {
     kBadCode = 32,
 };
 
-// How a gradient is compressed, if it is: beside the dtype of its values, and in place of it.
+// How a gradient is compressed: sparse is combined with the dtype of its values, block-scaled stands alone.
 enum Compression : std::uint32_t { kSparse = 0x100, kBlockScaled = 0x200 };
 
 struct Run {
-    // Elements.
+    // Range of elements.
     std::uint32_t numel;
     std::uint32_t first;
     std::uint32_t last;
-    // The gradient and the parameter.
+    // Types of the gradient and the parameter.
     std::uint32_t gradient_dtype;
     std::uint32_t parameter_dtype;
-    bool sparse;        // compressed: some of the elements, with their places,
-    bool block_scaled;  // or all of them in 8 bits
+    bool sparse;        // the gradient has some elements, with their indices
+    bool block_scaled;  // the gradient has all elements, in 8 bits
     bool active;
-    // A sparse gradient's blocks and values.
+    // Numbers of a sparse gradient's blocks and values.
     std::uint32_t num_blocks;
     std::uint32_t count;
     // Beats of an array: [begin, end) are read, [begin, stored_end) are written.
@@ -67,7 +67,7 @@ inline std::uint32_t rounded_up(std::uint32_t value, std::uint32_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-// Leaves a run nothing to do but to report.
+// Leaves a run nothing to do except to report.
 inline void refuse(Run& run, std::uint32_t errors) {
 #pragma HLS INLINE
     run.status[kWordErrors] |= errors;
@@ -109,20 +109,20 @@ inline bool is_compressed(const Run& run) {
     return run.sparse || run.block_scaled;
 }
 
-// Whether the run updates this element.
+// Returns whether the run updates this element.
 inline bool covers(const Run& run, std::uint32_t element) {
 #pragma HLS INLINE
     return element - run.first < run.last - run.first;
 }
 
-// What an element of an array becomes.
-inline float settled(const Run& run, std::uint32_t element, float before, float updated) {
+// Returns the value that an element of an array gets.
+inline float stored_value(const Run& run, std::uint32_t element, float before, float updated) {
 #pragma HLS INLINE
     if (element >= run.numel) return 0.0f;
     return run.active && covers(run, element) ? updated : before;
 }
 
-// The next beat, where there is one.
+// Returns the next beat if there is one, otherwise zeros.
 inline Floats next_beat(hls::stream<Floats>& beats, bool given) {
 #pragma HLS INLINE
     Floats beat(0.0f);
@@ -130,7 +130,7 @@ inline Floats next_beat(hls::stream<Floats>& beats, bool given) {
     return beat;
 }
 
-// The order: taken and handed on at once.
+// Receives the order and passes it on at once.
 inline Run pass_on(hls::stream<Run>& runs_in, hls::stream<Run>& runs_out) {
 #pragma HLS INLINE
     const Run run = runs_in.read();
@@ -138,7 +138,7 @@ inline Run pass_on(hls::stream<Run>& runs_in, hls::stream<Run>& runs_out) {
     return run;
 }
 
-// The report, of a process that has nothing to add.
+// Passes the report on, for a process that has nothing to add.
 inline void report(hls::stream<Run>& runs_in, hls::stream<Run>& runs_out) {
 #pragma HLS INLINE
     runs_out.write(runs_in.read());

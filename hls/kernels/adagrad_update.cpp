@@ -1,11 +1,11 @@
-// torch.optim.Adagrad.
+// Updates as torch.optim.Adagrad does.
 //
 //   gradient --> read_gradient --> decode_gradient --> expand_gradient --+
 //   master --> load_array -----------------------------------------------+--> compute --> store_array --> master
 //   sum    --> load_array -----------------------------------------------+            --> store_array --> sum
 //                                                                                     --> store_parameter --> parameter
 //
-//   and along all of them the run: read_gradient --> ... --> write_status --> status
+//   The run passes through all of them: read_gradient --> ... --> write_status --> status
 #include <hls_math.h>
 
 #include <arrays.hpp>
@@ -49,8 +49,8 @@ beats:
             p = p - step.step_size * (g / (hls::sqrt(s) + step.eps));
 
             const std::uint32_t element = beat * kLanes + lane;
-            master[lane] = settled(run, element, master[lane], p);
-            sum[lane] = settled(run, element, sum[lane], s);
+            master[lane] = stored_value(run, element, master[lane], p);
+            sum[lane] = stored_value(run, element, sum[lane], s);
         }
         new_masters.write(master);
         new_sums.write(sum);
@@ -101,7 +101,7 @@ extern "C" void adagrad_update(const Words* gradient, const Floats* master_in, c
 #pragma HLS STREAM variable = new_sums depth = 32
     hls::stream<Floats, 32> parameters("parameters");
 #pragma HLS STREAM variable = parameters depth = 32
-    // The chain along which the run is handed.
+    // The chain that passes the run on.
     hls::stream<Run, 2> runs_1("runs_1");
 #pragma HLS STREAM variable = runs_1 depth = 2
     hls::stream<Run, 2> runs_2("runs_2");

@@ -1,4 +1,4 @@
-// torch.optim.Adam and AdamW.
+// Updates as torch.optim.Adam and AdamW do.
 //
 //   gradient --> read_gradient --> decode_gradient --> expand_gradient --+
 //   master      --> load_array ------------------------------------------+--> compute --> store_array --> master
@@ -6,7 +6,7 @@
 //   exp_avg_sq  --> load_array ------------------------------------------+            --> store_array --> exp_avg_sq
 //                                                                                     --> store_parameter --> parameter
 //
-//   and along all of them the run: read_gradient --> ... --> write_status --> status
+//   The run passes through all of them: read_gradient --> ... --> write_status --> status
 #include <hls_math.h>
 
 #include <arrays.hpp>
@@ -30,7 +30,7 @@ struct Adam {
     float eps;
 };
 
-// torch.lerp(exp_avg, gradient, 1 - beta1), which has two branches.
+// Returns torch.lerp(exp_avg, gradient, 1 - beta1), whose formula has two branches.
 float average(const Adam& step, float keep, float exp_avg, float gradient) {
 #pragma HLS INLINE
     const float gap = gradient - exp_avg;
@@ -76,9 +76,9 @@ beats:
             p = p - step.step_size * (m / (hls::sqrt(v) * step.inverse_sqrt_bias_correction2 + step.eps));
 
             const std::uint32_t element = beat * kLanes + lane;
-            master[lane] = settled(run, element, master[lane], p);
-            exp_avg[lane] = settled(run, element, exp_avg[lane], m);
-            exp_avg_sq[lane] = settled(run, element, exp_avg_sq[lane], v);
+            master[lane] = stored_value(run, element, master[lane], p);
+            exp_avg[lane] = stored_value(run, element, exp_avg[lane], m);
+            exp_avg_sq[lane] = stored_value(run, element, exp_avg_sq[lane], v);
         }
         new_masters.write(master);
         new_exp_avgs.write(exp_avg);
@@ -139,7 +139,7 @@ extern "C" void adamw_update(const Words* gradient, const Floats* master_in, con
 #pragma HLS STREAM variable = new_exp_avg_sqs depth = 32
     hls::stream<Floats, 32> parameters("parameters");
 #pragma HLS STREAM variable = parameters depth = 32
-    // The chain along which the run is handed.
+    // The chain that passes the run on.
     hls::stream<Run, 2> runs_1("runs_1");
 #pragma HLS STREAM variable = runs_1 depth = 2
     hls::stream<Run, 2> runs_2("runs_2");

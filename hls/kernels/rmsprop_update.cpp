@@ -1,4 +1,4 @@
-// torch.optim.RMSprop.
+// Updates as torch.optim.RMSprop does.
 //
 //   gradient --> read_gradient --> decode_gradient --> expand_gradient -+
 //   master          --> load_array -------------------------------------+-> compute --> store_array --> master
@@ -7,7 +7,7 @@
 //   grad_avg        --> load_array -------------------------------------+           --> store_array --> grad_avg
 //                                                                                   --> store_parameter --> parameter
 //
-//   and along all of them the run: read_gradient --> ... --> write_status --> status
+//   The run passes through all of them: read_gradient --> ... --> write_status --> status
 //
 // Without momentum, or not centered, an array that torch does not have passes through unchanged.
 #include <hls_math.h>
@@ -32,7 +32,7 @@ struct Rmsprop {
     float lr;
 };
 
-// torch.lerp(grad_avg, gradient, 1 - alpha), which has two branches.
+// Returns torch.lerp(grad_avg, gradient, 1 - alpha), whose formula has two branches.
 float average(const Rmsprop& step, float keep, float grad_avg, float gradient) {
 #pragma HLS INLINE
     const float gap = gradient - grad_avg;
@@ -77,10 +77,10 @@ beats:
             p = p - step.lr * moved;
 
             const std::uint32_t element = beat * kLanes + lane;
-            master[lane] = settled(run, element, master[lane], p);
-            square_avg[lane] = settled(run, element, square_avg[lane], v);
-            momentum_buffer[lane] = settled(run, element, momentum_buffer[lane], b);
-            grad_avg[lane] = settled(run, element, grad_avg[lane], a);
+            master[lane] = stored_value(run, element, master[lane], p);
+            square_avg[lane] = stored_value(run, element, square_avg[lane], v);
+            momentum_buffer[lane] = stored_value(run, element, momentum_buffer[lane], b);
+            grad_avg[lane] = stored_value(run, element, grad_avg[lane], a);
         }
         new_masters.write(master);
         new_square_avgs.write(square_avg);
@@ -148,7 +148,7 @@ extern "C" void rmsprop_update(const Words* gradient, const Floats* master_in, c
 #pragma HLS STREAM variable = new_grad_avgs depth = 32
     hls::stream<Floats, 32> parameters("parameters");
 #pragma HLS STREAM variable = parameters depth = 32
-    // The chain along which the run is handed.
+    // The chain that passes the run on.
     hls::stream<Run, 2> runs_1("runs_1");
 #pragma HLS STREAM variable = runs_1 depth = 2
     hls::stream<Run, 2> runs_2("runs_2");

@@ -1,11 +1,11 @@
-// torch.optim.SGD.
+// Updates as torch.optim.SGD does.
 //
 //   gradient --> read_gradient --> decode_gradient --> expand_gradient -+
 //   master          --> load_array -------------------------------------+-> compute --> store_array --> master
 //   momentum_buffer --> load_array -------------------------------------+           --> store_array --> momentum_buffer
 //                                                                                   --> store_parameter --> parameter
 //
-//   and along all of them the run: read_gradient --> ... --> write_status --> status
+//   The run passes through all of them: read_gradient --> ... --> write_status --> status
 #include <arrays.hpp>
 #include <card_kernels.hpp>
 #include <gradient.hpp>
@@ -53,8 +53,8 @@ beats:
             p = p - step.lr * d;
 
             const std::uint32_t element = beat * kLanes + lane;
-            master[lane] = settled(run, element, master[lane], p);
-            momentum_buffer[lane] = settled(run, element, momentum_buffer[lane], b);
+            master[lane] = stored_value(run, element, master[lane], p);
+            momentum_buffer[lane] = stored_value(run, element, momentum_buffer[lane], b);
         }
         new_masters.write(master);
         new_momentum_buffers.write(momentum_buffer);
@@ -106,7 +106,7 @@ extern "C" void sgd_update(const Words* gradient, const Floats* master_in, const
 #pragma HLS STREAM variable = new_momentum_buffers depth = 32
     hls::stream<Floats, 32> parameters("parameters");
 #pragma HLS STREAM variable = parameters depth = 32
-    // The chain along which the run is handed.
+    // The chain that passes the run on.
     hls::stream<Run, 2> runs_1("runs_1");
 #pragma HLS STREAM variable = runs_1 depth = 2
     hls::stream<Run, 2> runs_2("runs_2");

@@ -9,7 +9,7 @@
 
 namespace smart_infinity {
 
-// A call at a card that failed, in words; `error` is an errno or 0. Becomes Python's CardError.
+// A failed call of a card, in words; `error` is an errno or 0. In Python it is CardError.
 class CardError : public std::runtime_error {
  public:
     explicit CardError(const std::string& problem, int error = 0) : std::runtime_error(problem), error_(error) {}
@@ -19,8 +19,8 @@ class CardError : public std::runtime_error {
     int error_;
 };
 
-// What a binding is asked for. All of it throws CardError, may be called from any thread, and is used by one at a time;
-// what a binding gives out keeps open what it needs, so that the order of destruction does not matter.
+// The interface of a binding. Every method throws CardError and may be called from any thread, by one at a time.
+// Objects keep open what they need, so that the order of destruction does not matter.
 
 enum class Sync { kToCard, kFromCard };
 
@@ -34,15 +34,15 @@ class CardBuffer {
     CardBuffer& operator=(const CardBuffer&) = delete;
     virtual ~CardBuffer() = default;
 
-    // Where it is in the address space: a copy in host memory that sync() brings up to date, or, peer to peer, the
+    // Returns its address in host memory: that of a copy which sync() brings up to date or, peer to peer, that of the
     // card's memory itself, which only a file system may touch.
     virtual std::byte* map() = 0;
     virtual void sync(Sync direction, std::size_t bytes, std::size_t offset) = 0;
-    // A part of it, at a multiple of 4096.
+    // Returns a part of it that begins at a multiple of 4096.
     virtual std::shared_ptr<CardBuffer> part(std::size_t bytes, std::size_t offset) = 0;
 };
 
-// The numbers of XRT's ert.h that say that a run is over; after any other it is still out.
+// The numbers in XRT's ert.h for states in which a run is over. In any other state it is in progress.
 constexpr int kRunCompleted = 4;
 constexpr int kRunError = 5;
 constexpr int kRunAborted = 6;
@@ -51,7 +51,7 @@ constexpr bool is_over(int state) {
     return (state >= kRunCompleted && state <= kRunAborted) || (state >= 9 && state <= 11);
 }
 
-// A kernel's call, which may be repeated.
+// A call of a kernel, which may be repeated.
 class CardRun {
  public:
     CardRun() = default;
@@ -62,7 +62,7 @@ class CardRun {
     virtual void set(int argument, std::uint32_t word) = 0;
     virtual void set(int argument, const std::shared_ptr<CardBuffer>& buffer) = 0;
     virtual void start() = 0;
-    // Until it is over, or the time is. Returns its state, whatever it is.
+    // Waits until the run is over or the time has passed. Returns the run's state in either case.
     virtual int wait(std::chrono::milliseconds timeout) = 0;
     virtual int state() = 0;
 };
@@ -75,11 +75,11 @@ class CardKernel {
     virtual ~CardKernel() = default;
 
     virtual std::shared_ptr<CardRun> run() = 0;
-    // The memory that a buffer for this argument must lie in.
+    // Returns the number of the memory in which a buffer for this argument must lie.
     virtual int group(int argument) = 0;
 };
 
-// The way to a card whose kernels are loaded.
+// An opened card whose kernels are loaded.
 class CardBinding {
  public:
     CardBinding() = default;

@@ -11,10 +11,10 @@ namespace smart_infinity {
 
 struct CardCalls::Call {
     std::function<void()> function;
-    std::mutex mutex;  // of what follows
+    std::mutex mutex;  // guards the members below
     std::condition_variable changed;
     bool returned = false;
-    std::optional<std::pair<std::string, int>> error;  // in words, with an errno
+    std::optional<std::pair<std::string, int>> error;  // message and errno
     std::unique_ptr<AbandonedCall> abandoned;
 };
 

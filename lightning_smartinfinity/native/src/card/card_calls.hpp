@@ -14,26 +14,26 @@
 
 namespace smart_infinity {
 
-// A call was abandoned, as it did not return in time.
+// Thrown for a call that was abandoned because it did not return in time.
 class CallNotReturned : public CardError {
  public:
     using CardError::CardError;
 };
 
-// Calls that may never return, in threads of their own: their callers wait for them only so long.
+// Makes calls that may never return, in threads of its own. Callers wait for a limited time.
 //
-// The destructor waits for all of them; while any_abandoned(), it may not be called.
+// The destructor waits for all calls; it may not be called while any_abandoned().
 class CardCalls {
  public:
     CardCalls(std::size_t num_callers, std::chrono::milliseconds timeout);
 
-    // Until the call has returned. Throws the CardError that it throws, or CallNotReturned: then it goes on, with all
-    // that it was made of.
+    // Makes a call and waits until it has returned. Throws the CardError that it throws, or CallNotReturned: then the
+    // call continues and keeps everything that it captured.
     void make(const std::string& name, std::function<void()> call);
-    // Before each transfer() something is called that may keep it waiting, for tests. None may be under way.
+    // Calls `gate` before each transfer(). Tests use it to delay transfers. No transfer may be in progress.
     using Gate = std::function<void(const IoRequest&)>;
     void put_before_transfers(Gate gate) { gate_ = std::move(gate); }
-    // As make(), for a transfer that the call makes.
+    // Does what make() does, for a call that makes a transfer.
     void transfer(const std::string& name, const IoRequest& request, std::function<void()> call);
     // Returns whether an abandoned call has not returned.
     bool any_abandoned() const { return num_abandoned_ > 0; }
@@ -46,7 +46,7 @@ class CardCalls {
     const std::chrono::milliseconds timeout_;
     std::atomic<std::size_t> num_abandoned_ = 0;
     Gate gate_;
-    WorkerPool<std::shared_ptr<Call>> pool_;  // last: its destructor waits for threads that use the above
+    WorkerPool<std::shared_ptr<Call>> pool_;  // last member: its destructor waits for threads that use the others
 };
 
 }  // namespace smart_infinity

@@ -15,7 +15,7 @@ const std::byte* memory_at(Address address) { return reinterpret_cast<const std:
 
 std::uint32_t checksum(const PayloadBytes& part) { return crc32c(part.data, part.bytes); }
 
-std::string what_it_does(Direction direction, const StateFile& file) {
+std::string describe_transfer(Direction direction, const StateFile& file) {
     return std::string(direction == Direction::kRead ? "reading" : "writing") + " the gradient in " + file.path();
 }
 
@@ -25,7 +25,7 @@ void transfer_all(const IoRequest& whole, const StateFile& file) {
     while (progress == Transfer::Progress::kAgain) progress = transfer.advance(attempt(transfer.rest()));
     if (progress == Transfer::Progress::kDone) return;
     const int error = progress == Transfer::Progress::kError ? transfer.error() : 0;
-    throw CardError(what_it_does(whole.direction, file) +
+    throw CardError(describe_transfer(whole.direction, file) +
                         " failed: " + (error == 0 ? "the file ends before it" : std::generic_category().message(error)),
                     error);
 }
@@ -50,7 +50,7 @@ std::uint32_t CardGradient::form(const CardPass& pass) const {
     return payload_ ? payload_->card_form() : static_cast<std::uint32_t>(pass.gradient_dtype);
 }
 
-// What passes through takes no gradient.
+// Elements that pass through need no gradient.
 SentGradient CardGradient::sent_for(const CardPass& pass, const CardRunPlan& run) const {
     if (run.step == kNoStep) return {};
     if (payload_) return sent_payload_;
@@ -83,7 +83,8 @@ void CardGradient::send(const CardPass& pass) {
     }
 }
 
-// What the host writes to: the copy of the card's memory that is synchronised, or what a file is written from.
+// Returns where the host writes: the copy of the card's memory that sync() sends, or the memory that a file is written
+// from.
 std::byte* CardGradient::memory() const { return options_.gradient_file ? ring_.staging(buffer_) : on_card_.data; }
 
 void CardGradient::send_bytes(std::size_t begin, std::size_t end, std::size_t payload) {
@@ -109,7 +110,7 @@ void CardGradient::transfer(Direction direction, std::size_t begin, std::size_t 
     const StateFile& file = *options_.gradient_file;
     const IoRequest whole{direction,    file.descriptor(), ring_.gradient_offset(buffer_) + begin,
                           data + begin, end - begin,       0};
-    calls_.transfer(what_it_does(direction, file), whole, [whole, file] { transfer_all(whole, file); });
+    calls_.transfer(describe_transfer(direction, file), whole, [whole, file] { transfer_all(whole, file); });
 }
 
 }  // namespace smart_infinity

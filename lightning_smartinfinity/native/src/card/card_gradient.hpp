@@ -14,18 +14,19 @@
 
 namespace smart_infinity {
 
-// A tasklet's gradient on its way to the card, from host memory or through a file.
+// Sends a tasklet's gradient to the card, from host memory or through a file.
 class CardGradient {
  public:
     CardGradient(const Tasklet& tasklet, const CardOptions& options, CardRing& ring, std::size_t buffer,
                  CardCalls& calls);
 
-    // Both throw CardError. A compressed gradient is sent once, those of segments pass by pass.
+    // send_payload() sends a compressed gradient once, send() the segments' gradients of one pass. Both throw
+    // CardError.
     void send_payload();
     void send(const CardPass& pass);
 
     std::uint32_t form(const CardPass& pass) const;
-    // What the kernel must find.
+    // Returns the checksums that the kernel must find.
     SentGradient sent_for(const CardPass& pass, const CardRunPlan& run) const;
     const DeviceTraffic& traffic() const { return traffic_; }
 

@@ -55,8 +55,8 @@ std::optional<Refusal> CardJob::run() {
     return std::nullopt;
 }
 
-// Parameters leave the card only once all that they were computed from is known to have arrived. Where types change
-// within a tasklet, those of a pass have to make room for the next before that.
+// Parameters leave the card only once all data that they were computed from is known to have arrived intact. If types
+// change within a tasklet, the parameters of a pass leave earlier, to make room for the next pass.
 void CardJob::work(const CardPass& pass, bool is_last) {
     parameters_.clear();
     gradient_.send(pass);
@@ -94,19 +94,19 @@ void CardJob::set_arguments(const CardPass& pass, const CardRunPlan& run, CardRu
           static_cast<std::uint32_t>(pass.parameter_dtype), static_cast<std::uint32_t>(active)}) {
         call.set(argument++, word);
     }
-    // A run that passes elements through is of no step: any one's scalars will do.
+    // A run that passes elements through has no step, so that any scalars will do.
     const StepWords step = active ? words_of(job_.batch.steps[static_cast<std::size_t>(run.step)]) : type_.no_step();
     for (std::size_t word = 0; word < step.count; ++word) call.set(argument++, step.words[word]);
 }
 
-// So that what a run before left there is not taken for this one's.
+// Clears the status, so that the status of an earlier run is not mistaken for this run's.
 void CardJob::clear_status() {
     std::memset(buffers_.status().data, 0, sizeof(CardStatus));
     sync(calls_, buffers_.status(), Sync::kToCard, sizeof(CardStatus), 0);
     traffic_.control_bytes += sizeof(CardStatus);
 }
 
-// A run that was started is out until it says otherwise, whatever goes wrong.
+// A started run is in progress until its state says otherwise, whatever fails.
 void CardJob::execute(const std::shared_ptr<CardRun>& call) {
     start(call);
     int state = 0;
@@ -126,7 +126,7 @@ void CardJob::execute(const std::shared_ptr<CardRun>& call) {
                     std::to_string(options_.timeout.count()) + " ms");
 }
 
-// One that does not return may begin the run yet.
+// A start that does not return may still begin the run.
 void CardJob::start(const std::shared_ptr<CardRun>& call) {
     try {
         calls_.make("the start of a run of kernel " + options_.kernel, [call] { call->start(); });

@@ -17,17 +17,17 @@
 
 namespace smart_infinity {
 
-// One tasklet on the card: its gradient goes there, kernels run, its parameters come back.
+// Updates one tasklet on the card: sends its gradient, runs kernels and receives its parameters.
 class CardJob {
  public:
     CardJob(const Job& job, const CardOptions& options, const Identity& identity, CardRing& ring, CardCalls& calls);
 
-    // Returns why the extent is refused, if it is. Throws CardError for what the card did not do.
+    // Returns why the extent is refused, if it is. Throws CardError if the card fails.
     std::optional<Refusal> run();
 
-    // What it moved, however it ended.
+    // Returns the bytes that it moved, even if it failed.
     DeviceTraffic traffic() const;
-    // Returns the run that was abandoned, if there is one; it has its memory until it returns.
+    // Returns the abandoned run, if any, which uses its memory until it returns.
     std::shared_ptr<CardRun> abandoned_run() { return std::move(abandoned_); }
 
  private:
@@ -54,7 +54,7 @@ class CardJob {
     CardGradient gradient_;
     Checksums read_{};
     Checksums written_{};
-    std::vector<std::uint32_t> parameters_;  // by run of the pass: checksums as the kernel wrote them
+    std::vector<std::uint32_t> parameters_;  // by run of the pass: checksum of the parameters that the kernel wrote
     DeviceTraffic traffic_;
     std::shared_ptr<CardRun> abandoned_;
 };

@@ -8,16 +8,17 @@
 
 namespace smart_infinity {
 
-// The update kernels of a card: what hls/ builds, as version 2 of its interface has it.
+// The update kernels that hls/ builds for cards, with version 2 of their interface.
 constexpr std::uint32_t kKernelInterface = 2;
 
-constexpr std::size_t kLargestCardNumel = std::size_t{1} << 29;  // of a tasklet: kLargestNumel of the kernels
+constexpr std::size_t kLargestCardNumel = std::size_t{1} << 29;  // the kernels' kLargestNumel: elements of a tasklet
 
-// In order of a kernel's arguments: gradient; each array to read; each array to write; parameter; status; numel, first,
-// last, gradient form, parameter form, active; the words of the update rule. What is written may be what is read.
+// The order of a kernel's arguments: gradient; each array to read; each array to write; parameter; status; numel,
+// first, last, gradient form, parameter form, active; the words of the update rule. An array to write may be one to
+// read.
 struct CardKernelType {
     const char* name;
-    std::uint32_t number;  // as it calls itself in its status
+    std::uint32_t number;  // the kernel's number in its status
     std::size_t num_arrays;
     std::size_t num_words;
 
@@ -27,12 +28,12 @@ struct CardKernelType {
     int parameter() const { return static_cast<int>(1 + 2 * num_arrays); }
     int status() const { return parameter() + 1; }
     int first_word() const { return parameter() + 2; }
-    // In place of a step's words.
+    // Returns zeros in place of a step's words.
     StepWords no_step() const { return {{}, num_words}; }
     bool has(const UpdateStep& step) const { return rule_of(step).kernel_number == number; }
 };
 
-// Throws std::invalid_argument where there is none.
+// Returns the kernel of this name. Throws std::invalid_argument if there is none.
 CardKernelType card_kernel_type(const std::string& name);
 
 }  // namespace smart_infinity

@@ -11,15 +11,15 @@
 
 namespace smart_infinity {
 
-// A card that updates the tasklets of a pipeline.
+// Options of a card that updates the tasklets of a pipeline.
 struct CardOptions {
     std::shared_ptr<CardBinding> binding;
     std::string kernel;
     std::size_t gradient_bytes;  // on the card, for each buffer of the ring
     std::size_t parameter_bytes;
-    std::chrono::milliseconds timeout;                      // of a run, a transfer or another call
-    std::optional<std::size_t> dram_bytes = std::nullopt;   // the most that the ring may take
-    std::optional<StateFile> gradient_file = std::nullopt;  // gradients go through it; none: from host memory
+    std::chrono::milliseconds timeout;                      // longest time of a run, a transfer or another call
+    std::optional<std::size_t> dram_bytes = std::nullopt;   // largest size of the ring; none: unlimited
+    std::optional<StateFile> gradient_file = std::nullopt;  // file that carries gradients; none: host memory does
 };
 
 }  // namespace smart_infinity

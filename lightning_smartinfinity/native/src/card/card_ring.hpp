@@ -12,7 +12,7 @@
 
 namespace smart_infinity {
 
-// Memory on the card, and where it is mapped.
+// Memory on the card, and the address at which it is mapped.
 struct MappedBuffer {
     explicit MappedBuffer(std::shared_ptr<CardBuffer> whole) : buffer(std::move(whole)), data(buffer->map()) {}
 
@@ -20,12 +20,12 @@ struct MappedBuffer {
     std::byte* data;
 };
 
-// Throws CardError, also if it does not return in time.
+// Throws CardError, also if the sync does not return in time.
 void sync(CardCalls& calls, const MappedBuffer& buffer, Sync direction, std::size_t bytes, std::size_t offset);
 
-constexpr std::size_t kStatusBytes = 4096;  // of which a kernel writes one beat
+constexpr std::size_t kStatusBytes = 4096;  // a kernel writes one beat of it
 
-// One buffer of the ring: what a tasklet needs on the card while it is there.
+// One buffer of the ring: the memory that a tasklet needs on the card.
 class CardBufferSet {
  public:
     CardBufferSet(const CardOptions& options, std::shared_ptr<CardKernel> kernel, std::size_t regions_bytes);
@@ -35,9 +35,10 @@ class CardBufferSet {
     const MappedBuffer& parameter() const { return parameter_; }
     const MappedBuffer& status() const { return status_; }
 
-    // The arrays, each a part of the regions.
+    // Returns the arrays, each a part of the regions.
     const std::vector<std::shared_ptr<CardBuffer>>& arrays(const Regions& regions);
-    // A run that is not out. One that went wrong is not kept for the next call: XRT may refuse to start it again.
+    // Returns a run that is not in progress. A failed run is not kept for the next call: XRT may refuse to start it
+    // again.
     std::shared_ptr<CardRun> take_run();
     void keep(std::shared_ptr<CardRun> run) { run_ = std::move(run); }
 
@@ -52,20 +53,20 @@ class CardBufferSet {
     MappedBuffer status_;
     std::shared_ptr<CardRun> run_;
     std::vector<std::shared_ptr<CardBuffer>> arrays_;
-    std::size_t arrays_bytes_ = 0;  // of each of them
+    std::size_t arrays_bytes_ = 0;  // size of each array
 };
 
-// The buffers on the card, and in host memory the pages of their trailers and what gradients on their way to a file
-// are aligned in.
+// The ring's buffers on the card and, in host memory, the pages of their trailers and aligned memory for gradients that
+// go through a file.
 class CardRing {
  public:
-    // Throws CardError if the card has not so much memory, SystemError if the host has not.
+    // Throws CardError if the card lacks the memory, SystemError if the host does.
     CardRing(const CardOptions& options, std::size_t num_buffers, std::size_t buffer_bytes);
 
     CardBufferSet& buffers(std::size_t index) { return sets_[index]; }
     std::byte* regions(std::size_t buffer) const { return sets_[buffer].regions().data; }
     std::byte* trailer_page(std::size_t buffer) const { return trailer_pages_.data() + buffer * kBlockBytes; }
-    // Null without a file for gradients.
+    // Null if gradients do not go through a file.
     std::byte* staging(std::size_t buffer) const {
         return staging_ ? staging_->data() + buffer * gradient_bytes_ : nullptr;
     }

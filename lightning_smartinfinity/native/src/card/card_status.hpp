@@ -13,31 +13,31 @@ constexpr std::uint32_t kStatusMagic = 0x5349534c;
 constexpr std::size_t kMostCardArrays = 4;
 static_assert(kMaxRuleArrays <= kMostCardArrays, "a kernel's status has a word for each array that it read or wrote");
 
-// What a run leaves behind, 64 bytes. Checksums are CRC-32C, of the elements of the run only.
+// The status that a run writes, 64 bytes. Checksums are CRC-32C of the run's elements only.
 struct CardStatus {
     std::uint32_t magic;
     std::uint16_t interface_version;
     std::uint16_t kernel;
     std::uint32_t count;
     std::uint32_t errors;
-    std::uint32_t gradient;  // compressed: of the beats of values or codes, all of them
+    std::uint32_t gradient;  // if compressed: over all beats of values or codes
     std::array<std::uint32_t, kMostCardArrays> arrays_read;
     std::uint32_t parameters;
     std::array<std::uint32_t, kMostCardArrays> arrays_written;
-    std::uint32_t indices;            // the beats of indices or exponents
-    std::uint32_t header_and_counts;  // the beats before them
+    std::uint32_t indices;            // over the beats of indices or exponents
+    std::uint32_t header_and_counts;  // over the beats before those
 };
 
 static_assert(sizeof(CardStatus) == 64, "one beat");
 
-// Checksums of a gradient as it was sent, by their place in the status.
+// Checksums of a gradient as it was sent, named as in the status.
 struct SentGradient {
     std::uint32_t gradient = 0;
     std::uint32_t indices = 0;
     std::uint32_t header_and_counts = 0;
 };
 
-// What is wrong with the status of a run of so many elements, if anything is.
+// Returns what is wrong, if anything, with the status of a run of `count` elements.
 std::optional<std::string> problem_of(const CardStatus& status, const CardKernelType& type, std::uint32_t count,
                                       const SentGradient& sent);
 

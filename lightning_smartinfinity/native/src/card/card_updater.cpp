@@ -33,7 +33,7 @@ CardOptions checked(CardOptions options) {
     return options;
 }
 
-// The runs that were abandoned, until they return.
+// Keeps abandoned runs until they return.
 class AbandonedRuns {
  public:
     void add(std::shared_ptr<CardRun> run) {
@@ -61,9 +61,9 @@ class AbandonedRuns {
     std::vector<std::pair<std::shared_ptr<CardRun>, std::unique_ptr<AbandonedCall>>> runs_;
 };
 
-// A card, over a ring in its DRAM: only the card and reads and writes of files ever touch what is in it.
+// Updates tasklets on a card, in a ring in its DRAM. Only the card and reads and writes of files touch the ring.
 //
-// `num_threads` call work(). While busy(), it may not be destroyed.
+// `num_threads` threads call work(). While busy(), it may not be destroyed.
 class CardUpdater final : public Updater {
  public:
     CardUpdater(CardOptions options, const Identity& identity, std::size_t num_buffers, std::size_t buffer_bytes,
@@ -92,7 +92,7 @@ class CardUpdater final : public Updater {
     std::size_t host_bytes() const override { return ring_.host_bytes(); }
 
     std::optional<Refusal> work(const Job& job) override {
-        // Behind what does not return, each of those that have been read would wait as long as it did.
+        // After a call that did not return, every tasklet that has been read would wait for the timeout as well.
         if (busy()) return Refusal{FailureKind::kDevice, "what was asked of it before has not returned", 0};
         CardJob on_card(job, options_, identity_, ring_, calls_);
         std::optional<Refusal> refusal;
@@ -163,7 +163,7 @@ class CardUpdater final : public Updater {
     mutable AbandonedRuns abandoned_;
     mutable std::mutex mutex_;
     DeviceTraffic traffic_;
-    CardCalls calls_;  // last: its destructor waits for threads that use the above
+    CardCalls calls_;  // last member: its destructor waits for threads that use the others
 };
 
 }  // namespace
@@ -172,7 +172,7 @@ PipelineOptions with_card(PipelineOptions options, CardOptions card) {
     require(options.files.size() == 1, "Pipeline: a card has one file");
     require(options.resident.extent_bytes.empty(), "Pipeline: a card has no resident tasklets");
     require(options.identity.format().on_cards, "Pipeline: a card updates fp32 state only");
-    // The card's memory goes to system calls of threads: io_uring would register it, which newer kernels refuse.
+    // Threads pass the card's memory to system calls. io_uring would register it, which newer kernels refuse.
     const bool direct = options.files.front().access() == Access::kDirect;
     const IoEngineKind kind = options.io_engine.value_or(direct ? IoEngineKind::kThreads : IoEngineKind::kPlain);
     require(kind == IoEngineKind::kThreads || kind == IoEngineKind::kPlain, "Pipeline: a card's I/O runs in threads");

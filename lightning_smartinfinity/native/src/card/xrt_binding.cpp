@@ -18,18 +18,18 @@ constexpr std::uint64_t kPeerToPeerFlag = std::uint64_t{1} << 30;  // XRT_BO_FLA
     throw CardError(call + " failed" + reason, error);
 }
 
-// Calls an entry point that gives a handle.
+// Calls an entry point that returns a handle or an address; null is a failure.
 template <class Function, class... Arguments>
-void* made(const XrtEntry<Function>& entry, const std::string& what, Arguments... arguments) {
+void* pointer_from(const XrtEntry<Function>& entry, const std::string& what, Arguments... arguments) {
     errno = 0;
     void* const handle = entry.function(arguments...);
     if (handle == nullptr) fail(entry.name + what, errno);
     return handle;
 }
 
-// Calls an entry point that gives 0, or tells what is wrong by a negative number, an errno or errno itself.
+// Calls an entry point that returns 0, or reports an error by a negative number, an errno or errno itself.
 template <class Function, class... Arguments>
-void done(const XrtEntry<Function>& entry, const std::string& what, Arguments... arguments) {
+void call(const XrtEntry<Function>& entry, const std::string& what, Arguments... arguments) {
     errno = 0;
     const int result = entry.function(arguments...);
     if (result != 0) fail(entry.name + what, result > 0 ? result : std::max(errno, result == -1 ? 0 : -result));
@@ -42,10 +42,10 @@ std::string of_bytes(std::size_t bytes) { return " of " + std::to_string(bytes) 
 struct Device {
     Device(const std::string& path, const CardAddress& card) : library(path) {
         if (const unsigned* const index = std::get_if<unsigned>(&card)) {
-            handle = made(library.device_open, parenthesised(std::to_string(*index)), *index);
+            handle = pointer_from(library.device_open, parenthesised(std::to_string(*index)), *index);
         } else {
             const std::string& bdf = std::get<std::string>(card);
-            handle = made(library.device_open_by_bdf, parenthesised(bdf), bdf.c_str());
+            handle = pointer_from(library.device_open_by_bdf, parenthesised(bdf), bdf.c_str());
         }
     }
     ~Device() { (void)library.device_close.function(handle); }
@@ -63,16 +63,18 @@ class Buffer final : public CardBuffer, public std::enable_shared_from_this<Buff
         : device_(std::move(device)), whole_(std::move(whole)), handle_(handle) {}
     ~Buffer() override { (void)device_->library.buffer_free.function(handle_); }
 
-    std::byte* map() override { return static_cast<std::byte*>(made(device_->library.buffer_map, "", handle_)); }
+    std::byte* map() override {
+        return static_cast<std::byte*>(pointer_from(device_->library.buffer_map, "", handle_));
+    }
 
     void sync(Sync direction, std::size_t bytes, std::size_t offset) override {
         const bool to_card = direction == Sync::kToCard;
-        done(device_->library.buffer_sync, of_bytes(bytes) + (to_card ? " to the card" : " from the card"), handle_,
+        call(device_->library.buffer_sync, of_bytes(bytes) + (to_card ? " to the card" : " from the card"), handle_,
              to_card ? 0 : 1, bytes, offset);
     }
 
     std::shared_ptr<CardBuffer> part(std::size_t bytes, std::size_t offset) override {
-        XrtBuffer const part = made(device_->library.buffer_part, of_bytes(bytes), handle_, bytes, offset);
+        XrtBuffer const part = pointer_from(device_->library.buffer_part, of_bytes(bytes), handle_, bytes, offset);
         return std::make_shared<Buffer>(device_, part, shared_from_this());
     }
 
@@ -80,7 +82,7 @@ class Buffer final : public CardBuffer, public std::enable_shared_from_this<Buff
 
  private:
     std::shared_ptr<const Device> device_;
-    std::shared_ptr<const Buffer> whole_;  // what this one is a part of
+    std::shared_ptr<const Buffer> whole_;  // the buffer that this one is a part of
     XrtBuffer handle_;
 };
 
@@ -93,12 +95,12 @@ class Run final : public CardRun {
     ~Run() override { (void)device_->library.run_close.function(handle_); }
 
     void set(int argument, std::uint32_t word) override {
-        done(device_->library.run_set, of(argument), handle_, argument, word);
+        call(device_->library.run_set, of(argument), handle_, argument, word);
     }
     void set(int argument, const std::shared_ptr<CardBuffer>& buffer) override {
-        done(device_->library.run_set, of(argument), handle_, argument, static_cast<const Buffer&>(*buffer).handle());
+        call(device_->library.run_set, of(argument), handle_, argument, static_cast<const Buffer&>(*buffer).handle());
     }
-    void start() override { done(device_->library.run_start, "", handle_); }
+    void start() override { call(device_->library.run_start, "", handle_); }
     int wait(std::chrono::milliseconds timeout) override {
         return device_->library.run_wait.function(handle_, static_cast<unsigned>(timeout.count()));
     }
@@ -116,12 +118,12 @@ class Kernel final : public CardKernel, public std::enable_shared_from_this<Kern
  public:
     Kernel(std::shared_ptr<const Device> device, const std::string& name)
         : device_(std::move(device)),
-          handle_(
-              made(device_->library.kernel_open, parenthesised(name), device_->handle, device_->uuid, name.c_str())) {}
+          handle_(pointer_from(device_->library.kernel_open, parenthesised(name), device_->handle, device_->uuid,
+                               name.c_str())) {}
     ~Kernel() override { (void)device_->library.kernel_close.function(handle_); }
 
     std::shared_ptr<CardRun> run() override {
-        return std::make_shared<Run>(device_, shared_from_this(), made(device_->library.run_open, "", handle_));
+        return std::make_shared<Run>(device_, shared_from_this(), pointer_from(device_->library.run_open, "", handle_));
     }
     int group(int argument) override {
         errno = 0;
@@ -139,8 +141,8 @@ class Binding final : public CardBinding {
  public:
     Binding(const std::string& library, const CardAddress& card, const std::string& xclbin) {
         auto device = std::make_shared<Device>(library, card);
-        done(device->library.device_load, parenthesised(xclbin), device->handle, xclbin.c_str());
-        done(device->library.device_uuid, "", device->handle, device->uuid);
+        call(device->library.device_load, parenthesised(xclbin), device->handle, xclbin.c_str());
+        call(device->library.device_uuid, "", device->handle, device->uuid);
         device_ = std::move(device);
     }
 
@@ -150,8 +152,8 @@ class Binding final : public CardBinding {
     std::shared_ptr<CardBuffer> allocate(std::size_t bytes, Memory memory, int group) override {
         const std::uint64_t flags = memory == Memory::kPeerToPeer ? kPeerToPeerFlag : 0;
         const std::string what = of_bytes(bytes) + (flags != 0 ? ", peer to peer," : "");
-        XrtBuffer const buffer = made(device_->library.buffer_allocate, what, device_->handle, bytes, flags,
-                                      static_cast<std::uint32_t>(group));
+        XrtBuffer const buffer = pointer_from(device_->library.buffer_allocate, what, device_->handle, bytes, flags,
+                                              static_cast<std::uint32_t>(group));
         return std::make_shared<Buffer>(device_, buffer);
     }
 

@@ -7,7 +7,7 @@
 namespace smart_infinity {
 namespace {
 
-// Never closed: it has threads of its own, and loads others.
+// The library is never closed: it has threads of its own and loads other libraries.
 void* open_library(const std::string& path) {
     if (void* const handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
     const char* const reason = ::dlerror();

@@ -6,8 +6,8 @@
 
 namespace smart_infinity {
 
-// The types of XRT's C API, whose headers nobody needs for a build: handles are opaque, states and directions are
-// numbers.
+// The types of XRT's C API, declared here so that a build needs no headers: handles are opaque, states and directions
+// are numbers.
 using XrtDevice = void*;
 using XrtKernel = void*;
 using XrtRun = void*;
@@ -20,7 +20,7 @@ struct XrtEntry {
     Function* function = nullptr;
 };
 
-// XRT's library, opened at run time. Its calls take no lock of Python's.
+// XRT's library, opened at run time. Its calls do not take Python's lock.
 class XrtLibrary {
  public:
     // Throws CardError if there is no such library or it lacks an entry point.

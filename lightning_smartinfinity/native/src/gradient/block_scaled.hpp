@@ -6,12 +6,12 @@ namespace smart_infinity {
 
 // Sends every element in 8 bits, as a block-scaled gradient (block_scaled_gradient.hpp).
 //
-// A block's scale is a power of two, and not the 127th part of its largest magnitude, which would halve the error at
-// best: so values and what is left of them, y - v, are exact in fp32, v even in bf16; nothing but the exponent has to
-// be sent, and hardware can apply it without multiplying.
+// A block's scale is a power of two. A 127th of the block's largest magnitude would at best halve the error, but with a
+// power of two the values v and the remainders y - v are exact in fp32, and v even in bf16; only the exponent has to be
+// sent, and hardware applies it without multiplying.
 //
-// The error of an element is at most half the scale: a 127th of the block's largest magnitude, or 2**-127. Above
-// 127 * 2**121 magnitudes are taken for that; NaN too.
+// The error of an element is at most half the scale: at most a 127th of the block's largest magnitude, or 2**-127.
+// Magnitudes above 127 * 2**121, and NaN, count as 127 * 2**121.
 class BlockScaled final : public GradientCodec {
  public:
     std::string name() const override { return "BlockScaled"; }

@@ -10,7 +10,7 @@
 
 namespace smart_infinity {
 
-// What the parts of a block-scaled gradient's payload take, each padded to 64 bytes.
+// Sizes of the parts of a block-scaled gradient's payload, each padded to 64 bytes.
 struct BlockScaledParts {
     explicit BlockScaledParts(std::uint64_t elements);
 
@@ -24,17 +24,17 @@ struct BlockScaledParts {
     std::size_t code_bytes;
 };
 
-// A header, an exponent for each block of 256 elements (kernels.hpp), and a signed 8-bit number for each element: the
-// multiple of the block's power of two that is nearest to it.
+// A payload of a header, an exponent for each block of 256 elements (kernels.hpp), and a signed 8-bit code for each
+// element: the multiple of the block's power of two that is nearest to it.
 class BlockScaledGradient final : public GradientPayload {
  public:
-    // As that of SparseGradient.
+    // Reads the header, and throws, as the constructor of SparseGradient does.
     BlockScaledGradient(const std::byte* payload, std::size_t bytes, std::uint64_t numel);
 
     DType dtype() const override { return DType::kFloat32; }
     std::uint32_t card_form() const override { return kBlockScaledForm; }
     PayloadParts parts() const override;
-    // Looks at every exponent and code.
+    // Checks every exponent and code.
     std::optional<std::string> check() override;
     void decode(std::uint64_t first, std::uint64_t last, void* out) const override;
 

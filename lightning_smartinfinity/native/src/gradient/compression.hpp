@@ -7,14 +7,14 @@
 
 namespace smart_infinity {
 
-// Of the gradients of the segments that are updated. Where none is, one of the smallest: any type will do.
+// Returns the type of the gradients of the segments that are updated; any 16-bit type if none is updated.
 DType gradient_dtype_of(const Tasklet& tasklet);
 
-// What keeps a tasklet of the batch, whose segments are in order, from being compressed by the batch's codec; or, for
-// one without a codec, from having had its residual fed.
+// Returns why the batch's codec cannot compress a tasklet of the batch, whose segments are in order; without a codec,
+// why the tasklet's residual cannot be fed back. Returns nothing if there is no such problem.
 std::optional<std::string> problem_of_compression(const Batch& batch, const Tasklet& tasklet);
 
-// The tasklet with its gradient compressed into its payload, as it is updated.
+// Compresses the tasklet's gradient into its payload. Returns the tasklet as it is then updated.
 Tasklet compress(const Batch& batch, const Tasklet& tasklet);
 
 }  // namespace smart_infinity

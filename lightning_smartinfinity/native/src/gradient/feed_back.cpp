@@ -20,8 +20,8 @@
 namespace smart_infinity {
 namespace {
 
-// Calls work(index) for each index below `count`, on several threads, or on as many of them as can be had. What is
-// thrown by one of them is thrown in the end.
+// Calls work(index) for each index below `count`, on up to `threads` threads: fewer if no more can be started. In the
+// end rethrows the first exception.
 template <class Work>
 void for_each_index(std::size_t count, std::size_t threads, const Work& work) {
     std::atomic<std::size_t> next{0};
@@ -42,7 +42,7 @@ void for_each_index(std::size_t count, std::size_t threads, const Work& work) {
         try {
             while (others.size() + 1 < std::min(threads, count)) others.emplace_back(run);
         } catch (const std::exception&) {
-            // No more threads are to be had. Those there are have begun, and there is no going back.
+            // No further thread can be started. Those that were started are already working, so go on.
         }
         run();
     }
@@ -51,9 +51,9 @@ void for_each_index(std::size_t count, std::size_t threads, const Work& work) {
 
 std::byte* memory_of(const Tasklet& tasklet) { return reinterpret_cast<std::byte*>(tasklet.payload); }
 
-bool is_fed(const Tasklet& tasklet) {
+bool is_fed_back(const Tasklet& tasklet) {
     return tasklet.payload_bytes >= sizeof(PayloadHeader) &&
-           magic_of(memory_of(tasklet), tasklet.payload_bytes) == kFedMagic;
+           magic_of(memory_of(tasklet), tasklet.payload_bytes) == kFedBackMagic;
 }
 
 std::unique_ptr<GradientPayload> checked_payload(const Tasklet& tasklet) {
@@ -72,7 +72,7 @@ std::unique_ptr<GradientPayload> checked_payload(const Tasklet& tasklet) {
     return payload;
 }
 
-// One tasklet's: made with all that can fail, so that nothing fails once the first residual changes.
+// The work for one tasklet. Constructing it does all that can fail, so that nothing fails once a residual changes.
 struct Feeding {
     Feeding(const Tasklet& tasklet, float scale) : payload(checked_payload(tasklet)), source(tasklet, scale) {}
 
@@ -107,13 +107,13 @@ void feed_back(const std::vector<Tasklet>& tasklets, float residual_scale, std::
         if (tasklet.residual != 0) fed.push_back(&tasklet);
     }
     validate_gradients(batch);
-    std::erase_if(fed, [](const Tasklet* tasklet) { return is_fed(*tasklet); });
+    std::erase_if(fed, [](const Tasklet* tasklet) { return is_fed_back(*tasklet); });
     std::vector<std::unique_ptr<Feeding>> feedings(fed.size());
     for_each_index(fed.size(), threads, [&](std::size_t index) {
         feedings[index] = std::make_unique<Feeding>(*fed[index], residual_scale);
     });
     for_each_index(fed.size(), threads, [&](std::size_t index) { feed(*feedings[index], residual_scale); });
-    for (const Tasklet* tasklet : fed) std::memcpy(memory_of(*tasklet), &kFedMagic, sizeof kFedMagic);
+    for (const Tasklet* tasklet : fed) std::memcpy(memory_of(*tasklet), &kFedBackMagic, sizeof kFedBackMagic);
 }
 
 }  // namespace smart_infinity

@@ -7,14 +7,15 @@
 
 namespace smart_infinity {
 
-// After a step whose gradients were compressed: what the payloads did not send of each y (gradient_source.hpp) becomes
-// the residual, e = (y - sent) / S. That of elements that were left out stays, and tasklets without one are passed by.
-// Payloads, gradients and residuals are those of the step; `threads` work at a time, the calling one among them.
+// Updates the residuals after a step whose gradients were compressed: the part of each y (gradient_source.hpp) that was
+// not sent becomes e = (y - sent) / S. Elements that are left out keep their residual; tasklets without a residual are
+// skipped. Payloads, gradients and residuals are those of the step; `threads` threads work at a time, including the
+// caller's.
 //
-// Payloads are none any more afterwards, and are passed by if this is called again: so a caller that an interrupt kept
-// from knowing that it was done does it once.
+// Marks the payloads as fed back, and skips marked ones: a caller that an interrupt kept from learning that the call
+// finished may call again.
 //
-// Throws std::invalid_argument, naming the tasklet, where something cannot be; then no residual has changed.
+// Throws std::invalid_argument, naming the tasklet, for invalid input; then no residual has changed.
 void feed_back(const std::vector<Tasklet>& tasklets, float residual_scale, std::size_t threads);
 
 }  // namespace smart_infinity

@@ -10,8 +10,8 @@ namespace smart_infinity {
 
 class GradientSource;
 
-// A way to compress a tasklet's gradient into a payload, which tells by itself how it is read (gradient_payload.hpp).
-// The same gradient becomes the same bytes on every instruction set, in whatever thread.
+// A way to compress a tasklet's gradient into a payload, whose header says how to read it (gradient_payload.hpp). The
+// same gradient becomes the same bytes on every instruction set and in every thread.
 class GradientCodec {
  public:
     GradientCodec() = default;
@@ -20,11 +20,11 @@ class GradientCodec {
     virtual ~GradientCodec() = default;
 
     virtual std::string name() const = 0;
-    // The most that a payload takes.
+    // Returns the largest size of a payload.
     virtual std::size_t payload_bytes(std::uint64_t numel, DType gradient_dtype) const = 0;
-    // Type of the values that are read from a payload.
+    // Returns the type of the values that a payload is read as.
     virtual DType value_dtype(DType gradient_dtype) const = 0;
-    // Writes the payload, and returns its size.
+    // Writes the payload and returns its size.
     virtual std::size_t encode(const GradientSource& source, std::byte* payload) const = 0;
 };
 

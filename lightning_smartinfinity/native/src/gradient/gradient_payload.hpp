@@ -10,23 +10,23 @@
 
 namespace smart_infinity {
 
-// A part of a payload.
+// One part of a payload.
 struct PayloadBytes {
     const std::byte* data;
     std::size_t bytes;
 };
 
-// The parts of a payload, whose checksums a card tells: padding included, one behind the other.
+// The parts of a payload, consecutive and including padding. A card reports the checksum of each.
 struct PayloadParts {
     std::size_t bytes() const { return header_and_counts.bytes + indices.bytes + values.bytes; }
 
     PayloadBytes header_and_counts;
-    PayloadBytes indices;  // or exponents
-    PayloadBytes values;   // or codes
+    PayloadBytes indices;  // exponents, if block-scaled
+    PayloadBytes values;   // codes, if block-scaled
 };
 
-// A tasklet's compressed gradient, which comes from outside: nothing is read past its end, nothing written that is not
-// there.
+// A tasklet's compressed gradient. It comes from outside, so that nothing is read past its end and no missing element
+// is written.
 class GradientPayload {
  public:
     GradientPayload() = default;
@@ -34,23 +34,22 @@ class GradientPayload {
     GradientPayload& operator=(const GradientPayload&) = default;
     virtual ~GradientPayload() = default;
 
-    // Of the values.
+    // Type of the values.
     virtual DType dtype() const = 0;
-    // As a card's kernels are told it.
+    // The form's number in the arguments of a card's kernels.
     virtual std::uint32_t card_form() const = 0;
     virtual PayloadParts parts() const = 0;
-    // Looks at all that the header does not say, and returns what is wrong with the first that is not in order.
+    // Checks all that the header does not say, and returns the first error.
     virtual std::optional<std::string> check() = 0;
-    // After a check() that found nothing: elements [first, last), dense.
+    // Writes elements [first, last), dense. Requires a check() that found no error.
     virtual void decode(std::uint64_t first, std::uint64_t last, void* out) const = 0;
 };
 
-// Of whatever form its header says. Throws std::invalid_argument, saying why, unless that header is one of a payload of
-// so many bytes for a tasklet of so many elements.
+// Opens a payload of the form that its header names. Throws std::invalid_argument with the reason unless the header
+// belongs to a payload of this many bytes for a tasklet of this many elements.
 std::unique_ptr<GradientPayload> open_payload(const std::byte* payload, std::size_t bytes, std::uint64_t numel);
 
-// What the payload takes of the memory that it was written to. Throws std::invalid_argument if its header says nothing
-// that could be.
+// Returns how many bytes of its memory the payload uses. Throws std::invalid_argument if the header is invalid.
 std::size_t payload_bytes(const std::byte* memory, std::size_t capacity);
 
 }  // namespace smart_infinity

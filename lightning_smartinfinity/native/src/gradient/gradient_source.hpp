@@ -10,23 +10,23 @@
 
 namespace smart_infinity {
 
-// What a tasklet's payload is made of: y = g + e * S of each element that is updated, where g is its gradient, scaled
-// by S, and e its unscaled residual, if there is one. Multiplied and added one after the other, each rounded to fp32;
-// where e is zero, y is g itself. Segments without a step, elements outside of all and padding are left out.
+// The values that a tasklet's payload is made from: y = g + e * S for each element that is updated, where g is its
+// gradient, scaled by S, and e its unscaled residual, if there is one. Product and sum are each rounded to fp32; where
+// e is zero, y is g itself. Padding, segments without a step and elements outside all segments are left out.
 class GradientSource {
  public:
-    // Of a tasklet for which problem_of_compression() found nothing.
+    // Requires that problem_of_compression() found no problem with the tasklet.
     GradientSource(const Tasklet& tasklet, float residual_scale);
 
     std::uint64_t numel() const { return numel_; }
-    // Of the gradients.
+    // Type of the gradients.
     DType dtype() const { return dtype_; }
 
-    // Elements [first, last); those that are left out are zero.
+    // Writes elements [first, last); those that are left out are zero.
     void read(std::uint64_t first, std::uint64_t last, float* out) const;
 
-    // Calls visit(first, numel, values) for all that is not left out, in order and some thousand at a time; the values
-    // may be changed.
+    // Calls visit(first, numel, values) for all elements that are not left out, in order, up to kChunkNumel at a time.
+    // visit may change the values.
     template <class Visit>
     void for_each_chunk(const Visit& visit) const {
         alignas(64) float values[kChunkNumel];
@@ -39,7 +39,7 @@ class GradientSource {
         }
     }
 
-    // Calls visit(first, numel, gradient, residual) in the same way, with addresses of what is stored.
+    // Calls visit(first, numel, gradient, residual) in the same way, with the addresses of the stored numbers.
     template <class Visit>
     void for_each_stored(const Visit& visit) const {
         for (const Range& range : ranges_) {
@@ -53,7 +53,7 @@ class GradientSource {
     static constexpr std::size_t kChunkNumel = 4096;  // stays in the first-level cache
 
  private:
-    // Elements [first, last), with the address of the gradient of the first.
+    // Elements [first, last), and the address of the first one's gradient.
     struct Range {
         std::uint64_t first;
         std::uint64_t last;
@@ -68,7 +68,7 @@ class GradientSource {
 
     std::uint64_t numel_;
     DType dtype_;
-    float* residual_;  // null: none
+    float* residual_;  // null: there is none
     float scale_;
     const Kernels& kernels_;
     std::vector<Range> ranges_;

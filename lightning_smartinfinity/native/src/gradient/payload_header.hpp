@@ -11,14 +11,14 @@
 
 namespace smart_infinity {
 
-constexpr std::size_t kBeatBytes = 64;  // of the ports of a card's kernels, which read payloads
+constexpr std::size_t kBeatBytes = 64;  // width of the ports through which a card's kernels read payloads
 
-// What a card's kernels call the form of a payload: beside the type of its values, or in place of it.
+// The numbers of a payload's form in a card's kernels. A sparse payload's is combined with the type of its values.
 constexpr std::uint32_t kSparseForm = 256;
 constexpr std::uint32_t kBlockScaledForm = 512;
 
-// The first beat of a payload: 32-bit words, of which these are the same for all: magic, version, elements; and from
-// kFirstPart on how many beats each of three parts has that follow.
+// The first beat of a payload, in 32-bit words. Every form has these: magic, version, number of elements, and from word
+// kFirstPart on the number of beats of each of the three parts that follow.
 using PayloadHeader = std::array<std::uint32_t, kBeatBytes / sizeof(std::uint32_t)>;
 
 static_assert(sizeof(PayloadHeader) == kBeatBytes);
@@ -26,7 +26,7 @@ static_assert(sizeof(PayloadHeader) == kBeatBytes);
 constexpr std::size_t kFirstPart = 6;
 constexpr std::uint32_t kSparseMagic = 0x4749534c;
 constexpr std::uint32_t kBlockScaledMagic = 0x4249534c;
-constexpr std::uint32_t kFedMagic = 0x4649534c;  // of a payload that has been fed back, and is none any more
+constexpr std::uint32_t kFedBackMagic = 0x4649534c;  // marks a payload that has been fed back and can no longer be read
 constexpr std::uint32_t kPayloadVersion = 1;
 constexpr std::uint64_t kLargestPayloadNumel = 0xffffffff;
 

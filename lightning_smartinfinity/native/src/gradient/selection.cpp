@@ -10,26 +10,26 @@
 namespace smart_infinity {
 namespace {
 
-// Sampled elements that are expected to be among the wanted ones. A sampled choice is within a tenth of what is wanted
-// at four standard deviations.
+// Number of sampled elements that are expected to be among the wanted ones. At four standard deviations, the number of
+// selected elements is within a tenth of the wanted number.
 constexpr std::size_t kSampledHits = 1600;
-constexpr std::uint64_t kLeastStride = 8;  // of a sample that saves work
-// The same where the choice is exact, whatever the sample says.
+constexpr std::uint64_t kLeastStride = 8;  // smallest stride at which sampling saves work
+// The same number where the sample only gives a first guess and the selection is exact.
 constexpr std::size_t kGuessedHits = 128;
-constexpr std::size_t kLineNumel = 16;  // neighbours that come with a cache line
+constexpr std::size_t kLineNumel = 16;  // elements of one cache line, sampled together
 
-constexpr std::size_t kCandidateShare = 16;  // of all elements: one in so many, at most
+constexpr std::size_t kCandidateShare = 16;  // candidates are at most one in so many of all elements
 constexpr std::uint64_t kFewElements = 65536;
 
-// Where the sample with this number lies between its stride and the next: anywhere, so that no period of the gradient
-// meets that of the sample.
+// Returns where within its stride the sample with this number lies. It varies, so that a period in the gradient cannot
+// coincide with that of the sample.
 std::uint64_t jitter(std::uint64_t number, std::uint64_t stride) {
     return static_cast<std::uint32_t>(number * 0x9e3779b1u) % stride;
 }
 
 std::uint64_t sample_stride(std::size_t wanted) { return wanted / kSampledHits; }
 
-// The cut above which there are `wanted` of these keys.
+// Returns the cut that selects `wanted` of these keys.
 Cut cut_of(std::uint32_t* keys, std::size_t count, std::size_t wanted) {
     if (wanted >= count) return {};
     std::uint32_t* const last = keys + wanted;
@@ -40,7 +40,7 @@ Cut cut_of(std::uint32_t* keys, std::size_t count, std::size_t wanted) {
     return {key, wanted - static_cast<std::size_t>(above)};
 }
 
-// A magnitude that somewhat more than so many elements are likely to have.
+// Returns a magnitude that somewhat more than `wanted` elements are likely to reach.
 std::uint32_t guessed_least(const GradientSource& source, std::size_t wanted) {
     const std::uint64_t numel = source.numel();
     if (wanted == 0) return 1;
@@ -68,7 +68,8 @@ Candidates candidates_from(const GradientSource& source, std::size_t wanted, std
     return candidates;
 }
 
-// Of how many elements there are of each key's part: the part with the wanted-th largest, and what is wanted of it.
+// The result of counting keys by a part of their bits: the part that holds the wanted-th largest, and how many of it
+// are wanted.
 struct Counted {
     std::uint32_t part;
     std::size_t wanted;
@@ -76,7 +77,7 @@ struct Counted {
 
 template <class PartOf>
 Counted count_parts(const GradientSource& source, std::size_t num_parts, std::size_t wanted, const PartOf& part_of) {
-    std::vector<std::uint32_t> counts(num_parts + 1);  // the last: others
+    std::vector<std::uint32_t> counts(num_parts + 1);  // the last counts all other keys
     source.for_each_chunk([&](std::uint64_t, std::size_t numel, const float* values) {
         for (std::size_t i = 0; i < numel; ++i) ++counts[part_of(key_of(values[i]))];
     });
@@ -107,7 +108,7 @@ bool Candidates::are_few(std::uint64_t numel, std::size_t wanted) {
     return numel <= kFewElements || wanted <= numel / kCandidateShare;
 }
 
-// Not initialised: much of it may never be touched.
+// The arrays are not initialised: much of them may never be touched.
 Candidates::Candidates(std::size_t wanted, std::uint32_t least)
     : wanted_(wanted),
       capacity_(2 * wanted + 2 * GradientSource::kChunkNumel),
@@ -122,7 +123,7 @@ void Candidates::add(std::uint64_t first, const float* values, std::size_t numel
                                values_.get() + size_);
 }
 
-// Whoever comes later has to be larger: among equals, the lower index comes first.
+// Later elements have to be larger: among equals, the lower index comes first.
 void Candidates::keep_largest() {
     if (size_ <= wanted_) return;
     std::transform(values_.get(), values_.get() + size_, keys_.get(), key_of);
@@ -132,7 +133,7 @@ void Candidates::keep_largest() {
 }
 
 Candidates largest(const GradientSource& source, std::size_t wanted) {
-    // A sample that misled does not do so for many times as many elements.
+    // If the sample misled, asking for many times as many elements corrects it.
     for (std::size_t guessed = wanted;; guessed *= 8) {
         const std::uint32_t least = guessed_least(source, guessed);
         Candidates candidates = candidates_from(source, wanted, least);

@@ -11,36 +11,35 @@ namespace smart_infinity {
 
 enum class Precision { kExact, kSampled };
 
-// The bits of a magnitude, which have its order; NaN comes last.
+// Returns the bits of a magnitude. They have the magnitudes' order; NaN comes last.
 inline std::uint32_t key_of(float value) {
     std::uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     return bits & 0x7fffffffu;
 }
 
-// What is chosen, going from the lowest element up: magnitudes above `key`, and the first `ties` of those that equal
-// it.
+// Selects, from the lowest element up, magnitudes above `key` and the first `ties` of those equal to it.
 struct Cut {
     std::uint32_t key = 0;
     std::size_t ties = 0;
 
-    // The least that may be chosen.
+    // Returns the smallest key that may be selected.
     std::uint32_t least() const { return ties > 0 ? key : key + 1; }
-    // Moves what is chosen to the front, and returns how many that is. Counts down `ties`.
+    // Moves the selected elements to the front and returns their number. Decreases `ties`.
     std::size_t take(std::uint32_t* elements, float* values, std::size_t count);
 };
 
-// Elements that may be among the `wanted` largest of those seen so far, in order.
+// The elements seen so far that may be among the `wanted` largest, in order.
 class Candidates {
  public:
-    // Whether memory for them stays far below that of all elements.
+    // Returns whether they take far less memory than all elements would.
     static bool are_few(std::uint64_t numel, std::size_t wanted);
 
-    // Only magnitudes of at least `least`, which is above zero, will be looked at.
+    // add() ignores magnitudes below `least`, which is above zero.
     Candidates(std::size_t wanted, std::uint32_t least);
 
     void add(std::uint64_t first, const float* values, std::size_t numel);
-    // All are seen: what remains is the largest.
+    // Ends the selection after the last add(): keeps the `wanted` largest.
     void finish() { keep_largest(); }
 
     const std::uint32_t* elements() const { return elements_.get(); }
@@ -59,16 +58,16 @@ class Candidates {
     std::unique_ptr<std::uint32_t[]> keys_;
 };
 
-// The largest elements by their magnitudes, exactly; less than `wanted` where the others are zero.
+// Returns exactly the elements of largest magnitude; fewer than `wanted` if all others are zero.
 Candidates largest(const GradientSource& source, std::size_t wanted);
-// The same, where candidates would be many: by counting, in two passes.
+// Returns the cut of the same elements by counting, in two passes, for when candidates would be many.
 Cut counted_cut(const GradientSource& source, std::size_t wanted);
 
-// Whether a sample is so much smaller than the gradient that it saves work.
+// Returns whether a sample is so much smaller than the gradient that it saves work.
 bool is_sampled(std::size_t wanted);
-// Of about so many elements, by a sample of elements that depends on nothing but the numbers.
+// Returns a cut that selects about `wanted` elements. The elements of its sample depend on the counts only.
 Cut sampled_cut(const GradientSource& source, std::size_t wanted);
-// What is never exceeded.
+// Returns the largest number of elements that are sent.
 std::size_t most_sent(std::size_t wanted, Precision precision);
 
 }  // namespace smart_infinity

@@ -20,7 +20,7 @@ Item load(const std::byte* data, std::size_t index) {
     return item;
 }
 
-// Of a header that is that of a tasklet of so many elements, but for the sizes of the parts.
+// Returns the parts that a header describes, after checking all of it except the sizes of the parts.
 SparseParts parts_of(const PayloadHeader& header, std::uint64_t numel) {
     require_equal("the payload's magic", header[0], kSparseMagic);
     require_equal("the payload's version", header[1], kPayloadVersion);
@@ -111,7 +111,7 @@ std::optional<std::string> SparseGradient::check_block(std::size_t block) const 
     return std::nullopt;
 }
 
-// Of the first index that is not below the element.
+// Returns the position of the first index that is not below the element.
 std::size_t SparseGradient::position_of(std::uint64_t element) const {
     const std::size_t block = element / kSparseBlockNumel;
     if (block >= parts_.num_blocks) return parts_.count;

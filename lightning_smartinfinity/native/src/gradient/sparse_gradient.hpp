@@ -12,10 +12,10 @@
 
 namespace smart_infinity {
 
-// Elements that share a count: as many as 16 bits of index tell apart.
+// Number of elements that share a count: as many as a 16-bit index can address.
 constexpr std::uint64_t kSparseBlockNumel = 65536;
 
-// What the parts of a sparse gradient's payload take, each padded to 64 bytes.
+// Sizes of the parts of a sparse gradient's payload, each padded to 64 bytes.
 struct SparseParts {
     SparseParts(std::uint64_t elements, std::size_t sent, DType value_dtype);
 
@@ -33,18 +33,18 @@ struct SparseParts {
     std::size_t value_bytes;
 };
 
-// The largest elements of a gradient: a header, how many there are in each block of 65,536 elements, their indices in
-// their blocks, ascending, and their values. The others are zero.
+// The sent elements of a gradient. The payload is a header, how many of them lie in each block of 65,536 elements,
+// their ascending indices within their blocks, and their values. All other elements are zero.
 class SparseGradient final : public GradientPayload {
  public:
-    // Reads the header. Throws std::invalid_argument, saying why, unless it is that of a payload of so many bytes for a
-    // tasklet of so many elements.
+    // Reads the header. Throws std::invalid_argument with the reason unless it belongs to a payload of this many bytes
+    // for a tasklet of this many elements.
     SparseGradient(const std::byte* payload, std::size_t bytes, std::uint64_t numel);
 
     DType dtype() const override { return parts_.dtype; }
     std::uint32_t card_form() const override { return kSparseForm | static_cast<std::uint32_t>(parts_.dtype); }
     PayloadParts parts() const override;
-    // Looks at every count and index.
+    // Checks every count and index.
     std::optional<std::string> check() override;
     void decode(std::uint64_t first, std::uint64_t last, void* out) const override;
 
@@ -57,7 +57,7 @@ class SparseGradient final : public GradientPayload {
 
     const std::byte* payload_;
     SparseParts parts_;
-    std::vector<std::size_t> starts_;  // by block: the position of its first index; and one more
+    std::vector<std::size_t> starts_;  // by block: position of its first index; then the total
 };
 
 }  // namespace smart_infinity

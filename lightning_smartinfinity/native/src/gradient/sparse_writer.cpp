@@ -17,7 +17,7 @@ struct SixteenBits {
 constexpr SixteenBits kFloat16{0x7c00, 0x7bff};
 constexpr SixteenBits kBFloat16{0x7f80, 0x7f7f};
 
-// To nearest, ties to even; but a finite value stays finite.
+// Rounds to nearest, ties to even, but keeps finite values finite.
 void round_to(DType dtype, const float* values, std::size_t count, std::byte* out) {
     kernels().narrow[static_cast<std::size_t>(dtype)](values, out, count);
     if (dtype == DType::kFloat32) return;
@@ -50,7 +50,7 @@ void SparseWriter::add(const std::uint32_t* elements, const float* values, std::
     count_ += count;
 }
 
-// With fewer than the most, the values move up.
+// If fewer elements were added than there is memory for, the values move forward.
 std::size_t SparseWriter::finish() {
     const SparseParts parts(most_.numel, count_, most_.dtype);
     const std::size_t index_bytes = count_ * sizeof *indices_;

@@ -8,13 +8,13 @@
 
 namespace smart_infinity {
 
-// Writes a sparse gradient's payload, from its lowest element up.
+// Writes a sparse gradient's payload in ascending order of elements.
 class SparseWriter {
  public:
-    // Into memory for these parts, whose count is the most that will be sent.
+    // Writes into memory for the parts `most`, whose count is the largest number of elements to send.
     SparseWriter(std::byte* payload, const SparseParts& most);
 
-    // Elements that follow those before; what is too much is not sent.
+    // Adds elements above those added before; ignores those beyond the largest number.
     void add(const std::uint32_t* elements, const float* values, std::size_t count);
     // Returns the payload's size.
     std::size_t finish();

@@ -11,7 +11,7 @@
 namespace smart_infinity {
 namespace {
 
-constexpr std::uint64_t kMaxNumel = std::uint64_t{1} << 40;  // keeps every product below far from overflowing
+constexpr std::uint64_t kMaxNumel = std::uint64_t{1} << 40;  // keeps every product below far from overflow
 constexpr std::uint64_t kMaxOffset = std::uint64_t{1} << 62;
 
 class Checker {
@@ -144,7 +144,7 @@ class Checker {
         }
     }
 
-    // In a slot, parameters lie at their offsets: those of two sizes would overlap.
+    // Parameters lie in a slot at their offsets, so that parameters of different sizes would overlap.
     void check_parameter_dtypes() const {
         const Segment* first = nullptr;
         for (const Segment& segment : tasklet_.segments) {
@@ -178,7 +178,7 @@ class Checker {
         }
     }
 
-    // A block is rounded as a whole.
+    // Blocks are rounded as a whole, so that no segment may end inside one.
     void check_blocks(const Segment& segment) const {
         const Blocks& blocks = blocks_of(tasklet_);
         const std::uint64_t end = segment.offset + segment.numel;

@@ -1,4 +1,4 @@
-// What a batch consists of.
+// Binds batches and their parts.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -59,10 +59,10 @@ nb::tuple arrays_of(const Segment& segment) {
 void bind_segment(nb::module_& m) {
     nb::class_<Segment>(
         m, "Segment",
-        "Elements [offset, offset + numel) of a tasklet; addresses are those of the first element, 0 is none.\n\n"
-        "step -1 carries the state over and leaves the parameter alone. `arrays` are fp32: the master and\n"
-        "what the rule keeps (exp_avg, exp_avg_sq; sum; momentum_buffer). WRITE and MODIFY take the\n"
-        "master from `parameter` if arrays[0] is 0.")
+        "Elements [offset, offset + numel) of a tasklet. Addresses point to the first element; 0 means none.\n\n"
+        "step -1 carries the state over and leaves the parameter unchanged. `arrays` are fp32: the master and\n"
+        "the rule's state (exp_avg, exp_avg_sq; sum; momentum_buffer). WRITE and MODIFY take the master\n"
+        "from `parameter` if arrays[0] is 0.")
         .def(
             "__init__",
             [](Segment* self, std::uint64_t offset, std::uint64_t numel, std::int64_t step, Address gradient,
@@ -84,36 +84,35 @@ void bind_segment(nb::module_& m) {
 }
 
 void bind_operation(nb::module_& m) {
-    nb::enum_<Operation>(m, "Operation", "What a batch does with every tasklet.")
-        .value("UPDATE", Operation::kUpdate, "Read, optimizer update, parameters out, write at the other place.")
-        .value("READ", Operation::kRead, "Read, copy arrays and the master (cast to the parameter) out.")
-        .value("WRITE", Operation::kWrite, "Write arrays from memory; zeros where there is none.")
-        .value("MODIFY", Operation::kModify, "Read, replace arrays from memory where there are some, write.");
+    nb::enum_<Operation>(m, "Operation", "The operation of a batch on every tasklet.")
+        .value("UPDATE", Operation::kUpdate, "Read, update, copy parameters out, write to the other place.")
+        .value("READ", Operation::kRead, "Read, copy out arrays and the master (cast to the parameter's type).")
+        .value("WRITE", Operation::kWrite, "Write arrays from memory; zeros where no array is given.")
+        .value("MODIFY", Operation::kModify, "Read, replace the arrays that are given in memory, write.");
 }
 
 void bind_blocks(nb::module_& m) {
     nb::class_<Blocks>(
         m, "Blocks",
-        "How a tasklet's elements are cut into the blocks of 8-bit formats: at every multiple of 256 and\n"
-        "at `borders`, elements that begin a parameter.")
+        "The blocks into which 8-bit formats divide a tasklet's elements: at every multiple of 256 and at\n"
+        "`borders`, elements that begin a parameter.")
         .def(nb::init<std::vector<std::uint64_t>>(), "borders"_a)
-        .def("count", &Blocks::count, "numel"_a, "Blocks of a tasklet of this many elements.");
+        .def("count", &Blocks::count, "numel"_a, "Return the number of blocks of a tasklet of this many elements.");
 }
 
 void bind_tasklet(nb::module_& m) {
     nb::class_<Tasklet>(
         m, "Tasklet",
-        "One extent, read at one place and written at another, of the same file or not.\n"
-        "Segments are in ascending "
-        "order and do not overlap; elements outside are carried over\n"
-        "(WRITE: zeros). With master_in_parameter (UPDATE; parameters of the format's parameter_dtype) the\n"
-        "first region is not read: it is the parameter, and segments cover the whole tasklet.\n"
-        "`offset` is that of the first element in the partition, a multiple of 256: stochastic rounding\n"
-        "depends on it. `blocks` tells where parameters meet, for formats that have blocks. `payload` is the\n"
-        "address of a compressed gradient, for segments that have the type of its values and no gradient.\n"
-        "In a batch with a codec it is that of `payload_bytes` for the segments' gradients to be compressed to;\n"
-        "`residual` is then the address of the tasklet's fp32 residual, if it has one, and elements in `padding`,\n"
-        "ranges of (offset, numel) in ascending order, are never sent.")
+        "One extent, read from one place and written to another, in the same file or in two.\n\n"
+        "Segments are in ascending order and do not overlap; elements outside them are carried over (WRITE:\n"
+        "zeros). With master_in_parameter (UPDATE; parameters of the format's parameter_dtype) the first\n"
+        "region is not read: it is the parameter, and segments cover the whole tasklet. `offset` is the first\n"
+        "element's offset in the partition, a multiple of 256: stochastic rounding depends on it. `blocks` says\n"
+        "where parameters meet, for formats that have blocks. `payload` is the address of a compressed gradient;\n"
+        "segments then have the type of its values and no gradient.\n\n"
+        "In a batch with a codec, `payload` is the address of `payload_bytes` of memory into which the segments'\n"
+        "gradients are compressed, `residual` the address of the tasklet's fp32 residual, if it has one, and\n"
+        "elements in `padding`, ranges of (offset, numel) in ascending order, are never sent.")
         .def(
             "__init__",
             [](Tasklet* self, std::uint64_t index, std::uint64_t numel, std::uint64_t num_arrays,
@@ -165,20 +164,21 @@ void bind_tasklet(nb::module_& m) {
         .def_ro("payload_bytes", &Tasklet::payload_bytes)
         .def_ro("residual", &Tasklet::residual)
         .def_ro("padding", &Tasklet::padding)
-        .def("in_file", &in_file, "file"_a, "The same tasklet for a pipeline that has its file at this index.")
-        .def("compressed", &compressed, "payload_bytes"_a, "value_dtype"_a,
-             "The same tasklet for a batch without a codec: its gradient has been compressed into its payload.");
+        .def("in_file", &in_file, "file"_a, "Return the same tasklet for a pipeline that has its file at this index.")
+        .def(
+            "compressed", &compressed, "payload_bytes"_a, "value_dtype"_a,
+            "Return the same tasklet for a batch without a codec, after its gradient was compressed into its payload.");
 }
 
 void bind_whole_batch(nb::module_& m) {
     nb::class_<Batch>(m, "Batch",
-                      "Tasklets to work in order. Validated by Pipeline.submit().\n\n"
-                      "With a stream, parameters lie in its device's memory; they travel through it and\n"
+                      "Tasklets to work in order. Pipeline.submit() validates them.\n\n"
+                      "With a stream, parameters lie in its device's memory. They travel through the stream and\n"
                       "through one slot of host memory for each ring buffer.\n\n"
                       "With a codec (UPDATE only), every tasklet's gradient is compressed into its payload just\n"
-                      "before it is updated by what the payload has. A tasklet may have an unscaled residual, what\n"
-                      "earlier steps did not send: residual_scale times it is added to the gradient, which is scaled\n"
-                      "by that, before. The batch leaves residuals as they are: feed_back() is for them.")
+                      "before the update, which uses the payload. A tasklet may have an unscaled residual, the part\n"
+                      "that earlier steps did not send: residual_scale times the residual is first added to the\n"
+                      "gradient, which has that scale. The batch does not change residuals; feed_back() does.")
         .def(
             "__init__",
             [](Batch* self, Operation operation, std::vector<Tasklet> tasklets, std::vector<UpdateStep> steps,

@@ -1,4 +1,4 @@
-// The card's part of the Python module: bindings only.
+// Binds cards, their memory and their options.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -30,7 +30,7 @@ namespace {
 
 constexpr std::size_t kQueueThreads = 4;
 
-// A binding until it is closed; what was made through it keeps its own.
+// Holds a binding until it is closed; objects made through the binding keep it open.
 class Card {
  public:
     explicit Card(std::shared_ptr<CardBinding> binding) : binding_(std::move(binding)) {}
@@ -67,11 +67,11 @@ struct PythonCardBuffer {
 };
 
 void bind_opened_card(nb::module_& m) {
-    nb::class_<Card>(
-        m, "Card",
-        "A card whose kernels are loaded, through the methods of `binding` (see devices/smartssd), which are called\n"
-        "with the interpreter's lock; or, with open(), through XRT's public C API, without it.\n\n"
-        "Every call of it, and of what it gives out, raises CardError if the card fails.")
+    nb::class_<Card>(m, "Card",
+                     "A card whose kernels are loaded. It is reached through the methods of `binding` (see "
+                     "devices/smartssd), which\n"
+                     "need the interpreter's lock, or, after open(), through XRT's public C API, without the lock.\n\n"
+                     "Every call of it, and of the objects that it returns, raises CardError if the card fails.")
         .def(
             "__init__",
             [](Card* self, nb::object binding) { new (self) Card(make_python_binding(std::move(binding))); },
@@ -88,7 +88,8 @@ void bind_opened_card(nb::module_& m) {
             [](const Card& self, const std::string& kernel, int argument) {
                 return self.binding()->kernel(kernel)->group(argument);
             },
-            "kernel"_a, "argument"_a, WithoutGil(), "The memory that a kernel's argument must lie in.")
+            "kernel"_a, "argument"_a, WithoutGil(),
+            "Return the number of the memory in which a kernel's argument must lie.")
         .def(
             "allocate",
             [](const Card& self, std::size_t nbytes, int group, bool p2p) {
@@ -96,16 +97,16 @@ void bind_opened_card(nb::module_& m) {
                 std::byte* const data = buffer->map();
                 return PythonCardBuffer{std::move(buffer), nbytes, data};
             },
-            "nbytes"_a, nb::kw_only(), "group"_a, "p2p"_a = false, WithoutGil(), "Memory on the card.")
+            "nbytes"_a, nb::kw_only(), "group"_a, "p2p"_a = false, WithoutGil(), "Allocate memory on the card.")
         .def("close", &Card::close, WithoutGil(),
-             "Idempotent. The device closes with the last buffer or pipeline that uses it.");
+             "Close the card; idempotent. The device closes with the last buffer or pipeline that uses it.");
 }
 
 void bind_card_buffer(nb::module_& m) {
     nb::class_<PythonCardBuffer>(
         m, "CardBuffer",
-        "Memory on the card. Peer to peer, only a file system may touch what is at `address`:\n"
-        "it is the card's own memory.")
+        "Memory on the card. If it is peer to peer, only a file system may touch the bytes at `address`:\n"
+        "they are the card's own memory.")
         .def_prop_ro("address",
                      [](const PythonCardBuffer& self) { return reinterpret_cast<std::uintptr_t>(self.data); })
         .def_ro("nbytes", &PythonCardBuffer::bytes)
@@ -119,36 +120,36 @@ void bind_card_buffer(nb::module_& m) {
                                      FileQueue::Deadline{std::chrono::milliseconds(timeout_ms), self.buffer}));
             },
             nb::kw_only(), "timeout_ms"_a, WithoutGil(),
-            "What moves bytes between files and this memory alone. A request that does not return in time is given "
-            "up:\n"
-            "its failure is of kind \"device\", and until it returns it keeps the memory and its file.")
+            "Return a queue that moves bytes between files and this memory only. A request that does not return in\n"
+            "time is abandoned: its failure is of kind \"device\", and until it returns it keeps the memory and its "
+            "file.")
         .def(
             "sync_to_card",
             [](const PythonCardBuffer& self, std::size_t nbytes, std::size_t offset) {
                 self.sync(Sync::kToCard, nbytes, offset);
             },
-            "nbytes"_a, "offset"_a = 0, WithoutGil(), "What is at `address` becomes what the card has.")
+            "nbytes"_a, "offset"_a = 0, WithoutGil(), "Copy the bytes at `address` to the card.")
         .def(
             "sync_from_card",
             [](const PythonCardBuffer& self, std::size_t nbytes, std::size_t offset) {
                 self.sync(Sync::kFromCard, nbytes, offset);
             },
-            "nbytes"_a, "offset"_a = 0, WithoutGil(), "The other way round.");
+            "nbytes"_a, "offset"_a = 0, WithoutGil(), "Copy the card's bytes to `address`.");
 }
 
 void bind_card_options(nb::module_& m) {
     nb::class_<CardOptions>(
         m, "CardOptions",
-        "A card that works the batches of a pipeline: UPDATE only, of fp32 state in one file.\n\n"
+        "A card that works the batches of a pipeline: UPDATE only, with fp32 state in one file.\n\n"
         "Args:\n"
         "    card: The card.\n"
-        "    kernel: Name of the update rule's.\n"
-        "    gradient_bytes: On the card for each buffer of the ring: the largest gradient or payload.\n"
-        "    parameter_bytes: The same of parameters: two bytes for every element at least.\n"
-        "    timeout_ms: How long a run of a kernel, a transfer of state or gradients, or a sync may take.\n"
-        "    dram_bytes: The most that the ring may take of the card's memory; None: all there is.\n"
-        "    gradient_file: On the card's own storage, with gradient_bytes (a multiple of 4096) for each\n"
-        "        buffer: gradients go through it. None: from host memory.\n\n"
+        "    kernel: Name of the update rule's kernel.\n"
+        "    gradient_bytes: Card memory for gradients for each buffer of the ring: the largest gradient or payload.\n"
+        "    parameter_bytes: Card memory for parameters for each buffer: at least two bytes for each element.\n"
+        "    timeout_ms: Longest time of a kernel's run, a transfer of state or gradients, or a sync.\n"
+        "    dram_bytes: Largest number of bytes of card memory for the ring; None: all of it.\n"
+        "    gradient_file: File on the card's own storage through which gradients go, with gradient_bytes\n"
+        "        (a multiple of 4096) for each buffer; None: gradients come from host memory.\n\n"
         "Raises:\n    ValueError: The card is closed.")
         .def(
             "__init__",

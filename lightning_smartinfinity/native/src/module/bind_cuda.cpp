@@ -1,4 +1,4 @@
-// CUDA devices.
+// Binds CUDA devices, events and streams.
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -20,14 +20,14 @@ CudaStreamHandle stream_of(Address handle) { return reinterpret_cast<CudaStreamH
 void bind_cuda_device(nb::module_& m) {
     nb::class_<CudaDevice>(
         m, "CudaDevice",
-        "A CUDA device through its primary context and the driver's library, opened at run time.\n\n"
-        "Copies run in a stream's order; their memory stays until they have completed. Streams are\n"
-        "handles as torch's `cuda_stream`, 0 is the default stream. Not usable in a forked child.\n\n"
-        "Raises:\n    CudaError: No driver, no such device, or any call that fails.")
+        "A CUDA device, used through its primary context and the driver's library, opened at run time.\n\n"
+        "Copies run in a stream's order; their memory must stay until they have completed. Streams are\n"
+        "handles such as torch's `cuda_stream`; 0 is the default stream. Not usable in a forked child.\n\n"
+        "Raises:\n    CudaError: There is no driver or no such device, or a call failed.")
         .def(nb::init<int>(), "index"_a)
         .def_prop_ro("index", &CudaDevice::index)
         .def_prop_ro("registration_failure", &CudaDevice::registration_failure,
-                     "Why host memory could not be registered; empty if it always could.")
+                     "Why registering host memory failed; empty if it never failed.")
         .def(
             "copy_to_host",
             [](const CudaDevice& self, Address host, Address device, std::size_t nbytes, Address stream) {
@@ -44,16 +44,16 @@ void bind_cuda_device(nb::module_& m) {
 
 void bind_cuda_event(nb::module_& m) {
     nb::class_<CudaEvent>(m, "CudaEvent",
-                          "A point in a stream's order; recorded again, it is another one.\n\n"
-                          "Raises:\n    CudaError: A call failed, or the work before the point did.")
+                          "A point in a stream's order; record() moves it.\n\n"
+                          "Raises:\n    CudaError: A call or the work before the point failed.")
         .def(nb::init<std::shared_ptr<const CudaDevice>>(), "device"_a)
         .def(
             "record", [](const CudaEvent& self, Address stream) { self.record(stream_of(stream)); }, "stream"_a,
-            WithoutGil(), "Make it the point that the stream has reached with what it was given so far.")
-        .def("synchronize", &CudaEvent::synchronize, WithoutGil(), "Until the work before the point is done.")
+            WithoutGil(), "Set the point behind all work that the stream has been given so far.")
+        .def("synchronize", &CudaEvent::synchronize, WithoutGil(), "Wait until the work before the point is done.")
         .def(
             "hold", [](const CudaEvent& self, Address stream) { self.hold(stream_of(stream)); }, "stream"_a,
-            WithoutGil(), "Let what the stream is given from now on run after the point.");
+            WithoutGil(), "Make all work that the stream is given from now on run after the point.");
 }
 
 void bind_cuda_stream(nb::module_& m) {
@@ -64,10 +64,10 @@ void bind_cuda_stream(nb::module_& m) {
         .def_prop_ro("handle", [](const CudaStream& self) { return reinterpret_cast<Address>(self.handle()); })
         .def(
             "follow", [](const CudaStream& self, Address other) { self.follow(stream_of(other)); }, "other"_a,
-            WithoutGil(), "Let what is given to this stream from now on run after what is in the other one now.")
+            WithoutGil(), "Make this stream's later work run after the work that is in the other stream now.")
         .def(
             "lead", [](const CudaStream& self, Address other) { self.lead(stream_of(other)); }, "other"_a, WithoutGil(),
-            "Let what is given to the other stream from now on run after what is in this one now.");
+            "Make the other stream's later work run after the work that is in this stream now.");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What lies in an extent: state formats, identities and trailers.
+// Binds the contents of extents: state formats, identities and trailers.
 
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -37,7 +37,7 @@ nb::tuple item_bytes_of(const StateFormat& format, std::size_t num_arrays) {
     return nb::tuple(bytes);
 }
 
-// Elements of which no region needs padding and that cut no cell.
+// Returns the smallest number of elements of which no region needs padding and that divides no cell.
 std::size_t granule_of(const StateFormat& format) {
     std::size_t least = sizeof(float);
     for (const std::size_t bytes : format.item_bytes) {
@@ -59,22 +59,23 @@ std::vector<const StateFormat*> state_formats() {
 }
 
 void bind_state_format(nb::module_& m) {
-    nb::class_<StateFormat>(m, "StateFormat",
-                            "How an extent holds the state of its elements.\n\n"
-                            "Attributes:\n"
-                            "    number: Stands in every extent's trailer.\n"
-                            "    name: The name that users choose.\n"
-                            "    arrays: The arrays that it holds; empty: any.\n"
-                            "    step: Class name of the only step that can update it; None: any step can.\n"
-                            "    parameter_dtype: A parameter of this type is the first region of an extent, which a\n"
-                            "        step then does not read.\n"
-                            "    required_parameters: The only type that parameters can have, since the master is a\n"
-                            "        parameter and a remainder; None: any type.\n"
-                            "    has_blocks: Whether blocks of elements share an exponent.\n"
-                            "    in_place: Whether every array is stored in fp32, so that nothing is rounded.\n"
-                            "    on_cards: Whether SmartSSDs can update it.\n"
-                            "    granule: Tasklets hold a multiple of this many elements: no region of elements needs\n"
-                            "        padding, and no cell is cut.")
+    nb::class_<StateFormat>(
+        m, "StateFormat",
+        "How an extent holds the state of its elements.\n\n"
+        "Attributes:\n"
+        "    number: The number in every extent's trailer.\n"
+        "    name: The name that users choose.\n"
+        "    arrays: Names of the arrays that it holds; empty: any arrays.\n"
+        "    step: Class name of the only step that can update it; None: any step can.\n"
+        "    parameter_dtype: Type of parameters that equal the first region of an extent, so that\n"
+        "        a step need not read that region.\n"
+        "    required_parameters: The only type that parameters may have, if the master is stored as\n"
+        "        a parameter and a remainder; None: any type.\n"
+        "    has_blocks: Whether blocks of elements share an exponent.\n"
+        "    in_place: Whether every array is stored in fp32, so that nothing is rounded.\n"
+        "    on_cards: Whether SmartSSDs can update it.\n"
+        "    granule: Number of elements of which tasklets hold a multiple, so that no region of\n"
+        "        elements needs padding and no cell is divided.")
         .def_ro("number", &StateFormat::number)
         .def_ro("name", &StateFormat::name)
         .def_prop_ro("arrays", &arrays_of, nb::sig("def arrays(self) -> tuple[str, ...]"))
@@ -94,11 +95,11 @@ void bind_state_format(nb::module_& m) {
         .def_prop_ro("granule", &granule_of)
         .def("item_bytes", &item_bytes_of, "num_arrays"_a,
              nb::sig("def item_bytes(self, num_arrays: int) -> tuple[int, ...]"),
-             "Bytes of an element in each region, but for the region of exponents.")
+             "Return the bytes of an element in each region except the region of exponents.")
         .def("extent_bytes", &extent_bytes_of, "numel"_a, "num_arrays"_a, "num_borders"_a = 0,
-             "Bytes of an extent: its block-aligned regions and the page that ends in the trailer.\n\n"
-             "num_borders are blocks beyond one for each cell.");
-    m.def("state_formats", &state_formats, nb::rv_policy::reference, "Every state format, by number.");
+             "Return the bytes of an extent: its block-aligned regions and the page that ends in the trailer.\n\n"
+             "num_borders counts the blocks beyond one for each cell.");
+    m.def("state_formats", &state_formats, nb::rv_policy::reference, "Return every state format, by number.");
 }
 
 Identity make_identity(const nb::bytes& job, std::uint32_t rank, std::uint32_t state_format) {
@@ -111,8 +112,9 @@ Identity make_identity(const nb::bytes& job, std::uint32_t rank, std::uint32_t s
 }
 
 void bind_identity(nb::module_& m) {
-    nb::class_<Identity>(m, "Identity",
-                         "What the extents of a store carry.\n\nRaises:\n    ValueError: job is not 16 bytes.")
+    nb::class_<Identity>(
+        m, "Identity",
+        "The identity of a store, which all its extents carry.\n\nRaises:\n    ValueError: job is not 16 bytes.")
         .def(
             "__init__",
             [](Identity* self, const nb::bytes& job, std::uint32_t rank, std::uint32_t state_format) {
@@ -145,7 +147,7 @@ void bind_extents(nb::module_& m) {
     bind_identity(m);
     m.def("is_trailer_of", &is_trailer_of, "trailer"_a, "identity"_a, nb::kw_only(), "index"_a, "generation"_a,
           "numel"_a, "num_arrays"_a, "extent_bytes"_a,
-          "Whether these are the TRAILER_BYTES that end a tasklet's extent of this generation.");
+          "Return whether these are the TRAILER_BYTES that end a tasklet's extent of this generation.");
 }
 
 }  // namespace smart_infinity

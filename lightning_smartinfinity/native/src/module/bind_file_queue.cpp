@@ -1,4 +1,4 @@
-// What reads and writes plain files.
+// Binds the queue that reads and writes plain files.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -27,7 +27,7 @@ FileQueue::Ticket submit(const PythonFileQueue& queue, Direction direction, cons
     return queue.get()->submit(direction, held, offset, reinterpret_cast<std::byte*>(address), nbytes);
 }
 
-// The kernel registers at most a GiB in one piece.
+// The kernel registers at most a GiB at once.
 MemoryRange registered_range(const HostBuffer& memory) {
     return {memory.data(), memory.bytes(), std::min(memory.bytes(), std::size_t{1} << 30)};
 }
@@ -37,11 +37,11 @@ MemoryRange registered_range(const HostBuffer& memory) {
 void bind_file_queue(nb::module_& m) {
     nb::class_<PythonFileQueue>(
         m, "FileQueue",
-        "Reads and writes files in the background; large requests run in parts, side by side.\n\n"
-        "`memory` is what most requests will name: an engine that gains by it registers it once.\n"
-        "A direct file wants offset, address and nbytes to be multiples of 4096. Not usable in a forked child.\n\n"
+        "Reads and writes files in the background; large requests run in parallel parts.\n\n"
+        "`memory` is the memory that most requests will use: an engine that gains by it registers it once.\n"
+        "A direct file needs offset, address and nbytes to be multiples of 4096. Not usable in a forked child.\n\n"
         "Raises:\n    ValueError: A number is out of range.\n"
-        "    OSError: Threads or the I/O engine are not to be had.")
+        "    OSError: Threads or the I/O engine are unavailable.")
         .def(
             "__init__",
             [](PythonFileQueue* self, std::size_t io_threads, const std::string& io_engine, const HostBuffer* memory) {
@@ -55,22 +55,22 @@ void bind_file_queue(nb::module_& m) {
             [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,
                std::size_t nbytes) { return submit(self, Direction::kRead, file, offset, address, nbytes); },
             "file"_a, nb::kw_only(), "offset"_a, "address"_a, "nbytes"_a,
-            "Start reading; returns a ticket. The memory must stay until wait().\n\n"
-            "Raises:\n    ValueError: It cannot be transferred.")
+            "Start reading and return a ticket. The memory must stay until wait().\n\n"
+            "Raises:\n    ValueError: The bytes cannot be transferred.")
         .def(
             "write",
             [](PythonFileQueue& self, const StateFile& file, std::uint64_t offset, Address address,
                std::size_t nbytes) { return submit(self, Direction::kWrite, file, offset, address, nbytes); },
             "file"_a, nb::kw_only(), "offset"_a, "address"_a, "nbytes"_a,
-            "Start writing; returns a ticket. The memory must stay, unchanged, until wait().\n\n"
-            "Raises:\n    ValueError: It cannot be transferred.")
+            "Start writing and return a ticket. The memory must stay, unchanged, until wait().\n\n"
+            "Raises:\n    ValueError: The bytes cannot be transferred.")
         .def(
             "wait",
             [](PythonFileQueue& self, FileQueue::Ticket ticket) { return self.get()->wait(ticket, check_signals); },
             "ticket"_a, WithoutGil(),
-            "Until the request has ended, all of it or with a failure, which only the first wait returns.\n\n"
-            "A signal handler that raises, as that of Ctrl-C, ends the wait; the request goes on, its ticket stays\n"
-            "open and its memory in use.\n\n"
+            "Wait until the request has ended. Return its failure, if any, to the first wait only.\n\n"
+            "A signal handler that raises, such as that of Ctrl-C, ends the wait; the request continues, its ticket\n"
+            "stays open and its memory in use.\n\n"
             "Raises:\n    ValueError: There is no such ticket.")
         .def_prop_ro(
             "io_engine", [](const PythonFileQueue& self) { return name_of(self.get()->io_engine()); },
@@ -78,7 +78,8 @@ void bind_file_queue(nb::module_& m) {
         .def("counters", [](const PythonFileQueue& self) { return PythonCounters{self.report(), {}}; })
         .def_prop_ro("busy", method(&FileQueue::busy), "Whether an abandoned request has not returned.")
         .def("close", &PythonFileQueue::close, WithoutGil(),
-             "Wait for what is in flight, but not for abandoned requests, whose memory and file are lost. Idempotent.");
+             "Wait for requests in flight, except abandoned ones, which keep their memory and file for ever. "
+             "Idempotent.");
 }
 
 }  // namespace smart_infinity

@@ -1,4 +1,4 @@
-// Kernels, types and checksums.
+// Binds kernels, types and checksums.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
@@ -42,11 +42,12 @@ void bind_kernels(nb::module_& m) {
         .value("FLOAT32", DType::kFloat32)
         .value("FLOAT16", DType::kFloat16)
         .value("BFLOAT16", DType::kBFloat16);
-    nb::enum_<InstructionSet>(m, "InstructionSet", "What the kernels were compiled for; all give the same bits.")
+    nb::enum_<InstructionSet>(m, "InstructionSet", "Instruction sets of the kernels; all give the same bits.")
         .value("SCALAR", InstructionSet::kScalar)
         .value("AVX2", InstructionSet::kAvx2)
         .value("AVX512", InstructionSet::kAvx512);
-    m.def("supported_instruction_sets", &supported_instruction_sets, "Of this CPU, slowest first.");
+    m.def("supported_instruction_sets", &supported_instruction_sets,
+          "Return the instruction sets that this CPU supports, slowest first.");
     m.def(
         "select_instruction_set",
         [](std::optional<InstructionSet> choice) {
@@ -54,7 +55,7 @@ void bind_kernels(nb::module_& m) {
             return selected_instruction_set();
         },
         "choice"_a.none(),
-        "Use one from now on, in every thread; None is the best. Returns it.\n\n"
+        "Use an instruction set from now on, in every thread; None is the best. Return it.\n\n"
         "Raises:\n    ValueError: This CPU does not support it.");
     m.def(
         "crc32c",
@@ -63,29 +64,30 @@ void bind_kernels(nb::module_& m) {
             return width ? crc32c_by(*width, data, nbytes, value) : crc32c(data, nbytes, value);
         },
         "address"_a, "nbytes"_a, "value"_a = 0, "width"_a = nb::none(), WithoutGil(),
-        "CRC-32C of memory, continuing `value`: in the way of the instruction set in use, or of a width in "
-        "crc32c_widths().\n\n"
-        "Raises:\n    ValueError: This CPU has no such way.");
+        "Return the CRC-32C of memory, continuing `value`, computed as the instruction set in use does it or with\n"
+        "one of crc32c_widths().\n\n"
+        "Raises:\n    ValueError: This CPU does not support the width.");
     m.def("crc32c_widths", &crc32c_widths,
-          "Ways to compute CRC-32C on this CPU, slowest first: the bits of their registers, 0 for the table.");
+          "Return the register widths, in bits, that can compute CRC-32C on this CPU, slowest first; 0 is the table.");
     m.def(
         "sum_of_squares",
         [](Address address, std::size_t numel, DType dtype) {
             return kernels().sum_of_squares[static_cast<std::size_t>(dtype)](pointer_to(address), numel);
         },
         "address"_a, "numel"_a, "dtype"_a, WithoutGil(),
-        "In double precision and a fixed order: the same bits on every instruction set. Finite iff every element is.");
+        "Return the sum in double precision, with the same bits on every instruction set; finite iff every element "
+        "is.");
     m.def("accumulate", &accumulate, "gradients"_a, "sums"_a, "numels"_a, "adds"_a, "gradient_dtype"_a, "dtype"_a,
           WithoutGil(),
-          "Gradients become sums, or are added to them, as torch rounds; all in one pass over memory.\n\n"
+          "Store gradients as sums, or add them to sums, rounded as torch does; all in one pass over memory.\n\n"
           "Args:\n"
-          "    gradients: Addresses.\n"
-          "    sums: Addresses; none overlaps its gradient.\n"
-          "    numels: Elements of each.\n"
-          "    adds: Whether each is added.\n"
-          "    gradient_dtype: Of the gradients.\n"
-          "    dtype: Of the sums.\n\n"
-          "Returns:\n    What sum_of_squares() gives for each sum.\n\n"
+          "    gradients: Addresses of the gradients.\n"
+          "    sums: Addresses of the sums; none overlaps its gradient.\n"
+          "    numels: Number of elements of each gradient.\n"
+          "    adds: Whether to add each gradient to its sum instead of storing it there.\n"
+          "    gradient_dtype: Type of the gradients.\n"
+          "    dtype: Type of the sums.\n\n"
+          "Returns:\n    For each sum, the result of sum_of_squares().\n\n"
           "Raises:\n    ValueError: The lists differ in length.");
 }
 

@@ -1,4 +1,4 @@
-// What works batches.
+// Binds the pipeline.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -40,12 +40,12 @@ void bind_pipeline(nb::module_& m) {
         "The first failure stops new work; wait() returns it from then on, drain() returns it and ends the\n"
         "batch. Not usable in a forked child.\n\n"
         "io_engine is one of io_engines(), or \"auto\": the fastest that works here for these files.\n\n"
-        "The tasklets with the indices 0, 1, ... are resident, as many as resident_bytes has items, the sizes of\n"
-        "their extents: their state stays in host memory. Unless resident_through, it is never on storage.\n\n"
-        "With a card, it works the batches, in a ring of its own memory, and I/O runs in threads. More than one\n"
+        "The first len(resident_bytes) tasklets are resident: their state stays in host memory. resident_bytes has\n"
+        "the sizes of their extents. Unless resident_through, their state is never on storage.\n\n"
+        "A card, if given, works the batches, in a ring of its own memory, and I/O runs in threads. More than one\n"
         "compute thread lets the gradient of a tasklet travel while another is updated.\n\n"
         "Raises:\n    ValueError: A size or number is out of range.\n"
-        "    OSError: Memory, threads or the I/O engine are not to be had.\n"
+        "    OSError: Memory, threads or the I/O engine are unavailable.\n"
         "    CardError: The card fails, or has too little memory.")
         .def(
             "__init__",
@@ -53,7 +53,7 @@ void bind_pipeline(nb::module_& m) {
                std::size_t buffer_bytes, std::size_t io_threads, std::size_t compute_threads,
                const std::string& io_engine, std::vector<std::size_t> resident_bytes, bool resident_through,
                std::optional<CardOptions> card) {
-                const nb::gil_scoped_release release;  // a card may answer with Python's lock only
+                const nb::gil_scoped_release release;  // a card may need the lock to answer
                 PipelineOptions options{std::move(files),
                                         identity,
                                         num_buffers,
@@ -74,52 +74,51 @@ void bind_pipeline(nb::module_& m) {
         .def_prop_ro("ring_bytes", [](const PythonPipeline& self) { return self.report().ring_bytes; })
         .def_prop_ro(
             "cache_bytes", [](const PythonPipeline& self) { return self.report().cache_bytes; },
-            "Of resident tasklets.")
+            "Host memory of resident tasklets.")
         .def("submit", method(&Pipeline::submit), "batch"_a, WithoutGil(),
-             "Start a batch; returns at once. Memory it names must stay until drain().\n\n"
+             "Start a batch and return at once. The memory that it names must stay until drain().\n\n"
              "Raises:\n    ValueError: The batch cannot be worked, or another one is active.")
         .def("extend", method(&Pipeline::extend), "more"_a, WithoutGil(),
-             "Add tasklets behind those of the active batch; returns at once. They are counted on from its last.\n\n"
-             "Raises:\n    ValueError: They cannot be worked, are of another operation or on a CUDA device, or no "
-             "batch\n"
-             "        is active.")
+             "Append tasklets to the active batch and return at once. Their positions continue those of the batch.\n\n"
+             "Raises:\n    ValueError: They cannot be worked, have another operation or are on a CUDA device, or no\n"
+             "        batch is active.")
         .def("prefer", method(&Pipeline::prefer), "positions"_a, WithoutGil(),
-             "Of these tasklets of the active batch those that have not begun are begun next, in this order.")
+             "Move these tasklets of the active batch, in this order, ahead of the others that have not started.")
         .def(
             "wait",
             [](PythonPipeline& self, std::size_t first, std::optional<std::size_t> last) {
                 return self.get()->wait(first, last, check_signals);
             },
             "first"_a = 0, "last"_a = nb::none(), WithoutGil(),
-            "Until batch tasklets [first, last) have their parameters and arrays out, or the batch failed.\n\n"
-            "A signal handler that raises, as that of Ctrl-C, ends the wait; the batch goes on.")
+            "Wait until tasklets [first, last) of the batch have their parameters and arrays out, or the batch "
+            "failed.\n\n"
+            "A signal handler that raises, such as that of Ctrl-C, ends the wait; the batch continues.")
         .def(
             "wait_for",
             [](PythonPipeline& self, const std::vector<std::size_t>& positions) {
                 return self.get()->wait_for(positions, check_signals);
             },
             "positions"_a, WithoutGil(),
-            "As wait(), for tasklets anywhere in the batch, as counted in it; those that have not begun are preferred.")
+            "Wait as wait() does, for tasklets at any positions in the batch, which are moved ahead of the others.")
         .def(
             "drain", [](PythonPipeline& self) { return self.get()->drain(check_signals); }, WithoutGil(),
-            "Until nothing is in flight; the batch is over. A signal handler may end the wait, as in wait().")
+            "Wait until nothing is in flight; the batch is then over. A signal handler may end the wait, as in wait().")
         .def("abandon", method(&Pipeline::abandon), WithoutGil(),
-             "End the batch, whose waiters get a failure, once nothing is in flight: what has not begun is not done.")
+             "End the batch without starting more of it; wait until nothing is in flight. Waits for the batch fail.")
         .def("finished", method(&Pipeline::complete), WithoutGil(),
-             "Positions in the active batch, or the last, of tasklets that are wholly done: their outputs in memory,\n"
-             "their extents written.")
-        .def_prop_ro(
-            "busy", method(&Pipeline::busy), WithoutGil(),
-            "Whether something of a card's that timed out has not returned; no batch may be submitted until then.")
+             "Return the positions, in the active or else the last batch, of complete tasklets: their outputs are in\n"
+             "memory and their extents written.")
+        .def_prop_ro("busy", method(&Pipeline::busy), WithoutGil(),
+                     "Whether a card's call or transfer that timed out is unfinished; no batch may be submitted until "
+                     "it returns.")
         .def("writes_out", &writes_out, WithoutGil(),
-             "(offset, nbytes) in a card's file of each write that timed out and has not returned: it may still write.")
+             "Return (offset, nbytes) in the card's file of each write that timed out and may still change the file.")
         .def("counters",
              [](const PythonPipeline& self) {
                  const Pipeline::Report report = self.report();
                  return PythonCounters{report.counters, report.traffic};
              })
-        .def("close", &PythonPipeline::close, WithoutGil(),
-             "Abandon the batch, whose waiters get a failure; wait for what is in flight. Idempotent.");
+        .def("close", &PythonPipeline::close, WithoutGil(), "Abandon the batch and close the pipeline; idempotent.");
 }
 
 }  // namespace smart_infinity

@@ -1,4 +1,4 @@
-// What came of transfers, and what can make them.
+// Binds counters, failures and the list of I/O engines.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -23,40 +23,40 @@ namespace smart_infinity {
 namespace {
 
 void bind_counters(nb::module_& m) {
-    nb::class_<FileCounters>(m, "FileCounters", "Of one file, since creation.")
+    nb::class_<FileCounters>(m, "FileCounters", "Counters of one file, since creation.")
         .def_ro("read_bytes", &FileCounters::read_bytes)
         .def_ro("written_bytes", &FileCounters::written_bytes)
-        .def_ro("busy_seconds", &FileCounters::busy_seconds, "With at least one request in the system.");
-    nb::class_<PythonCounters>(m, "Counters", "Since creation. Seconds are summed over threads.")
+        .def_ro("busy_seconds", &FileCounters::busy_seconds, "Time with at least one request in progress.");
+    nb::class_<PythonCounters>(m, "Counters", "Counters since creation. Seconds are summed over threads.")
         .def_ro("read_bytes", &PythonCounters::read_bytes)
         .def_ro("written_bytes", &PythonCounters::written_bytes)
         .def_ro("read_calls", &PythonCounters::read_calls)
         .def_ro("write_calls", &PythonCounters::write_calls)
-        .def_ro("cached_read_bytes", &PythonCounters::cached_read_bytes, "Of resident tasklets: not read.")
-        .def_ro("cached_write_bytes", &PythonCounters::cached_write_bytes, "Of resident tasklets: not written.")
-        .def_ro("shared_read_bytes", &PythonCounters::shared_read_bytes, "Of a card: from it to the host.")
-        .def_ro("shared_write_bytes", &PythonCounters::shared_write_bytes, "Of a card: from the host to it.")
-        .def_ro("internal_read_bytes", &PythonCounters::internal_read_bytes, "Of a card: from storage to it.")
-        .def_ro("internal_write_bytes", &PythonCounters::internal_write_bytes, "Of a card: from it to storage.")
-        .def_ro("padding_bytes", &PythonCounters::padding_bytes, "Of a card: what these four do not count, of blocks.")
-        .def_ro("control_bytes", &PythonCounters::control_bytes, "Of a card: trailers and status beats.")
+        .def_ro("cached_read_bytes", &PythonCounters::cached_read_bytes, "Resident bytes that were not read.")
+        .def_ro("cached_write_bytes", &PythonCounters::cached_write_bytes, "Resident bytes that were not written.")
+        .def_ro("shared_read_bytes", &PythonCounters::shared_read_bytes, "Bytes from a card to the host.")
+        .def_ro("shared_write_bytes", &PythonCounters::shared_write_bytes, "Bytes from the host to a card.")
+        .def_ro("internal_read_bytes", &PythonCounters::internal_read_bytes, "Bytes from storage to a card.")
+        .def_ro("internal_write_bytes", &PythonCounters::internal_write_bytes, "Bytes from a card to storage.")
+        .def_ro("padding_bytes", &PythonCounters::padding_bytes, "Padding of a card's blocks, which these four omit.")
+        .def_ro("control_bytes", &PythonCounters::control_bytes, "Bytes of a card's trailers and status beats.")
         .def_ro("gradient_file_bytes", &PythonCounters::gradient_file_bytes,
-                "Of a card: blocks that were written to the file of gradients, and read from it.")
+                "Bytes of blocks written to a card's gradient file and read from it.")
         .def_ro("read_seconds", &PythonCounters::read_seconds)
         .def_ro("write_seconds", &PythonCounters::write_seconds)
         .def_ro("compute_seconds", &PythonCounters::compute_seconds)
         .def_ro("wait_seconds", &PythonCounters::wait_seconds)
-        .def_ro("system_calls", &PythonCounters::system_calls, "Of the I/O engine.")
-        .def_ro("io_cpu_seconds", &PythonCounters::io_cpu_seconds, "Of its threads.")
-        .def_ro("registered_bytes", &PythonCounters::registered_bytes, "Of memory that is pinned for it now.")
-        .def_ro("registration_errno", &PythonCounters::registration_errno, "Why none is, where it asked for it, or 0.")
-        .def_ro("files", &PythonCounters::files, "Of a pipeline, by index.");
+        .def_ro("system_calls", &PythonCounters::system_calls, "System calls of the I/O engine.")
+        .def_ro("io_cpu_seconds", &PythonCounters::io_cpu_seconds, "CPU time of the I/O engine's threads.")
+        .def_ro("registered_bytes", &PythonCounters::registered_bytes, "Bytes of memory pinned for that engine now.")
+        .def_ro("registration_errno", &PythonCounters::registration_errno, "errno if pinning that memory failed, or 0.")
+        .def_ro("files", &PythonCounters::files, "Counters of a pipeline's files, by index.");
 }
 
 void bind_failure(nb::module_& m) {
     nb::class_<Failure>(
         m, "Failure",
-        "Why a batch stopped: kind is io, short, checksum, foreign, generation, format, cuda, device (a card) or\n"
+        "Why a batch stopped. kind is io, short, checksum, foreign, generation, format, cuda, device (a card) or\n"
         "gradient (a compressed one); errno may be 0.")
         .def_prop_ro("kind", [](const Failure& self) { return std::string(smart_infinity::name_of(self.kind)); })
         .def_ro("path", &Failure::path)
@@ -77,7 +77,7 @@ void bind_io_engines(nb::module_& m) {
             for (const IoEngineKind kind : kIoEngineKinds) engines.emplace_back(name_of(kind), unavailable(kind));
             return engines;
         },
-        "The I/O engines by name, fastest first, each with the reason why it is not to be had here, or None.");
+        "Return the I/O engines' names, fastest first, each with the reason why it is unavailable here, or None.");
 }
 
 }  // namespace

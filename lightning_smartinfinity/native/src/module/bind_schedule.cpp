@@ -1,4 +1,4 @@
-// The transfer schedule, for tests.
+// Binds the transfer schedule, for simulation and tests.
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -65,28 +65,30 @@ void bind_schedule(nb::module_& m) {
                 }
                 return actions;
             },
-            "Actions to start now, in this order: (name, tasklet, buffer); names are \"read\", \"fetch\" (parameters\n"
-            "from a device), \"compute\", \"write\" and \"deliver\" (parameters to a device).")
-        .def("extend", nb::overload_cast<std::size_t>(&TransferSchedule::extend), "num_tasklets"_a,
-             "More tasklets, behind those there are.")
+            "Return the actions to start now, in order, as (name, tasklet, buffer). Names are \"read\", \"fetch\"\n"
+            "(parameters from a device), \"compute\", \"write\" and \"deliver\" (parameters to a device).")
+        .def("extend", nb::overload_cast<std::size_t>(&TransferSchedule::extend), "num_tasklets"_a, "Append tasklets.")
         .def("prefer", &TransferSchedule::prefer, "tasklets"_a,
-             "Of these tasklets those that have not begun are begun next, in this order.")
+             "Move these tasklets, in this order, ahead of the others that have not started.")
         .def(
             "done",
             [](TransferSchedule& self, const std::string& action, std::size_t tasklet) {
                 self.done(work_named(action), tasklet);
             },
-            "action"_a, "tasklet"_a, "A started action has ended.\n\nRaises:\n    ValueError: It is not in flight.")
+            "action"_a, "tasklet"_a,
+            "Record that a started action has ended.\n\nRaises:\n    ValueError: It is not in flight.")
         .def(
             "fail",
             [](TransferSchedule& self, const std::string& action, std::size_t tasklet) {
                 self.fail(work_named(action), tasklet);
             },
             "action"_a, "tasklet"_a,
-            "A started action has ended without success: nothing new starts but deliveries, which compute has\n"
-            "begun; others still report done.")
-        .def("parameters_out", &TransferSchedule::parameters_out, "tasklet"_a, "Whether it has been computed.")
-        .def("complete", &TransferSchedule::complete, "By tasklet: whether all of it has ended with success.")
+            "Record that a started action has failed: nothing new starts except deliveries, whose copies began with\n"
+            "compute; other actions still report done.")
+        .def("parameters_out", &TransferSchedule::parameters_out, "tasklet"_a,
+             "Return whether the tasklet has been computed.")
+        .def("complete", &TransferSchedule::complete,
+             "Return, by tasklet, whether all of its actions have ended without failure.")
         .def_prop_ro("finished", &TransferSchedule::finished);
 }
 

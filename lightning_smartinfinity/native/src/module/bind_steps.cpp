@@ -1,4 +1,4 @@
-// The scalars of each optimizer's step.
+// Binds the scalars of each optimizer's step.
 
 #include <nanobind/stl/vector.h>
 
@@ -50,7 +50,7 @@ void bind_step(nb::module_& m, std::index_sequence<Index...>) {
             return std::vector<std::uint32_t>(words.words.begin(),
                                               words.words.begin() + static_cast<std::ptrdiff_t>(words.count));
         },
-        "The scalars as a card's kernel takes them: the bits of each, in order.");
+        "The scalars as a card's kernel takes them: the bits of each scalar, in order.");
 }
 
 template <class... Steps>

@@ -1,4 +1,4 @@
-// Host memory and files.
+// Binds host memory and files.
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -18,7 +18,7 @@ using namespace nb::literals;
 namespace smart_infinity {
 namespace {
 
-// Buffer protocol: a memoryview holds a reference, and with it the mapping.
+// Implements the buffer protocol: a memoryview holds a reference, and with it the mapping.
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {
     const HostBuffer* const buffer = nb::inst_ptr<HostBuffer>(self);
     return PyBuffer_FillInfo(view, self, buffer->data(), static_cast<Py_ssize_t>(buffer->bytes()), 0, flags);
@@ -30,7 +30,7 @@ void bind_host_buffer(nb::module_& m) {
     nb::class_<HostBuffer>(
         m, "HostBuffer", nb::type_slots(host_buffer_slots),
         "Zero-filled, page-aligned memory (2 MiB-aligned from that size on), absent from forked children.\n\n"
-        "Raises:\n    ValueError: No bytes.\n    OSError: The memory cannot be mapped.")
+        "Raises:\n    ValueError: nbytes is 0.\n    OSError: The memory cannot be mapped.")
         .def(nb::init<std::size_t>(), "nbytes"_a)
         .def_prop_ro("address", [](const HostBuffer& self) { return reinterpret_cast<Address>(self.data()); })
         .def_prop_ro("nbytes", &HostBuffer::bytes)
@@ -40,9 +40,9 @@ void bind_host_buffer(nb::module_& m) {
                 return self.try_register(std::move(device));
             },
             "device"_a, WithoutGil(),
-            "Let copies from and to the device be asynchronous, until unregister() or the end of the memory.\n\n"
+            "Make copies from and to the device asynchronous, until unregister() or the end of the memory.\n\n"
             "Returns whether it worked; if not, the device's registration_failure says why.")
-        .def("unregister", &HostBuffer::unregister, WithoutGil(), "Idempotent.")
+        .def("unregister", &HostBuffer::unregister, WithoutGil(), "End the registration; idempotent.")
         .def(
             "memoryview",
             [](nb::handle self) {
@@ -50,14 +50,15 @@ void bind_host_buffer(nb::module_& m) {
                 if (view == nullptr) throw nb::python_error();
                 return nb::steal(view);
             },
-            nb::sig("def memoryview(self) -> builtins.memoryview"), "Writable bytes; they keep the buffer alive.");
+            nb::sig("def memoryview(self) -> builtins.memoryview"),
+            "Return the writable bytes; the view keeps the buffer alive.");
 }
 
 void bind_state_file(nb::module_& m) {
     nb::class_<StateFile>(m, "StateFile",
                           "One open descriptor of an existing file, close-on-exec.\n\n"
-                          "A pipeline that uses it keeps the descriptor open until it is closed too.\n\n"
-                          "Raises:\n    OSError: With errno and filename.")
+                          "A pipeline that uses it keeps the descriptor open until the pipeline is closed too.\n\n"
+                          "Raises:\n    OSError: A call failed; it has errno and filename.")
         .def(
             "__init__",
             [](StateFile* self, std::string path, bool direct) {
@@ -73,8 +74,8 @@ void bind_state_file(nb::module_& m) {
                 const nb::gil_scoped_release release;
                 file.sync();
             },
-            "fdatasync; raises OSError.")
-        .def("close", &StateFile::close, "Idempotent.");
+            "Call fdatasync(); raises OSError.")
+        .def("close", &StateFile::close, "Close the file; idempotent.");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What tests alone do to workers and devices, and ask of the core.
+// Binds what only tests do to workers and devices, and ask of the core.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -43,7 +43,7 @@ void bind_inject(nb::module_& m, const char* name) {
         },
         nb::arg(name), nb::kw_only(), "seed"_a = 0, "max_delay_us"_a = 0, "fail_read_at"_a = -1, "fail_write_at"_a = -1,
         "short_transfer_every"_a = 0, "errno"_a = EIO, WithoutGil(),
-        "Faults for tests, from now on: requests are counted from 0, reads and writes apart.");
+        "Inject faults from now on, for tests. Requests are counted from 0, reads and writes separately.");
 }
 
 std::shared_ptr<Hold> hold_of(std::int64_t read_at, std::int64_t write_at, std::uint64_t count) {
@@ -63,9 +63,9 @@ std::shared_ptr<Hold> hold_in_engine(Worker& worker, std::int64_t read_at, std::
 void bind_hold(nb::module_& m) {
     nb::class_<Hold>(
         m, "Hold",
-        "Holds `count` reads or writes of a pipeline or queue, for tests: from now on, those from number `read_at`\n"
-        "or `write_at` on do not begin before they are released. `gradients`: those of a card's gradient file alone;\n"
-        "else all others.")
+        "Holds `count` reads or writes of a pipeline or queue, for tests: counted from now, those from number\n"
+        "`read_at` or `write_at` on do not start until release(). With `gradients`, it holds only those of a card's\n"
+        "gradient file; otherwise, all others.")
         .def(nb::new_([](PythonPipeline& pipeline, std::int64_t read_at, std::int64_t write_at, std::uint64_t count,
                          bool gradients) {
                  if (!gradients) return hold_in_engine(pipeline, read_at, write_at, count);
@@ -76,8 +76,8 @@ void bind_hold(nb::module_& m) {
              "pipeline"_a, nb::kw_only(), "read_at"_a = -1, "write_at"_a = -1, "count"_a = 1, "gradients"_a = false)
         .def(nb::new_(&hold_in_engine<PythonFileQueue>), "queue"_a, nb::kw_only(), "read_at"_a = -1, "write_at"_a = -1,
              "count"_a = 1)
-        .def_prop_ro("count", &Hold::count, "Those that are held now.")
-        .def("release", &Hold::release, WithoutGil(), "Let go of them, and hold no more.");
+        .def_prop_ro("count", &Hold::count, "Number of requests that are held now.")
+        .def("release", &Hold::release, WithoutGil(), "Release all held requests, and hold no more.");
 }
 
 void bind_throttle(nb::module_& m) {
@@ -95,12 +95,12 @@ void bind_throttle(nb::module_& m) {
         .def_prop_rw(
             "bytes_per_second", [](const Throttle& self) { return self.bytes_per_second.load(); },
             [](Throttle& self, double rate) { self.bytes_per_second = rate; },
-            "Of all of them; 0: as fast as they are.");
+            "Total speed of all files; 0: unlimited.");
 }
 
 void bind_use_cuda_library(nb::module_& m) {
     m.def("use_cuda_library", &use_cuda_library, "path"_a.none(),
-          "Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. What exists keeps its own.");
+          "Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. Existing devices keep theirs.");
 }
 
 DType decode(Address payload, std::size_t nbytes, std::uint64_t numel, Address out, std::uint64_t first,
@@ -113,28 +113,28 @@ DType decode(Address payload, std::size_t nbytes, std::uint64_t numel, Address o
     return gradient->dtype();
 }
 
-// What the product uses within the core only.
+// Binds functions that the package uses only within the core.
 void bind_parts(nb::module_& m) {
     m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
-          "CRC-32C of two pieces of memory, one behind the other, from the checksum of each; nbytes are the second's.");
+          "Return the CRC-32C of two consecutive pieces of memory from that of each; nbytes is the second's size.");
     m.def("decode_gradient", &decode, "payload"_a, "nbytes"_a, "numel"_a, "out"_a, nb::kw_only(), "first"_a = 0,
           "last"_a = nb::none(), WithoutGil(),
           "Write elements [first, last) of a payload's gradient to `out`, dense, in the type that is returned.\n\n"
           "Args:\n"
-          "    payload: Address, a multiple of 4.\n"
-          "    nbytes: Of the payload.\n"
-          "    numel: Elements of the tasklet.\n"
+          "    payload: Address of the payload, a multiple of 4.\n"
+          "    nbytes: Size of the payload.\n"
+          "    numel: Number of the tasklet's elements.\n"
           "    out: Address of memory for (last - first) elements of up to 4 bytes.\n"
-          "    first: Element.\n"
-          "    last: Element; None is numel.\n\n"
-          "Raises:\n    ValueError: It is not a payload for so many elements.");
+          "    first: First element.\n"
+          "    last: Element after the last one; None is numel.\n\n"
+          "Raises:\n    ValueError: It is not a payload for this many elements.");
     m.def(
         "extend_resident",
         [](TransferSchedule& schedule, std::size_t num_tasklets, bool reads, bool writes) {
             schedule.extend(std::vector<TransferSchedule::Way>(num_tasklets, {reads, writes, true}));
         },
         "schedule"_a, "num_tasklets"_a, nb::kw_only(), "reads"_a, "writes"_a,
-        "Add resident tasklets behind those there are; their buffers are numbered from `num_buffers` on.");
+        "Append resident tasklets; their buffers are numbered from `num_buffers` on.");
 }
 
 }  // namespace

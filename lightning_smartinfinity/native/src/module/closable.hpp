@@ -12,8 +12,8 @@
 
 namespace smart_infinity {
 
-// A pipeline or a queue as Python has it: close() may come while other threads use it and gives back all that it holds,
-// and a forked child, which has neither its threads nor its memory and may find its locks held for ever, leaves it
+// A pipeline or a queue for Python: close() may be called while other threads use it and frees everything that it
+// holds. A forked child, which has neither its threads nor its memory and may find its locks held for ever, leaves it
 // alone.
 //
 // `Worker` has close(), after which nothing is in flight, and report(), whose last result stays here.
@@ -25,16 +25,16 @@ class Closable {
     Closable(std::string name, std::shared_ptr<Worker> worker) : name_(std::move(name)), worker_(std::move(worker)) {}
     ~Closable() {
         if (process_.is_current()) {
-            const nanobind::gil_scoped_release release;  // it waits for what is in flight
+            const nanobind::gil_scoped_release release;  // close() waits for actions in flight
             close();
         } else {
-            (void)new std::shared_ptr<Worker>(std::move(worker_));  // lost on purpose: it cannot be destroyed here
+            (void)new std::shared_ptr<Worker>(std::move(worker_));  // leaked on purpose: it cannot be destroyed here
         }
     }
     Closable(const Closable&) = delete;
     Closable& operator=(const Closable&) = delete;
 
-    // Throws std::invalid_argument when closed.
+    // Throws std::invalid_argument if it is closed.
     std::shared_ptr<Worker> get() const {
         process_.require_current(name_);
         const std::lock_guard lock(mutex_);
@@ -49,7 +49,7 @@ class Closable {
         return worker_ ? worker_->report() : final_report_;
     }
 
-    // Idempotent.
+    // Closes the worker; idempotent.
     void close() {
         if (!process_.is_current()) return;
         std::shared_ptr<Worker> closing;
@@ -67,7 +67,7 @@ class Closable {
  private:
     Process process_;
     std::string name_;
-    mutable std::mutex mutex_;  // of what follows
+    mutable std::mutex mutex_;  // guards the members below
     std::shared_ptr<Worker> worker_;
     Report final_report_{};
 };

@@ -1,4 +1,4 @@
-// The Python module: bindings only, of which the other files have the parts.
+// The Python module. The bindings of its parts are in the other files of this folder.
 
 #include "module/module.hpp"
 
@@ -20,12 +20,12 @@ void raise_os_error(const std::exception_ptr& pointer, void*) {
         const nb::object path = error.path().empty() ? nb::none() : nb::object(nb::str(error.path().c_str()));
         const nb::tuple arguments = nb::make_tuple(error.code().value(), error.what(), path);
         PyErr_SetObject(PyExc_OSError, arguments.ptr());
-    } catch (const std::system_error& error) {  // a thread that could not be started
+    } catch (const std::system_error& error) {  // thrown when a thread cannot be started
         PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
     }
 }
 
-// Becomes the package's error, which says what to do about it.
+// Raises the package's own error, which tells the user what to do.
 void raise_cuda_error(const std::exception_ptr& pointer, void*) {
     try {
         std::rethrow_exception(pointer);
@@ -43,7 +43,7 @@ void raise_cuda_error(const std::exception_ptr& pointer, void*) {
 NB_MODULE(_core, m) {
     using namespace smart_infinity;
     m.doc() = "The native core: I/O, update kernels, checksums and the transfer schedule.";
-    // At interpreter exit a traceback or a module may still hold objects: no news for a user.
+    // At interpreter exit a traceback or a module may still hold objects; users need not know.
     nb::set_leak_warnings(false);
     nb::register_exception_translator(raise_os_error);
     nb::register_exception_translator(raise_cuda_error);

@@ -10,7 +10,7 @@ using WithoutGil = nanobind::call_guard<nanobind::gil_scoped_release>;
 
 inline const void* pointer_to(Address address) { return reinterpret_cast<const void*>(address); }
 
-// Each in a file of its own; in the order of their calls, since a default may be of a type that must be there.
+// Each is in a file of its own. They are called in this order, since the type of a default must be bound before it.
 void bind_kernels(nanobind::module_& m);
 void bind_cuda(nanobind::module_& m);
 void bind_storage(nanobind::module_& m);

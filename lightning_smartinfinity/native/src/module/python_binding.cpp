@@ -9,7 +9,7 @@ namespace nb = nanobind;
 namespace smart_infinity {
 namespace {
 
-// An object that may be let go of by any thread.
+// A Python object that any thread may release.
 class Held {
  public:
     explicit Held(nb::object object) : object_(std::move(object)) {}
@@ -28,7 +28,7 @@ class Held {
 
 using SharedHeld = std::shared_ptr<const Held>;
 
-// With the interpreter's lock. What Python raises is a failed call, but for what ends the program.
+// Calls call() with the interpreter's lock. A Python exception becomes a failed call, except one that ends the program.
 template <class Call>
 auto attempt(const char* name, const Call& call) {
     try {
@@ -80,7 +80,7 @@ class PythonRun final : public CardRun {
  public:
     PythonRun(SharedHeld binding, SharedHeld run) : binding_(std::move(binding)), run_(std::move(run)) {}
 
-    // As a C int, which is all that a binding may be able to pass on.
+    // Passes the word as a C int, since a binding may be able to pass on nothing else.
     void set(int argument, std::uint32_t word) override {
         const nb::gil_scoped_acquire acquire;
         (void)make(binding_, "set_scalar", run_->get(), argument, static_cast<std::int32_t>(word));

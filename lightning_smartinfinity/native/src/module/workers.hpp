@@ -14,13 +14,13 @@ namespace smart_infinity {
 using PythonPipeline = Closable<Pipeline>;
 using PythonFileQueue = Closable<FileQueue>;
 
-// Counters of a pipeline or of a queue, which has no traffic of a device.
+// Counters of a pipeline, or of a queue, which has no device traffic.
 struct PythonCounters : Counters, DeviceTraffic {};
 
-// Lets Ctrl-C end a wait. Python runs signal handlers in the main thread only; elsewhere this does nothing.
+// Lets Ctrl-C end a wait. Python runs signal handlers in the main thread only; in other threads this does nothing.
 void check_signals();
 
-// Returns none for "auto", the fastest that works here.
+// Returns nothing for "auto", which selects the fastest engine that works here.
 std::optional<IoEngineKind> io_engine_of(const std::string& name);
 
 }  // namespace smart_infinity

@@ -15,12 +15,12 @@ namespace smart_infinity {
 namespace {
 
 // Elements worked at a time: arrays, gradient and parameter of a chunk stay in the second-level cache between the
-// update and the checksums. 48 KiB per fp32 array is also a whole number of the checksum's stretches; a number of
-// cells.
+// update and the checksums. 48 KiB per fp32 array is also a whole number of the checksum's stretches, and the elements
+// are a whole number of cells.
 constexpr std::size_t kChunkNumel = 12288;
 static_assert(kChunkNumel % kCellNumel == 0, "no chunk may end inside a block");
 
-// The elements that a segment and a chunk share.
+// The elements that a segment shares with a chunk.
 struct Part {
     const Segment& segment;
     std::size_t first;   // in the segment
@@ -83,7 +83,7 @@ class TaskletWork {
             if (payload_) payload_->decode(begin, end, dense_.data());
             for (; segment != tasklet_.segments.end(); ++segment) {
                 work_part(*segment, begin, end);
-                if (segment->offset + segment->numel > end) break;  // goes on in the next chunk
+                if (segment->offset + segment->numel > end) break;  // the segment continues in the next chunk
             }
             if (takes_arrays()) close_chunk(begin, end);
             if (guards_.seals) extend_checksums(begin, end);
@@ -131,7 +131,7 @@ class TaskletWork {
         return decoded;
     }
 
-    // WRITE and MODIFY put arrays together in fp32, because segments may end inside blocks.
+    // WRITE and MODIFY assemble arrays in fp32, because segments may end inside blocks.
     bool takes_arrays() const {
         return batch_.operation == Operation::kWrite || batch_.operation == Operation::kModify;
     }
@@ -164,7 +164,7 @@ class TaskletWork {
         }
     }
 
-    // A chunk of an array that is not stored as fp32.
+    // Returns memory for a chunk of an array that is not stored as fp32.
     float* memory(std::size_t array) {
         memory_[array].resize(kChunkNumel);
         return memory_[array].data();
@@ -187,9 +187,9 @@ class TaskletWork {
     Guards guards_;
     const Kernels& kernels_;
     Codec codec_;
-    std::unique_ptr<GradientPayload> payload_;  // of a tasklet whose gradient is compressed
-    std::vector<std::byte> dense_;              // its elements of the chunk being worked
-    std::array<float*, kMaxArrays> values_{};   // of the chunk being written
+    std::unique_ptr<GradientPayload> payload_;  // null unless the tasklet's gradient is compressed
+    std::vector<std::byte> dense_;              // the payload's elements in the current chunk
+    std::array<float*, kMaxArrays> values_{};   // by array: the current chunk in fp32
     std::array<std::vector<float>, kMaxArrays> memory_;
     Checksums checksums_{};
 };

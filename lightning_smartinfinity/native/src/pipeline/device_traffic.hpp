@@ -4,7 +4,7 @@
 
 namespace smart_infinity {
 
-// What a device moves that updates next to the storage. It counts payload only, but for the last three.
+// Bytes moved by a device that updates next to the storage: payload only, except in the last three counters.
 struct DeviceTraffic {
     std::uint64_t shared_read_bytes = 0;  // from the device to the host
     std::uint64_t shared_write_bytes = 0;
@@ -12,7 +12,7 @@ struct DeviceTraffic {
     std::uint64_t internal_write_bytes = 0;
     std::uint64_t padding_bytes = 0;
     std::uint64_t control_bytes = 0;        // trailers and status beats
-    std::uint64_t gradient_file_bytes = 0;  // whole blocks, written to the file of gradients and read from it
+    std::uint64_t gradient_file_bytes = 0;  // whole blocks, written to the gradient file and read from it
 
     DeviceTraffic& operator+=(const DeviceTraffic& other) {
         shared_read_bytes += other.shared_read_bytes;

@@ -21,7 +21,7 @@ ExtentTransfers::ExtentTransfers(const PipelineOptions& options, const MemoryRan
       counters_(counters),
       ended_(std::move(ended)),
       transfers_(num_buffers * kMostPieces),
-      under_way_(num_buffers),
+      in_progress_(num_buffers),
       busy_(options.files.size()),
       engine_(make_engine(ring)) {
     counters_.files.resize(options.files.size());
@@ -42,7 +42,7 @@ void ExtentTransfers::start(std::size_t buffer, const Tasklet& tasklet, const Ex
     const std::size_t skipped = read ? skipped_bytes(options_.identity.format(), tasklet) : 0;
     const std::uint64_t place = read ? tasklet.read_offset : tasklet.write_offset;
     const std::vector<ExtentPiece> pieces = pieces_of(tasklet, memory, skipped);
-    under_way_[buffer] = {&tasklet, pieces.size(), std::nullopt};
+    in_progress_[buffer] = {&tasklet, pieces.size(), std::nullopt};
     std::size_t tag = buffer * kMostPieces;
     for (const ExtentPiece& piece : pieces) {
         const IoRequest whole{direction, file.descriptor(), place + piece.offset, piece.data, piece.bytes, tag};
@@ -75,14 +75,14 @@ void ExtentTransfers::completed(const IoRequest& request, const IoResult& result
     count(request, result);
     if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
     const std::size_t buffer = request.tag / kMostPieces;
-    UnderWay& under_way = under_way_[buffer];
-    if (!under_way.failure) under_way.failure = failure_of(transfer, progress, *under_way.tasklet);
-    if (--under_way.num_pieces == 0) ended_(buffer, request.direction, std::move(under_way.failure));
+    InProgress& in_progress = in_progress_[buffer];
+    if (!in_progress.failure) in_progress.failure = failure_of(transfer, progress, *in_progress.tasklet);
+    if (--in_progress.num_pieces == 0) ended_(buffer, request.direction, std::move(in_progress.failure));
 }
 
 void ExtentTransfers::count(const IoRequest& request, const IoResult& result) {
     counters_.count(request.direction, result);
-    const std::size_t file = index_of_file(*under_way_[request.tag / kMostPieces].tasklet, request.direction);
+    const std::size_t file = index_of_file(*in_progress_[request.tag / kMostPieces].tasklet, request.direction);
     busy_[file].ended(result.seconds);
     counters_.files[file].count(request.direction, result);
     counters_.files[file].busy_seconds = busy_[file].seconds();

@@ -20,18 +20,19 @@
 
 namespace smart_infinity {
 
-// The reads and writes of a pipeline: extents between its buffers and its files, each in pieces that end in any order.
+// The reads and writes of a pipeline. Each moves an extent between a buffer and a file, in pieces that end in any
+// order.
 class ExtentTransfers final : private CompletionHandler {
  public:
-    // Called when all pieces of an extent have ended, with the mutex held, on a thread of the I/O engine or on the one
-    // that watches it.
+    // Called when all pieces of an extent have ended, with the mutex held, on a thread of the I/O engine or on the
+    // thread that watches deadlines.
     using Ended = std::function<void(std::size_t buffer, Direction direction, std::optional<Failure> failure)>;
 
-    // `mutex` is the pipeline's: it guards this object, which is called with it held, and the counters.
+    // `mutex` is the pipeline's. It guards this object, whose methods are called with it held, and the counters.
     ExtentTransfers(const PipelineOptions& options, const MemoryRange& ring, std::size_t num_buffers, std::mutex& mutex,
                     Counters& counters, Ended ended);
 
-    // Returns at once. The buffer and the tasklet must stay until the transfer has ended.
+    // Starts a transfer and returns at once. The buffer and the tasklet must stay until the transfer has ended.
     void start(std::size_t buffer, const Tasklet& tasklet, const ExtentMemory& memory, Direction direction);
     const std::string& path_of(const Tasklet& tasklet, Direction direction) const;
 
@@ -40,17 +41,17 @@ class ExtentTransfers final : private CompletionHandler {
     // Puts an engine in front of the present one. Nothing may be in flight.
     void decorate_engine(const DeadlineEngine::Decorate& decorate);
 
-    // These two need no mutex. A transfer that did not return in time was abandoned.
+    // These two need no mutex. An abandoned transfer is one that did not return in time.
     bool any_abandoned() const { return deadlines_ != nullptr && deadlines_->any_abandoned(); }
     std::vector<IoRequest> abandoned_writes() const;
-    // Gives up the engine, whose destructor would wait for abandoned transfers. Nothing else may be in flight.
+    // Hands over the engine, whose destructor would wait for abandoned transfers. Nothing else may be in flight.
     std::unique_ptr<IoEngine> take_engine() { return std::move(engine_); }
 
  private:
-    struct UnderWay {
+    struct InProgress {
         const Tasklet* tasklet = nullptr;
         std::size_t num_pieces = 0;
-        std::optional<Failure> failure;  // the first
+        std::optional<Failure> failure;  // the first failure
     };
 
     std::unique_ptr<IoEngine> make_engine(const MemoryRange& ring);
@@ -65,10 +66,10 @@ class ExtentTransfers final : private CompletionHandler {
     Counters& counters_;
     const Ended ended_;
     std::vector<Transfer> transfers_;      // by buffer and piece
-    std::vector<UnderWay> under_way_;      // by buffer
+    std::vector<InProgress> in_progress_;  // by buffer
     std::vector<BusyTime> busy_;           // by file
-    DeadlineEngine* deadlines_ = nullptr;  // engine_, if there is a timeout
-    std::unique_ptr<IoEngine> engine_;     // last: its destructor waits for threads that use all of the above
+    DeadlineEngine* deadlines_ = nullptr;  // points to engine_ if there is a timeout
+    std::unique_ptr<IoEngine> engine_;     // last member: its destructor waits for threads that use the others
 };
 
 }  // namespace smart_infinity

@@ -5,7 +5,7 @@
 
 namespace smart_infinity {
 
-// The host's CPU, over a ring in its own memory.
+// Updates tasklets on the host's CPU, in a ring in host memory.
 class HostUpdater final : public Updater {
  public:
     HostUpdater(const Identity& identity, std::size_t num_buffers, std::size_t buffer_bytes)

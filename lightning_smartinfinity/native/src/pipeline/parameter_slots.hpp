@@ -10,11 +10,11 @@
 
 namespace smart_infinity {
 
-// Parameters of a CUDA device on their way through host memory: one slot for each buffer of the ring, so that nothing
-// grows with the model. A slot holds its tasklet's parameters at the tasklet's offsets.
+// The slots in which parameters of a CUDA device travel through host memory: one for each buffer of the ring, so that
+// nothing grows with the model. A slot holds its tasklet's parameters at the tasklet's offsets.
 class ParameterSlots {
  public:
-    // Throws SystemError without memory, CudaError without events.
+    // Throws SystemError if memory is unavailable, CudaError if events are.
     ParameterSlots(std::shared_ptr<const CudaStream> stream, std::size_t num_slots, std::size_t slot_bytes);
 
     const std::shared_ptr<const CudaStream>& stream() const { return stream_; }
@@ -26,7 +26,7 @@ class ParameterSlots {
     void fetch(const Batch& batch, const Tasklet& tasklet, std::size_t index) const;
     // Starts copying the parameters that the tasklet gave out from its slot to the device.
     void deliver(const Batch& batch, const Tasklet& tasklet, std::size_t index) const;
-    // Until what was started last in this slot has completed. All three throw CudaError.
+    // Waits until the last copy that was started in this slot has completed. All three throw CudaError.
     void wait(std::size_t index) const { events_[index]->synchronize(); }
 
  private:
@@ -39,12 +39,12 @@ class ParameterSlots {
     std::vector<std::unique_ptr<CudaEvent>> events_;  // by slot
 };
 
-// What a slot needs for the largest of the batch's tasklets: zero without parameters.
+// Returns how many bytes of a slot the largest of the batch's tasklets needs: zero without parameters.
 std::size_t slot_bytes(const Batch& batch);
 
-// Whether some tasklet takes parameters from memory before it is computed.
+// Returns whether some tasklet takes parameters from memory before it is computed.
 bool takes_parameters(const Batch& batch);
-// Whether tasklets give parameters out once they have been computed.
+// Returns whether tasklets give parameters out once they have been computed.
 constexpr bool gives_parameters(Operation operation) {
     return operation == Operation::kUpdate || operation == Operation::kRead;
 }

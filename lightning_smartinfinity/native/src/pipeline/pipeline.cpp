@@ -22,9 +22,9 @@ std::unique_ptr<Updater> make_updater(const PipelineOptions& options) {
     return std::make_unique<HostUpdater>(options.identity, options.num_buffers, options.buffer_bytes);
 }
 
-// Does something with copies from or to a device.
+// Calls copies(), which starts or awaits copies from or to a device. Returns its failure, if any.
 template <class Copies>
-std::optional<Failure> copying(const Tasklet& tasklet, const Copies& copies) {
+std::optional<Failure> run_copies(const Tasklet& tasklet, const Copies& copies) {
     try {
         copies();
         return std::nullopt;
@@ -48,7 +48,7 @@ Pipeline::Pipeline(PipelineOptions options)
       compute_pool_("smart-inf-cpu", options_.compute_threads, [this](const Action& action) { compute_item(action); }) {
 }
 
-// Abandoned calls use the ring and the files, and threads that cannot be waited for.
+// Abandoned calls still use the ring and the files, in threads that cannot be waited for.
 Pipeline::~Pipeline() {
     close();
     if (!busy()) return;
@@ -63,7 +63,7 @@ Pipeline::~Pipeline() {
 void Pipeline::submit(Batch batch) {
     validate(batch);
     require(!busy(), "what was abandoned, as it did not return in time, has not returned");
-    if (slot_bytes(batch) == 0) batch.stream.reset();  // nothing travels
+    if (slot_bytes(batch) == 0) batch.stream.reset();  // no parameter travels
     const std::lock_guard lock(mutex_);
     require_open();
     require(run_ == nullptr, "a batch is active; drain() it before the next one");
@@ -88,7 +88,7 @@ void Pipeline::extend(Batch more) {
     require_open();
     require(run_ != nullptr, "no batch is active that could be extended");
     require(more.operation == run_->operation, "a batch is extended by more of the same operation");
-    // The slots were made for what the batch began with, and they are in use.
+    // The slots were made for the first part of the batch, and they are in use.
     require(more.stream == nullptr && run_->stream == nullptr, "a batch on a CUDA device cannot be extended");
     run_->add(std::move(more), resident_);
     start_ready();
@@ -109,7 +109,7 @@ void Pipeline::require_listed(const TransferRun& run, const std::vector<std::siz
     }
 }
 
-// Looks at every tasklet once: what is out stays out.
+// Checks every tasklet once: parameters that are out stay out.
 std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll) {
     std::unique_lock lock(mutex_);
     if (run_ != nullptr) last = last.value_or(run_->schedule.num_tasklets());
@@ -236,7 +236,7 @@ void Pipeline::require_idle() const {
     require(run_ == nullptr, "a batch is active; drain() it first");
 }
 
-// Made once: every batch of a run has tasklets, and a stream, like those of the first.
+// Slots are made once, because later batches of a run have similar tasklets and the same stream.
 void Pipeline::prepare_slots(const Batch& batch) {
     if (!batch.stream) return;
     const std::size_t bytes = slot_bytes(batch);
@@ -264,7 +264,8 @@ void Pipeline::start_ready() {
 }
 
 void Pipeline::start(const Action& action) {
-    // A computed tasklet is written and delivered side by side: what it holds is read by one when the other starts.
+    // A computed tasklet is written and delivered at the same time, so the second action must not change what the first
+    // reads.
     if (action.work != Work::kWrite && action.work != Work::kDeliver) {
         const TransferItem& item = run_->items[action.tasklet];
         items_[action.buffer] = item;
@@ -290,7 +291,7 @@ void Pipeline::transferred(std::size_t buffer, Direction direction, std::optiona
     end(direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[buffer], std::move(failure));
 }
 
-// On a thread of the compute pool. Neither run_ nor what the buffer holds can change: an action of it is in flight.
+// Runs on a thread of the compute pool. Neither run_ nor the buffer's tasklet can change while its action is in flight.
 void Pipeline::compute_item(const Action& action) {
     const Stopwatch stopwatch;
     const TransferItem& item = items_[action.buffer];
@@ -298,9 +299,9 @@ void Pipeline::compute_item(const Action& action) {
     const Tasklet& tasklet = *item.tasklet;
     std::optional<Failure> failure = compute(item, action.buffer);
     const double seconds = stopwatch.seconds();
-    // Copies start here, one tasklet's behind the other's; only their end is waited for elsewhere.
+    // Copies start here, one tasklet's after another's; another thread waits for their end.
     if (!failure && run_->delivers()) {
-        failure = copying(tasklet, [&] { slots_->deliver(batch, tasklet, action.buffer); });
+        failure = run_copies(tasklet, [&] { slots_->deliver(batch, tasklet, action.buffer); });
     }
     const std::lock_guard lock(mutex_);
     counters_.compute_seconds += seconds;
@@ -316,7 +317,7 @@ std::optional<Failure> Pipeline::compute(const TransferItem& item, std::size_t b
     }
     const Guards guards{.verifies = item.residence != Residence::kHeld,
                         .seals = item.residence == Residence::kNone || resident_.writes_through()};
-    // Here and not before: on all threads, beside what is read and written.
+    // Compressing here uses all compute threads, in parallel with reads and writes.
     std::optional<Tasklet> compressed;
     if (item.batch->codec) compressed = compress(*item.batch, tasklet);
     const auto refusal = updater_->work(
@@ -325,7 +326,7 @@ std::optional<Failure> Pipeline::compute(const TransferItem& item, std::size_t b
                    : std::nullopt;
 }
 
-// Of a resident tasklet that was worked: what the place saved is counted.
+// Called after a resident tasklet was worked. Counts the transfers that its place saved.
 void Pipeline::leave(const TransferItem& item) {
     const Tasklet& tasklet = *item.tasklet;
     resident_.leave(tasklet, run_->operation);
@@ -335,11 +336,11 @@ void Pipeline::leave(const TransferItem& item) {
     if (writes(run_->operation) && !resident_.writes_through()) counters_.cached_write_bytes += tasklet.extent_bytes;
 }
 
-// On the thread that waits for copies. run_ cannot change, as above.
+// Runs on the thread that waits for copies. As above, run_ cannot change.
 void Pipeline::copy_item(const Action& action) {
     const Batch& batch = *items_[action.buffer].batch;
     const Tasklet& tasklet = *items_[action.buffer].tasklet;
-    auto failure = copying(tasklet, [&] {
+    auto failure = run_copies(tasklet, [&] {
         if (action.work == Work::kFetch) slots_->fetch(batch, tasklet, action.buffer);
         slots_->wait(action.buffer);
     });

@@ -26,50 +26,50 @@ namespace smart_infinity {
 
 // Runs a TransferSchedule with real buffers, I/O and threads.
 //
-// Completions drive it: whichever thread ends an action reports it under the mutex and starts what can start next. The
-// mutex is never held during I/O or compute. A buffer belongs to the one action in flight on it, so that its memory and
-// its transfer need no lock.
+// Completions drive it: the thread that ends an action reports it under the mutex and starts the actions that are now
+// ready. The mutex is never held during I/O or compute. A buffer belongs to the one action in flight on it, so that its
+// memory and its transfer need no lock.
 class Pipeline final {
  public:
     explicit Pipeline(PipelineOptions options);
-    // Closes first. What an abandoned call uses is never freed.
+    // Closes the pipeline. Memory that an abandoned call uses is never freed.
     ~Pipeline();
 
-    // What a wait calls every kPollInterval, holding no lock. What it throws ends the wait; the batch goes on.
+    // Called by a wait every kPollInterval without any lock. An exception from it ends the wait; the batch continues.
     using Poll = std::function<void()>;
     static constexpr std::chrono::milliseconds kPollInterval{50};
 
     struct Report {
         Counters counters;
         DeviceTraffic traffic;
-        std::size_t ring_bytes = 0;   // of the buffers, and of the slots from the first batch that needs some
-        std::size_t cache_bytes = 0;  // of resident tasklets
+        std::size_t ring_bytes = 0;   // buffers, and slots once a batch has needed them
+        std::size_t cache_bytes = 0;  // resident tasklets
     };
 
     Report report() const;
-    // Returns at once. Throws std::invalid_argument for a batch that cannot be worked, or while another is active.
+    // Starts a batch and returns at once. Throws std::invalid_argument for a batch that cannot be worked or while
+    // another is active.
     void submit(Batch batch);
-    // Adds tasklets behind those of the active batch; returns at once. Throws std::invalid_argument where that cannot
-    // be.
+    // Appends tasklets to the active batch and returns at once. Throws std::invalid_argument if that is impossible.
     void extend(Batch more);
     // Moves these tasklets of the active batch, in this order, ahead of the others that have not started.
     void prefer(const std::vector<std::size_t>& positions);
     // Waits until tasklets [first, last) of the batch have their parameters and arrays out, or the batch has failed.
     std::optional<Failure> wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll = [] {});
-    // Waits in the same way for tasklets anywhere in the batch, which are preferred to others.
+    // Waits in the same way for tasklets at any positions, and moves them ahead of the others that have not started.
     std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const Poll& poll = [] {});
-    // Waits until nothing is in flight: the batch is over.
+    // Waits until nothing is in flight; the batch is then over.
     std::optional<Failure> drain(const Poll& poll = [] {});
     IoEngineKind io_engine() const;
-    // Returns the positions in the active batch, or the last one, of what is wholly done, to the end of its write.
+    // Returns the positions, in the active or else the last batch, of tasklets that are complete, writes included.
     std::vector<std::size_t> complete() const;
-    // Returns whether an abandoned call of the updater, or an abandoned transfer, has not returned: no batch may be
+    // Returns whether an abandoned call of the updater or an abandoned transfer is unfinished; then no batch may be
     // submitted.
     bool busy() const { return updater_->busy() || transfers_.any_abandoned(); }
-    // Returns abandoned writes that have not returned: they may still change what they name.
+    // Returns the abandoned writes that are unfinished: they may still change the bytes that they name.
     std::vector<IoRequest> abandoned_writes() const { return transfers_.abandoned_writes(); }
 
-    // Ends the batch, whose waiters get a failure, before its time: what is in flight is waited for, nothing is begun.
+    // Ends the batch early without starting more of it, and waits for the actions in flight. Waits for the batch fail.
     void abandon();
 
     // Abandons the batch. Later calls throw, except close() and abandon().
@@ -77,7 +77,7 @@ class Pipeline final {
 
     // Puts an engine in front of the present one. No batch may be active.
     void decorate_engine(const DeadlineEngine::Decorate& decorate);
-    // Does as Updater's. No batch may be active.
+    // Calls Updater::put_before_transfers(). No batch may be active.
     void put_before_transfers(std::function<void(const IoRequest&)> gate);
 
  private:
@@ -85,13 +85,14 @@ class Pipeline final {
     void compute_item(const Action& action);
     void copy_item(const Action& action);
 
-    // Waits until `out(schedule)`, which asks about tasklets below `end`, or the active batch, if any, has failed.
+    // Waits until `out(schedule)`, which asks about tasklets below `end`, is true or the active batch, if any, has
+    // failed.
     template <typename Out>
     std::optional<Failure> wait_until(std::unique_lock<std::mutex>& lock, const Poll& poll, std::size_t end, Out out);
     template <typename Condition>
     void await(std::unique_lock<std::mutex>& lock, const Poll& poll, const Condition& condition);
 
-    // With the mutex held:
+    // The following are called with the mutex held.
     void abandon_batch(std::unique_lock<std::mutex>& lock);
     void forget(const std::shared_ptr<TransferRun>& run);
     void require_open() const;
@@ -111,22 +112,22 @@ class Pipeline final {
 
     const PipelineOptions options_;
     std::unique_ptr<Updater> updater_;
-    ResidentTasklets resident_;        // its generations with the mutex held; a place belongs to its tasklet's buffer
-    std::vector<TransferItem> items_;  // by buffer: what it holds; those of resident tasklets behind those of the ring
-    std::vector<std::size_t> positions_;  // by buffer: of what it holds
+    ResidentTasklets resident_;        // generations: under the mutex; a place: used by its tasklet's buffer only
+    std::vector<TransferItem> items_;  // by buffer: its tasklet; buffers of resident tasklets follow those of the ring
+    std::vector<std::size_t> positions_;  // by buffer: the position of its tasklet in the batch
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;
-    std::shared_ptr<TransferRun> run_;  // the active batch; shared with those who wait for it
-    std::vector<bool> complete_;        // of the batch before, by position
+    std::shared_ptr<TransferRun> run_;  // the active batch, shared with the threads that wait for it
+    std::vector<bool> complete_;        // by position in the last batch
     Counters counters_;
     bool closed_ = false;
     std::unique_ptr<ParameterSlots> slots_;  // changes only while no batch is active
 
-    // Last: their destructors wait for threads that use all of the above.
+    // Last members: their destructors wait for threads that use the others.
     ExtentTransfers transfers_;
     WorkerPool<Action> compute_pool_;
-    std::unique_ptr<WorkerPool<Action>> copy_pool_;  // with the slots
+    std::unique_ptr<WorkerPool<Action>> copy_pool_;  // created with the first slots
 };
 
 }  // namespace smart_infinity

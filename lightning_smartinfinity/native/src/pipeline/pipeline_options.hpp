@@ -25,14 +25,14 @@ struct PipelineOptions {
     std::size_t buffer_bytes;
     std::size_t io_threads = 4;
     std::size_t compute_threads = 1;
-    std::optional<IoEngineKind> io_engine = std::nullopt;  // none: the fastest that works here
+    std::optional<IoEngineKind> io_engine = std::nullopt;  // none: the fastest engine that works here
     ResidentOptions resident = {};
-    // Makes what updates the tasklets, once the options have been checked; none: the host updates.
+    // Makes the updater after the options have been checked; null: the host updates.
     std::function<std::unique_ptr<Updater>(const PipelineOptions&)> make_updater = nullptr;
-    std::optional<std::chrono::milliseconds> timeout = std::nullopt;  // of a transfer; none: it may take for ever
+    std::optional<std::chrono::milliseconds> timeout = std::nullopt;  // longest time of a transfer; none: unlimited
 };
 
-// Returns the options. Throws std::invalid_argument unless a pipeline can have them.
+// Returns the options. Throws std::invalid_argument if they are invalid.
 PipelineOptions checked(PipelineOptions options);
 
 }  // namespace smart_infinity

@@ -12,25 +12,25 @@
 namespace smart_infinity {
 
 struct ResidentOptions {
-    std::vector<std::size_t> extent_bytes;  // of tasklets 0, 1, ...: those that are resident
-    bool writes_through = true;             // else what is resident is on storage never
+    std::vector<std::size_t> extent_bytes;  // by tasklet: the first ones, which are resident
+    bool writes_through = true;             // otherwise resident state is never written to storage
 };
 
-// Where a tasklet of a batch is worked, and what it finds there.
+// Where a tasklet of a batch is worked, and where its state comes from.
 enum class Residence {
     kNone,     // in a buffer of the ring
-    kHeld,     // in its place, which holds what it reads
-    kUnheld,   // in its place, which storage or the operation fills
-    kMissing,  // in its place, which alone could hold what it reads and does not
+    kHeld,     // in its place, which holds the generation to read
+    kUnheld,   // in its place, which is filled from storage or by the operation
+    kMissing,  // in its place, which lacks the generation to read, as does storage
 };
 
-// Tasklets whose state stays in host memory, each in a place as large as its extent, in which it is worked.
+// Tasklets whose state stays in host memory. Each has a place as large as its extent, in which it is worked.
 //
-// A place knows the generation it holds, so that it is never taken for another: what a failed or undone batch left
-// there is of a generation that nothing asks for. Nothing here locks.
+// A place records which generation it holds. What a failed or rolled back batch left there is never used: nothing asks
+// for its generation. This class takes no lock.
 class ResidentTasklets {
  public:
-    // Throws SystemError without memory, std::invalid_argument for a size that is no extent's.
+    // Throws SystemError if memory is unavailable, std::invalid_argument for a size that no extent has.
     explicit ResidentTasklets(const ResidentOptions& options);
 
     std::size_t count() const { return places_.size(); }
@@ -38,15 +38,15 @@ class ResidentTasklets {
     bool writes_through() const { return writes_through_; }
 
     bool include(const Tasklet& tasklet) const { return tasklet.index < places_.size(); }
-    // Whether the tasklet's extent is as large as its place.
+    // Returns whether the tasklet's extent is as large as its place.
     bool fit(const Tasklet& tasklet) const { return places_[tasklet.index].bytes == tasklet.extent_bytes; }
     std::byte* place(const Tasklet& tasklet) const { return memory_->data() + places_[tasklet.index].offset; }
 
     Residence find(const Tasklet& tasklet, Operation operation) const;
 
-    // The tasklet is about to be worked: a place that changes holds nothing until it leaves.
+    // Called before the tasklet is worked. A place that will change holds no generation until leave().
     void enter(const Tasklet& tasklet, Operation operation, Residence found);
-    // It was worked, and its place holds what the operation makes of it.
+    // Called after the tasklet was worked. Records the generation that its place now holds.
     void leave(const Tasklet& tasklet, Operation operation);
 
  private:
@@ -58,7 +58,7 @@ class ResidentTasklets {
 
     std::vector<Place> places_;
     bool writes_through_;
-    std::unique_ptr<HostBuffer> memory_;  // none without places
+    std::unique_ptr<HostBuffer> memory_;  // null if there are no places
 };
 
 }  // namespace smart_infinity

@@ -6,7 +6,7 @@
 
 namespace smart_infinity {
 
-// By an action in flight, or by copies whose delivery is still to be waited for.
+// Returns whether an action in flight uses the buffer, or copies whose delivery still has to be waited for.
 bool TransferSchedule::Buffer::is_held() const {
     return stage == Stage::kReading || stage == Stage::kFetching || stage == Stage::kComputing ||
            write == Leg::kInFlight || deliver != Leg::kDone;
@@ -103,7 +103,7 @@ void TransferSchedule::fail(Work work, std::size_t tasklet) {
     Buffer* const buffer = holder_of(tasklet);
     if (buffer == nullptr || !buffer->works(work)) return;
     buffer->failed = true;
-    // Nothing follows, whatever has ended; the other leg, if in flight, still has to.
+    // No action follows the failed one; the other leg, if in flight, still has to end.
     if (work == Work::kWrite) {
         buffer->write = Leg::kDone;
     } else if (work == Work::kDeliver) {
@@ -117,11 +117,11 @@ bool TransferSchedule::finished() const {
     if (stopped_) {
         return std::none_of(buffers_.begin(), buffers_.end(), [](const Buffer& buffer) { return buffer.is_held(); });
     }
-    return all_begun() && std::all_of(buffers_.begin(), buffers_.end(),
-                                      [](const Buffer& buffer) { return buffer.stage == Stage::kFree; });
+    return all_started() && std::all_of(buffers_.begin(), buffers_.end(),
+                                        [](const Buffer& buffer) { return buffer.stage == Stage::kFree; });
 }
 
-// A handful of buffers: scanning them is cheaper than keeping queues, and keeps the tasklets in order.
+// There are only a few buffers: scanning them is cheaper than keeping queues, and keeps the tasklets in order.
 template <class Predicate>
 TransferSchedule::Buffer* TransferSchedule::lowest(const Predicate& predicate) {
     Buffer* lowest = nullptr;

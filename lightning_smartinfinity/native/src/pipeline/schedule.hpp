@@ -17,17 +17,18 @@ struct Action {
     std::size_t buffer;
 };
 
-// The order of a batch as a pure state machine: no I/O, no clock, no threads, no lock. Tasklets are begun in the order
-// in which they were listed, to which more may be added at any time and in which some may be moved to the front; each
-// is read, has its parameters fetched from a device, is computed, and then is written and has its parameters delivered
-// to the device, both at a time, in one of `num_buffers` buffers that it holds from its first action to the last to
-// end.
+// The order of a batch as a pure state machine: no I/O, no clock, no threads, no lock. Tasklets start in the order in
+// which they are listed. More may be appended at any time, and some may be moved to the front. Each is read, has its
+// parameters fetched from a device, is computed, and then is written and, at the same time, has its parameters
+// delivered to the device. It holds one of `num_buffers` buffers from the start of its first action to the end of its
+// last.
 //
-// Resident tasklets have memory of their own. They wait for no such buffer but for one of as many others, numbered from
-// `num_buffers` on, which bound how many of them are worked at a time; each kind is begun in its own order.
+// Resident tasklets have memory of their own. They do not wait for these buffers but for one of as many others,
+// numbered from `num_buffers` on, which limit how many of them are worked at a time. Each kind of tasklet has its own
+// order.
 //
-// At any time the actions that can start are preferred in this order: deliveries and writes, because only they free a
-// buffer; compute, because somebody waits for parameters; fetches; reads. Among equals, the lowest tasklet.
+// Of the actions that can start, these come first, in this order: deliveries and writes, because only they free a
+// buffer; compute, because somebody waits for parameters; fetches; reads. Among equals, the lowest tasklet comes first.
 class TransferSchedule {
  public:
     struct Stages {
@@ -37,45 +38,45 @@ class TransferSchedule {
         bool delivers = false;
     };
 
-    // One tasklet's way, where it is not that of the batch.
+    // The stages of one tasklet, if they differ from the batch's.
     struct Way {
         bool reads;
         bool writes;
         bool resident = false;
     };
 
-    // Throws std::invalid_argument without a buffer.
+    // Throws std::invalid_argument if there is no buffer.
     TransferSchedule(std::size_t num_tasklets, std::size_t num_buffers, Stages stages);
 
-    // More tasklets, behind those there are.
+    // Appends tasklets.
     void extend(std::size_t num_tasklets);
     void extend(const std::vector<Way>& ways);
 
-    // Of these tasklets those that have not begun are begun next, in this order.
+    // Moves these tasklets, in this order, ahead of the others that have not started.
     void prefer(const std::vector<std::size_t>& tasklets);
 
-    // The next action to start now, if any; it counts as started.
+    // Returns the next action that can start, if any; it counts as started.
     std::optional<Action> next();
 
-    // A started action has ended. Throws std::invalid_argument if it had not started.
+    // Records that a started action has ended. Throws std::invalid_argument if it had not started.
     void done(Work work, std::size_t tasklet);
 
-    // The tasklet's action, if in flight, has ended without success: nothing new starts, as after stop().
+    // Records that the tasklet's action, if in flight, has failed: nothing new starts, as after stop().
     void fail(Work work, std::size_t tasklet);
 
-    // Nothing new starts from now on but deliveries, whose copies are on their way since the tasklet was computed;
-    // actions in flight still report done.
+    // Starts nothing new from now on except deliveries, whose copies began when the tasklet was computed. Actions in
+    // flight still report done.
     void stop() { stopped_ = true; }
 
-    // All there is so far is done, or stopped with nothing in flight.
+    // Returns whether all tasklets so far are done or, after stop(), nothing is in flight.
     bool finished() const;
     bool parameters_out(std::size_t tasklet) const { return parameters_out_.at(tasklet); }
-    // By tasklet: whether all of it has ended with success.
+    // Returns, by tasklet, whether all of its actions have ended without failure.
     const std::vector<bool>& complete() const { return complete_; }
     std::size_t num_tasklets() const { return parameters_out_.size(); }
 
  private:
-    // A buffer's way. What leaves a computed buffer does so on two legs at a time.
+    // The stages of a buffer. A computed buffer is written and delivered at the same time, on two legs.
     enum class Stage { kFree, kReading, kRead, kFetching, kLoaded, kComputing, kComputed };
     enum class Leg { kDone, kWaiting, kInFlight };
 
@@ -90,7 +91,7 @@ class TransferSchedule {
         bool works(Work work) const;
     };
 
-    // Tasklets to begin, by rank: the lowest first.
+    // Tasklets that have not started, as (rank, tasklet); the lowest rank starts first.
     using Queue = std::set<std::pair<std::int64_t, std::size_t>>;
 
     template <class Predicate>
@@ -102,15 +103,15 @@ class TransferSchedule {
     Queue& queue_of(std::size_t tasklet) { return ways_[tasklet].resident ? resident_ : on_storage_; }
     Stage after_read() const { return stages_.fetches ? Stage::kRead : Stage::kLoaded; }
     Work first_work(const Way& way) const;
-    bool all_begun() const { return on_storage_.empty() && resident_.empty(); }
+    bool all_started() const { return on_storage_.empty() && resident_.empty(); }
 
     Stages stages_;
     std::size_t num_buffers_;
-    std::vector<Buffer> buffers_;  // as many again for resident tasklets, once there are some
+    std::vector<Buffer> buffers_;  // twice as many once there are resident tasklets
     std::vector<Way> ways_;        // by tasklet
     std::vector<bool> parameters_out_;
     std::vector<bool> complete_;
-    std::vector<std::int64_t> ranks_;  // by tasklet: its number, or below 0 once it was preferred
+    std::vector<std::int64_t> ranks_;  // by tasklet: its number, or a number below 0 once it was preferred
     std::int64_t lowest_rank_ = 0;
     Queue on_storage_;
     Queue resident_;

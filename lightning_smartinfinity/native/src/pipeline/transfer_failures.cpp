@@ -7,7 +7,7 @@ namespace smart_infinity {
 
 namespace {
 
-std::string what_is_refused(FailureKind kind, const Tasklet& tasklet, const std::string& path) {
+std::string refusal_prefix(FailureKind kind, const Tasklet& tasklet, const std::string& path) {
     const std::string name = "tasklet " + std::to_string(tasklet.index);
     if (kind == FailureKind::kDevice) return "the card did not update " + name + " of " + path + ": ";
     if (kind == FailureKind::kGradient) return "the compressed gradient of " + name + " is refused: ";
@@ -32,7 +32,7 @@ Failure abandoned() {
 
 Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::string& path) {
     return Failure{refusal.kind,  path,          tasklet.read_offset,
-                   refusal.error, tasklet.index, what_is_refused(refusal.kind, tasklet, path) + refusal.message};
+                   refusal.error, tasklet.index, refusal_prefix(refusal.kind, tasklet, path) + refusal.message};
 }
 
 Failure not_copied(const Tasklet& tasklet, int error, const std::string& reason) {

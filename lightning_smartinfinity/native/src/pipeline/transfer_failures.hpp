@@ -9,18 +9,18 @@
 #include "extent/extent.hpp"
 #include "io/transfer.hpp"
 
-// Why a batch stops, in words. `path` is that of the tasklet's file.
+// Messages that say why a batch stops. `path` is that of the tasklet's file.
 namespace smart_infinity {
 
 Failure abandoned();
 Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::string& path);
 Failure not_copied(const Tasklet& tasklet, int error, const std::string& reason);
 
-// `rest` is what of a transfer was asked for last.
+// `rest` is the last request of the transfer: the part that had not been moved.
 Failure not_returned(const IoRequest& rest, const Tasklet& tasklet, const std::string& path,
                      std::chrono::milliseconds timeout);
 
-// None while the transfer goes on, or if it is done.
+// Returns nothing while the transfer continues or if it is done.
 std::optional<Failure> failure_of(const Transfer& transfer, Transfer::Progress progress, const Tasklet& tasklet,
                                   const std::string& path);
 

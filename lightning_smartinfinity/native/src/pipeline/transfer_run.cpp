@@ -16,7 +16,7 @@ TransferSchedule::Way way_of(const TransferItem& item, const ResidentTasklets& r
             .resident = is_resident};
 }
 
-// With the batch's own among those that are in the run already.
+// Returns `resident` with the batch's resident tasklets added.
 std::vector<bool> listed(std::vector<bool> resident, const Batch& batch, const ResidentTasklets& residents) {
     for (const Tasklet& tasklet : batch.tasklets) {
         if (!residents.include(tasklet)) continue;

@@ -13,16 +13,16 @@
 
 namespace smart_infinity {
 
-// A tasklet and the part of the batch that it came with. Neither moves while the batch is active.
+// A tasklet and the part of the batch that lists it. Neither moves in memory while the batch is active.
 struct TransferItem {
     const Batch* batch = nullptr;
     const Tasklet* tasklet = nullptr;
     Residence residence = Residence::kNone;
 };
 
-// A batch that is being worked, with all that was added to it. Nothing here locks.
+// The active batch with all tasklets that were added to it. This struct takes no lock.
 struct TransferRun {
-    // Throws std::invalid_argument where a resident tasklet is listed twice.
+    // Throws std::invalid_argument if a resident tasklet is listed twice.
     TransferRun(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents);
     void add(Batch batch, const ResidentTasklets& residents);
 
@@ -32,7 +32,7 @@ struct TransferRun {
     const std::shared_ptr<const CudaStream> stream;
     std::vector<std::unique_ptr<const Batch>> parts;
     std::vector<TransferItem> items;  // by position in the batch
-    std::vector<bool> resident;       // by index: those in the batch
+    std::vector<bool> resident;       // by tasklet: whether it is resident and in the batch
     TransferSchedule schedule;
     std::optional<Failure> failure;
 };

@@ -17,7 +17,7 @@ void FaultInjectingEngine::submit(const IoRequest& request, CompletionHandler& h
     {
         const std::lock_guard lock(mutex_);
         const Pending pending = plan(request, handler);
-        // What is really transferred stays a whole number of blocks, as direct I/O wants it.
+        // The real transfer stays a whole number of blocks, as direct I/O requires.
         const auto bytes = static_cast<std::size_t>(std::max<std::int64_t>(pending.at_most, 1));
         real.bytes = std::min(request.bytes, align_up(bytes, kBlockBytes));
         pending_.insert_or_assign(request.tag, pending);
@@ -33,7 +33,7 @@ FaultInjectingEngine::Pending FaultInjectingEngine::plan(const IoRequest& reques
         at_most = -faults_.error;
     } else if (faults_.short_transfer_every > 0 && (num_reads_ + num_writes_) % faults_.short_transfer_every == 0 &&
                request.bytes > kBlockBytes) {
-        at_most = random(kBlockBytes, at_most - 1);  // a block at least: every transfer ends
+        at_most = random(kBlockBytes, at_most - 1);  // at least a block, so that every transfer ends
     }
     const std::int64_t delay_us = faults_.max_delay_us > 0 ? random(0, faults_.max_delay_us) : 0;
     return Pending{request, &handler, at_most, delay_us};

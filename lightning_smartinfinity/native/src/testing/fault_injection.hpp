@@ -12,17 +12,18 @@
 
 namespace smart_infinity {
 
-// Requests are counted from zero, reads and writes apart.
+// The faults to inject. Requests are counted from zero, reads and writes separately.
 struct Faults {
     std::uint64_t seed = 0;
-    std::int64_t max_delay_us = 0;          // completions wait up to so long, and so overtake each other
-    std::int64_t fail_read_at = -1;         // the read that fails
-    std::int64_t fail_write_at = -1;        // the write that fails, after its first block: a torn extent
-    std::int64_t short_transfer_every = 0;  // every so many transfers stop somewhere in the middle
+    std::int64_t max_delay_us = 0;   // longest random delay of a completion, so that completions overtake each other
+    std::int64_t fail_read_at = -1;  // number of the read that fails
+    std::int64_t fail_write_at =
+        -1;  // number of the write that fails after its first block, which leaves a torn extent
+    std::int64_t short_transfer_every = 0;  // one in this many transfers stops somewhere in the middle
     int error = EIO;
 };
 
-// An engine that misbehaves, for tests.
+// An engine that injects faults, for tests.
 class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
  public:
     FaultInjectingEngine(std::unique_ptr<IoEngine> inner, const Faults& faults);
@@ -34,7 +35,7 @@ class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
     struct Pending {
         IoRequest request;
         CompletionHandler* handler;
-        std::int64_t at_most;  // what the result is cut to: bytes, or a negative errno
+        std::int64_t at_most;  // limit of the result: bytes, or a negative errno
         std::int64_t delay_us;
     };
 
@@ -48,7 +49,7 @@ class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
     std::int64_t num_reads_ = 0;
     std::int64_t num_writes_ = 0;
     std::map<std::size_t, Pending> pending_;  // by tag: one request per tag is in flight
-    std::unique_ptr<IoEngine> inner_;         // last: its destructor waits for completions
+    std::unique_ptr<IoEngine> inner_;         // last member: its destructor waits for completions
 };
 
 }  // namespace smart_infinity

@@ -4,7 +4,7 @@
 
 namespace smart_infinity {
 
-bool Hold::takes(const IoRequest& request, std::function<void()> begin) {
+bool Hold::try_hold(const IoRequest& request, std::function<void()> begin) {
     const std::lock_guard lock(mutex_);
     if (released_ || request.direction != direction_) return false;
     const std::uint64_t number = next_++;
@@ -28,12 +28,12 @@ void Hold::release() {
 
 void wait_for(Hold& hold, const IoRequest& request) {
     const auto released = std::make_shared<std::promise<void>>();
-    if (hold.takes(request, [released] { released->set_value(); })) released->get_future().wait();
+    if (hold.try_hold(request, [released] { released->set_value(); })) released->get_future().wait();
 }
 
 void HoldingEngine::submit(const IoRequest& request, CompletionHandler& handler) {
     const auto begin = [this, request, &handler] { inner_->submit(request, handler); };
-    if (!hold_->takes(request, begin)) begin();
+    if (!hold_->try_hold(request, begin)) begin();
 }
 
 }  // namespace smart_infinity

@@ -12,16 +12,16 @@
 
 namespace smart_infinity {
 
-// Requests of one direction that are held before they begin, from the one with this number on, until they are released.
+// Holds `count` requests of one direction, from number `first` on: they do not begin before release().
 class Hold {
  public:
     Hold(Direction direction, std::uint64_t first, std::uint64_t count)
         : direction_(direction), first_(first), last_(first + count) {}
 
-    // Whether it holds the request, which `begin` will begin.
-    bool takes(const IoRequest& request, std::function<void()> begin);
+    // Returns whether it holds the request, which calling `begin` later starts.
+    bool try_hold(const IoRequest& request, std::function<void()> begin);
     std::size_t count() const;
-    // Those that are held, and all to come.
+    // Releases all held requests, and holds no more.
     void release();
 
  private:
@@ -34,10 +34,10 @@ class Hold {
     std::vector<std::function<void()>> held_;
 };
 
-// Until the hold lets go of the request, if it takes it.
+// Waits until the hold releases the request, if it holds it.
 void wait_for(Hold& hold, const IoRequest& request);
 
-// An engine with requests that take as long as a test wants.
+// An engine whose requests take as long as a test wants.
 class HoldingEngine final : public IoEngine {
  public:
     HoldingEngine(std::unique_ptr<IoEngine> inner, std::shared_ptr<Hold> hold)

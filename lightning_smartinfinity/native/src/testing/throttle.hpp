@@ -14,16 +14,16 @@
 
 namespace smart_infinity {
 
-// How fast open files may be, all together; 0: as fast as they are.
+// A limit on the total speed of some open files; 0: unlimited.
 struct Throttle {
     explicit Throttle(std::set<int> files) : descriptors(std::move(files)) {}
     const std::set<int> descriptors;
     std::atomic<double> bytes_per_second{0};
 };
 
-// An engine in which requests to some files take turns, from their submission on, and the time of a slow device or of a
-// slow channel to several, for tests. What they really take is part of that time, and so is that of a throttle within
-// this one: a request passes through both at once. Other files are left alone.
+// An engine in which requests to some files take turns from their submission on, at the speed of a slow device or of a
+// slow channel that several devices share, for tests. A turn includes the request's real duration and its turn in
+// another throttle below this one, since a request passes through both at once. Other files are unaffected.
 class ThrottledEngine final : public IoEngine, private CompletionHandler {
  public:
     ThrottledEngine(std::unique_ptr<IoEngine> inner, std::shared_ptr<const Throttle> throttle);
@@ -52,8 +52,8 @@ class ThrottledEngine final : public IoEngine, private CompletionHandler {
     std::mutex mutex_;
     Clock::time_point end_of_turns_;
     std::map<std::size_t, Pending> pending_;  // by tag: one request per tag is in flight
-    WorkerPool<Done> slow_;                   // of one thread
-    std::unique_ptr<IoEngine> inner_;         // last: its destructor waits for completions
+    WorkerPool<Done> slow_;                   // one thread
+    std::unique_ptr<IoEngine> inner_;         // last member: its destructor waits for completions
 };
 
 }  // namespace smart_infinity
