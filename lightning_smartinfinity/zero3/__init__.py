@@ -1,8 +1,8 @@
-"""The seam to DeepSpeed's ZeRO-3: engine, stage-3 optimizer, checkpoint format. The only importer of deepspeed.
+"""The connection to DeepSpeed's ZeRO-3: engine, stage-3 optimizer, checkpoint format. The only importer of deepspeed.
 
-This ``__init__`` and what it imports load deepspeed inside functions only. The modules that need it at module level
-(``engine``, ``optimizer`` and what they use) are imported by the strategy when it sets the model up, after
-:func:`prepare_environment` has told DeepSpeed which accelerator to use.
+This ``__init__`` and its imports load deepspeed inside functions only. The strategy imports the modules that need it at
+module level (``engine``, ``optimizer`` and what they use) when it sets up the model, after :func:`prepare_environment`
+has told DeepSpeed which accelerator to use.
 """
 
 from lightning_smartinfinity.zero3.deepspeed_config import build_deepspeed_config

@@ -1,4 +1,4 @@
-"""Clipping of the gradients that have arrived, where they lie: as torch does in place, after backward."""
+"""Clips the gradients that have arrived, in place in the arena, as torch clips them after backward."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 
 __all__ = ["clip_norm", "clip_values", "norm_as_torch"]
 
-_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+_EPS = 1e-6  # the same as in torch.nn.utils.clip_grad_norm_
 
 
 def clip_norm(optimizer: StorageOptimizer, limit: float) -> float:
     """Scale the gradients of this window so that their 2-norm over all ranks is at most ``limit``.
 
-    Collective. Gradients that are not finite are left alone: the step skips them.
+    Collective. Gradients that are not finite stay unchanged: the step is skipped.
 
     Returns:
-        The norm before, of unscaled gradients.
+        The norm of the unscaled gradients before clipping.
     """
     total = sum_over_ranks(optimizer.arena.sum_of_squares(), optimizer.dp_process_group)
     norm = math.sqrt(total) / float(optimizer.loss_scale) if total >= 0 else math.nan
@@ -34,7 +34,7 @@ def clip_norm(optimizer: StorageOptimizer, limit: float) -> float:
 def clip_values(optimizer: StorageOptimizer, limit: float) -> None:
     """Clamp every element of the gradients of this window to ``[-limit, limit]``.
 
-    Gradients that are not finite are left alone: the step skips them.
+    Gradients that are not finite stay unchanged: the step is skipped.
     """
     if math.isfinite(optimizer.arena.sum_of_squares()):
         optimizer.speculation.discard()
@@ -42,5 +42,5 @@ def clip_values(optimizer: StorageOptimizer, limit: float) -> None:
 
 
 def norm_as_torch(norm: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-    """The norm as ``torch.nn.utils.clip_grad_norm_`` returns it, or its error."""
+    """Return the norm as ``torch.nn.utils.clip_grad_norm_`` does, or raise its error."""
     return torch.nn.utils.get_total_norm([torch.tensor([norm])], error_if_nonfinite=error_if_nonfinite)

@@ -1,4 +1,4 @@
-"""Agreements between ranks: either all go on, or all raise."""
+"""Agreements between ranks: either all continue, or all raise."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 
 def gather(value: T, group: ProcessGroup | None) -> list[T]:
-    """``value`` of every rank, in rank order, on every rank."""
+    """Return the values of all ranks, in rank order, on every rank."""
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return cast("list[T]", values)
 
 
 def raise_together(error: SmartInfinityError | None, group: ProcessGroup | None) -> None:
-    """Raise on every rank if any rank has an error: its own where it has one, else the first other's.
+    """Raise on every rank if any rank has an error: the rank's own, or else that of the first rank with one.
 
     A rank that raises alone leaves the others waiting in their next collective.
     """
@@ -37,7 +37,7 @@ def raise_together(error: SmartInfinityError | None, group: ProcessGroup | None)
 
 @contextmanager
 def raising_together(group: ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on every rank what the body raised on any: every rank enters and leaves it."""
+    """Raise on every rank what the body raised on any of them. Every rank must enter and leave the context."""
     error = None
     try:
         yield
@@ -48,7 +48,7 @@ def raising_together(group: ProcessGroup | None = None) -> Iterator[None]:
 
 @contextmanager
 def failing_together(group: ProcessGroup | None) -> Iterator[None]:
-    """As :func:`raising_together`, for hot paths: one number crosses unless some rank failed."""
+    """Act as :func:`raising_together`, for hot paths: ranks exchange one number unless one of them failed."""
     error = None
     try:
         yield
@@ -59,7 +59,7 @@ def failing_together(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def sum_over_ranks(value: float, group: ProcessGroup | None) -> float:
-    """Sum of one double over ranks; it travels on the training device."""
+    """Return the sum of one double over all ranks, reduced on the training device."""
     if dist.get_world_size(group) == 1:
         return value
     from deepspeed.accelerator import get_accelerator

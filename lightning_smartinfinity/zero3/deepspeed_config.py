@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, made from ours."""
+"""Builds DeepSpeed's configuration from ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig
 
 __all__ = ["build_deepspeed_config"]
 
-# DeepSpeed allocates one bucket of this many elements; Lightning's 200M would take 400 MB before the first step.
+# DeepSpeed allocates one bucket of this many elements; Lightning's default of 200M takes 400 MB before the first step.
 _BUCKET_NUMEL = 16 * 1024 * 1024
 
 _OWNED = {
@@ -18,7 +18,7 @@ _OWNED = {
     "offload_optimizer": "optimizer state lives on the strategy's storage",
     "cpu_offload": "optimizer state lives on the strategy's storage",
 }
-# What DeepSpeed still takes under an old name, which it would turn into another section behind our back.
+# Old names that DeepSpeed still accepts, and would silently move into another section.
 _DEPRECATED = {
     "cpu_offload_param": "Use zero={'offload_param': {'device': 'cpu'}}.",
     "cpu_offload_use_pin_memory": "Use zero={'offload_param': {'device': 'cpu', 'pin_memory': True}}.",
@@ -35,20 +35,20 @@ _REFUSED = {
     "load_from_fp32_weights": "load_from_fp32_weights",
     "elastic_checkpoint": "elastic checkpoints",
 }
-# Settings of the refused features that switch nothing on.
+# Values of the refused keys that switch nothing on.
 _HARMLESS: tuple[object, ...] = (None, False, 0)
 _HARMLESS_OF: dict[str, tuple[object, ...]] = {
     "zero_hpz_partition_size": (None, 0, 1),
     "mics_shard_size": (None, 0, -1),
-    "load_from_fp32_weights": (None, True),  # the one feature that is switched on by False
+    "load_from_fp32_weights": (None, True),  # False switches this feature on
 }
 
 
 def build_deepspeed_config(zero: Mapping[str, object] | None) -> DeepSpeedConfig:
-    """DeepSpeed's configuration for ZeRO-3 whose optimizer state is ours.
+    """Build DeepSpeed's configuration for ZeRO-3, with optimizer state left to this package.
 
     Args:
-        zero: Further keys of DeepSpeed's ``zero_optimization`` section.
+        zero: Additional keys of DeepSpeed's ``zero_optimization`` section.
 
     Returns:
         A configuration without batch size, precision, clipping and accumulation, which Lightning fills in.
@@ -62,7 +62,7 @@ def build_deepspeed_config(zero: Mapping[str, object] | None) -> DeepSpeedConfig
     section: DeepSpeedConfig = {
         "stage": 3,
         # "cpu" is the branch of DeepSpeed with the fewest side paths: no swapper, the ordinary checkpoint files.
-        # The optimizer subclass keeps it from allocating anything there.
+        # The optimizer subclass prevents it from allocating memory for state.
         "offload_optimizer": {"device": "cpu", "pin_memory": False},
         "reduce_bucket_size": _BUCKET_NUMEL,
         "sub_group_size": 2 * _BUCKET_NUMEL,
@@ -79,16 +79,16 @@ def build_deepspeed_config(zero: Mapping[str, object] | None) -> DeepSpeedConfig
 
 
 def _complete_nvme(section: DeepSpeedConfig) -> None:
-    """What parameters on storage need beside ``{"device": "nvme"}``, where the user says nothing else."""
+    """Add what parameters on storage need beside ``{"device": "nvme"}``, unless the user has set it."""
     offload = section.get("offload_param")
     if not isinstance(offload, dict) or offload.get("device") != "nvme":
         return
     # DeepSpeed's default keeps a billion elements in memory.
     offload.setdefault("max_in_cpu", 0)
-    # DeepSpeed insists on a path for its own files, of which there are none.
+    # DeepSpeed requires a path for its own files, but writes none.
     offload.setdefault("nvme_path", "unused")
     if "max_reuse_distance" not in section:
-        # DeepSpeed's default keeps every parameter gathered that is used again within a billion elements.
+        # DeepSpeed's default keeps a parameter gathered if it is used again within a billion elements.
         section.setdefault("stage3_max_reuse_distance", 0)
 
 

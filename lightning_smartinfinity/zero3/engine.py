@@ -1,4 +1,4 @@
-"""DeepSpeed engines: one whose stage-3 optimizer keeps its state on storage, and one without optimizer."""
+"""DeepSpeed engines: one whose stage-3 optimizer keeps its state on storage, and one without an optimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import deepspeed
 
-# Imported before the class that it subclasses is replaced below: the base's method would import it in between.
+# Imported here, since DeepSpeed would otherwise import it while its base class is replaced (see below).
 import deepspeed.runtime.superoffload.superoffload_stage3
 import deepspeed.runtime.zero.stage3 as stage3
 import torch
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class _PortableEngine(DeepSpeedEngine):
-    """``DeepSpeedEngine`` that computes in fp16 wherever torch does, and refuses to load weights that it would lose."""
+    """A ``DeepSpeedEngine`` that uses fp16 wherever torch can, and refuses loads that partitioning would discard."""
 
     def __init__(self, **kwargs: object) -> None:
         refuse_foreign_steps()
@@ -55,8 +55,8 @@ class _PortableEngine(DeepSpeedEngine):
         refuse_plain_loading(self.module)
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
-        # zero.Init has given parameters their dtype, so the base class casts none; some came without it, by copying or
-        # assignment.
+        # The base class casts nothing if zero.Init has partitioned a parameter. Parameters that were copied or assigned
+        # without it still need the dtype.
         params = list(model.parameters())
         if any(is_zero_param(param) for param in params) and (self.bfloat16_enabled() or self.fp16_enabled()):
             dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16
@@ -69,7 +69,7 @@ class _PortableEngine(DeepSpeedEngine):
                 _cast_statistics(module)
 
     def _do_sanity_check(self) -> None:
-        # DeepSpeed wants oneDNN's fp16 kernels of a CPU; torch has kernels of its own, slower but everywhere.
+        # On a CPU, DeepSpeed requires oneDNN's fp16 kernels. torch's own kernels are slower but run on every CPU.
         with _replaced(get_accelerator(), "is_fp16_supported", _computes_fp16):
             if self.fp16_enabled() and not _computes_fp16():
                 raise UnsupportedError(
@@ -80,16 +80,16 @@ class _PortableEngine(DeepSpeedEngine):
 
 
 class EvaluationEngine(_PortableEngine):
-    """Engine without optimizer."""
+    """An engine without an optimizer."""
 
 
 class SmartInfinityEngine(_PortableEngine):
-    """Engine that builds a :class:`SmartInfinityOptimizer`.
+    """An engine that builds a :class:`SmartInfinityOptimizer`.
 
     Args:
         offload: Where optimizer state lives and how it moves.
-        model: As ``deepspeed.initialize`` passes it to ``DeepSpeedEngine``.
-        **kwargs: The same.
+        model: The model, as ``deepspeed.initialize`` passes it to ``DeepSpeedEngine``.
+        **kwargs: Further arguments, passed in the same way.
     """
 
     def __init__(self, *, offload: OffloadSettings, model: torch.nn.Module, **kwargs: object) -> None:
@@ -97,7 +97,7 @@ class SmartInfinityEngine(_PortableEngine):
         try:
             super().__init__(model=model, **kwargs)
         except BaseException:
-            # torch's Module is not yet one if that constructor failed early.
+            # If the constructor failed early, torch's Module cannot look up attributes yet.
             optimizer = vars(self).get("optimizer")
             if isinstance(optimizer, SmartInfinityOptimizer):
                 optimizer.rank_state.close()
@@ -106,7 +106,7 @@ class SmartInfinityEngine(_PortableEngine):
             raise
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> ZeroOptimizer:
-        # The base imports the optimizer class at call time, which is how it picks its own stage-3 subclasses.
+        # The base imports the optimizer class at call time, in order to choose among its own stage-3 subclasses.
         with _replaced(
             stage3,
             "DeepSpeedZeroOptimizer_Stage3",
@@ -115,7 +115,7 @@ class SmartInfinityEngine(_PortableEngine):
             return super()._configure_zero_optimizer(optimizer)
 
     def _check_for_duplicates(self, optimizer: torch.optim.Optimizer) -> None:
-        # The base class counts in lists: with many parameters that takes longer than everything else here.
+        # The base class searches lists: with many parameters that takes longer than the rest of the set-up.
         counts = Counter(id(param) for group in optimizer.param_groups for param in group["params"])
         for name, param in self.module.named_parameters():
             if counts[id(param)] > 1:
@@ -126,7 +126,7 @@ class SmartInfinityEngine(_PortableEngine):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **unknown: object
     ) -> torch.Tensor:
-        """As the base class; a retained graph keeps its parameters gathered.
+        """Run backward like the base class; the parameters of a retained graph stay gathered.
 
         Raises:
             UnsupportedError: Another argument of ``Tensor.backward``, such as ``create_graph``, was passed.
@@ -152,7 +152,7 @@ class SmartInfinityEngine(_PortableEngine):
         return param.nvme_swapper.read_partition(param)  # type: ignore[no-any-return]
 
     def load_module_state_dict(self, checkpoint: SavedState, *args: object, **kwargs: object) -> None:
-        """As the base class, which would copy into partitions that are not in memory."""
+        """Load like the base class, and also into partitions on storage, which the base class cannot write."""
         fragments = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
         stored = [param for param in self.module.parameters() if not param.requires_grad and stored_parameter(param)]
         if fragments is None or not stored:
@@ -182,10 +182,10 @@ class SmartInfinityEngine(_PortableEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As the base class; what ``save_dir`` held under this tag stays whole until the new save is.
+        """Save like the base class; an earlier save under this tag stays whole until the new one is complete.
 
         Raises:
-            CheckpointError: It could not be written; on every rank.
+            CheckpointError: The checkpoint could not be written; raised on every rank.
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         with replacing(save_dir, tag, local_rank=self.local_rank) as staging:
@@ -197,7 +197,7 @@ class SmartInfinityEngine(_PortableEngine):
     # ---- refused
 
     def offload_states(self, *args: object, **kwargs: object) -> None:
-        """Refused: there is no optimizer state in memory to move."""
+        """Raise UnsupportedError: there is no optimizer state in memory to move."""
         raise UnsupportedError(
             "DeepSpeedEngine.offload_states does not work with the smart_infinity strategy.",
             "Remove the call: optimizer state is on storage already.",
@@ -205,9 +205,9 @@ class SmartInfinityEngine(_PortableEngine):
 
 
 def _cast_statistics(norm: torch.nn.modules.batchnorm._BatchNorm) -> None:
-    """Give running statistics the dtype of the weights, as bf16-true does: torch's kernels take no others with them.
+    """Cast running statistics to the dtype of the weights, as bf16-true does: torch's kernels require one dtype.
 
-    DeepSpeed casts parameters alone.
+    DeepSpeed casts only parameters.
     """
     for name in ("running_mean", "running_var"):
         statistic = getattr(norm, name)
@@ -216,7 +216,7 @@ def _cast_statistics(norm: torch.nn.modules.batchnorm._BatchNorm) -> None:
 
 
 def _computes_fp16() -> bool:
-    """Whether a matrix product in fp16, forward and backward, runs on the training device."""
+    """Return whether a matrix product in fp16, forward and backward, runs on the training device."""
     device = get_accelerator().current_device_name()
     try:
         weight = torch.ones(2, 2, dtype=torch.float16, device=device, requires_grad=True)
@@ -227,7 +227,7 @@ def _computes_fp16() -> bool:
 
 
 def is_engine(value: object) -> bool:
-    """Whether it is a module that DeepSpeed took over."""
+    """Return whether ``value`` is an engine of DeepSpeed's."""
     return isinstance(value, DeepSpeedEngine)
 
 
@@ -235,7 +235,7 @@ def refuse_trained(module: torch.nn.Module) -> None:
     """Refuse a module whose parameters an engine is training.
 
     Raises:
-        UnsupportedError: It has such parameters.
+        UnsupportedError: The module has such parameters.
     """
     if any(owner.rank_state.is_open for owner in trainings_of(module)):
         raise UnsupportedError(
@@ -245,10 +245,10 @@ def refuse_trained(module: torch.nn.Module) -> None:
 
 
 def refuse_in_fit(module: torch.nn.Module) -> None:
-    """Refuse a module that a Trainer is fitting: another engine would take it out of that one's hands.
+    """Refuse a module that a Trainer is fitting: another engine would take the module away from the fit.
 
     Raises:
-        UnsupportedError: A fit of it is going on.
+        UnsupportedError: A fit of the module is in progress.
     """
     if any(owner.rank_state.is_open and owner.rank_state.in_fit for owner in trainings_of(module)):
         raise UnsupportedError(
@@ -260,12 +260,12 @@ def refuse_in_fit(module: torch.nn.Module) -> None:
 def build_evaluation_engine(
     model: torch.nn.Module, config: DeepSpeedConfig, *, device_index: int | None
 ) -> EvaluationEngine:
-    """An engine without optimizer: ZeRO-3's gathers alone.
+    """Build an engine without an optimizer: it only gathers parameters, as ZeRO-3 does.
 
     Args:
-        model: What is evaluated; hooks of the user's stay, those of earlier engines go.
-        config: DeepSpeed's, as for training.
-        device_index: Of the training device.
+        model: Module to evaluate. The user's hooks stay; those of earlier engines are removed.
+        config: DeepSpeed's configuration, as for training.
+        device_index: Index of the training device.
     """
     check_dtype(model, config)
     release_module(model)

@@ -1,4 +1,4 @@
-"""A training engine's optimizer, as torch knows optimizers."""
+"""Presents the optimizer of a training engine as a torch optimizer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["EngineOptimizer"]
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """What Fabric hands to its user in the place of the optimizer that was set up.
+    """The optimizer that Fabric returns to its user in place of the one that was set up.
 
-    DeepSpeed's own is no ``torch.optim.Optimizer``, which torch's schedulers insist on, and Fabric derives its wrapper
-    from the class of what it wraps: DeepSpeed's methods would then set on the wrapper what belongs to the optimizer.
+    DeepSpeed's own is no ``torch.optim.Optimizer``, which torch's schedulers require. Fabric also derives its wrapper
+    from the class of what it wraps: DeepSpeed's methods would then set the optimizer's attributes on the wrapper.
 
     Args:
-        engine: The training engine; its groups are those of the optimizer that the user built, changed in place.
+        engine: The training engine. Its parameter groups are those of the user's optimizer, changed in place.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -35,7 +35,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which ``backward`` scales the loss; 1 unless in fp16."""
+        """Factor by which ``backward`` multiplies the loss; 1 except in fp16."""
         return float(self.engine.optimizer.loss_scale)
 
     def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
@@ -48,26 +48,26 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Discard the gradients."""
         self.engine.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> NoReturn:
-        """Refused: the state lies on storage, and no rank has all of it."""
+        """Raise UnsupportedError: the state lies on storage, and no rank has all of it."""
         raise UnsupportedError(
             "optimizer.state_dict() does not work with the smart_infinity strategy: the state is on storage.",
             "Save it by fabric.save(path, {'model': model, 'optimizer': optimizer}).",
         )
 
     def load_state_dict(self, state_dict: ParamGroup) -> NoReturn:
-        """Refused, as :meth:`state_dict`."""
+        """Raise UnsupportedError, as :meth:`state_dict` does."""
         raise UnsupportedError(
             "optimizer.load_state_dict() does not work with the smart_infinity strategy: the state is on storage.",
             "Load it by fabric.load(path, {'model': model, 'optimizer': optimizer}).",
         )
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Refused once the optimizer is set up: the layout of the state on storage is fixed."""
-        if not hasattr(self, "engine"):  # torch's constructor adds the groups that are there
+        """Raise UnsupportedError after set-up: the layout of the state on storage is fixed."""
+        if not hasattr(self, "engine"):  # torch's constructor adds the user's groups
             super().add_param_group(param_group)
             return
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""What must be true of the process before DeepSpeed is first imported."""
+"""Prepares the process before DeepSpeed is first imported."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def prepare_environment(device_type: str, *, local_world_size: int) -> None:
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
-        local_world_size: Processes on this node.
+        local_world_size: Number of processes on this node.
 
     Raises:
-        UnsupportedError: The device is neither, or DeepSpeed already chose another one in this process.
+        UnsupportedError: The device is neither, or DeepSpeed has already chosen another one in this process.
     """
     if device_type not in ("cpu", "cuda"):
         raise UnsupportedError(
@@ -50,9 +50,9 @@ def _require_accelerator(device_type: str) -> None:
 def forbid_jit_builds() -> None:
     """Keep DeepSpeed from compiling its shared-memory collectives when a process group starts on a CPU.
 
-    ``deepspeed.comm.torch.build_shm_op`` compiles the op (about 20 s, and a compiler) whenever this table says that it
-    could. Each process that uses it leaves 69 MB in /dev/shm behind, which nobody removes. Without it DeepSpeed falls
-    back to torch.distributed, which is all that is needed here.
+    ``deepspeed.comm.torch.build_shm_op`` compiles the op, which needs a compiler and about 20 s, whenever this table
+    marks it as compatible. Each process that uses it leaves 69 MB in /dev/shm. Without it DeepSpeed falls back to
+    torch.distributed, which is sufficient.
     """
     import deepspeed.ops
 
@@ -60,10 +60,10 @@ def forbid_jit_builds() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the system, where the C library can.
+    """Return freed memory to the system, if the C library can.
 
-    glibc keeps freed blocks below its mmap threshold, which grows as large tensors come and go: after DeepSpeed has cut
-    an fp32 model into 16-bit partitions, the fp32 model would stay resident for the whole run.
+    glibc keeps freed blocks that are smaller than its mmap threshold, which grows as large tensors are freed. After
+    DeepSpeed has cut an fp32 model into 16-bit partitions, the fp32 model would stay resident for the whole run.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The stage-3 optimizer that our engine builds: its state on storage, its checkpoints in DeepSpeed's format."""
+"""The stage-3 optimizer that our engine builds: state on storage, checkpoints in DeepSpeed's format."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["SmartInfinityOptimizer"]
 
 
 class SmartInfinityOptimizer(StateByParameter):
-    """DeepSpeed's stage-3 optimizer for this package, complete."""
+    """The complete stage-3 optimizer of this package."""
 
     # ---- checkpoints
 
     def checkpoint_event_prologue(self) -> None:
-        """As the base class, and drain the step in flight: a checkpoint is about to be saved or loaded."""
+        """Call the base class and drain the step in flight: a checkpoint is about to be saved or loaded."""
         super().checkpoint_event_prologue()
         self.update.drain()
 
@@ -30,28 +30,28 @@ class SmartInfinityOptimizer(StateByParameter):
 
     @torch.no_grad()
     def _restore_from_bit16_weights(self) -> None:
-        """Take the partition's present values as masters; moments and step counts stay."""
+        """Set the masters to the partition's present values; moments and step counts stay."""
         self.update.drain()
         self.outside_writes.refresh_all()
 
     # ---- refused
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Refused: the layout of the state on storage is fixed."""
+        """Raise UnsupportedError: the layout of the state on storage is fixed."""
         raise UnsupportedError(
             "add_param_group does not work in mid-training with the smart_infinity strategy.",
             "Return every parameter group from configure_optimizers.",
         )
 
     def offload_states(self, *args: object, **kwargs: object) -> None:
-        """Refused: there is no optimizer state in memory to move."""
+        """Raise UnsupportedError: there is no optimizer state in memory to move."""
         raise UnsupportedError(
             "offload_states does not work with the smart_infinity strategy.",
             "Remove the call: optimizer state is on storage already.",
         )
 
     def reload_states(self, *args: object, **kwargs: object) -> None:
-        """Refused: nothing was ever moved away."""
+        """Raise UnsupportedError: no state was moved away."""
         raise UnsupportedError(
             "reload_states does not work with the smart_infinity strategy.",
             "Remove the call: optimizer state stays on storage.",

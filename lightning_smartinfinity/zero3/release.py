@@ -1,4 +1,4 @@
-"""Taking a module back from the engines it was trained or evaluated by, finished, failed or interrupted."""
+"""Releases a module from the engines that trained or evaluated it, whether finished, failed or interrupted."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 __all__ = ["end_training", "release_module", "trainings_of"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# What torch keeps beside a hook, by its id.
+# Further entries that torch keeps for a hook, by the hook's id.
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
 def trainings_of(module: torch.nn.Module) -> list[StorageOptimizer]:
-    """Whoever trains parameters of a module, or has trained them last, by whatever strategy."""
+    """Return the optimizers that train a module's parameters, or trained them last, under any strategy."""
     owners = dict.fromkeys(getattr(param, "_z3_optimizer", None) for param in module.parameters())
     return [owner for owner in owners if isinstance(owner, StorageOptimizer)]
 
 
 def end_training(module: torch.nn.Module) -> None:
-    """End earlier trainings of a module, by whatever strategy: their storage is closed."""
+    """End earlier trainings of a module, under any strategy, and close their storage."""
     for owner in trainings_of(module):
         owner.close_storage()
         owner.destroy()
 
 
 def release_module(module: torch.nn.Module) -> None:
-    """Leave nothing of earlier engines on a module but its partitioned parameters: the next engine finds it as new.
+    """Remove what earlier engines left on a module, except its partitioned parameters, so that another can take it.
 
-    Hooks of the user's stay. What an earlier training of the module keeps on storage stays readable.
+    The user's hooks stay. State that an earlier training of the module keeps on storage stays readable.
     """
     for child in module.modules():
         _remove_hooks(child)
-        # A forward pass that was broken off left it set; then whoever reads a parameter gathers it.
+        # An interrupted forward pass leaves this set, and then every read of a parameter gathers it.
         if isinstance(child._parameters, parameter_offload.ZeROOrderedDict):
             child._parameters._in_forward = False
     children = set(module.modules())
@@ -60,7 +60,7 @@ def _remove_hooks(module: torch.nn.Module) -> None:
 
 
 def _partition_parameters(module: torch.nn.Module) -> None:
-    """Release parameters that a forward or backward pass, broken off by an exception, had gathered; drop gradients."""
+    """Release parameters that an interrupted forward or backward pass left gathered; discard gradients."""
     end_gathers(module)
     for param in cast(Iterator[ZeroParameter], module.parameters()):
         param.grad = None

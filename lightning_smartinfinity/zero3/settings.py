@@ -1,4 +1,4 @@
-"""What the ZeRO-3 optimizer needs to know about storage."""
+"""Settings of storage for the ZeRO-3 optimizer and its parameters."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadSettings(StrategySettings):
-    """The user's settings, and what is known of the training.
+    """The user's settings, and what is known about the training.
 
     Args:
         storage: One folder per storage device.
-        cards: The SmartSSDs that update; None: the host does.
-        gradient_itemsize: Bytes of a gradient's element, before there is an arena to ask; unless known, the most.
+        cards: The SmartSSDs that update; None: the host updates.
+        gradient_itemsize: Bytes of a gradient's element; until the arena's dtype is known, the largest possible number.
         parameter_itemsize: Bytes of a parameter's element, likewise.
         feed_back_threads: Number of threads that put what compression did not send into the residual.
     """
 
-    storage: tuple[Path, ...] = field()  # without the default of the base
+    storage: tuple[Path, ...] = field()  # without the base's default
     cards: CardSetup | None = None
     gradient_itemsize: int = 4
     parameter_itemsize: int = 4
     feed_back_threads: int = 1
 
     def gradient_bytes(self, numel: int) -> int:
-        """The most that the gradient of so many elements takes on its way to the update."""
+        """Return the most bytes that the gradient of ``numel`` elements takes on its way to the update."""
         if self.compression is None:
             return numel * self.gradient_itemsize
         dtype = native.DType.FLOAT32 if self.gradient_itemsize == _FP32_BYTES else native.DType.BFLOAT16
@@ -42,22 +42,22 @@ class OffloadSettings(StrategySettings):
 
     @property
     def tasklet_bytes(self) -> int:
-        """``TransferConfig.tasklet_bytes``, or what suits the device."""
+        """``TransferConfig.tasklet_bytes``, or the default of the device."""
         return self.transfer.tasklet_bytes or (HOST_TASKLET_BYTES if self.cards is None else CARD_TASKLET_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSettings:
-    """Where parameters lie and what host memory they may take.
+    """Where parameters lie and how much host memory they may use.
 
     Args:
         folders: Storage folders.
         job: ``TransferConfig.job``.
         direct_io: ``TransferConfig.file_access``.
         io_engine: ``TransferConfig.io_engine``.
-        buffer_count: Buffers for partitions in use or read ahead.
-        buffer_numel: Elements of each; None: the largest partition.
-        persistence_numel: DeepSpeed keeps parameters of so many elements gathered; they are not stored.
+        buffer_count: Number of buffers for partitions in use or read ahead.
+        buffer_numel: Elements of each buffer; None: those of the largest partition.
+        persistence_numel: DeepSpeed keeps parameters of up to this many elements gathered; they are not stored.
     """
 
     folders: tuple[Path, ...]

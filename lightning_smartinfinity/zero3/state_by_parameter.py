@@ -18,15 +18,15 @@ __all__ = ["StateByParameter"]
 
 _MASTER = "master"
 # The state of an empty parameter, which DeepSpeed leaves out of the partition.
-_NOTHING = torch.empty(0)
+_NO_STATE = torch.empty(0)
 
 
 class StateByParameter(StorageOptimizer):
-    """The optimizer with this API; the names are DeepSpeed's.
+    """The optimizer with this API, whose names are DeepSpeed's.
 
-    All of it is collective, the local calls too: a write is one commit on every rank, and what is wrong on one rank
-    raises on all. Like DeepSpeed, it passes over parameters that are not trained, and over empty ones. Gradients are
-    those of the window so far, in fp16 times the loss scale; a parameter without any has None.
+    All methods are collective, the local ones too: a write is one commit on every rank, and an error on one rank raises
+    on all. Like DeepSpeed, they skip parameters that are not trained and empty ones. Gradients are those of the window
+    so far, in fp16 multiplied by the loss scale; a parameter without one has None.
     """
 
     # ---- masters and optimizer state
@@ -35,7 +35,7 @@ class StateByParameter(StorageOptimizer):
         self, param: ZeroParameter, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
         if not self._has_state(param):
-            return _NOTHING, 0
+            return _NO_STATE, 0
         index = self.partition.index[param.ds_id]
         piece = self.layout.parameters[index]
         padded = torch.zeros(piece.numel, dtype=torch.float32)
@@ -52,11 +52,11 @@ class StateByParameter(StorageOptimizer):
         Args:
             value: The full tensor, in any floating dtype.
             param: The parameter.
-            optim_state_key: ``"exp_avg"`` and the like; None: the master.
+            optim_state_key: Name of an array, such as ``"exp_avg"``; None: the master.
 
         Raises:
             ConfigError: The value does not fit, or there is no such state (yet).
-            StorageError: It could not be written; nothing has changed.
+            StorageError: The value could not be written; nothing has changed.
         """
         if not self._has_state(param):
             return
@@ -66,7 +66,7 @@ class StateByParameter(StorageOptimizer):
         self._set(param, values, optim_state_key)
 
     def set_local_hp_param(self, value: torch.Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
-        """As :meth:`set_full_hp_param`, but ``value`` is this rank's slice, with its padding."""
+        """Act as :meth:`set_full_hp_param`, but with this rank's slice and its padding as ``value``."""
         if not self._has_state(param):
             return
         values = None
@@ -93,7 +93,7 @@ class StateByParameter(StorageOptimizer):
         with raising_together(self.dp_process_group):
             self.partition.write(piece.offset, values)
         if param.ds_status is ZeroParamStatus.AVAILABLE:
-            # Gathered already, like the small parameters that ZeRO-3 keeps gathered between steps.
+            # The parameter is gathered, like the small ones that ZeRO-3 keeps gathered between steps.
             padded = torch.zeros(piece.numel, dtype=torch.float32, device=param.device)
             padded[: piece.real_numel].copy_(values)
             param.data.copy_(self._fp32_state_allgather(param, padded))
@@ -126,19 +126,19 @@ class StateByParameter(StorageOptimizer):
         return self.arena.gradient(index), self._piece(param).sub_group
 
     def get_fp32_grad_for_param(self, param: ZeroParameter) -> torch.Tensor | None:
-        """The full gradient in fp32, or None without one in this window."""
+        """Return the full gradient in fp32, or None if there is none in this window."""
         local = self.get_local_fp32_grad_for_param(param)
         return None if local is None else self._fp32_state_allgather(param, local)
 
     def get_local_fp32_grad_for_param(self, param: ZeroParameter) -> torch.Tensor | None:
-        """This rank's slice of the gradient with its padding, in fp32, or None without one in this window."""
+        """Return this rank's slice of the gradient, padded, in fp32, or None if there is none in this window."""
         if not self._has_gradient(param):
             return None
         gradient, _ = self._get_fp32_grad_state_partition(param, release_swap_buffers=True)
         return gradient.to(param.device, torch.float32, copy=True)
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: ZeroParameter) -> None:
-        """Replace the full gradient; a parameter without one in this window has one from now on.
+        """Replace the full gradient; a parameter without one in this window then has one.
 
         Raises:
             ConfigError: The value does not fit.
@@ -150,7 +150,7 @@ class StateByParameter(StorageOptimizer):
             self._write_gradient(param, self._own_slice(param, _checked(value, param.ds_numel)))
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: ZeroParameter) -> None:
-        """As :meth:`set_fp32_grad_for_param`, but ``value`` is this rank's slice, with its padding."""
+        """Act as :meth:`set_fp32_grad_for_param`, but with this rank's slice and its padding as ``value``."""
         if not self._has_state(param):
             return
         self._drain_for_residual()
@@ -160,14 +160,14 @@ class StateByParameter(StorageOptimizer):
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[torch.Tensor, ZeroParameter], torch.Tensor], param_list: Sequence[ZeroParameter]
     ) -> None:
-        """Replace full gradients by ``update_func(gradient, param)``; parameters without one are passed over."""
+        """Replace full gradients by ``update_func(gradient, param)``; skip parameters without one."""
         for param in param_list:
             gradient = self.get_fp32_grad_for_param(param)
             if gradient is not None:
                 self.set_fp32_grad_for_param(update_func(gradient, param), param)
 
     def _has_gradient(self, param: ZeroParameter) -> bool:
-        # Alike on all ranks: a gradient that has no element here arrives, too.
+        # The same on all ranks: a gradient arrives even on a rank that has none of its elements.
         return self._has_state(param) and bool(self.arena.active[self.partition.index[param.ds_id]])
 
     def _write_gradient(self, param: ZeroParameter, values: torch.Tensor) -> None:
@@ -189,7 +189,7 @@ class StateByParameter(StorageOptimizer):
 
 
 def _checked(value: object, numel: int) -> torch.Tensor:
-    """``value``, flat."""
+    """Return ``value`` flattened, if it fits."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise ConfigError(f"A parameter's state cannot be set to a {kind}.", "Pass a tensor of floats.")

@@ -42,7 +42,7 @@ from lightning_smartinfinity.zero3.untyped import ParamGroup
 
 __all__ = ["open_storage", "require_parameter_space", "with_cache"]
 
-_MOST_ITEM_BYTES = 4  # of a gradient
+_MOST_ITEM_BYTES = 4  # largest size of a gradient's element
 
 
 def open_storage(
@@ -59,22 +59,22 @@ def open_storage(
 ) -> TransferHandler:
     """Create the store, open the device and write the first generation.
 
-    Collective: if it fails on one rank it raises on every rank, and no rank leaves anything behind.
+    Collective: if it fails on one rank, it raises on every rank, and no rank leaves any files.
 
     Args:
-        settings: Folders and transfer settings, alike on all ranks.
+        settings: Folders and transfer settings, the same on all ranks.
         layout: This rank's partition.
         rule: The optimizer's update rule.
-        dtype: Of the parameters.
-        gradient_dtype: Of the gradient arena.
+        dtype: Dtype of the parameters.
+        gradient_dtype: Dtype of the gradient arena.
         groups: The optimizer's parameter groups, for the manifest.
-        masters: This rank's partition: the masters are widened from it.
-        first_values: Of the other arrays.
+        masters: This rank's partition, which is widened to the masters.
+        first_values: Initial values of the other arrays.
         group: Process group of all ranks.
 
     Raises:
-        StorageError: A folder cannot be used, is locked or too small; on every rank.
-        DeviceError: A card cannot be opened, or has too little memory; the same.
+        StorageError: A folder cannot be used, is locked or too small; raised on every rank.
+        DeviceError: A card cannot be opened or has too little memory; raised on every rank.
     """
     settings = replace(settings, gradient_itemsize=gradient_dtype.itemsize, parameter_itemsize=dtype.itemsize)
     require_space(_space_of_all_ranks(settings, layout, group))
@@ -92,7 +92,7 @@ def open_storage(
     except SmartInfinityError as caught:
         error = caught
     except Exception as caught:
-        # Whatever it is, the other ranks must not be left waiting.
+        # Any error must reach the other ranks, which would wait for this one.
         error = StorageError(f"Storage could not be opened: {caught!r}.", "Free memory or use another folder.")
     with opened:
         raise_together(error, group)
@@ -101,13 +101,13 @@ def open_storage(
 
 
 def with_cache(layout: PartitionLayout, settings: OffloadSettings, group: ProcessGroup | None) -> PartitionLayout:
-    """The layout with the resident tasklets that ``dram_cache_bytes`` asks for; cards have none. Collective."""
+    """Return the layout with the resident tasklets that ``dram_cache_bytes`` asks for; cards have none. Collective."""
     if settings.cards is not None:
         return layout
     transfer = settings.transfer
     nbytes = transfer.dram_cache_bytes
     if isinstance(nbytes, str):
-        # Memory of the arena and of the ring, some of which has not been touched yet.
+        # Memory of the arena and of the ring, part of which may not have been touched yet.
         reserved = _MOST_ITEM_BYTES * layout.numel + transfer.num_buffers * settings.tasklet_bytes
         own = measure_memory(reserved=reserved)
         nbytes = share_of_memory(gather(own, group), own)
@@ -138,7 +138,7 @@ def _ring(settings: OffloadSettings, extents: ExtentMap) -> CardRing:
 
 
 def _gradient_space(settings: OffloadSettings, extents: ExtentMap) -> list[SpaceRequest]:
-    """For the file on each card's SSD that gradients go through, if they do."""
+    """Return the space for the file on each card's SSD that gradients pass through; none if they do not."""
     cards, largest = settings.cards, max((extent.nbytes for extent in extents.extents), default=0)
     if cards is None:
         return []
@@ -154,17 +154,17 @@ def require_parameter_space(
     *,
     in_16_bit: bool,
 ) -> None:
-    """Before a model's parameters go to storage: check that they and the optimizer state will fit, on every rank.
+    """Check on every rank that parameters, which are about to move to storage, and the optimizer state will fit.
 
     Args:
-        parameters: Where parameters will lie.
-        offload: Where optimizer state will.
-        model: Those of its parameters that ZeRO-3 partitioned before are where they belong.
-        optimizer: torch's.
-        in_16_bit: Parameters will be bf16 or fp16.
+        parameters: Settings that say where parameters will lie.
+        offload: Settings that say where optimizer state will lie.
+        model: The model. Parameters that ZeRO-3 partitioned before do not move any more.
+        optimizer: The user's torch optimizer.
+        in_16_bit: Whether parameters will be bf16 or fp16.
 
     Raises:
-        StorageFullError: On every rank.
+        StorageFullError: Storage has too little space; raised on every rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = [param for param in model.parameters() if not hasattr(param, "ds_id")]

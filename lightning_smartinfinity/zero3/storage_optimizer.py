@@ -1,9 +1,9 @@
-"""DeepSpeed's stage-3 optimizer with its state on storage: how it is set up and stepped.
+"""DeepSpeed's stage-3 optimizer with its state on storage: set-up and step.
 
-The base class keeps everything that is ZeRO-3: gathers, hooks, buckets, reduce-scatter, loss scale. These subclasses
-take over what touches optimizer state: ``step/gradient_path.py`` where reduced gradients go, this file the step,
-``state_by_parameter.py`` the access to single parameters, ``optimizer.py`` the checkpoint. Every override is held to
-the installed DeepSpeed by the tests of docs/seams.md.
+The base class does the rest of ZeRO-3: gathers, hooks, buckets, reduce-scatter, loss scale. Our subclasses replace all
+that touches optimizer state: ``step/gradient_path.py`` stores reduced gradients, this file takes the step,
+``state_by_parameter.py`` gives access to single parameters, ``optimizer.py`` handles checkpoints. The tests of
+docs/seams.md check every override against the installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ __all__ = ["StorageOptimizer"]
 
 
 class StorageOptimizer(GradientPath):
-    """ZeRO-3 optimizer that holds no optimizer state: it streams tasklets through a transfer handler.
+    """A ZeRO-3 optimizer that holds no optimizer state: it streams tasklets through a transfer handler.
 
     Args:
-        *args: As ``DeepSpeedEngine`` passes them.
+        *args: Arguments, as ``DeepSpeedEngine`` passes them.
         offload: Where optimizer state lives and how it moves.
-        **kwargs: As ``DeepSpeedEngine`` passes them.
+        **kwargs: Further arguments, as ``DeepSpeedEngine`` passes them.
 
     Attributes:
         rule: The update rule of the user's optimizer.
-        first_values: What the arrays other than the master begin with.
-        save_id: Names the checkpoint last saved or loaded; the files of one save carry the same.
-        saves_weights_only: Whether the checkpoint being saved is to leave out the moments.
-        step_follows: Whether the backward that comes is the last of its window, as far as its caller knows.
-        update: The step in flight.
-        speculation: The update that backward begins before the step does.
-        outside_writes: Takes into the masters what is written to parameters outside of steps.
+        first_values: Initial values of the arrays other than the master.
+        save_id: Id of the checkpoint last saved or loaded, which all files of one save carry.
+        saves_weights_only: Whether the checkpoint being saved omits the moments.
+        step_follows: Whether the next backward is the last of its window, as far as its caller knows.
+        update: The update of the step in flight.
+        speculation: The speculative update, which backward begins before the step does.
+        outside_writes: Brings what is written to parameters outside of steps into the masters.
     """
 
     rule: UpdateRule
@@ -74,7 +74,7 @@ class StorageOptimizer(GradientPath):
         self._warned_of_skip = False
         self.save_id: str | None = None
         self.saves_weights_only = False
-        self._left_out: list[ZeroParameter] = []
+        self._frozen: list[ZeroParameter] = []
         self.step_follows = False
         rank_state = RankState(keep=offload.transfer.keep)
         try:
@@ -82,7 +82,7 @@ class StorageOptimizer(GradientPath):
         except BaseException:
             rank_state.close()
             raise
-        self.overlap = OverlapChoice(offload.overlap, obstacle=self._obstacle_to_guesses())
+        self.overlap = OverlapChoice(offload.overlap, obstacle=self._obstacle_to_speculation())
         self.speculation = Speculation(rank_state)
         self.update = UpdateInFlight(rank_state, self.speculation, release_gathered=self._partition_all_parameters)
         self.outside_writes = OutsideWrites(rank_state, self.update)
@@ -93,7 +93,7 @@ class StorageOptimizer(GradientPath):
         self._choose_kept_gathered()
         return_freed_memory()
 
-    def _obstacle_to_guesses(self) -> str | None:
+    def _obstacle_to_speculation(self) -> str | None:
         if self._offload.transfer.num_slots == 1:
             return "with TransferConfig(durability='none') a wrong guess could not be undone"
         if not self.partition.lies_in_host_memory:
@@ -154,13 +154,13 @@ class StorageOptimizer(GradientPath):
         return self.partition.outputs(by_cuda=self._offload.cards is None)
 
     def _create_fp32_partitions(self) -> None:
-        # Empty stand-ins: the base class and DeepSpeed's tools index this list, nothing may be stored in it.
+        # Empty placeholders: the base class and DeepSpeed's tools index this list, which must hold no state.
         for _ in self.fp16_groups:
             self.fp32_partitioned_groups_flat.append(torch.empty(0, dtype=torch.float32))
         for group in self.optimizer.param_groups:
-            self._left_out += [param for param in group["params"] if not param.requires_grad]
+            self._frozen += [param for param in group["params"] if not param.requires_grad]
             group["params"] = []
-        self.optimizer.state.clear()  # Adagrad has a whole array there as soon as it is built
+        self.optimizer.state.clear()  # Adagrad's constructor puts a whole array there
 
     def _create_buckets(self) -> None:
         if self.bypasses_buckets:
@@ -170,7 +170,7 @@ class StorageOptimizer(GradientPath):
             try:
                 for dtype, bucket in self.ipg_buckets.items():
                     bucket.buffer = torch.empty(numel, dtype=dtype, device=device)
-            except RuntimeError as error:  # torch's for want of memory
+            except RuntimeError as error:  # torch raises it when memory is short
                 raise ConfigError(
                     f"zero={{'reduce_bucket_size': {numel}}}: there is no memory for a bucket on {device}.",
                     "Lower it: as many elements as the largest parameter has are enough.",
@@ -182,15 +182,15 @@ class StorageOptimizer(GradientPath):
     def step(self, closure: Callable[[], object] | None = None) -> None:
         """Update this rank's partition from the arena, or skip it if a gradient anywhere is not finite.
 
-        Unless ``overlap`` is ``"none"``, the update has only begun on return; what is said of errors below then holds
-        for the next call, or whatever drains the update before that.
+        Unless ``overlap`` is ``"none"``, the update may still be in progress on return. The next step, or whatever
+        drains the update earlier, then raises the storage errors below.
 
         Raises:
             UnsupportedError: A closure was passed, or on some rank a parameter was unfrozen or has a gradient that the
-                step would pass over.
+                step would ignore.
             StorageError, DeviceError, CudaError: Reading, checking, updating or writing state failed on some rank, and
-                no rank took the step. The parameters are those before it, unless they could not be read back: then
-                saving raises, too.
+                all ranks rolled the step back. The parameters are those before the step, unless they could not be read
+                back: then saving raises, too.
         """
         if closure is not None:
             raise UnsupportedError(
@@ -199,13 +199,13 @@ class StorageOptimizer(GradientPath):
             )
         self.overlap.step_begins(time.monotonic(), sum_over_ranks=self._sum_over_ranks)
         self._choose_kept_gathered()
-        refused = find_ignored(list(self.partition.params()), self._left_out, names=self.param_names)
+        refused = find_ignored(list(self.partition.params()), self._frozen, names=self.param_names)
         self._pre_step()
         self.retained.release()
         self._partition_all_parameters()
         if not self.speculation.on:
             self.update.drain()
-        # The scale that backward ran with: the loss scaler may raise it for the next window below.
+        # This is the scale that backward used; below, the loss scaler may raise it for the next window.
         loss_scale = float(self.loss_scale)
         norm = self._scaled_gradient_norm(valid=refused is None)
         if not math.isfinite(norm):
@@ -214,7 +214,7 @@ class StorageOptimizer(GradientPath):
         self.overflow = not math.isfinite(norm)
         if self._loss_scale_update_and_overflow_cleanup():
             self._warn_of_skipped_step()
-            # As after a step: what a step after loading a checkpoint found gathered must be so in the next one.
+            # The end of a step gathers the small parameters that DeepSpeed keeps gathered; so must a skipped step.
             self.checkpoint_event_epilogue()
             return
         self._global_grad_norm = norm / loss_scale
@@ -224,12 +224,12 @@ class StorageOptimizer(GradientPath):
         self._post_step(set())
 
     def _choose_kept_gathered(self) -> None:
-        # The base class gathers small parameters, from all over the model, at the end of a step. If the update runs
-        # beside what follows, they are gathered when they are used instead, and stay so until the next step.
+        # At the end of a step the base class gathers the small parameters of the whole model. If the update runs beside
+        # what follows, they are gathered when first used instead, and stay gathered until the next step.
         self.persistent_parameters = self._kept_gathered if self.overlap.mode == "none" else []
 
     def _warn_of_skipped_step(self) -> None:
-        # fp16 skips steps as a matter of course, while its loss scale settles.
+        # In fp16, steps are regularly skipped while the loss scale adapts.
         if self.dtype is not torch.float16 and not self._warned_of_skip:
             self._warned_of_skip = True
             warnings.warn(
@@ -238,9 +238,9 @@ class StorageOptimizer(GradientPath):
             )
 
     def _scaled_gradient_norm(self, *, valid: bool) -> float:
-        """Over all ranks; NaN if the gradients of one are not valid."""
-        # Every rank takes part only after it committed the step before. So this is also the barrier behind the rule
-        # that no extent of a new generation is written before all ranks have committed the one before it.
+        """Return the norm over all ranks; NaN if the gradients of one are not valid."""
+        # Each rank enters this sum only after it has committed the previous step. So the sum is also the barrier that
+        # keeps extents of a new generation from being written before all ranks have committed the previous one.
         total = self._sum_over_ranks(self.arena.sum_of_squares() if valid else math.nan)
         return math.sqrt(total) if total >= 0 else math.nan
 
@@ -265,16 +265,16 @@ class StorageOptimizer(GradientPath):
             self.update.begin(plan)
             if self.overlap.mode == "none":
                 self.update.drain()
-        except BaseException as error:  # an interrupt as well
+        except BaseException as error:  # interrupts, too
             self.update.roll_back(error)
             raise
         self.arena.reset()
 
     def _partition_all_parameters(self) -> None:
-        """As the base class, also where an interrupt broke off what gathered some."""
+        """Call the base class, and again without the gathers in flight if an interrupt broke one off."""
         try:
             super()._partition_all_parameters()
-        except (AssertionError, RuntimeError):  # DeepSpeed's words for a parameter that nobody will bring
+        except (AssertionError, RuntimeError):  # raised for a parameter whose gather was broken off
             end_gathers(self.parameter_offload.module)
             super()._partition_all_parameters()
 
@@ -284,7 +284,7 @@ class StorageOptimizer(GradientPath):
     def partition_grads(
         self, params_to_release: Sequence[ZeroParameter], grad_partitions: Sequence[torch.Tensor]
     ) -> None:
-        """As the base class, once the step in flight has used what lies in their place."""
+        """Call the base class once the step in flight has used the gradients that these will replace."""
         if not self._in_backward:
             self._drain_for_residual()
         self.update.require(params_to_release)
@@ -292,7 +292,7 @@ class StorageOptimizer(GradientPath):
         self.speculation.arrived(params_to_release)
 
     def backward_begins(self, *, retain_graph: bool) -> None:
-        """The engine's backward begins: the update may, too, if nothing but the step is to follow it."""
+        """Prepare for the engine's backward: begin a speculative update if only the step is to follow it."""
         self._drain_for_residual()
         follows, self.step_follows = self.step_follows, False
         if follows and not retain_graph and self.overlap.mode == "backward":
@@ -302,18 +302,18 @@ class StorageOptimizer(GradientPath):
             self.speculation.discard()
 
     def _drain_for_residual(self) -> None:
-        # What was not sent is known from the gradients of the step in flight, which the next ones are about to replace.
+        # The residual is computed from the gradients of the step in flight, which the next ones are about to replace.
         compressed = self.rank_state.compressed
         if compressed is not None and compressed.residual is not None:
             self.update.drain()
 
     def backward_epilogue(self) -> None:
-        """As the base class, which releases what no hook has; then no module computes with anything."""
+        """Call the base class, which releases what no hook released, and update what no module uses any more."""
         super().backward_epilogue()
         self.speculation.begin_ready()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the base class."""
+        """Call the base class after discarding the speculative update."""
         self.speculation.discard()
         super().zero_grad(set_to_none)
 
@@ -327,13 +327,13 @@ class StorageOptimizer(GradientPath):
 
         offload.post_sub_module_backward_function = releasing
 
-    # ---- short names for what the rank holds open
+    # ---- access to what the rank holds open
 
     def close_storage(self) -> None:
-        """Drain the step in flight, agreed by all ranks, and close its storage. Collective.
+        """Drain the step in flight, on which all ranks agree, and close its storage. Collective.
 
-        Not while an error is being handled, or after one has ended the training: it may be this rank's alone. Then each
-        rank commits what it can, and a store that is kept goes on from the newest generation that all of them have.
+        While an error is handled, or after one has ended the training, ranks do not agree, since the error may be this
+        rank's alone. Each then commits what it can; a kept store continues from the newest generation that all have.
         """
         if dist.is_initialized() and sys.exc_info()[0] is None and not self.update.is_in_doubt:
             try:
@@ -343,7 +343,7 @@ class StorageOptimizer(GradientPath):
         self.rank_state.close()
 
     def drained_handler(self) -> TransferHandler:
-        """The transfer handler, once the step in flight is committed; as :meth:`UpdateInFlight.drained_handler`."""
+        """Return the handler once the step in flight is committed, as :meth:`UpdateInFlight.drained_handler` does."""
         return self.update.drained_handler()
 
     @property

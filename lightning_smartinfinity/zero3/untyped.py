@@ -1,6 +1,6 @@
-"""Names for what carries no types: DeepSpeed's objects, and what its files hold.
+"""Names for untyped values: DeepSpeed's objects, and the contents of its files.
 
-DeepSpeed publishes no types, so a type checker takes each of these for anything. Everything of our own has its class.
+DeepSpeed publishes no types, so a type checker accepts any use of these. Everything of our own has its class.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ DeepSpeedEngine: TypeAlias = Any
 """An engine that ``deepspeed.initialize`` returned: a ``SmartInfinityEngine`` or an ``EvaluationEngine``."""
 
 ZeroOptimizer: TypeAlias = Any
-"""A ``DeepSpeedZeroOptimizer_Stage3``, where only DeepSpeed's own attributes are read."""
+"""A ``DeepSpeedZeroOptimizer_Stage3``, of which only DeepSpeed's own attributes are read."""
 
 ZeroParameter: TypeAlias = Any
 """A ``torch.nn.Parameter`` that ZeRO-3 has partitioned, with attributes such as ``ds_id`` and ``ds_tensor``."""
 
 ZeroModule: TypeAlias = Any
-"""A ``torch.nn.Module`` with what ZeRO-3's hooks note on it, such as ``ds_id`` and ``_external_params``."""
+"""A ``torch.nn.Module`` with attributes that ZeRO-3's hooks set, such as ``ds_id`` and ``_external_params``."""
 
 ZeroOffload: TypeAlias = Any
 """A ``DeepSpeedZeRoOffload``, whose module hooks gather and release parameters."""
 
 ZeroCoordinator: TypeAlias = Any
-"""A ``PartitionedParameterCoordinator``, which gathers what a module needs and what comes next."""
+"""A ``PartitionedParameterCoordinator``, which gathers the parameters of a module and of the next ones."""
 
 ZeroInit: TypeAlias = Any
 """A ``deepspeed.zero.Init``, which partitions parameters as modules are built."""
@@ -48,13 +48,13 @@ DeepSpeedConfig: TypeAlias = dict[str, Any]
 """DeepSpeed's configuration, or a section of it."""
 
 Pickled: TypeAlias = Any
-"""What ``torch.load`` returns from a checkpoint's file: states by name, or a tensor."""
+"""The result of ``torch.load`` for a checkpoint's file: states by name, or a tensor."""
 
 SavedState: TypeAlias = Mapping[str, Any]
 """States by name, as DeepSpeed, Lightning or torch saves them in a checkpoint."""
 
 ClientState: TypeAlias = dict[str, Any]
-"""What Lightning or a user saves beside the model; the receiver may change it."""
+"""State that Lightning or a user saves beside the model; the receiver may change it."""
 
 ParamGroup: TypeAlias = dict[str, Any]
 """One of torch's ``Optimizer.param_groups``: parameters and hyperparameters by name."""

@@ -1,4 +1,4 @@
-"""Where the update runs: found out, checked and agreed on by all ranks before anything else is set up."""
+"""Chooses where the update runs; all ranks check it and agree on it before anything else is set up."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _SMALL_TASKLET_BYTES = 16 << 20
 
 
 class _Report(NamedTuple):
-    """What one rank found: its cards, or why it has none.
+    """The result of one rank's search: its cards, or why it has none.
 
     Attributes:
-        machine: As of :func:`machine_identity`.
-        host: The machine's name, for people.
-        process: Number of the rank's process.
-        cards: Addresses.
+        machine: Result of :func:`machine_identity`.
+        host: Name of the machine, for messages.
+        process: Id of the rank's process.
+        cards: Addresses of the cards.
         build: The xclbin's uuid.
         error: Why there are no cards.
     """
@@ -67,39 +67,39 @@ class _Report(NamedTuple):
 def choose_update_device(
     offload: OffloadSettings, *, optimizer: str, group: ProcessGroup | None = None
 ) -> OffloadSettings:
-    """The settings with the cards that update, if cards do. Collective.
+    """Return the settings with the cards that update, if cards do. Collective.
 
     Args:
-        offload: Settings, alike on all ranks.
-        optimizer: Class name of torch's.
+        offload: Settings, the same on all ranks.
+        optimizer: Class name of the torch optimizer.
         group: Process group of all ranks.
 
     Raises:
-        ConfigError, DeviceError, StorageError: ``update_device="smartssd"``, and cards cannot be used on some rank; on
-            every rank.
+        ConfigError, DeviceError, StorageError: ``update_device="smartssd"``, and cards cannot be used on some rank;
+            raised on every rank.
     """
-    close_returned()  # before the store asks for a folder that may have waited for it
+    close_returned()  # first, since an abandoned call may have kept a folder that the store needs
     obstacle = _obstacle(offload)
     if offload.update_device == "host" or obstacle is not None:
-        _tell(obstacle)
+        _log_obstacle(obstacle)
         return offload
-    setup, error = _attempted(lambda: _find(offload, optimizer))
+    setup, error = _outcome_of(lambda: _find(offload, optimizer))
     reports = gather(_report(setup, error), group)
     error = error or _disagreement(reports)
     first = error or _first_error(reports)
     if first is None and setup is not None:
-        error = _attempted(partial(_test, offload, setup, kernel_of(optimizer), reports))[1]
+        error = _outcome_of(partial(_test, offload, setup, kernel_of(optimizer), reports))[1]
         first = _first_error(gather(_report(setup, error), group))
     if offload.update_device == "smartssd":
         raise_together(error, group)
     if first is None and setup is not None:
         setup = replace(setup, sharers=_sharers(reports))
-        error = _attempted(partial(_require_memory, replace(offload, cards=setup), setup, kernel_of(optimizer)))[1]
+        error = _outcome_of(partial(_require_memory, replace(offload, cards=setup), setup, kernel_of(optimizer)))[1]
         if offload.update_device == "smartssd":
             raise_together(error, group)
         first = _first_error(gather(_report(setup, error), group))
     if first is not None or setup is None:
-        # As text: a log record that is kept would keep the error's traceback, and by it buffers on the card.
+        # Only the text: a kept log record would keep the error's traceback alive, and with it buffers on the card.
         _log.warning("update_device='auto': the host updates, since SmartSSDs cannot: %s", str(first))
         return offload
     _warn_of_settings(offload)
@@ -111,7 +111,7 @@ def _first_error(reports: Sequence[_Report]) -> SmartInfinityError | None:
 
 
 def _obstacle(offload: OffloadSettings) -> str | None:
-    """Why ``"auto"`` does not even look for cards."""
+    """Return why ``"auto"`` does not look for cards; None if nothing prevents it."""
     if offload.update_device != "auto":
         return None
     if not is_xclbin_named(offload.smartssd, System()):
@@ -121,13 +121,13 @@ def _obstacle(offload: OffloadSettings) -> str | None:
     return None
 
 
-def _tell(obstacle: str | None) -> None:
+def _log_obstacle(obstacle: str | None) -> None:
     if obstacle is not None:
         _log.info("update_device='auto': the host updates: %s.", obstacle)
 
 
-def _attempted(work: Callable[[], T]) -> tuple[T | None, SmartInfinityError | None]:
-    """What it returns, or what it raises: whatever that is, the other ranks must not be left waiting."""
+def _outcome_of(work: Callable[[], T]) -> tuple[T | None, SmartInfinityError | None]:
+    """Return what ``work`` returns or raises: no error may leave the other ranks waiting."""
     try:
         return work(), None
     except SmartInfinityError as error:
@@ -150,7 +150,7 @@ def _find(offload: OffloadSettings, optimizer: str) -> CardSetup:
 
 
 def _test(offload: OffloadSettings, setup: CardSetup, kernel: Kernel, reports: Sequence[_Report]) -> None:
-    """Test those cards of this rank that no lower rank has: it would be the same test."""
+    """Test the cards of this rank that no lower rank has: a lower rank tests those that they share."""
     testers: dict[tuple[str, str], int] = {}
     for report in reports:
         for card in report.cards:
@@ -184,10 +184,10 @@ def _require_tasklets(offload: OffloadSettings, kernel: Kernel) -> None:
 
 
 def _require_memory(offload: OffloadSettings, setup: CardSetup, kernel: Kernel) -> None:
-    share_of_memory(setup)  # or an error
+    share_of_memory(setup)  # raises if the share is unknown
     if offload.update_device != "auto":
         return
-    # Later it would be too late for the host: tasklets are cut for the device that updates them.
+    # Checked now, while the host can still take over: tasklets are sized for the device that updates them.
     numel = offload.tasklet_bytes // (kernel.num_arrays * 4)
     ring = CardRing(
         num_buffers=offload.transfer.num_buffers,
@@ -205,7 +205,7 @@ def _report(setup: CardSetup | None, error: SmartInfinityError | None) -> _Repor
 
 
 def _disagreement(reports: Sequence[_Report]) -> SmartInfinityError | None:
-    """Ranks on one card must load one xclbin."""
+    """Return an error if ranks that share a card name different xclbins."""
     for machine, card in sorted({(report.machine, card) for report in reports for card in report.cards}):
         sharers = [report for report in reports if report.machine == machine and card in report.cards]
         builds = {report.build for report in sharers}
@@ -219,7 +219,7 @@ def _disagreement(reports: Sequence[_Report]) -> SmartInfinityError | None:
 
 
 def _sharers(reports: Sequence[_Report]) -> int:
-    """Most processes that any card has: each takes such a share, so that all ranks have equal rings."""
+    """Return the most processes that share a card: each process uses such a share, so that all rings are equal."""
     uses = Counter((report.machine, card) for report in reports for card in report.cards)
     return max(uses.values())
 

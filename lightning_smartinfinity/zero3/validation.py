@@ -1,4 +1,4 @@
-"""What the strategy refuses, checked before anything is allocated or written."""
+"""Refuses what the strategy does not support, before anything is allocated or written."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def check_zero_section(section: DeepSpeedConfig) -> None:
 def parameter_settings(
     section: DeepSpeedConfig, *, storage: tuple[Path, ...], nvme_path: Path | None, transfer: TransferConfig
 ) -> ParameterSettings | None:
-    """How parameters lie on storage, or None if they do not.
+    """Return how parameters lie on storage; None if they stay in memory.
 
     Args:
-        section: ``zero_optimization``, checked.
+        section: The ``zero_optimization`` section, already checked.
         storage: The strategy's storage folders.
-        nvme_path: A folder of the user's choice instead.
-        transfer: Job and direct I/O.
+        nvme_path: Folder that the user chose instead, if any.
+        transfer: Settings of job, direct I/O and I/O engine.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -87,8 +87,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, state_format: str) -> N
     """Refuse optimizers without an update rule.
 
     Raises:
-        UnsupportedError: The optimizer's type or one of its settings is not supported, or not in this state format, or
-            a parameter group is empty.
+        UnsupportedError: The optimizer's type or one of its settings is not supported, the state format does not
+            suit the optimizer, or a parameter group is empty.
     """
     rule = rule_for(optimizer)
     for number, group in enumerate(optimizer.param_groups):
@@ -131,7 +131,7 @@ def check_model(model: torch.nn.Module) -> None:
                 "Build it with sparse=False.",
             )
     for name, parameter in model.named_parameters():
-        # How DeepSpeed marks the parameters of experts: it reduces them over fewer ranks than all.
+        # DeepSpeed marks the parameters of experts in this way, and reduces them over only some of the ranks.
         if not getattr(parameter, "allreduce", True):
             raise UnsupportedError(
                 f"Parameter {name!r} has allreduce=False, which marks it as an expert's: ranks would hold different "
@@ -157,18 +157,18 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def _compiled_wrappers() -> tuple[type, ...]:
-    """What torch.compile wraps modules in; there is none as long as nobody has imported its compiler."""
+    """Return the class that torch.compile wraps modules in; none unless its compiler has been imported."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return (dynamo.OptimizedModule,) if dynamo is not None else ()
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
-    """Of the whole parameter, partitioned or not."""
+    """Return the elements of the whole parameter, partitioned or not."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _check_memory(model: torch.nn.Module) -> None:
-    """Refuse distinct parameters in the same memory: ZeRO-3 gives each a place of its own, and unties them."""
+    """Refuse distinct parameters in the same memory: ZeRO-3 would give each its own memory, and so untie them."""
     placed = sorted(
         (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
         for name, parameter in model.named_parameters()
@@ -183,14 +183,14 @@ def _check_memory(model: torch.nn.Module) -> None:
 
 
 def check_dtype(model: torch.nn.Module, config: DeepSpeedConfig) -> None:
-    """Refuse a module that was partitioned in another precision, which DeepSpeed would go on with unnoticed.
+    """Refuse a module that was partitioned in another precision, which DeepSpeed would silently keep.
 
     Args:
-        model: What is to be trained or evaluated.
-        config: DeepSpeed's.
+        model: Module to train or evaluate.
+        config: DeepSpeed's configuration.
 
     Raises:
-        UnsupportedError: Naming a parameter and both dtypes.
+        UnsupportedError: A partition has another dtype; the message names the parameter and both dtypes.
     """
     wanted = next((dtype for key, dtype in _SIXTEEN_BIT.items() if config.get(key, {}).get("enabled")), torch.float32)
     for name, parameter in model.named_parameters():
@@ -207,11 +207,11 @@ def check_state_format(state_format: str, config: DeepSpeedConfig) -> None:
     """Refuse a format that needs parameters of another dtype.
 
     Args:
-        state_format: The strategy's.
-        config: DeepSpeed's.
+        state_format: The strategy's state format.
+        config: DeepSpeed's configuration.
 
     Raises:
-        ConfigError: Half of the master would be the parameter, and parameters have another dtype.
+        ConfigError: The format stores half of the master as the parameter, and parameters have another dtype.
     """
     dtype = STATE_FORMATS[state_format].required_parameters
     if dtype is not None and not config.get(dtype, {}).get("enabled"):
@@ -223,16 +223,16 @@ def check_state_format(state_format: str, config: DeepSpeedConfig) -> None:
 
 
 def find_ignored(
-    parameters: Sequence[ZeroParameter], left_out: Sequence[ZeroParameter], *, names: Mapping[ZeroParameter, str]
+    parameters: Sequence[ZeroParameter], frozen: Sequence[ZeroParameter], *, names: Mapping[ZeroParameter, str]
 ) -> UnsupportedError | None:
-    """What the user did to parameters during the fit that a step would pass over.
+    """Return an error if the user changed parameters during the fit in a way that a step would ignore.
 
     Args:
-        parameters: Those that are trained.
-        left_out: Those that were frozen when the fit began.
-        names: Of all of them.
+        parameters: Parameters that are trained.
+        frozen: Parameters that were frozen when the fit began.
+        names: Names of all of them.
     """
-    for param in left_out:
+    for param in frozen:
         if param.requires_grad:
             return UnsupportedError(
                 f"Parameter {names.get(param)!r} was unfrozen in the fit; it has no place on storage.",
@@ -249,7 +249,7 @@ def find_ignored(
 
 
 def _warn_of_cast(model: torch.nn.Module) -> None:
-    """DeepSpeed computes in one dtype: an fp32 norm in a bf16 model is cast without a word."""
+    """Warn if dtypes differ: DeepSpeed computes in one, and silently casts an fp32 norm in a bf16 model."""
     names: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():

@@ -1,4 +1,4 @@
-"""Gathers of parameters that an interrupt broke off."""
+"""Ends gathers of parameters that an interrupt broke off."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["end_gathers"]
 
 
 def end_gathers(module: torch.nn.Module) -> None:
-    """Wait for the gathers in flight, and forget those that cannot be waited for.
+    """Wait for the gathers in flight, and reset parameters that cannot be waited for.
 
-    DeepSpeed marks parameters before it notes down what to wait for, and strikes that off before it waits. Ctrl-C in
-    between leaves some marked that nobody waits for, and others whose wait is refused, as one gather brings several.
+    DeepSpeed marks parameters before it records what to wait for, and removes that record before it waits. Ctrl-C in
+    between leaves some marked parameters without a record, and others whose wait fails, as one gather brings several.
     """
     awaited = getattr(module, "ds_inflight_param_registry", {})
     handles = list(awaited.values())
     awaited.clear()
     for handle in handles:
-        with suppress(AssertionError):  # some of what it brings has come
+        with suppress(AssertionError):  # some of its parameters have arrived already
             handle.wait()
     for param in cast(Iterator[ZeroParameter], module.parameters()):
         if getattr(param, "ds_status", None) is ZeroParamStatus.INFLIGHT:

@@ -1,7 +1,7 @@
-"""Parameters that a module uses late: of other modules, for the first time after ZeRO-3 has learnt what comes when.
+"""Handles modules that begin to use another module's parameter after ZeRO-3 has recorded the order of gathers.
 
-A parameter that another module's forward reads is from then on gathered with that module, too. ZeRO-3's prefetching
-knows the order of one step, without it, and would raise a tracing error.
+From then on ZeRO-3 gathers the parameter with the module whose forward reads it, too. Its prefetching follows the order
+of an earlier step, which lacks that gather, and would raise a tracing error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["retrace_for_external_parameters"]
 
 
 def retrace_for_external_parameters(offload: ZeroOffload) -> None:
-    """Let ZeRO-3 learn its order anew when a module has come to use further parameters.
+    """Make ZeRO-3 record its order anew when a module has begun to use further parameters.
 
     Args:
         offload: DeepSpeed's ``DeepSpeedZeRoOffload``, whose module hooks gather.

@@ -48,7 +48,7 @@ _ANSWERS: dict[object, Callable[..., object]] = {
     Tensor.__len__: lambda param: param.ds_shape[0],
 }
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-# Properties and methods that give the same for a partitioned parameter.
+# Properties and methods that return the same whether or not a parameter is partitioned.
 _INDIFFERENT: set[object] = {
     getattr(Tensor, name).__get__
     for name in ("device", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "layout")

@@ -74,7 +74,7 @@ class ParameterSwapper:
         self._itemsize = 0
         self._warned = False
         self.closed = False
-        # The first is called with parameters that are about to be read; the second tells which not to read ahead.
+        # The first is called with parameters that are about to be read; the second tells which must not be read ahead.
         self.before_reading: Callable[[Sequence[ZeroParameter]], None] | None = None
         self.leaves_for_later: Callable[[ZeroParameter], bool] | None = None
 
@@ -100,7 +100,7 @@ class ParameterSwapper:
 
     @property
     def parts(self) -> PartTransfers:
-        """Access to parts of parameters. Callers that write first call :meth:`release_prefetched`."""
+        """Access to parts of parameters. Callers must call :meth:`release_prefetched` before they write."""
         store = self.store
         if self._parts is None:
             self._parts = PartTransfers(store)
@@ -118,7 +118,7 @@ class ParameterSwapper:
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes of partitions in host memory, unless more are in use at once."""
+        """Largest number of bytes of partitions in host memory, unless more are in use at once."""
         numel = self.settings.buffer_numel
         return self.settings.buffer_count * (self._largest_bytes if numel is None else numel * self._itemsize)
 
@@ -162,7 +162,7 @@ class ParameterSwapper:
     # ---- DeepSpeed's calls while a model is built
 
     def swappable_tensor(self, param: ZeroParameter = None, numel: int | None = None) -> bool:
-        """Return whether a partition of this many elements lies on storage: not if DeepSpeed keeps the parameter."""
+        """Return whether a partition of this many elements lies on storage; false if DeepSpeed keeps the parameter."""
         count = int(param.ds_tensor.ds_numel if numel is None else numel)
         # All partitions together may have up to world_size - 1 elements more than the parameter.
         fewest = (count - 1) * dist.get_world_size() + 1
@@ -341,7 +341,7 @@ def _close_in(process: int, store: ParameterStore) -> None:
         store.close()
 
 
-# There is one for each set of folders and job, since a model outlives the strategy that it was built with.
+# There is one swapper for each set of folders and job, since a model outlives the strategy that it was built with.
 _SWAPPERS: weakref.WeakValueDictionary[tuple[tuple[Path, ...], str], ParameterSwapper] = weakref.WeakValueDictionary()
 
 

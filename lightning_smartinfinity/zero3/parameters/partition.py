@@ -1,4 +1,4 @@
-"""ZeRO-3's partition of one rank, in the words of :mod:`lightning_smartinfinity.transfer`."""
+"""ZeRO-3's partition of one rank, in the terms of :mod:`lightning_smartinfinity.transfer`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Partition", "describe_partition", "make_contiguous"]
 
 
 def describe_partition(optimizer: ZeroOptimizer) -> list[ParameterSlice]:
-    """This rank's slice of every trainable parameter, in the order of the flat partition.
+    """Return this rank's slice of every trainable parameter, in the order of the flat partition.
 
     The order is DeepSpeed's: parameter groups, sub-groups within them, parameters within those. Every slice is padded
     to the same length on every rank.
@@ -40,9 +40,9 @@ def describe_partition(optimizer: ZeroOptimizer) -> list[ParameterSlice]:
 
 
 def make_contiguous(model: torch.nn.Module) -> None:
-    """Lay out in order what is transposed, strided or expanded: DeepSpeed sends parameters around as plain bytes.
+    """Make transposed, strided or expanded parameters contiguous: DeepSpeed sends parameters as plain bytes.
 
-    A partition is contiguous in any case, and so is every parameter gathered from it.
+    A partition is contiguous already, and so is every parameter gathered from it.
     """
     for param in model.parameters():
         if not hasattr(param, "ds_id"):
@@ -50,16 +50,16 @@ def make_contiguous(model: torch.nn.Module) -> None:
 
 
 class Partition:
-    """This rank's slices of the parameters, where DeepSpeed keeps them: in memory, on a device or on storage.
+    """This rank's slices of the parameters, wherever DeepSpeed keeps them: in memory, on a device or on storage.
 
     DeepSpeed keeps one flat tensor for each sub-group, unless parameters of the sub-group lie on storage.
 
     Args:
-        optimizer: DeepSpeed's, with its sub-groups made and every parameter partitioned.
+        optimizer: DeepSpeed's optimizer, with its sub-groups made and every parameter partitioned.
         layout: The order of the slices, from :func:`describe_partition`.
 
     Attributes:
-        layout: The same.
+        layout: The order of the slices.
         group: Process group of the ranks that hold the other partitions.
         dtype: The parameters' dtype.
         index: Each parameter's index in ``layout.parameters``, by its ``ds_id``.
@@ -74,23 +74,23 @@ class Partition:
         self.index: dict[int, int] = {param.ds_id: index for index, param in enumerate(self.params())}
 
     def params(self) -> Iterator[ZeroParameter]:
-        """The parameters, in the order of ``layout.parameters``."""
+        """Return an iterator over the parameters, in the order of ``layout.parameters``."""
         return chain.from_iterable(self._params)
 
     def indices_of(self, params: Iterable[ZeroParameter]) -> set[int]:
-        """The indices of those of these parameters that are trained."""
+        """Return the indices of those of these parameters that are trained."""
         return {self.index[param.ds_id] for param in params if param.ds_id in self.index}
 
     @property
     def lies_in_host_memory(self) -> bool:
-        """Whether all of it does."""
+        """Whether all slices lie in host memory."""
         return all(flat is not None and flat.device.type == "cpu" for flat in self._flats)
 
     def outputs(self, *, by_cuda: bool) -> ParameterMemory:
-        """Where updated parameters go: into host memory, to a CUDA device, or staged towards storage or elsewhere.
+        """Return where updated parameters go: host memory, a CUDA device, or staged towards storage or elsewhere.
 
         Args:
-            by_cuda: The storage device can copy to a CUDA device by itself.
+            by_cuda: Whether the storage device itself can copy to a CUDA device.
         """
         flats = self._whole_flats()
         if flats is not None and self.lies_in_host_memory:
@@ -99,7 +99,7 @@ class Partition:
         return self._staged() if flats is None or link is None else link.partition(flats)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        """Elements ``[begin, end)`` of the flat partition, in host memory and the parameters' dtype."""
+        """Return elements ``[begin, end)`` of the flat partition, in host memory and the parameters' dtype."""
         staged, values = self._staged(), torch.empty(end - begin, dtype=self.dtype)
         for sub_group, offset, where in self._in_sub_groups(begin, end):
             staged.get(sub_group, offset, values[where])
@@ -120,7 +120,7 @@ class Partition:
     def zero_padding(self) -> None:
         """Zero the padding, which DeepSpeed leaves uninitialised.
 
-        Padding is updated like everything else; starting from zero it stays zero, and two runs store the same bytes.
+        Padding is updated like everything else; if it starts as zero it stays zero, and two runs store the same bytes.
         """
         for piece, param in zip(self.layout.parameters, self.params(), strict=True):
             flat = self._flats[piece.sub_group]
@@ -131,7 +131,7 @@ class Partition:
                 param.ds_tensor.detach()[piece.real_numel :].zero_()
 
     def release_prefetched(self) -> None:
-        """Forget parameters that were read ahead from storage, where there are some: they are about to change there."""
+        """Discard parameters that were read ahead from storage, if there are any: they are about to change there."""
         swapper = self._swapper()
         if swapper is not None:
             swapper.release_prefetched()
@@ -144,17 +144,17 @@ class Partition:
         return StoredPartition(self._flats, self._params, dtype=self.dtype, swapper=swapper)
 
     def _whole_flats(self) -> list[torch.Tensor] | None:
-        """The flat tensors; None if a sub-group has none, since parameters of it lie on storage."""
+        """Return the flat tensors; None if a sub-group has none, since parameters of it lie on storage."""
         flats = [flat for flat in self._flats if flat is not None]
         return flats if len(flats) == len(self._flats) else None
 
     def _swapper(self) -> ParameterSwapper | None:
-        """What reads and writes the parameters on storage; None if all are in memory."""
+        """Return the swapper of the parameters on storage; None if all are in memory."""
         stored = (params for params, flat in zip(self._params, self._flats, strict=True) if flat is None)
         return next((params[0].nvme_swapper for params in stored), None)
 
     def _in_sub_groups(self, begin: int, end: int) -> Iterator[tuple[int, int, slice]]:
-        """The sub-groups of a range, with the offset in each and the part of the range that lies there."""
+        """Yield the sub-groups of a range, with the offset in each and the part of the range that lies there."""
         for sub_group in self.layout.sub_groups:
             first, last = max(begin, sub_group.offset), min(end, sub_group.offset + sub_group.numel)
             if first < last:

@@ -1,4 +1,4 @@
-"""What DeepSpeed gathers ahead of its use, kept from waiting for updates that nobody needs yet."""
+"""Keeps DeepSpeed's prefetching from waiting for updates that nothing needs yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_smartinfinity.zero3.untyped import ZeroCoordinator, ZeroParameter
 __all__ = ["GATHER_PARAMS", "skip_in_prefetch"]
 
 GATHER_PARAMS = "_PartitionedParameterCoordinator__all_gather_params"
-"""The coordinator's method that gathers what a module needs and, later, what others will."""
+"""The coordinator's method that gathers the parameters of a module and, ahead of use, those of later modules."""
 
 
 def skip_in_prefetch(
@@ -22,14 +22,14 @@ def skip_in_prefetch(
     *,
     before_use: Callable[[Iterable[ZeroParameter]], None],
 ) -> None:
-    """Let a coordinator gather some parameters only when their own module is about to run.
+    """Make a coordinator gather some parameters only when their own module is about to run.
 
-    Its notes on what comes next stay as they are: a parameter that was not gathered ahead is gathered then.
+    Its record of what comes next stays unchanged: a parameter that was not gathered ahead is gathered then.
 
     Args:
         coordinator: DeepSpeed's ``PartitionedParameterCoordinator``.
-        skipped: Whether a parameter is not to be gathered ahead, alike on all ranks.
-        before_use: Called with the parameters of a module that is about to run, gathered before or not.
+        skipped: Returns whether a parameter must not be gathered ahead; the same on all ranks.
+        before_use: Called with the parameters of a module that is about to run, whether gathered already or not.
     """
     fetch, gather = coordinator.fetch_sub_module, getattr(coordinator, GATHER_PARAMS)
     needed: set[ZeroParameter] = set()

@@ -1,4 +1,4 @@
-"""Tells Hugging Face's transformers of ZeRO-3 while a model is built, so that it loads pretrained weights correctly.
+"""Tells Hugging Face's transformers about ZeRO-3 while a model is built, so that it loads pretrained weights correctly.
 
 By default ``from_pretrained`` builds on the meta device, from which nothing can be partitioned.
 """
@@ -29,7 +29,7 @@ _ModelClass: TypeAlias = Any
 
 @contextmanager
 def loading_pretrained(config: DeepSpeedConfig) -> Iterator[None]:
-    """Tell transformers of ZeRO-3, whether it is imported already or within this context.
+    """Tell transformers about ZeRO-3, whether it is imported already or within this context.
 
     Args:
         config: DeepSpeed's configuration.
@@ -74,7 +74,7 @@ class _Zero3:
 
 @contextmanager
 def _without_needless_initialisation(model_class: _ModelClass) -> Iterator[None]:
-    """Skip drawing weights that are loaded next, as transformers does if it enters zero.Init itself."""
+    """Skip drawing weights that are then loaded, as transformers does if it enters zero.Init itself."""
     original = model_class.__dict__.get("get_init_context")
     initialization = sys.modules.get("transformers.initialization")
     if original is None or initialization is None:  # before version 5

@@ -16,16 +16,16 @@ __all__ = ["StoredPartition"]
 
 
 class StoredPartition(StagedPartition):
-    """Sub-groups in memory and on storage.
+    """A partition whose sub-groups lie in memory and on storage.
 
-    DeepSpeed keeps a flat tensor for the sub-groups that fit into ``max_in_cpu``. In the others each parameter is on
-    its own: on storage, or in memory if it is small. Every parameter is partitioned while this is in use.
+    DeepSpeed keeps a flat tensor for the sub-groups that fit into ``max_in_cpu``. In the others each parameter lies by
+    itself: on storage, or in memory if it is small. Every parameter is partitioned while this is in use.
 
     Args:
-        flats: Each sub-group's flat tensor, or None.
+        flats: Each sub-group's flat tensor, or None if it has none.
         params: Each sub-group's parameters.
         dtype: The parameters' dtype.
-        swapper: Holds what lies on storage.
+        swapper: Swapper of the parameters on storage.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StoredPartition(StagedPartition):
     def _split(
         self, sub_group: int, offset: int, values: torch.Tensor
     ) -> Iterator[tuple[ZeroParameter | None, int, torch.Tensor]]:
-        """Parts of values with the parameter that each belongs to (None: the flat tensor) and where it begins there."""
+        """Yield parts of values, each with its parameter (None: the flat tensor) and the offset where it begins."""
         if self._flats[sub_group] is not None:
             yield None, offset, values
             return

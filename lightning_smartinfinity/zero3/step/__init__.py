@@ -1,1 +1,1 @@
-"""One optimizer step: gradients in, the update beside forward and backward, commit or rollback, writes beside it."""
+"""One optimizer step: from gradients through the update to commit or rollback; also writes outside of steps."""

@@ -1,4 +1,4 @@
-"""Optimizers of torch's that are to update what ZeRO-3 has partitioned: refused, for the update would be lost."""
+"""Refuses steps of torch's optimizers on parameters that ZeRO-3 has partitioned: the update would be lost."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_smartinfinity.errors import UnsupportedError
 __all__ = ["refuse_foreign_steps"]
 
 
-# What each optimizer looked like when it was found to have no partitioned parameter.
-_FOUND_FREE: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+# Number of engines, and of the optimizer's parameters, when none of these was partitioned.
+_ACCEPTED: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _num_engines = 0
 
 
 def refuse_foreign_steps() -> None:
-    """Let ``step`` of every optimizer in this process raise on partitioned parameters; ours hands torch none.
+    """Make ``step`` of every optimizer in this process raise on partitioned parameters; ours gives torch none.
 
-    Called whenever an engine is about to partition parameters: those of other optimizers may be among them.
+    Every engine calls this before it partitions parameters, as other optimizers may hold some of them.
     """
     global _num_engines
     _num_engines += 1
@@ -36,17 +36,17 @@ def _register() -> None:
 
 def _refuse(optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     looks = (_num_engines, sum(len(group["params"]) for group in optimizer.param_groups))
-    if _FOUND_FREE.get(optimizer) != looks:
+    if _ACCEPTED.get(optimizer) != looks:
         _refuse_partitioned(optimizer)
         if not any(hasattr(param, "ds_status") for group in optimizer.param_groups for param in group["params"]):
-            _FOUND_FREE[optimizer] = looks
+            _ACCEPTED[optimizer] = looks
 
 
 def _refuse_partitioned(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            # What happens to be gathered loses its update as soon as it is partitioned again. The flat partitions that
-            # stock DeepSpeed steps have an id, too, but no status.
+            # A parameter that happens to be gathered loses its update when it is partitioned again. The flat partitions
+            # that stock DeepSpeed steps have an id, but no status.
             if hasattr(param, "ds_status") and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__}.step() found a parameter of shape {tuple(param.ds_shape)} that ZeRO-3 "

@@ -1,4 +1,4 @@
-"""The way of a gradient from ZeRO-3's hooks into the arena."""
+"""The path of a gradient from ZeRO-3's hooks into the arena."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = ["GradientPath"]
 
 
 class GradientPath(DeepSpeedZeroOptimizer_Stage3):
-    """ZeRO-3's optimizer whose reduced gradients go into a :class:`GradientArena`.
+    """A ZeRO-3 optimizer whose reduced gradients go into a :class:`GradientArena`.
 
     Args:
-        rank_state: What the rank holds open.
-        *args: As ``DeepSpeedEngine`` passes them.
-        **kwargs: As ``DeepSpeedEngine`` passes them.
+        rank_state: State that the rank holds open.
+        *args: Arguments, as ``DeepSpeedEngine`` passes them.
+        **kwargs: Further arguments, as ``DeepSpeedEngine`` passes them.
 
     Attributes:
-        retained: Which parameters stay gathered because autograd will use a graph again.
+        retained: Keeps parameters gathered while autograd will use a graph again.
     """
 
     def __init__(self, *args: object, rank_state: RankState, **kwargs: object) -> None:
         self.rank_state = rank_state
-        # Parameters, by ds_id, whose gradient waits: in a bucket, or, where those are bypassed, in its own place, if it
-        # came outside of the engine's backward.
+        # Parameters, by ds_id, whose gradient waits in a bucket. Where buckets are bypassed, only gradients that came
+        # outside of the engine's backward wait, in ``param.grad``.
         self._waiting: dict[int, ZeroParameter] = {}
         self._in_backward = False
         super().__init__(*args, **kwargs)
@@ -45,9 +45,9 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
 
     @cached_property
     def bypasses_buckets(self) -> bool:
-        """Whether gradients leave backward one by one: there is nothing to reduce and no device to batch copies for.
+        """Whether gradients enter the arena one by one: there is nothing to reduce and no device to batch copies for.
 
-        A bucket of another dtype would round them.
+        A bucket of another dtype is kept, because it rounds gradients.
         """
         return (
             dist.get_world_size(self.dp_process_group) == 1
@@ -62,14 +62,14 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
 
     @property
     def arena(self) -> GradientArena:
-        """Where gradients go."""
+        """The arena that gradients go into."""
         return self.rank_state.arena
 
     def reduce_ready_partitions_and_remove_grads(self, param: ZeroParameter) -> None:
-        """As the base class, but a parameter may arrive again while it waits, and sparse gradients raise.
+        """Call the base class, but let a parameter arrive again while it waits, and refuse sparse gradients.
 
         Under reentrant checkpointing a shared weight arrives once per segment. As its ``grad`` is a view of the bucket,
-        autograd has added the later arrivals to the first one already.
+        autograd has already added the later arrivals to the first.
         """
         if param.grad is not None and param.grad.layout is not torch.strided:
             raise UnsupportedError(
@@ -83,7 +83,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         super().reduce_ready_partitions_and_remove_grads(param)
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: ZeroParameter) -> None:
-        """As the base class, but a gradient that no other rank has a part in goes into the arena at once."""
+        """Call the base class, unless buckets are bypassed: then the gradient goes into the arena at once."""
         is_complete = getattr(param, "ds_grad_is_ready", True)
         if not self.bypasses_buckets:
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
@@ -96,7 +96,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """While the engine's backward runs. What comes from another one is refused by the step, if that is next."""
+        """Mark the engine's backward: a step that directly follows another backward refuses its gradients."""
         self._in_backward = True
         try:
             yield
@@ -106,10 +106,10 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
     def partition_grads(
         self, params_to_release: Sequence[ZeroParameter], grad_partitions: Sequence[torch.Tensor]
     ) -> None:
-        """Take reduced gradient slices into the arena and release the full gradients.
+        """Write or add reduced gradient slices to the arena and release the full gradients.
 
-        Whether a slice is the window's first is decided here by arrival: DeepSpeed's micro_step_id is wrong under
-        reentrant checkpointing.
+        The first slice to arrive in a window replaces earlier values: DeepSpeed's micro_step_id, which would tell the
+        first, is wrong under reentrant checkpointing.
         """
         index = self.partition.index
         self.arena.arrive_all([index[param.ds_id] for param in params_to_release], grad_partitions)
@@ -118,21 +118,21 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
             self._waiting.pop(param.ds_id, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop this window's gradients, those in the arena too."""
-        # The base class records a stream on them, which a CPU does not have.
+        """Discard this window's gradients, those in the arena too."""
+        # The base class would record a stream on them, which a CPU does not have.
         for group in self.fp16_groups:
             for param in group:
                 _drop_gradient(param)
         super().zero_grad(set_to_none)
         self.arena.reset()
-        # What a backward that was broken off left waiting.
+        # Discard what an interrupted backward left waiting.
         for bucket in self.ipg_buckets.values():
             bucket.params.clear()
             bucket.elements = 0
         self._waiting.clear()
 
     def backward_epilogue(self) -> None:
-        """As the base class, and release what a retained graph kept gathered once no graph is retained."""
+        """Call the base class, and release what a retained graph kept gathered once no graph is retained."""
         if self.bypasses_buckets and self._waiting:
             waiting = list(self._waiting.values())
             self.partition_grads(waiting, [param.grad for param in waiting])
@@ -140,7 +140,7 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
         super().backward_epilogue()
 
     def _order_after_bucket_copies(self) -> None:
-        # With overlap_comm gradients are copied into the bucket on a stream of their own. What autograd adds to such a
+        # With overlap_comm gradients are copied into the bucket on a separate stream. What autograd adds to such a
         # gradient later, on its own stream, must come after that copy.
         accelerator = get_accelerator()
         if accelerator.resolves_data_dependency() or self.reduce_and_partition_stream == accelerator.default_stream():

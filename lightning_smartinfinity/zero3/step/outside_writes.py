@@ -1,4 +1,4 @@
-"""Parameters written outside of steps: what the partition holds then reaches the masters on storage."""
+"""Brings what is written to parameters outside of steps into the masters on storage."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lightning_smartinfinity.zero3.untyped import ZeroParameter
 
 __all__ = ["OutsideWrites", "unwatch"]
 
-# Elements whose masters are compared at once.
+# Number of elements whose masters are compared at once.
 _WINDOW_NUMEL = 1 << 22
 
 
 class OutsideWrites:
-    """Takes writes that went past the optimizer into the masters on storage.
+    """Brings writes that bypass the optimizer into the masters on storage.
 
     ``deepspeed.zero.GatheredParameters(modifier_rank=...)``, and all that is built on it, ends in
-    ``param.partition(has_been_updated=True)``, which :meth:`watch` wraps. An element whose value in the partition is
-    still that of its master keeps the master's every bit, so gathering without writing changes nothing.
+    ``param.partition(has_been_updated=True)``, which :meth:`watch` wraps. Where the partition still holds the rounded
+    value of a master, the master keeps every bit, so gathering without writing changes nothing.
 
-    Everything here is collective, and commits equally often on every rank.
+    Every method is collective, and commits equally often on every rank.
 
     Args:
         rank_state: The partition and its handler.
@@ -46,18 +46,18 @@ class OutsideWrites:
         self._deferred: set[int] | None = None
 
     def watch(self, parameters: Iterable[ZeroParameter]) -> None:
-        """Take every later write to these parameters; those that are not trained are only passed through."""
+        """Watch for writes to these parameters; those to parameters that are not trained have no effect here."""
         for param in parameters:
             unwatch(param)
-            param.partition = _Watched(param, param.partition, self._note)
+            param.partition = _Watched(param, param.partition, self._note_writes)
 
     @contextmanager
     def precisely(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Put off taking the writes of the body, then take them all, each element as precise as it is given.
+        """Defer the writes of the body, then bring them all into the masters, each element as precise as it is given.
 
         Args:
             values: Full parameters by name. Where the partition holds their value, rounded to its dtype, the master
-                becomes what they hold unrounded.
+                becomes the unrounded value.
         """
         self._deferred = set()
         try:
@@ -68,12 +68,12 @@ class OutsideWrites:
         self._refresh(written, values)
 
     def refresh_all(self) -> None:
-        """Make every master the value of its parameter, exactly; moments and step counts stay."""
+        """Set every master to exactly the value of its parameter; moments and step counts stay."""
         layout = self._partition.layout
         for begin, end in _windows(layout, range(len(layout.tasklets))):
             self._modify(begin, self._partition.read(begin, end).float().numpy())
 
-    def _note(self, params: Iterable[ZeroParameter]) -> None:
+    def _note_writes(self, params: Iterable[ZeroParameter]) -> None:
         if not self._rank_state.is_open:
             return
         written = self._partition.indices_of(params)
@@ -89,7 +89,7 @@ class OutsideWrites:
         try:
             self._refresh_windows(windows, precise)
         except SmartInfinityError:
-            # The parameter goes back to its master: they must not differ when the caller goes on.
+            # Set parameters back to their masters: they must not differ when the caller continues.
             with suppress(SmartInfinityError):
                 self._restore_from_masters(windows)
             raise
@@ -112,7 +112,7 @@ class OutsideWrites:
                 self._modify(begin, masters)
 
     def _merge(self, begin: int, masters: torch.Tensor, precise: Mapping[str, torch.Tensor]) -> bool:
-        """Bring masters up to date in place; whether any bit changed."""
+        """Bring masters up to date in place; return whether any bit changed."""
         current = self._partition.read(begin, begin + len(masters))
         rank = dist.get_rank(self._partition.group)
         before = masters.clone()
@@ -141,20 +141,20 @@ class OutsideWrites:
 
 
 def unwatch(param: ZeroParameter) -> None:
-    """Undo :meth:`OutsideWrites.watch` for one parameter."""
+    """Reverse :meth:`OutsideWrites.watch` for one parameter."""
     if isinstance(param.partition, _Watched):
         param.partition = param.partition.original
 
 
 class _Watched:
-    """``param.partition``, telling of writes. Takes what DeepSpeed's takes."""
+    """Calls DeepSpeed's ``param.partition`` with the same arguments, and reports writes."""
 
     def __init__(
         self, param: ZeroParameter, original: Callable[..., None], note: Callable[[Iterable[ZeroParameter]], None]
     ) -> None:
         self.original = original
         self._param = param
-        self._note = note
+        self._note_writes = note
 
     def __call__(
         self,
@@ -165,14 +165,14 @@ class _Watched:
     ) -> None:
         self.original(param_list, hierarchy, has_been_updated, free_data)
         if has_been_updated:
-            self._note(param_list if param_list is not None else [self._param])
+            self._note_writes(param_list if param_list is not None else [self._param])
 
 
 def _windows(layout: PartitionLayout, tasklets: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Runs of these tasklets, given in order, as elements of the flat partition."""
+    """Yield runs of these tasklets, given in order, as ranges of elements of the flat partition."""
     numel = layout.extents.tasklet_numel
     per_window = max(1, _WINDOW_NUMEL // numel)
-    # Consecutive tasklets have consecutive numbers: their difference to the count is the same.
+    # In a run of consecutive tasklets, number minus count is constant.
     for _, run in groupby(enumerate(tasklets), key=lambda pair: (pair[1] - pair[0], pair[1] // per_window)):
         members = [tasklet for _, tasklet in run]
         yield members[0] * numel, min((members[-1] + 1) * numel, layout.numel)

@@ -1,6 +1,6 @@
-"""Which overlap a training works with: the one that was asked for, or the fastest in its first steps.
+"""Chooses the overlap of a training: the one that the user set, or the fastest in the first steps.
 
-All of them compute the same bits, so that a choice by time changes nothing but time.
+All of them compute the same bits, so a choice by time changes nothing but time.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ __all__ = ["OverlapChoice"]
 
 _log = logging.getLogger(__name__)
 
-# Steps with each candidate: those that find caches cold and what the one before left in flight, and those that count.
+# Steps with each candidate: first those affected by cold caches and the previous candidate, then those that count.
 _WARM_UP = 2
 _MEASURED = 5
-# What is less simple has to be so much faster.
+# A less simple candidate must take less than this part of the time.
 _GAIN = 0.97
-# What "auto" tries, the simplest first.
+# The candidates of "auto", the simplest first.
 _CANDIDATES = ("none", "forward", "backward")
 
 
 class OverlapChoice:
-    """The overlap of every step, alike on all ranks.
+    """The overlap of every step, the same on all ranks.
 
     Args:
         setting: ``"none"``, ``"forward"``, ``"backward"`` or ``"auto"``.
-        obstacle: Why no update may begin in backward, if so; then ``"backward"`` is ``"forward"``, and ``"auto"`` does
-            not try it.
+        obstacle: Why no update may begin in backward; None if it may. With an obstacle, ``"backward"`` becomes
+            ``"forward"``, and ``"auto"`` does not try it.
 
     Attributes:
-        mode: The overlap of the step that comes.
+        mode: The overlap of the next step.
     """
 
     def __init__(self, setting: str, *, obstacle: str | None = None) -> None:
         candidates: tuple[str, ...] = _CANDIDATES if setting == "auto" else (setting,)
         if obstacle is not None and "backward" in candidates:
-            _say(setting, obstacle)
+            _report_obstacle(setting, obstacle)
             candidates = tuple(dict.fromkeys("forward" if name == "backward" else name for name in candidates))
         self._candidates = candidates
         self._tried = 0
@@ -48,11 +48,11 @@ class OverlapChoice:
         self.mode = self._candidates[0]
 
     def step_begins(self, now: float, *, sum_over_ranks: Callable[[float], float]) -> None:
-        """Called once for every step, by all ranks; collective when the choice is made.
+        """Record that a step begins. All ranks call this once per step; collective when a candidate is done.
 
         Args:
-            now: In seconds.
-            sum_over_ranks: Of one number.
+            now: Time in seconds.
+            sum_over_ranks: Function that returns the sum of a number over all ranks.
         """
         if len(self._candidates) == 1:
             return
@@ -82,7 +82,7 @@ class OverlapChoice:
         _log.info("overlap='auto': %s from now on; steps took, summed over processes: %s.", self.mode, measured)
 
 
-def _say(setting: str, obstacle: str) -> None:
+def _report_obstacle(setting: str, obstacle: str) -> None:
     if setting == "auto":
         _log.info("overlap='auto' does not try 'backward': %s.", obstacle)
     else:

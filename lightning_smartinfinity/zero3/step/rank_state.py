@@ -1,4 +1,4 @@
-"""What one rank holds open during a fit: its optimizer state on storage and the memory that gradients arrive in."""
+"""The state that one rank holds open during a fit: optimizer state on storage, and memory that gradients arrive in."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class RankState:
     """The transfer handler and the gradient arena of a rank, from set-up to :meth:`close`.
 
     Args:
-        keep: Leave the state on storage when it is closed.
+        keep: Whether to leave the state on storage at :meth:`close`.
 
     Attributes:
-        compressed: Where its gradients are compressed to; None: they are not.
-        in_fit: Whether a Trainer's fit is going on with it.
+        compressed: Compressed gradients; None: gradients are not compressed.
+        in_fit: Whether a Trainer's fit with this state is in progress.
     """
 
     def __init__(self, *, keep: bool) -> None:
@@ -34,16 +34,16 @@ class RankState:
         self._partition: Partition | None = None
         self._arena: GradientArena | None = None
         self._handler: TransferHandler | None = None
-        self._lost: str | None = None
+        self._unusable_reason: str | None = None
         self.compressed: CompressedGradients | None = None
         self.in_fit = False
 
     def hold_arena(self, partition: Partition, arena: GradientArena) -> None:
-        """Take the partition and its arena."""
+        """Adopt the partition and its arena."""
         self._partition, self._arena = partition, arena
 
     def hold_handler(self, handler: TransferHandler) -> None:
-        """Take an open, initialized handler."""
+        """Adopt an open, initialized handler."""
         self._handler = handler
 
     @property
@@ -53,8 +53,8 @@ class RankState:
 
     @property
     def is_usable(self) -> bool:
-        """Whether that state can be read and written: not after a step that could not be rolled back."""
-        return self.is_open and self._lost is None
+        """Whether that state can be read and written; false after a step that could not be rolled back."""
+        return self.is_open and self._unusable_reason is None
 
     @property
     def partition(self) -> Partition:
@@ -78,9 +78,9 @@ class RankState:
             raise StorageError(
                 "The optimizer state of this training has been closed.", "Start a new fit, or set the model up again."
             )
-        if self._lost is not None:
+        if self._unusable_reason is not None:
             raise StorageError(
-                f"The optimizer state of this training is lost: {self._lost}",
+                f"The optimizer state of this training is lost: {self._unusable_reason}",
                 "Resume from a checkpoint; use TransferConfig(durability='step') on a sound disk.",
             )
         return self._handler
@@ -99,23 +99,23 @@ class RankState:
         return self._arena
 
     def roll_back(self, error: BaseException) -> None:
-        """Roll back the step in flight, if there is one, or remember that it cannot be rolled back.
+        """Roll back the step in flight, if there is one, or record that it cannot be rolled back.
 
         Ctrl-C leaves it in flight, to be rolled back later.
 
         Args:
-            error: Why it is not taken.
+            error: Why the step is rolled back.
         """
         handler = self._handler
-        if handler is None or self._lost is not None or not handler.in_flight:
+        if handler is None or self._unusable_reason is not None or not handler.in_flight:
             return
         if not handler.can_roll_back:
-            self._lost = f"with durability='none' a failed step cannot be undone. {error}"
+            self._unusable_reason = f"with durability='none' a failed step cannot be undone. {error}"
             return
         try:
             handler.rollback()
         except SmartInfinityError as second:
-            self._lost = f"a failed step could not be undone. {second}"
+            self._unusable_reason = f"a failed step could not be undone. {second}"
 
     @property
     def numel(self) -> int:
@@ -124,7 +124,7 @@ class RankState:
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of state on storage, all places; once closed, as many as it began with."""
+        """Bytes of all places on storage; once closed, as many as at the start."""
         if self._handler is not None:
             return self._handler.storage_bytes
         extents = self.layout.extents
@@ -145,18 +145,18 @@ class RankState:
         return {**held, "dram_cache": cached} if cached else held
 
     def traffic(self) -> Traffic:
-        """Counters since the storage was opened; zero once it is closed."""
+        """Return the counters since the storage was opened; zero once it is closed."""
         return self._handler.traffic() if self._handler is not None else Traffic()
 
     def close(self) -> None:
-        """Close the handler and the arena; the state on storage is removed unless ``keep``. Idempotent.
+        """Close the handler and the arena, and remove the state on storage unless ``keep``. Idempotent.
 
         A step that is still in flight is committed first, if this rank can, so that the parameters in memory are whole.
-        Not collective: what another rank could not commit, none takes up again.
+        Not collective: no rank resumes from a step that another rank could not commit.
         """
-        # Closed before they are forgotten: after an interrupt it can be called again.
+        # Close each before dropping its reference, so that this can be called again after an interrupt.
         if self._handler is not None:
-            if self._lost is None:
+            if self._unusable_reason is None:
                 self._commit_or_roll_back(self._handler)
             self._handler.close(remove=not self._keep)
             self._handler = None
@@ -168,7 +168,7 @@ class RankState:
             self.compressed = None
 
     def closer(self) -> Callable[[], None]:
-        """What an exit handler calls: closes the store and holds no reference to arena or optimizer."""
+        """Return a function for an exit handler; it closes the store and holds no reference to arena or optimizer."""
         handler, remove, owner = self.handler, not self._keep, os.getpid()
 
         def close() -> None:
@@ -176,7 +176,7 @@ class RankState:
             if os.getpid() != owner:
                 return
             if not remove and handler.in_flight and handler.step.is_complete:
-                with suppress(SmartInfinityError):  # the generation before stays current
+                with suppress(SmartInfinityError):  # the previous generation stays current
                     handler.commit()
             handler.close(remove=remove)
 
@@ -196,5 +196,5 @@ class RankState:
 
 
 def warn_of_rolled_back_step(error: SmartInfinityError) -> None:
-    """Warn that the last step failed when the training was over."""
+    """Warn that the last step of a training failed and was rolled back."""
     warnings.warn(f"The last step of the training was undone: {error}", stacklevel=3)

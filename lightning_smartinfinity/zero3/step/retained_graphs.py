@@ -1,7 +1,7 @@
-"""Graphs that autograd will go through again: ``retain_graph`` and ``create_graph``.
+"""Keeps parameters gathered for graphs that autograd will use again: ``retain_graph`` and ``create_graph``.
 
 ZeRO-3 gathers a module's parameters when backward enters the module, and releases them when it leaves, once. A second
-pass through the same graph, or one through the graph that the first pass made, would find them empty.
+pass through the same graph, or a pass through the graph that the first one made, would find them empty.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class RetainedGraphs:
 
     def __init__(self, offload: ZeroOffload) -> None:
         self._offload = offload
-        self._any = False
-        self._last = True
+        self._any_retained = False
+        self._is_last_use = True
         offload.pre_sub_module_backward_function = self._noticing(offload.pre_sub_module_backward_function)
         self._release_leftovers = offload.release_backward_leftovers
         for name in (
@@ -36,37 +36,37 @@ class RetainedGraphs:
             setattr(offload, name, self._unless_retained(getattr(offload, name)))
 
     def backward_begins(self, *, retain_graph: bool) -> None:
-        """The engine's backward begins."""
-        self._any = self._any or retain_graph
-        self._last = not retain_graph
+        """Record that the engine's backward begins."""
+        self._any_retained = self._any_retained or retain_graph
+        self._is_last_use = not retain_graph
 
     def backward_ended(self) -> None:
-        """The engine's backward is over: release what was kept, unless its graph, too, will be used again."""
-        if self._last:
+        """Release what was kept when the engine's backward ends, unless its graph will be used again, too."""
+        if self._is_last_use:
             self.release()
 
     def release(self) -> None:
-        """Release whatever was kept."""
-        if self._any:
-            self._any = False
+        """Release what was kept gathered."""
+        if self._any_retained:
+            self._any_retained = False
             self._offload.partition_all_parameters()
             self._release_leftovers()
 
     def _noticing(self, gather: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
         def noticing(sub_module: torch.nn.Module) -> None:
-            self._any = self._any or _graph_is_retained()
+            self._any_retained = self._any_retained or _graph_is_retained()
             gather(sub_module)
 
         return noticing
 
     def _unless_retained(self, release: Callable[..., None]) -> Callable[..., None]:
         def releasing(*sub_module: torch.nn.Module) -> None:
-            if not self._any:
+            if not self._any_retained:
                 release(*sub_module)
 
         return releasing
 
 
 def _graph_is_retained() -> bool:
-    """Whether the backward pass that runs now keeps its graph; autograd says so only from within."""
+    """Return whether the current backward pass keeps its graph; autograd tells it only within the pass."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,11 +1,11 @@
-"""The update of a step, which may run beside what comes after the step.
+"""The update of a step, which may run beside what follows the step.
 
-With ``overlap="forward"`` ``step()`` returns when the update has begun. A parameter is gathered, and its place in the
-gradient arena written again, once its own tasklets are done; whatever else reads or writes parameters or state
-drains the update first. So every value is that of ``overlap="none"``, bit for bit.
+With ``overlap="forward"``, ``step()`` returns when the update has begun. A parameter is gathered, and its gradient in
+the arena replaced, only after its own tasklets are done; whatever else reads or writes parameters or state drains the
+update first. So every value is that of ``overlap="none"``, bit for bit.
 
-Which parameters somebody has asked for since the step is known alike on all ranks; how far the update has come is not,
-and decides nothing.
+All ranks agree on which parameters have been asked for since the step. How far the update has come differs between
+ranks, and decides nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _GATHERING = ("all_gather", "all_gather_coalesced")
 class UpdateInFlight:
     """A rank's update, from :meth:`begin` to :meth:`drain`.
 
-    A failure is agreed upon by all ranks in :meth:`drain`, which rolls the step back on each of them and raises. A rank
-    that meets it earlier, where it waits for a parameter, goes on with what is in memory until then: the others are
-    about to gather the parameter too, and would wait for this rank for ever. In one process it raises at once.
+    All ranks agree on a failure in :meth:`drain`, which rolls the step back on each of them and raises. A rank that
+    meets it earlier, while it waits for a parameter, continues with what is in memory until then: the others are about
+    to gather the parameter too, and would wait for this rank for ever. A single process raises at once.
 
     Args:
         rank_state: The partition and its handler.
         speculation: The update that backward may begin before the step does.
-        release_gathered: Partitions every parameter that is gathered.
+        release_gathered: Function that partitions every gathered parameter.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class UpdateInFlight:
         self._begun = False
         self._training_over = False
         self._failure: SmartInfinityError | None = None
-        # Why the step in flight is being rolled back, until it is.
-        self._rolled_back_for: BaseException | None = None
-        # Indices of the parameters that nobody has asked for, and of those that still have to be waited for.
+        # Why the step in flight is being rolled back, until that is complete.
+        self._rollback_reason: BaseException | None = None
+        # Indices of the parameters that have not been asked for, and of those that still have to be waited for.
         self._untouched: set[int] = set()
         self._awaited: set[int] = set()
         self._waits_once = True
@@ -66,18 +66,18 @@ class UpdateInFlight:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether an error has ended the training with a step in flight: other ranks may not be here to agree on it."""
+        """Whether the training ended with a step in flight: after an error, other ranks may not join to agree on it."""
         return self._begun and self._training_over
 
     def training_over(self) -> None:
-        """Wait as :meth:`wait` does: the training has ended, or was broken off."""
+        """Record that the training has ended, after an error or not, and wait as :meth:`wait` does."""
         self._training_over = True
         self.wait()
 
     def watch(self, parameters: Iterable[ZeroParameter], coordinator: ZeroCoordinator) -> None:
-        """From now on, gather each of these parameters, or read it from storage, only once it is updated.
+        """From now on, gather each of these parameters, or read it from storage, only after it is updated.
 
-        Parameters that DeepSpeed would gather or read ahead are passed over as long as they are untouched.
+        Parameters that DeepSpeed would gather or read ahead are skipped as long as they are untouched.
         """
         for param in parameters:
             for name in _GATHERING:
@@ -90,13 +90,13 @@ class UpdateInFlight:
         skip_in_prefetch(coordinator, self.is_untouched, before_use=self._speculation.before_use)
 
     def begin_speculatively(self, plan: StepPlan) -> None:
-        """Begin an update within backward, unless too many were discarded lately. Collective.
+        """Begin an update within backward, unless too many were discarded recently. Collective.
 
         Args:
-            plan: The step as it will be unless the guess is wrong, every parameter active.
+            plan: The step as it will be if the update is adopted, with every parameter active.
 
         Raises:
-            ConfigError, StorageError, DeviceError, CudaError: As :meth:`drain`.
+            ConfigError, StorageError, DeviceError, CudaError: As raised by :meth:`drain`.
         """
         self._speculation.discard()
         if self._speculation.is_worthwhile():
@@ -104,10 +104,10 @@ class UpdateInFlight:
             self._speculation.begin(plan)
 
     def begin(self, plan: StepPlan) -> None:
-        """Start a step and return at once; nothing is in flight but what backward has begun of it.
+        """Begin a step and return at once; only a speculative update of it may be in flight.
 
         Raises:
-            SmartInfinityError: It could not begin, in a training of one process.
+            SmartInfinityError: The step could not begin, in a training of one process.
         """
         try:
             if not self._speculation.adopt(plan):
@@ -120,26 +120,26 @@ class UpdateInFlight:
         self._begun, self._training_over = True, False
         self._untouched = set(range(len(self._rank_state.layout.parameters)))
         self._awaited = set(self._untouched)
-        # Copies to a device have only been started when a wait is over: every stream that gathers waits for them.
+        # When a wait returns, copies to a device may only have started: every stream that gathers waits for them.
         self._waits_once = not plan.outputs.waits_per_stream
         self._uses.clear()
         if self._failure is not None:
-            self._drain_alone()
+            self._drain_if_alone()
 
     def is_untouched(self, param: ZeroParameter) -> bool:
-        """Whether the parameter is of the step in flight, and nobody has asked for it yet: alike on all ranks."""
+        """Return whether the parameter is in the step in flight and has not been asked for; the same on all ranks."""
         if self._speculation.holds(param):
             return True
         return self._begun and self._partition.index.get(param.ds_id) in self._untouched
 
     def first_uses(self) -> NDArray[np.int64]:
-        """int64[num_parameters]: the order in which parameters were asked for since :meth:`begin`."""
+        """Return int64[num_parameters]: the order in which parameters were asked for since :meth:`begin`."""
         uses = np.full(len(self._rank_state.layout.parameters), len(self._uses), np.int64)
         uses[list(self._uses)] = np.arange(len(self._uses))
         return uses
 
     def require(self, parameters: Iterable[ZeroParameter]) -> None:
-        """Return when these parameters are those of the step that was begun last, and their gradients used.
+        """Return when the step begun last has updated these parameters and used their gradients.
 
         Raises:
             StorageError, DeviceError, CudaError: The step failed, in a training of one process, and was rolled back.
@@ -148,7 +148,7 @@ class UpdateInFlight:
         wanted = sorted(self._partition.indices_of(parameters))
         self._uses.update(dict.fromkeys(wanted))
         self._speculation.before_use(parameters)
-        if not self._begun and self._rolled_back_for is None:
+        if not self._begun and self._rollback_reason is None:
             return
         with self._lock:
             self._complete_rollback()
@@ -160,14 +160,14 @@ class UpdateInFlight:
     def drain(self) -> None:
         """Wait for the step in flight, if there is one, and commit it on all ranks. Collective.
 
-        What backward has begun, before there is a step, is discarded.
+        A speculative update that no step has adopted is discarded.
 
         Ctrl-C leaves the step in flight, to be drained later.
 
         Raises:
-            ConfigError: A hyperparameter was out of range on some rank; the step was taken on none.
-            StorageError, DeviceError, CudaError: It failed on some rank, or could not be committed there, and was
-                rolled back on all.
+            ConfigError: A hyperparameter was out of range on some rank; no rank took the step.
+            StorageError, DeviceError, CudaError: The step failed on some rank, or could not be committed there, and
+                was rolled back on all.
         """
         with self._lock:
             self.wait()
@@ -181,17 +181,17 @@ class UpdateInFlight:
             self._end()
 
     def drained_handler(self) -> TransferHandler:
-        """The handler, once the step in flight is committed. Collective.
+        """Return the handler once the step in flight is committed. Collective.
 
         Raises:
-            ConfigError, StorageError, DeviceError, CudaError: As :meth:`drain`.
-            StorageError: There is no usable state.
+            ConfigError, StorageError, DeviceError, CudaError: As raised by :meth:`drain`.
+            StorageError: The state is closed, or a step could not be rolled back.
         """
         self.drain()
         return self._handler
 
     def wait(self) -> None:
-        """Return when nothing of the step in flight moves any more. Not collective; never raises StorageError."""
+        """Return when nothing of the step in flight is in progress. Not collective; never raises StorageError."""
         with self._lock:
             self._speculation.discard()
             self._complete_rollback()
@@ -205,15 +205,15 @@ class UpdateInFlight:
         """Roll back the step in flight, if there is one, on this rank.
 
         Args:
-            error: Why it is not taken.
+            error: Why the step is rolled back.
         """
-        self._rolled_back_for = error  # what Ctrl-C breaks off is taken up again by whoever comes next
+        self._rollback_reason = error  # after Ctrl-C, the next call completes the rollback
         self._end()
-        # What is gathered or read ahead may be of the step.
+        # Parameters that are gathered or read ahead may have the step's values.
         self._release_gathered()
         self._partition.release_prefetched()
         self._rank_state.roll_back(error)
-        self._rolled_back_for = None
+        self._rollback_reason = None
 
     @property
     def _handler(self) -> TransferHandler:
@@ -224,20 +224,20 @@ class UpdateInFlight:
             self._handler.step.wait(wanted)
         except SmartInfinityError as error:
             self._failure = error
-            self._drain_alone()
+            self._drain_if_alone()
             return
         if self._waits_once:
             self._awaited.difference_update(wanted)
 
-    def _drain_alone(self) -> None:
+    def _drain_if_alone(self) -> None:
         if dist.get_world_size(self._partition.group) == 1:
             self.drain()
 
     def _commit(self) -> None:
-        """Commit on all ranks: where one fails to, those that have committed take it back, and all raise."""
+        """Commit on all ranks; if one cannot, those that have committed take their record back, and all raise."""
         together = partial(failing_together, self._partition.group)
         if self._failure is None:
-            # An interrupt may have come when it was done but for our knowing.
+            # An interrupt may have come between an earlier commit and the record of it here.
             if self._handler.in_flight:
                 self._handler.commit(together=together)
             return
@@ -250,12 +250,12 @@ class UpdateInFlight:
         self._awaited.clear()
 
     def _complete_rollback(self) -> None:
-        if self._rolled_back_for is not None:
-            self.roll_back(self._rolled_back_for)
+        if self._rollback_reason is not None:
+            self.roll_back(self._rollback_reason)
 
 
 class _Awaited:
-    """A method of a parameter's that gathers it, or several; they are waited for first."""
+    """A parameter's method that gathers it, or several parameters, after waiting for them."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class _Awaited:
         self._require = require
 
     def __call__(self, param_list: Iterable[ZeroParameter] | None = None, *args: object, **kwargs: object) -> object:
-        # What is gathered comes first; without it, all_gather gathers its own parameter.
+        # The first argument lists the parameters; without it, all_gather gathers its own parameter.
         params = [self._param] if param_list is None else list(param_list)
         self._require(params)
         return self.original(params, *args, **kwargs)
