@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_smartinfinity.native import BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES, DType, StateFormat
+from lightning_smartinfinity.native import BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES, DType, StateFormat, UpdateStep
 from lightning_smartinfinity.native.formats import STATE_FORMATS, formats_of, names_where
-from lightning_smartinfinity.native.steps import UpdateStep
 from lightning_smartinfinity.transfer.rules import rule_for
 
 DOCS = Path(__file__).parents[2] / "docs"
