@@ -16,7 +16,7 @@ from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.transfer import device_selection
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.device_selection import DeviceSelection
-from lightning_smartinfinity.zero3 import optimizer
+from lightning_smartinfinity.zero3 import storage_optimizer
 from tests.helpers import reference
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import fit
@@ -123,7 +123,7 @@ def select_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_device(*args: Any, **kwargs: Any) -> CompressedGradients:
         return CompressedGradients(*args, **{**kwargs, "device": torch.device("cpu")})
 
-    monkeypatch.setattr(optimizer, "CompressedGradients", on_device)
+    monkeypatch.setattr(storage_optimizer, "CompressedGradients", on_device)
 
 
 @pytest.mark.parametrize("begun", [0, 1])

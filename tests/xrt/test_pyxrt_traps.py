@@ -80,8 +80,10 @@ def floats(buffer: Any) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 @pytest.fixture
 def probe(pyxrt: ModuleType, emulated_cards: EmulatedCards) -> Iterator[PyxrtProbe]:
-    yield PyxrtProbe(pyxrt, emulated_cards.build.probe_xclbin)
+    made = PyxrtProbe(pyxrt, emulated_cards.build.probe_xclbin)
+    yield made
     emulated_cards.reset()
+    vars(made).clear()  # pytest keeps the probe for longer than the cards: its buffers go now
 
 
 @pytest.fixture

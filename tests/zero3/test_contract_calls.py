@@ -150,13 +150,13 @@ def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
     optimizer = seen.engine.optimizer
     assert len(optimizer.fp16_groups) == len(optimizer.fp16_partitioned_groups_flat), "parameters/partition.py"
     assert set(optimizer.sub_group_to_group_id) == set(range(len(optimizer.fp16_groups))), "parameters/partition.py"
-    assert optimizer.fp32_partitioned_groups_flat, "zero3/optimizer.py"
+    assert optimizer.fp32_partitioned_groups_flat, "zero3/storage_optimizer.py"
     for bucket in optimizer.ipg_buckets.values():
         assert bucket.params == [] and bucket.elements == 0, "zero_grad of step/gradient_path.py empties buckets"
-    assert optimizer.reduce_bucket_size > 0 and optimizer.dtype is torch.bfloat16, "zero3/optimizer.py"
+    assert optimizer.reduce_bucket_size > 0 and optimizer.dtype is torch.bfloat16, "zero3/storage_optimizer.py"
     assert optimizer.partition_count and optimizer.loss_scaler is not None, "checkpoints/optimizer_state.py"
     assert optimizer.dynamic_loss_scale is False and optimizer.overflow is False, "checkpoints/optimizer_state.py"
-    assert optimizer.clip_grad == 1.0, "precision.py sets it, zero3/optimizer.py reads it"
+    assert optimizer.clip_grad == 1.0, "precision.py sets it, zero3/storage_optimizer.py reads it"
     assert optimizer.dp_process_group is not None and optimizer._grad_acc_hooks is not None, "step/gradient_path.py"
     assert optimizer.reduce_and_partition_stream is not None or not torch.cuda.is_available(), "step/gradient_path.py"
     assert isinstance(optimizer.parameter_offload, parameter_offload.DeepSpeedZeRoOffload), "step/gradient_path.py"
