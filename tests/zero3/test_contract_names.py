@@ -77,7 +77,7 @@ def test_fp32_state_is_gathered_from_a_parameter_and_its_slice() -> None:
 
 
 def test_schedulers_ask_the_optimizer_whether_it_stepped() -> None:
-    """A scheduler warns of stepping first by an attribute that our step has to set itself (zero3/storage_optimizer.py)."""
+    """A scheduler warns of stepping first by an attribute that our step has to set itself (storage_optimizer.py)."""
     for stepped in (False, True):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
