@@ -27,10 +27,14 @@ _HEADER = """\
 
 namespace smart_infinity {{
 
+constexpr std::size_t kMaxRuleArrays = {max_arrays};
+constexpr std::size_t kMaxStepWords = {max_words};
+
 // Describes a rule for the core's checks and for cards.
 struct UpdateRule {{
     const char* step;    // name of the step's class
     const char* arrays;  // names of the arrays, as words of a sentence
+    const char* array_names[kMaxRuleArrays];
     std::size_t num_arrays;
     const char* kernel;           // name of the card's kernel
     std::uint32_t kernel_number;  // number that the kernel writes in its status
@@ -48,9 +52,6 @@ struct Scalar {{
 template <class Step>
 struct RuleOf;
 
-constexpr std::size_t kMaxRuleArrays = {max_arrays};
-constexpr std::size_t kMaxStepWords = {max_words};
-
 {rules}
 // A type made of the steps of all rules.
 template <template <class...> class Of>
@@ -67,7 +68,8 @@ struct {step} {{
 
 template <>
 struct RuleOf<{step}> {{
-    static constexpr UpdateRule kRule{{"{step}", "{arrays}", {num_arrays}, "{kernel}", {number}, {num_words}}};
+    static constexpr UpdateRule kRule{{
+        "{step}", "{arrays}", {{{array_names}}}, {num_arrays}, "{kernel}", {number}, {num_words}}};
     static constexpr const char* kFormula = {formula};
     static constexpr Scalar<{step}> kScalars[] = {{{scalars}}};
 }};
@@ -93,6 +95,7 @@ def _rule(rule: Any) -> str:
         step=rule.step,
         members="\n".join(members),
         arrays=f"{', '.join(others)} and {last}",
+        array_names=", ".join(f'"{name}"' for name in rule.arrays),
         num_arrays=len(rule.arrays),
         kernel=rule.kernel,
         number=rule.number,

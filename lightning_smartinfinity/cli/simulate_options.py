@@ -34,8 +34,9 @@ _ratio = reading(
 )
 
 _BOUND = [f"{name} with {form.required_parameters}" for name, form in STATE_FORMATS.items() if form.required_parameters]
+_ROUNDED = " or ".join(rule.name for rule in RULES if rule.step in {form.step for form in STATE_FORMATS.values()})
 FORMATS_OF_HOST = ", ".join(
-    [f"list other state formats than {names_where(lambda form: form.in_place)} for host with adamw alone", *_BOUND]
+    [f"list other state formats than {names_where(lambda form: form.in_place)} for host with {_ROUNDED} alone", *_BOUND]
 )
 """Words that say which systems have which formats."""
 

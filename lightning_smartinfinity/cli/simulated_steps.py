@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.update_rules import RULES
 
 if TYPE_CHECKING:
     from lightning_smartinfinity.plan.hardware import Machine
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Case", "Simulated", "in_figures"]
 
+_STEPS = {rule.name: rule.step for rule in RULES}
 _ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _OURS = ("smartssd", "host")
 _PARTS = ("forward", "backward", "update", "step")
@@ -64,7 +66,7 @@ class Case:
         form = STATE_FORMATS[self.state]
         return (
             (form.in_place or self.system == "host" or (form.on_cards and self.system == "smartssd"))
-            and (form.step is None or self.optimizer == "adamw")
+            and form.step in (None, _STEPS[self.optimizer])
             and form.required_parameters in (None, self.dtype)
             and (self.ratio is None or compresses)
             and (self.overlap == "none" or self.system in _OURS)

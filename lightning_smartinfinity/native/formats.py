@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from lightning_smartinfinity.native import StateFormat, UpdateStep, state_formats
+from lightning_smartinfinity.update_rules import RULES
 
-__all__ = ["STATE_FORMATS", "formats_of", "names_where"]
+__all__ = ["STATE_FORMATS", "formats_of", "names_where", "optimizers_of"]
 
 STATE_FORMATS: Mapping[str, StateFormat] = MappingProxyType({form.name: form for form in state_formats()})
 """Formats by the name that users choose, in the order of their numbers."""
@@ -16,6 +17,11 @@ STATE_FORMATS: Mapping[str, StateFormat] = MappingProxyType({form.name: form for
 def formats_of(step: type[UpdateStep]) -> tuple[str, ...]:
     """Return the names of the formats that this kind of step can update."""
     return tuple(name for name, form in STATE_FORMATS.items() if form.step in (None, step.__name__))
+
+
+def optimizers_of(form: StateFormat) -> str:
+    """Return the class names of the only optimizers that a format serves, for a message."""
+    return " or ".join(name for rule in RULES if rule.step == form.step for name in rule.optimizers)
 
 
 def names_where(condition: Callable[[StateFormat], bool]) -> str:

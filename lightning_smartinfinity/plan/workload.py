@@ -73,7 +73,7 @@ class Workload:
             raise ConfigError(
                 f"Workload(state_format={self.state_format!r}, num_arrays={self.num_arrays}) is no state of this"
                 " package.",
-                f"Only Adam's state has other formats than {names_where(lambda other: not other.arrays)}.",
+                f"Pass num_arrays={len(form.arrays)}, or state_format={names_where(lambda other: not other.arrays)}.",
             )
         held_bytes = form.item_bytes(self.num_arrays)[0]
         if form.required_parameters is not None and self.parameter_bytes != held_bytes:

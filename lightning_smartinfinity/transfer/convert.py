@@ -14,7 +14,7 @@ from lightning_smartinfinity.checks import check, one_of, require_distinct
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
-from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.manifest import Manifest
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -129,7 +129,7 @@ def _check_format(state_format: str, manifest: Manifest) -> None:
     if form.arrays not in ((), manifest.description.arrays):
         raise UnsupportedError(
             f"convert_store(state_format={state_format!r}) is not supported with {manifest.description.optimizer}: it "
-            "rounds Adam's moments.",
+            f"is for {optimizers_of(form)} alone.",
             f"Use state_format={names_where(lambda other: not other.arrays)}.",
         )
     dtypes = {str(parameter.get("dtype")) for parameter in manifest.description.parameters}

@@ -12,7 +12,7 @@ import torch
 
 from lightning_smartinfinity.config import TransferConfig
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
-from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3.settings import ParameterSettings
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ZeroParameter
@@ -99,9 +99,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, state_format: str) -> N
                 "Pass only groups that have parameters.",
             )
     if state_format not in rule.state_formats:
+        optimizers = optimizers_of(STATE_FORMATS[state_format])
         raise UnsupportedError(
-            f"state_format={state_format!r} is not supported with {rule.name}: it rounds Adam's moments.",
-            f"Use state_format={' or '.join(map(repr, rule.state_formats))}, or torch.optim.AdamW.",
+            f"state_format={state_format!r} is not supported with {rule.name}: it is for {optimizers} alone.",
+            f"Use state_format={' or '.join(map(repr, rule.state_formats))}, or torch.optim's {optimizers}.",
         )
 
 

@@ -61,8 +61,9 @@ def setup_of(
         binding: The same.
         **settings: Of :class:`SmartSSDConfig`.
     """
+    kernels = tuple(kernel.name for kernel in EMULATED.kernels)
     return CardSetup(
-        xclbin=Xclbin(path, "", SMARTSSD.platform.vbnv, SMARTSSD.platform.bank.size_bytes),
+        xclbin=Xclbin(path, "", SMARTSSD.platform.vbnv, SMARTSSD.platform.bank.size_bytes, kernels),
         cards=tuple(emulated_card(number) for number in range(first, first + num_cards)),
         settings=SmartSSDConfig(xclbin=path, **settings),
         binding=binding,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.native import BLOCK_BYTES, CELL_NUMEL, TRAILER_BYTES, DType, StateFormat, UpdateStep
-from lightning_smartinfinity.native.formats import STATE_FORMATS, formats_of, names_where
+from lightning_smartinfinity.native.formats import STATE_FORMATS, formats_of, names_where, optimizers_of
 from lightning_smartinfinity.transfer.rules import rule_for
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -79,8 +79,9 @@ def test_rules_take_the_formats_that_serve_their_step() -> None:
 
 
 def test_names_are_listed_for_messages() -> None:
-    """In the order of the numbers."""
+    """Formats are listed in the order of their numbers, optimizers by torch's names."""
     assert names_where(lambda form: form.has_blocks) == "'int8' or 'int8_remainder'"
+    assert optimizers_of(STATE_FORMATS["bf16"]) == "Adam or AdamW"
 
 
 def test_architecture_page_tabulates_the_regions() -> None:

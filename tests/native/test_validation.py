@@ -121,6 +121,14 @@ def test_rules_without_moments_are_for_fp32_state(tmp_path: Path, step: UpdateSt
             state.pipeline.submit(Batch(Operation.UPDATE, [one], [step]))
 
 
+def test_arrays_of_a_format_for_one_rule(tmp_path: Path) -> None:
+    """ValueError names the arrays that such a format holds, in reads too."""
+    identity = Identity(job=JOB, rank=0, state_format=1)
+    problem = "this state format needs 3 arrays: master, exp_avg and exp_avg_sq"
+    with StoredState(tmp_path, NUMEL, identity=identity) as state, pytest.raises(ValueError, match=problem):
+        state.pipeline.submit(Batch(Operation.READ, [tasklet(num_arrays=2)]))
+
+
 @pytest.mark.parametrize("operation", [Operation.READ, Operation.WRITE, Operation.MODIFY])
 def test_master_in_parameter_is_for_updates(tmp_path: Path, operation: Operation) -> None:
     """Other operations refuse it."""

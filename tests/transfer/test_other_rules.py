@@ -161,7 +161,7 @@ def test_kept_state_is_converted_to_fp32_only(tmp_path: Path, case: Case) -> Non
     run.steps(range(2))
     state = run.state()
     run.close(remove=False)
-    with pytest.raises(UnsupportedError, match=f"{case.rule.name}: it rounds Adam's moments"):
+    with pytest.raises(UnsupportedError, match=f"{case.rule.name}: it is for Adam or AdamW alone"):
         convert_store([tmp_path / "disk0"], [tmp_path / "new" / "disk0"], state_format="int8")
     convert_store([tmp_path / "disk0"], [tmp_path / "new" / "disk0"], state_format="fp32", tasklet_bytes=100_000)
     with running(tmp_path / "new", case.but(tasklet_bytes=100_000), recover=True) as found:

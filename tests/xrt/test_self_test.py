@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from hls.description import design_for
+from hls.xclbin import xclbin
 from lightning_smartinfinity import (
     ConfigError,
     DeviceError,
@@ -30,9 +32,10 @@ from lightning_smartinfinity.zero3 import collectives, update_device
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.update_device import choose_update_device
 from tests.helpers import native_testing as testing
-from tests.helpers.card_runs import setup_of
+from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host, setup_of
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that, lenient
+from tests.transfer.harness import Case, running
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = RunIf(xrt=True)
@@ -243,6 +246,28 @@ def test_cards_are_chosen(tmp_path: Path, emulated_cards: EmulatedCards, wanted:
     asked = offload(tmp_path, emulated_cards, wanted, transfer=TransferConfig(num_buffers=2, dram_cache_bytes="auto"))
     with pytest.warns(UserWarning, match=r"dram_cache_bytes='auto'\) is ignored"):
         choose_update_device(asked, optimizer="SGD")
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_xclbin_with_the_kernel_of_rmsprop_alone(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """Cards that have no other kernel pass the self-test, are chosen, and update as the host does."""
+    path = tmp_path / "rmsprop.xclbin"
+    path.write_bytes(xclbin(design_for("rmsprop")))
+    emulated_cards.reset(count=12)
+    settings = SmartSSDConfig(xclbin=path, devices=[10, 11])
+    asked = offload(tmp_path, emulated_cards, smartssd=settings)
+    kernels = [kernel for kernel in KERNELS if kernel.name == "rmsprop_update"]
+    self_test(find_cards(asked.storage, settings, System()), asked.storage, kernels)
+    chosen = choose_update_device(asked, optimizer="RMSprop").cards
+    assert chosen is not None and chosen.xclbin.kernels == ("rmsprop_update",)
+    case = Case(num_devices=2, **OPTIMIZERS["rmsprop"])
+    with (
+        running(tmp_path / "cards", case, device=cards(path, first=10)) as run,
+        running(tmp_path / "host", case, device=settled_host) as host,
+    ):
+        for each in (run, host):
+            each.step(0)
+        same_as_host(run, host)
 
 
 @pytest.mark.usefixtures("alone")

@@ -15,10 +15,7 @@ from lightning_smartinfinity.devices.smartssd.system import System
 from lightning_smartinfinity.devices.smartssd.unreturned import require_returned
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
 
-__all__ = ["ANY_PORT", "card_errors", "open_card", "remedy_for", "require_memory"]
-
-ANY_PORT = ("adamw_update", 0)
-"""Kernel and argument that tell the memory bank of all ports, since all lie in one bank."""
+__all__ = ["card_errors", "memory_group", "open_card", "remedy_for", "require_memory"]
 
 _SMALLER = "Use smaller tasklets or fewer of them at a time: TransferConfig(tasklet_bytes=..., num_buffers=...)."
 _GONE = (
@@ -71,6 +68,17 @@ def open_card(setup: CardSetup, card: Card) -> native.Card:
         return native.Card.open(device, xclbin=str(setup.xclbin.path), library=setup.library)
 
 
+def memory_group(setup: CardSetup, opened: native.Card) -> int:
+    """Return the group of the card's memory bank, in which the ports of all kernels lie.
+
+    Raises:
+        DeviceError: The xclbin has no kernel.
+    """
+    if not setup.xclbin.kernels:
+        raise DeviceError(f"The xclbin {setup.xclbin.path} has no kernels.", _REBUILD)
+    return opened.group(setup.xclbin.kernels[0], 0)
+
+
 def require_memory(setup: CardSetup, card: Card, wanted: CardRing, *, extent_bytes: int) -> None:
     """Allocate the memory of a ring on a card and free it again.
 
@@ -94,7 +102,7 @@ def require_memory(setup: CardSetup, card: Card, wanted: CardRing, *, extent_byt
         opened = open_card(setup, card)
         buffers: list[native.CardBuffer] = []
         try:
-            group = opened.group(*ANY_PORT)
+            group = memory_group(setup, opened)
             for _ in range(ring.num_buffers):
                 state, *others = ring.parts(extent_bytes)
                 buffers.append(opened.allocate(state, group=group, p2p=True))

@@ -14,7 +14,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd.cards import Card
 from lightning_smartinfinity.devices.smartssd.discovery import CardSetup
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
-from lightning_smartinfinity.devices.smartssd.opening import ANY_PORT, card_errors, open_card
+from lightning_smartinfinity.devices.smartssd.opening import card_errors, memory_group, open_card
 from lightning_smartinfinity.devices.smartssd.scratch import Scratch, scratch_folder
 from lightning_smartinfinity.devices.smartssd.unreturned import close_or_keep
 from lightning_smartinfinity.errors import DeviceError
@@ -80,7 +80,7 @@ def check_p2p(setup: CardSetup, card: Card, scratch: Scratch, *, nbytes: int = _
     with card_errors(card):
         opened = open_card(setup, card)
         try:
-            buffer = opened.allocate(nbytes, group=opened.group(*ANY_PORT), p2p=True)
+            buffer = opened.allocate(nbytes, group=memory_group(setup, opened), p2p=True)
             bandwidth = _through(card, buffer, scratch, timeout_ms=_timeout_ms(setup))
         finally:
             opened.close()

@@ -68,7 +68,7 @@ class Xclbin(NamedTuple):
     uuid: str
     platform: str
     memory_bytes: int | None
-    kernels: tuple[str, ...] = ()
+    kernels: tuple[str, ...]
 
 
 class NamedXclbin(NamedTuple):

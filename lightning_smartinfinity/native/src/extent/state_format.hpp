@@ -8,11 +8,13 @@
 #include "base/buffer.hpp"
 #include "base/dtype.hpp"
 #include "extent/blocks.hpp"
+#include "kernels/update_rules.hpp"
 
 namespace smart_infinity {
 
 constexpr std::size_t kMaxRegions = 8;
-constexpr std::size_t kMomentArrays = 3;  // master, exp_avg and exp_avg_sq, the arrays of all formats but fp32
+inline constexpr const UpdateRule& kMomentRule = RuleOf<AdamStep>::kRule;  // the only rule of all formats but fp32
+constexpr std::size_t kMomentArrays = kMomentRule.num_arrays;
 
 constexpr std::size_t kMaster = 0;
 constexpr std::size_t kExpAvg = 1;
@@ -25,15 +27,6 @@ enum class Moments : std::uint8_t {
     kCodes,  // 8-bit codes, and an exponent per block
 };
 
-// The update rules that a format serves.
-struct ServedRules {
-    std::string_view step;  // class name of the only kind of step; empty: every kind
-    std::array<std::string_view, kMomentArrays> arrays;
-};
-
-constexpr ServedRules kEveryRule{};
-constexpr ServedRules kAdam{"AdamStep", {"master", "exp_avg", "exp_avg_sq"}};
-
 // Describes how an extent stores the state of its elements. The rest of the package knows a format by these traits
 // alone; Python reads them through the bindings.
 struct StateFormat {
@@ -44,8 +37,8 @@ struct StateFormat {
     std::array<std::uint8_t, kMaxRegions> item_bytes;
     DType parameter_dtype;  // dtype of parameters that equal the first region, which steps need not read then
     Moments moments;
-    ServedRules rules;
-    bool on_cards;  // whether SmartSSDs update it
+    const UpdateRule* rule;  // the only rule that the format serves; nullptr: it serves every rule
+    bool on_cards;           // whether SmartSSDs update it
 
     // Returns whether the master is split into a parameter of that type and a remainder, so that parameters can have no
     // other type.
@@ -73,28 +66,28 @@ inline constexpr StateFormat kStateFormats[] = {
      .item_bytes = {},
      .parameter_dtype = DType::kFloat32,
      .moments = Moments::kFp32,
-     .rules = kEveryRule,
+     .rule = nullptr,
      .on_cards = true},
     {.number = 1,
      .name = "bf16",
      .item_bytes = {4, 2, 2},
      .parameter_dtype = DType::kFloat32,
      .moments = Moments::kBf16,
-     .rules = kAdam,
+     .rule = &kMomentRule,
      .on_cards = false},
     {.number = 2,
      .name = "int8",
      .item_bytes = {4, 1, 1},
      .parameter_dtype = DType::kFloat32,
      .moments = Moments::kCodes,
-     .rules = kAdam,
+     .rule = &kMomentRule,
      .on_cards = false},
     {.number = 3,
      .name = "int8_remainder",
      .item_bytes = {2, 2, 1, 1},
      .parameter_dtype = DType::kBFloat16,
      .moments = Moments::kCodes,
-     .rules = kAdam,
+     .rule = &kMomentRule,
      .on_cards = false},
 };
 constexpr std::size_t kNumStateFormats = sizeof kStateFormats / sizeof *kStateFormats;

@@ -2,7 +2,6 @@
 
 #include <stdexcept>
 #include <string>
-#include <string_view>
 
 #include "extent/extent.hpp"
 #include "gradient/compression.hpp"
@@ -55,7 +54,7 @@ class Checker {
         if (tasklet_.num_arrays < 1 || tasklet_.num_arrays > kMaxArrays) {
             refuse("num_arrays " + std::to_string(tasklet_.num_arrays) + " is not in [1, 8]");
         }
-        if (!format_.rules.step.empty()) check_moments();
+        if (format_.rule != nullptr) check_moments(*format_.rule);
         const std::size_t expected = extent_bytes(regions_of(format_, tasklet_));
         if (tasklet_.extent_bytes != expected) {
             refuse("extent_bytes is " + std::to_string(tasklet_.extent_bytes) + ", its arrays take " +
@@ -72,9 +71,9 @@ class Checker {
         if (writes(batch_.operation)) check_offset("write_offset", tasklet_.write_offset);
     }
 
-    void check_moments() const {
-        if (tasklet_.num_arrays != kMomentArrays) {
-            refuse("this state format needs 3 arrays: master, exp_avg and exp_avg_sq");
+    void check_moments(const UpdateRule& rule) const {
+        if (tasklet_.num_arrays != rule.num_arrays) {
+            refuse("this state format needs " + std::to_string(rule.num_arrays) + " arrays: " + rule.arrays);
         }
         if (tasklet_.offset % kCellNumel != 0) {
             refuse("offset " + std::to_string(tasklet_.offset) + " is not a multiple of 256");
@@ -168,9 +167,8 @@ class Checker {
 
     void check_rule(const UpdateStep& step) const {
         const UpdateRule& rule = rule_of(step);
-        const std::string_view served = format_.rules.step;
-        if (!served.empty() && served != rule.step) {
-            refuse("this state format is for " + std::string(served) + " only, not for " + rule.step);
+        if (format_.rule != nullptr && format_.rule != &rule) {
+            refuse(std::string("this state format is for ") + format_.rule->step + " only, not for " + rule.step);
         }
         if (tasklet_.num_arrays != rule.num_arrays) {
             refuse(std::string("UPDATE by ") + rule.step + " needs " + std::to_string(rule.num_arrays) +

@@ -22,10 +22,10 @@ namespace {
 nb::object none_if_empty(std::string_view text) { return text.empty() ? nb::none() : nb::object(nb::cast(text)); }
 
 nb::tuple arrays_of(const StateFormat& format) {
+    if (format.rule == nullptr) return nb::tuple();
     nb::list arrays;
-    for (const std::string_view name : format.rules.arrays) {
-        if (!name.empty()) arrays.append(name);
-    }
+    for (std::size_t array = 0; array < format.rule->num_arrays; ++array)
+        arrays.append(format.rule->array_names[array]);
     return nb::tuple(arrays);
 }
 
@@ -80,7 +80,7 @@ void bind_state_format(nb::module_& m) {
         .def_ro("name", &StateFormat::name)
         .def_prop_ro("arrays", &arrays_of, nb::sig("def arrays(self) -> tuple[str, ...]"))
         .def_prop_ro(
-            "step", [](const StateFormat& self) { return none_if_empty(self.rules.step); },
+            "step", [](const StateFormat& self) { return none_if_empty(self.rule == nullptr ? "" : self.rule->step); },
             nb::sig("def step(self) -> str | None"))
         .def_ro("parameter_dtype", &StateFormat::parameter_dtype)
         .def_prop_ro(
