@@ -98,7 +98,8 @@ def test_build_needs_no_torch() -> None:
     """The core knows no torch, so that a wheel fits every torch and builds without one."""
     requires = re.search(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert requires is not None
-    assert re.findall(r'"([\w-]+)', requires[1]) == ["scikit-build-core", "nanobind"]
+    names = re.findall(r'"([\w-]+)', requires[1])
+    assert "nanobind" in names and "torch" not in names
 
 
 def test_installed_core_runs_alone(distributions: Path, tmp_path: Path) -> None:
