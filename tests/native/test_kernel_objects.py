@@ -17,9 +17,10 @@ NAMES = {InstructionSet.SCALAR: "scalar", InstructionSet.AVX2: "avx2", Instructi
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the commands that compile the package."""
+    """A folder with the commands that compile the package, and the header that they need generated."""
     folder = tmp_path_factory.mktemp("build")
     configure(folder, CMAKE_BUILD_TYPE="Release", CMAKE_EXPORT_COMPILE_COMMANDS="ON")
+    run("cmake", "--build", folder, "--target", "generated/kernels/update_rules.hpp")
     return folder
 
 
