@@ -17,6 +17,7 @@ import pytest
 
 from lightning_smartinfinity import native
 from tests.helpers import native_testing
+from tests.helpers.waiting import PROCESS_LIMIT
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_smartinfinity"
@@ -27,7 +28,10 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the source distribution of this checkout and the wheel built from that."""
     folder = tmp_path_factory.mktemp("dist")
     completed = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT], capture_output=True, text=True
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT],
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return folder
@@ -109,7 +113,7 @@ def test_installed_core_runs_alone(distributions: Path, tmp_path: Path) -> None:
     """The wheel's extension loads and computes without torch, or any other installed package."""
     wheel = next(distributions.glob("*.whl"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path, wheel]
-    subprocess.run(pip, check=True)
+    subprocess.run(pip, check=True, timeout=PROCESS_LIMIT)
     code = f"""if True:
         import sys
         sys.path.insert(0, {str(tmp_path)!r})
@@ -120,7 +124,9 @@ def test_installed_core_runs_alone(distributions: Path, tmp_path: Path) -> None:
         print(native.__file__, hex(native.crc32c(data.address, 9)))
     """
     # -S: no site-packages at all.
-    completed = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    completed = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=PROCESS_LIMIT
+    )
     assert completed.returncode == 0, completed.stderr
     file, checksum = completed.stdout.split()
     assert Path(file).is_relative_to(tmp_path)
