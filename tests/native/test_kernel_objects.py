@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.native import InstructionSet, crc32c_widths, supported_instruction_sets
+from lightning_smartinfinity.native import crc32c_widths
+from tests.helpers.native_testing import InstructionSet, supported_instruction_sets
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.native.builds import configure, run
 
 NAMES = {InstructionSet.SCALAR: "scalar", InstructionSet.AVX2: "avx2", InstructionSet.AVX512: "avx512"}
@@ -30,7 +32,7 @@ def global_symbols(build: Path, name: str) -> list[list[str]]:
     command = next(entry["command"] for entry in commands if Path(entry["file"]).stem == name)
     arguments = shlex.split(command)
     arguments[arguments.index("-o") + 1] = str(build / "object.o")
-    subprocess.run(arguments, cwd=build, check=True)
+    subprocess.run(arguments, cwd=build, check=True, timeout=PROCESS_LIMIT)
     return [line[17:].split(maxsplit=1) for line in run("nm", "-C", "-g", build / "object.o").stdout.splitlines()]
 
 
