@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from machine import describe
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lightning_smartinfinity.native import (
     BlockScaled,
@@ -29,9 +33,9 @@ from lightning_smartinfinity.native import (
     Segment,
     Tasklet,
     TopK,
-    encode_gradient,
     feed_back,
 )
+from tests.helpers.native_testing import encode_gradient
 
 ITEM_BYTES = {DType.FLOAT32: 4, DType.FLOAT16: 2, DType.BFLOAT16: 2}
 ROW = 768

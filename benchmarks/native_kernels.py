@@ -14,6 +14,7 @@ import argparse
 import os
 import queue
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -24,13 +25,14 @@ from pathlib import Path
 import numpy as np
 from machine import describe
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from lightning_smartinfinity import native, update_rules
 from lightning_smartinfinity.native import (
     Batch,
     DType,
     HostBuffer,
     Identity,
-    InstructionSet,
     Operation,
     Pipeline,
     Segment,
@@ -39,11 +41,10 @@ from lightning_smartinfinity.native import (
     UpdateStep,
     crc32c,
     crc32c_widths,
-    select_instruction_set,
     sum_of_squares,
-    supported_instruction_sets,
 )
 from lightning_smartinfinity.update_rules import RuleDescription
+from tests.helpers.native_testing import InstructionSet, select_instruction_set, supported_instruction_sets
 
 BLOCK = 4096
 

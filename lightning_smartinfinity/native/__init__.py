@@ -34,7 +34,6 @@ from lightning_smartinfinity.native._core import (
     GradientCodec,
     HostBuffer,
     Identity,
-    InstructionSet,
     Operation,
     Pipeline,
     RmspropStep,
@@ -48,14 +47,11 @@ from lightning_smartinfinity.native._core import (
     accumulate,
     crc32c,
     crc32c_widths,
-    encode_gradient,
     feed_back,
     io_engines,
     is_trailer_of,
-    select_instruction_set,
     state_formats,
     sum_of_squares,
-    supported_instruction_sets,
 )
 
 __all__ = [
@@ -81,7 +77,6 @@ __all__ = [
     "GradientCodec",
     "HostBuffer",
     "Identity",
-    "InstructionSet",
     "MAX_BUFFERS",
     "MAX_THREADS",
     "Operation",
@@ -99,14 +94,11 @@ __all__ = [
     "accumulate",
     "crc32c",
     "crc32c_widths",
-    "encode_gradient",
     "feed_back",
     "io_engines",
     "is_trailer_of",
-    "select_instruction_set",
     "state_formats",
     "sum_of_squares",
-    "supported_instruction_sets",
 ]
 
 UpdateStep: TypeAlias = AdamStep | AdagradStep | SgdStep | RmspropStep

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_smartinfinity.cli import main
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.transfer.harness import Case
 from tests.transfer.test_convert import kept
 
@@ -76,7 +77,9 @@ finally:
 
 def test_help_without_torch() -> None:
     """``python -m lightning_smartinfinity.cli`` is the command, and its help comes at once."""
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, env=fresh_environment())
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], capture_output=True, text=True, env=fresh_environment(), timeout=PROCESS_LIMIT
+    )
     assert done.returncode == 0, done.stderr
     assert "--state-format {fp32,bf16,int8,int8_remainder}" in done.stdout
     assert done.stdout.endswith("False\n")

@@ -10,6 +10,7 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.compression.selection import top_k_payload, with_residual
+from tests.helpers.native_testing import encode_gradient
 
 DTYPES = {
     torch.float32: native.DType.FLOAT32,
@@ -58,7 +59,7 @@ def native_payload(
         padding=padding,
         residual=0 if residual is None else residual.data_ptr(),
     )
-    nbytes = native.encode_gradient(codec, tasklet, residual_scale=scale)
+    nbytes = encode_gradient(codec, tasklet, residual_scale=scale)
     return buffer.tobytes()[:nbytes]
 
 

@@ -18,6 +18,7 @@ from lightning_smartinfinity.devices import HostDevice
 from lightning_smartinfinity.devices.host import _error_of
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, StorageFullError
 from tests.helpers.native_testing import inject
+from tests.helpers.waiting import PROCESS_LIMIT
 
 NUMEL = 2_048
 EXTENT_BYTES = 3 * 4 * NUMEL + 4_096
@@ -153,7 +154,7 @@ def test_devices_need_no_torch() -> None:
     code = (
         "import sys, lightning_smartinfinity.devices, lightning_smartinfinity.store; sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PROCESS_LIMIT)
 
 
 def test_too_many_buffers() -> None:

@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests.helpers.waiting import PROCESS_LIMIT
+
 __all__ = ["fresh_environment", "fresh_python"]
 
 
@@ -32,6 +34,7 @@ def fresh_python(code: str, *arguments: str, cwd: Path, autoload: bool = True, *
         env=variables,
         capture_output=True,
         text=True,
+        timeout=PROCESS_LIMIT,
     )
     assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
     return completed.stdout

@@ -8,11 +8,17 @@ from __future__ import annotations
 try:
     from lightning_smartinfinity.native._core import (
         Hold,
+        InstructionSet,
         Throttle,
         crc32c_combine,
         decode_gradient,
+        encode_gradient,
         extend_resident,
         inject,
+        select_instruction_set,
+        supported_instruction_sets,
+        sync_from_card,
+        sync_to_card,
         use_cuda_library,
     )
 except ImportError as error:
@@ -23,10 +29,16 @@ except ImportError as error:
 
 __all__ = [
     "Hold",
+    "InstructionSet",
     "Throttle",
     "crc32c_combine",
     "decode_gradient",
+    "encode_gradient",
     "extend_resident",
     "inject",
+    "select_instruction_set",
+    "supported_instruction_sets",
+    "sync_from_card",
+    "sync_to_card",
     "use_cuda_library",
 ]

@@ -6,10 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["LIMIT", "await_that", "join", "lenient"]
+__all__ = ["LIMIT", "PROCESS_LIMIT", "await_that", "join", "lenient"]
 
 LIMIT = 120.0
 """Seconds after which a test gives up a wait: less than the limit of a test, so that the wait says what is missing."""
+
+PROCESS_LIMIT = 9 * LIMIT
+"""Seconds after which a test stops a process that it waits for, such as a build: less than the limit of a test, too."""
 
 
 def await_that(condition: Callable[[], bool], *, seconds: float = LIMIT) -> None:

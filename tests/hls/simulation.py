@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hls.description import Kernel
+from tests.helpers.waiting import PROCESS_LIMIT
 
 __all__ = ["LIBRARIES", "PROGRAMS", "ROOT", "Buffer", "Library", "Program", "Simulation", "aligned", "built"]
 
@@ -61,7 +62,7 @@ def built(name: str) -> Path:
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         make = ["make", "-C", str(ROOT / "hls"), f"BUILD={folder}", str(file)]
-        completed = subprocess.run(make, capture_output=True, text=True)
+        completed = subprocess.run(make, capture_output=True, text=True, timeout=PROCESS_LIMIT)
     assert completed.returncode == 0, completed.stderr
     return file
 

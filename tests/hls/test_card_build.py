@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hls.description import SMARTSSD
+from tests.helpers.waiting import PROCESS_LIMIT
 
 ROOT = Path(__file__).parents[2]
 SHELL = "xilinx_u2_gen3x4_xdma_gc_2_202110_1"
@@ -43,7 +44,7 @@ class Toolchain:
         command = ["make", "-C", str(ROOT / "hls"), f"CARD={self.card}", *arguments]
         # What make tells the makes that it calls, this one is not one of.
         kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-        return subprocess.run(command, env=kept | {"PATH": path}, capture_output=True, text=True)
+        return subprocess.run(command, env=kept | {"PATH": path}, capture_output=True, text=True, timeout=PROCESS_LIMIT)
 
     def calls(self) -> list[list[str]]:
         """Arguments of each call of v++ since the last time."""

@@ -13,6 +13,7 @@ import pytest
 from hls.description import ERROR_BITS, KERNELS, Kernel
 from tests.helpers.golden import STEPS
 from tests.helpers.payload import BLOCK
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.hls.simulation import LIBRARIES, PROGRAMS, ROOT, Library, Program, Simulation, built
 from tests.hls.tasklet import FORMS, Form, make_tasklet
 
@@ -63,7 +64,9 @@ def test_bad_payloads(simulation: Simulation) -> None:
 
 def test_the_standard() -> None:
     """The kernels are C++14, as Vitis HLS 2021.2 to 2022.2 compile them."""
-    subprocess.run(["make", "-C", str(ROOT / "hls"), "standard"], check=True, capture_output=True)
+    subprocess.run(
+        ["make", "-C", str(ROOT / "hls"), "standard"], check=True, capture_output=True, timeout=PROCESS_LIMIT
+    )
 
 
 # ---- streams
@@ -72,8 +75,10 @@ def test_the_standard() -> None:
 def test_chunks_that_lie_side_by_side(tmp_path: Path) -> None:
     """A stream knows that it is not empty wherever its memory lies."""
     program, source = tmp_path / "neighbours", Path(__file__).with_name("neighbours.cpp")
-    subprocess.run(["g++", "-std=c++14", f"-I{ROOT / 'hls/sim/include'}", source, "-o", program], check=True)
-    completed = subprocess.run([program], capture_output=True, text=True, check=True)
+    subprocess.run(
+        ["g++", "-std=c++14", f"-I{ROOT / 'hls/sim/include'}", source, "-o", program], check=True, timeout=PROCESS_LIMIT
+    )
+    completed = subprocess.run([program], capture_output=True, text=True, check=True, timeout=PROCESS_LIMIT)
     assert completed.stdout == "all read\n"
 
 
@@ -102,7 +107,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Library:
     _replace(folder / "kernels" / "sgd_update.cpp", '8192> counts("', '4> counts("')
     _replace(folder / "include" / "arrays.hpp", "? order.num_blocks : 0;", "? 0u : 0u;")
     make = ["make", "-C", str(folder), f"BUILD={folder}", f"{folder}/threaded.so"]
-    subprocess.run(make, check=True, capture_output=True)
+    subprocess.run(make, check=True, capture_output=True, timeout=PROCESS_LIMIT)
     return Library(folder / "threaded.so")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from tests.helpers.waiting import PROCESS_LIMIT
+
 __all__ = ["ROOT", "configure", "run"]
 
 ROOT = Path(__file__).parents[2]
@@ -12,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(*command: str | Path, expect_success: bool = True) -> subprocess.CompletedProcess[str]:
     """Runs a command; an error carries all that it printed."""
-    completed = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    completed = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=PROCESS_LIMIT)
     if expect_success:
         assert completed.returncode == 0, f"{command}\n{completed.stdout}\n{completed.stderr}"
     return completed

@@ -9,16 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_smartinfinity.native import (
-    DType,
-    GradientCodec,
-    Segment,
-    Tasklet,
-    encode_gradient,
-)
+from lightning_smartinfinity.native import DType, GradientCodec, Segment, Tasklet
 from tests.helpers.compressed import Source
 from tests.helpers.golden import Bits, decode
-from tests.helpers.native_testing import decode_gradient
+from tests.helpers.native_testing import decode_gradient, encode_gradient
 from tests.helpers.update_rules import Floats
 
 __all__ = ["Compressing", "Parts", "decoded", "mask_of"]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_smartinfinity.native import InstructionSet, select_instruction_set, supported_instruction_sets
+from tests.helpers.native_testing import InstructionSet, select_instruction_set, supported_instruction_sets
 from tests.native.cuda_fixture import fake_cuda
 
 __all__ = ["fake_cuda"]

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from lightning_smartinfinity.native import DType, InstructionSet, accumulate, sum_of_squares
+from lightning_smartinfinity.native import DType, accumulate, sum_of_squares
+from tests.helpers.native_testing import InstructionSet
 
 TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
 # Around the width of the registers, and around what is squared at a time.

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from lightning_smartinfinity.native import DType, InstructionSet, Operation
+from lightning_smartinfinity.native import DType, Operation
+from tests.helpers.native_testing import InstructionSet
 from tests.native.stored import Run, StoredState
 
 EVERY_16_BIT_VALUE = np.arange(1 << 16, dtype=np.uint16)

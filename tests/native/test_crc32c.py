@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_smartinfinity.native import (
+from lightning_smartinfinity.native import crc32c, crc32c_widths
+from tests.helpers.native_testing import (
     InstructionSet,
-    crc32c,
-    crc32c_widths,
+    crc32c_combine,
     select_instruction_set,
     supported_instruction_sets,
 )
-from tests.helpers.native_testing import crc32c_combine
 
 DATA = np.random.default_rng(3).integers(0, 256, 70_000, dtype=np.uint8)
 WIDTHS = crc32c_widths()

@@ -18,6 +18,7 @@ import lightning_smartinfinity.native._core as core
 from lightning_smartinfinity.native import Batch, Failure, Identity, Operation, Pipeline, StateFile
 from tests.helpers.native_testing import inject
 from tests.helpers.update_rules import Floats, adam_step
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.native.stored import JOB, Run, StoredState, align, extent_bytes, takes_direct
 from tests.native.test_pipeline import assert_same, initial, normals
 
@@ -274,6 +275,7 @@ def test_file_size_limit(tmp_path: Path, limit: int, direct: bool) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
+        timeout=PROCESS_LIMIT,
     )
     assert completed.returncode != -signal.SIGXFSZ
     assert completed.stdout.split() == ["io", str(errno.EFBIG)], completed.stderr

@@ -10,15 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lightning_smartinfinity.native import (
-    DType,
-    Identity,
-    InstructionSet,
-    Operation,
-    select_instruction_set,
-    supported_instruction_sets,
-)
+from lightning_smartinfinity.native import DType, Identity, Operation
 from tests.helpers.golden import assert_same_bits, random_arrays
+from tests.helpers.native_testing import InstructionSet, select_instruction_set, supported_instruction_sets
 from tests.helpers.update_rules import Floats, adam, adam_step
 from tests.native import codecs
 from tests.native.codecs import EXP_AVG, EXP_AVG_SQ, Minifloat

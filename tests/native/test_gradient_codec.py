@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_smartinfinity.native import (
-    DType,
+from lightning_smartinfinity.native import DType, TopK
+from tests.helpers.compressed import top_k
+from tests.helpers.golden import DTYPES, encode
+from tests.helpers.native_testing import (
     InstructionSet,
-    TopK,
     encode_gradient,
     select_instruction_set,
     supported_instruction_sets,
 )
-from tests.helpers.compressed import top_k
-from tests.helpers.golden import DTYPES, encode
 from tests.helpers.payload import BLOCK, expand
 from tests.helpers.update_rules import Floats
 from tests.native.compressing import Compressing, decoded

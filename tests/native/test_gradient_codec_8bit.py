@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from lightning_smartinfinity.native import BlockScaled, DType, InstructionSet
+from lightning_smartinfinity.native import BlockScaled, DType
 from tests.helpers.compressed import block_scaled
 from tests.helpers.golden import DTYPES, encode
+from tests.helpers.native_testing import InstructionSet
 from tests.helpers.update_rules import Floats
 from tests.native.compressing import Compressing, decoded
 

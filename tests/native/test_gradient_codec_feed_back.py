@@ -10,17 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_smartinfinity.native import (
-    BlockScaled,
-    DType,
-    GradientCodec,
-    InstructionSet,
-    Tasklet,
-    TopK,
-    feed_back,
-)
+from lightning_smartinfinity.native import BlockScaled, DType, GradientCodec, Tasklet, TopK, feed_back
 from tests.helpers.compressed import fed_back
 from tests.helpers.golden import DTYPES, assert_same_bits, encode
+from tests.helpers.native_testing import InstructionSet
 from tests.native.compressing import Compressing, decoded
 
 NUMEL = 70_000

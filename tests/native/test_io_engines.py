@@ -17,6 +17,7 @@ from lightning_smartinfinity import native
 from lightning_smartinfinity.native import Batch, FileQueue, HostBuffer, Operation, Pipeline, StateFile
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.native_testing import inject
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.native.stored import Run, StoredState, takes_direct
 from tests.native.test_pipeline import (
     NUMEL,
@@ -270,7 +271,9 @@ def test_descriptors_are_closed_on_exec(tmp_path: Path, engine: str) -> None:
 
     def inherited() -> list[str]:
         """Of a ring or an event (other tests may have left some), or a file of this test."""
-        listed = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
+        listed = subprocess.run(
+            ["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False, timeout=PROCESS_LIMIT
+        )
         targets = (line.rpartition(" -> ")[2] for line in listed.stdout.splitlines())
         return sorted(target for target in targets if "anon_inode" in target or str(tmp_path) in target)
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.native import InstructionSet, crc32c_widths, supported_instruction_sets
+from lightning_smartinfinity.native import crc32c_widths
+from tests.helpers.native_testing import InstructionSet, supported_instruction_sets
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.native.builds import configure, run
 
 NAMES = {InstructionSet.SCALAR: "scalar", InstructionSet.AVX2: "avx2", InstructionSet.AVX512: "avx512"}
@@ -17,9 +19,10 @@ NAMES = {InstructionSet.SCALAR: "scalar", InstructionSet.AVX2: "avx2", Instructi
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the commands that compile the package."""
+    """A folder with the commands that compile the package, and the header that they need generated."""
     folder = tmp_path_factory.mktemp("build")
     configure(folder, CMAKE_BUILD_TYPE="Release", CMAKE_EXPORT_COMPILE_COMMANDS="ON")
+    run("cmake", "--build", folder, "--target", "generated/kernels/update_rules.hpp")
     return folder
 
 
@@ -29,7 +32,7 @@ def global_symbols(build: Path, name: str) -> list[list[str]]:
     command = next(entry["command"] for entry in commands if Path(entry["file"]).stem == name)
     arguments = shlex.split(command)
     arguments[arguments.index("-o") + 1] = str(build / "object.o")
-    subprocess.run(arguments, cwd=build, check=True)
+    subprocess.run(arguments, cwd=build, check=True, timeout=PROCESS_LIMIT)
     return [line[17:].split(maxsplit=1) for line in run("nm", "-C", "-g", build / "object.o").stdout.splitlines()]
 
 

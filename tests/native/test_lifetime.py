@@ -21,7 +21,7 @@ import lightning_smartinfinity.native._core as core
 from lightning_smartinfinity.native import Failure, HostBuffer, Operation, StateFile
 from tests.helpers.native_testing import inject
 from tests.helpers.update_rules import adam_step
-from tests.helpers.waiting import LIMIT, join
+from tests.helpers.waiting import LIMIT, PROCESS_LIMIT, join
 from tests.native.stored import Run, StoredState
 from tests.native.test_pipeline import assert_same, initial, normals
 
@@ -282,5 +282,5 @@ def test_interpreter_exit_with_work_in_flight(tmp_path: Path) -> None:
     paths = [str(Path(core.__file__).parents[2]), str(Path(__file__).parents[2])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT)
     assert (completed.returncode, completed.stderr) == (0, "")

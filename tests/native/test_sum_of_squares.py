@@ -8,13 +8,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from lightning_smartinfinity.native import (
-    DType,
-    InstructionSet,
-    select_instruction_set,
-    sum_of_squares,
-    supported_instruction_sets,
-)
+from lightning_smartinfinity.native import DType, sum_of_squares
+from tests.helpers.native_testing import InstructionSet, select_instruction_set, supported_instruction_sets
 
 TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
 

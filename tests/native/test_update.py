@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_smartinfinity.native import (
-    DType,
-    InstructionSet,
-    Operation,
-    UpdateStep,
-    select_instruction_set,
-    supported_instruction_sets,
-)
+from lightning_smartinfinity.native import DType, Operation, UpdateStep
 from tests.helpers.golden import (
     DTYPES,
     STEPS,
@@ -25,6 +18,7 @@ from tests.helpers.golden import (
     expected_state,
     random_arrays,
 )
+from tests.helpers.native_testing import InstructionSet, select_instruction_set, supported_instruction_sets
 from tests.helpers.update_rules import ARRAYS, Floats, adam_step
 from tests.native.stored import Run, StoredState
 

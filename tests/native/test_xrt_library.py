@@ -14,6 +14,7 @@ from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_c
 from lightning_smartinfinity.devices.smartssd.pci import PciPath
 from lightning_smartinfinity.native import Card, CardError
 from tests.helpers.card_runs import setup_of
+from tests.helpers.native_testing import sync_from_card, sync_to_card
 from tests.native.fake_xrt import FakeXrt, build, without
 
 BDF = "0000:42:00.1"
@@ -63,8 +64,8 @@ def test_memory_and_kernels(xrt: FakeXrt) -> None:
     xrt.reset()
     group = card.group("adamw_update", 4)
     normal, direct = card.allocate(8192, group=group), card.allocate(4096, group=7, p2p=True)
-    normal.sync_to_card(4096, 64)
-    normal.sync_from_card(128)
+    sync_to_card(normal, 4096, 64)
+    sync_from_card(normal, 128)
     card.close()
     del normal, direct
     lines = xrt.log()
@@ -108,7 +109,7 @@ def test_which_call_failed(xrt: FakeXrt) -> None:
     with pytest.raises(CardError, match=r"^xrtBOAlloc of 8192 bytes, peer to peer, failed: Cannot allocate memory"):
         card.allocate(8192, group=0, p2p=True)
     with pytest.raises(CardError, match=r"^xrtBOSync of 64 bytes to the card failed: Input/output error"):
-        buffer.sync_to_card(64)
+        sync_to_card(buffer, 64)
     xrt.reset()
     xrt.fail("xrtKernelArgGroupId", result=-errno.EINVAL)
     with pytest.raises(CardError, match=r"^xrtKernelArgGroupId of argument 3 failed"):
@@ -149,7 +150,7 @@ def test_remedies(xrt: FakeXrt, call: str, error: int, remedy: str) -> None:
     def use() -> None:
         with card_errors(card):
             opened = open_card(setup, card)
-            opened.allocate(4096, group=opened.group("adamw_update", 0)).sync_to_card(64)
+            sync_to_card(opened.allocate(4096, group=opened.group("adamw_update", 0)), 64)
 
     with pytest.raises(DeviceError) as failed:
         use()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.waiting import PROCESS_LIMIT
+
 ROOT = Path(__file__).parents[2]
 
 VIOLATIONS = {
@@ -53,7 +55,9 @@ lint_imports_command(["--no-cache", "--no-logo"])
 
 def broken_contracts(folder: Path) -> list[str]:
     """Names of the contracts that import-linter finds broken in a copy of the package."""
-    completed = subprocess.run([sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True)
+    completed = subprocess.run(
+        [sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True, timeout=PROCESS_LIMIT
+    )
     lines = completed.stdout.splitlines()
     broken = [line.split(" BROKEN")[0] for line in lines if " BROKEN" in line]
     assert bool(broken) == bool(completed.returncode), completed.stdout + completed.stderr

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.waiting import PROCESS_LIMIT
+
 ROOT = Path(__file__).parents[2]
 CORE = "lightning_smartinfinity/native/src"
 
@@ -25,7 +27,7 @@ VIOLATIONS = {
 
 def check(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "tools" / "include_contracts.py", folder]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT)
 
 
 @pytest.fixture

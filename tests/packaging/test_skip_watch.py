@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.waiting import PROCESS_LIMIT
+
 TESTS = Path(__file__).parents[1]
 
 PASSES = "def test_passes(): pass"
@@ -44,6 +46,7 @@ def run(folder: Path, source: str, *, ci: str) -> tuple[int, str]:
         env={**os.environ, "CI": ci},
         capture_output=True,
         text=True,
+        timeout=PROCESS_LIMIT,
     )
     return completed.returncode, completed.stdout
 

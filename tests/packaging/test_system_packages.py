@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.waiting import PROCESS_LIMIT
+
 SCRIPT = Path(__file__).parents[2] / "tools" / "system_packages.sh"
 # What the script itself runs.
 TOOLS = ("bash", "env", "xargs", "cat", "touch", "chmod", "echo")
@@ -51,6 +53,7 @@ class System:
             env={"PATH": str(self.folder)},
             capture_output=True,
             text=True,
+            timeout=PROCESS_LIMIT,
         )
         return completed.returncode, completed.stdout + completed.stderr
 

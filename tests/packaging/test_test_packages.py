@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.waiting import PROCESS_LIMIT
+
 SCRIPT = Path(__file__).parents[2] / "tools" / "test_packages.sh"
 FILES = ("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.13.0", "usr/include/xrt/version.h", "usr/include/uuid/uuid.h")
 
@@ -36,7 +38,11 @@ class System:
 
     def run(self) -> str:
         completed = subprocess.run(
-            ["/usr/bin/bash", SCRIPT, self.root], env={"PATH": str(self.commands)}, capture_output=True, text=True
+            ["/usr/bin/bash", SCRIPT, self.root],
+            env={"PATH": str(self.commands)},
+            capture_output=True,
+            text=True,
+            timeout=PROCESS_LIMIT,
         )
         assert completed.returncode == 0
         return completed.stdout + completed.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.waiting import LIMIT
+from tests.helpers.waiting import LIMIT, PROCESS_LIMIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,9 @@ def test_a_test_that_hangs_fails_alone(tmp_path: Path, source: str, told: list[s
     (tmp_path / "test_it.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
     limits = ["--numprocesses=1", "-otimeout=1", "-ofaulthandler_timeout=3", "-opythonpath="]
-    done = subprocess.run([*command, *limits, tmp_path], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *limits, tmp_path], cwd=tmp_path, capture_output=True, text=True, timeout=PROCESS_LIMIT
+    )
     output = done.stdout + done.stderr
     assert "1 failed, 1 passed" in output, output
     assert [words for words in told if words not in output] == [], output

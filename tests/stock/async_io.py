@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from tests.helpers.waiting import PROCESS_LIMIT
+
 _SOURCES = Path(__file__).parent / "native"
 _ALIGNMENT = 4096
 
@@ -35,6 +37,7 @@ def library() -> ctypes.CDLL:
             *(str(path) for path in (_SOURCES / "glue.cpp", *sorted(theirs.glob("*.cpp")))),
         ],
         check=True,
+        timeout=PROCESS_LIMIT,
     )
     loaded = ctypes.CDLL(str(target))
     loaded.transfer.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int64] + [

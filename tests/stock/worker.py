@@ -22,6 +22,7 @@ import torch
 
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.stock.systems import Hook, StockOnCpu
 from tests.training.worker import REPOSITORY
 
@@ -152,6 +153,7 @@ class Scenarios:
             ],
             capture_output=True,
             text=True,
+            timeout=PROCESS_LIMIT,
         )
         assert done.returncode == 0, done.stderr[-800:]
         names = list(self.masters)
@@ -192,6 +194,7 @@ class Scenarios:
                 env=fresh_environment(),
                 capture_output=True,
                 text=True,
+                timeout=PROCESS_LIMIT,
             )
             other.append(done.stdout + done.stderr)
 

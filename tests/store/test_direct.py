@@ -15,6 +15,7 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store import StateStore
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.store.makers import commit_generation, create, created, tree
 
 
@@ -38,7 +39,9 @@ def test_block_device_is_direct(tmp_path: Path) -> None:
 
 def has_direct_io(folder: Path) -> bool:
     """What coreutils and the kernel say of the folder that tests run in."""
-    kind = subprocess.run(["stat", "-f", "-c", "%T", folder], check=True, capture_output=True, text=True).stdout
+    kind = subprocess.run(
+        ["stat", "-f", "-c", "%T", folder], check=True, capture_output=True, text=True, timeout=PROCESS_LIMIT
+    ).stdout
     probe = folder / "probe"
     try:
         os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT))

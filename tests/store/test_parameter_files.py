@@ -13,6 +13,7 @@ import pytest
 
 from lightning_smartinfinity.errors import StorageFullError, StorageLockedError
 from lightning_smartinfinity.store import ParameterFiles, Place, measure_parameter_space, require_space
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.store.makers import create
 
 BLOCK = 4096
@@ -87,7 +88,12 @@ def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", script, tmp_path], env=environment, check=False).returncode == -9
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script, tmp_path], env=environment, check=False, timeout=PROCESS_LIMIT
+        ).returncode
+        == -9
+    )
     assert sizes_of(tmp_path) == [1 << 20]
     (request,) = measure_parameter_space([tmp_path], job="default", rank=0, sizes=[5])
     assert request.reclaimable_bytes >= 1 << 20 and request.needed_bytes == BLOCK

@@ -30,7 +30,7 @@ from lightning_smartinfinity.zero3.step.gradient_path import GradientPath
 from tests.helpers import trainers
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
-from tests.helpers.waiting import LIMIT
+from tests.helpers.waiting import LIMIT, PROCESS_LIMIT
 from tests.training.worker import REPOSITORY
 
 
@@ -240,7 +240,7 @@ def test_a_memory_file_system_warns_or_refuses() -> None:
             fit(LitTiny(Recipe()), SmartInfinityStrategy(folder, transfer=TransferConfig(direct_io="on")), folder)
         assert_helpful(caught.value, str(folder))
     finally:
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        subprocess.run(["rm", "-rf", str(folder)], check=True, timeout=PROCESS_LIMIT)
 
 
 def test_too_little_space_is_found_before_anything_is_allocated(

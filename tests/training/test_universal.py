@@ -29,6 +29,7 @@ from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import assert_same_tensors, convert
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.training.worker import Run, launch, train
 
 RECIPE = Recipe(
@@ -51,7 +52,7 @@ def convert_as_told(checkpoint: Path, out: Path) -> Path:
     told = re.search(r"`smart-infinity (.*)`", caught.value.remedy)
     assert told is not None
     command = [sys.executable, "-m", "lightning_smartinfinity.cli", *shlex.split(told.group(1))]
-    done = subprocess.run(command, capture_output=True, text=True, env=fresh_environment())
+    done = subprocess.run(command, capture_output=True, text=True, env=fresh_environment(), timeout=PROCESS_LIMIT)
     assert done.returncode == 0, done.stderr
     assert_same_tensors(Path(command[-1]), convert(checkpoint))
     return Path(command[-1])

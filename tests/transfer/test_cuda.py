@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -189,7 +188,7 @@ def test_a_later_gradient_waits_for_the_stream_of_the_first(link: FakeLink) -> N
     arena.arrive(1, link.on_device(torch.ones(12_000)))
     link.use_other_stream()
     arena.arrive(1, link.on_device(torch.ones(12_000)))
-    time.sleep(0.05)  # the second stream is idle otherwise
+    assert f"cuStreamWaitEvent stream={link.user_stream}" in link.fake.log()
     link.fake.open(gate)
     arena.synchronize()
     assert (arena.gradient(1) == 2.0).all()

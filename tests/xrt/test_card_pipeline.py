@@ -25,6 +25,7 @@ from lightning_smartinfinity.native import (
 from lightning_smartinfinity.store.extents import extent_bytes
 from tests.helpers.compressed import block_scaled_codes
 from tests.helpers.golden import DTYPES, STEPS, assert_same_bits, encode, random_arrays
+from tests.helpers.native_testing import sync_from_card, sync_to_card
 from tests.helpers.payload import BLOCK, compress
 from tests.helpers.runif import RunIf
 from tests.helpers.waiting import await_that
@@ -547,10 +548,10 @@ def test_memory_on_the_card(emulated_cards: EmulatedCards, binding: str) -> None
         card.group("adamw_update", 1)
     assert emulated_cards.counter("num_buffers") == before + 2
     assert direct.nbytes == 4096 and direct.address % 4096 == 0
-    normal.sync_to_card(4096, 4096)
-    normal.sync_from_card(8192)
+    sync_to_card(normal, 4096, 4096)
+    sync_from_card(normal, 8192)
     assert emulated_cards.counter("bytes_to") == 4096 and emulated_cards.counter("bytes_from") == 8192
     with pytest.raises(ValueError, match="4096 bytes at 8192 leave its 8192"):
-        normal.sync_to_card(4096, 8192)
+        sync_to_card(normal, 4096, 8192)
     del normal, direct
     assert emulated_cards.counter("num_buffers") == before

@@ -44,16 +44,11 @@ Failure failure_of(const Transfer& transfer, Transfer::Progress progress, const 
     return Failure{FailureKind::kIo, path, rest.offset, transfer.error(), 0, verb + where + " failed: " + reason};
 }
 
-IoOptions checked(IoOptions options) {
-    require(options.threads >= 1 && options.threads <= 1024, "io_threads must be in [1, 1024]");
-    return options;
-}
-
 }  // namespace
 
 FileQueue::FileQueue(std::size_t io_threads, std::optional<IoEngineKind> io_engine, MemoryRange memory,
                      std::optional<Deadline> deadline)
-    : deadline_(std::move(deadline)), engine_(make_engine(checked({io_engine, io_threads, {}, memory}))) {}
+    : deadline_(std::move(deadline)), engine_(make_engine({io_engine, io_threads, {}, memory})) {}
 
 FileQueue::~FileQueue() {
     close();

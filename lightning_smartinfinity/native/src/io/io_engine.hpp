@@ -6,6 +6,9 @@
 
 namespace smart_infinity {
 
+// The largest io_threads, and the largest compute_threads.
+constexpr std::size_t kMaxThreads = 1024;
+
 enum class IoEngineKind {
     kUring,        // io_uring with registered files and, if the limit on locked memory allows, buffers
     kUringPolled,  // the same, with a kernel thread that polls for requests

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <stdexcept>
+#include <string>
 
 #include "base/system_error.hpp"
 #include "io/thread_pool_engine.hpp"
@@ -58,8 +59,8 @@ std::optional<std::string> unavailable(IoEngineKind kind) {
 }
 
 std::unique_ptr<IoEngine> make_io_engine(const IoOptions& options) {
-    if (options.threads < 1 || options.threads > 1024) {
-        throw std::invalid_argument("io_threads must be in [1, 1024]");
+    if (options.threads < 1 || options.threads > kMaxThreads) {
+        throw std::invalid_argument("io_threads must be in [1, " + std::to_string(kMaxThreads) + "]");
     }
     if (!options.kind) return make_fastest(options);
     const IoEngineKind kind = *options.kind;

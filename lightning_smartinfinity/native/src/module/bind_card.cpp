@@ -52,20 +52,6 @@ class Card {
     std::shared_ptr<CardBinding> binding_;
 };
 
-struct PythonCardBuffer {
-    std::shared_ptr<CardBuffer> buffer;
-    std::size_t bytes;
-    std::byte* data;
-
-    void sync(Sync direction, std::size_t nbytes, std::size_t offset) const {
-        if (offset > bytes || nbytes > bytes - offset) {
-            throw std::invalid_argument("CardBuffer: " + std::to_string(nbytes) + " bytes at " +
-                                        std::to_string(offset) + " leave its " + std::to_string(bytes));
-        }
-        buffer->sync(direction, nbytes, offset);
-    }
-};
-
 void bind_opened_card(nb::module_& m) {
     nb::class_<Card>(m, "Card",
                      "A card whose kernels are loaded. It is reached through the methods of `binding` (see "
@@ -122,19 +108,7 @@ void bind_card_buffer(nb::module_& m) {
             nb::kw_only(), "timeout_ms"_a, WithoutGil(),
             "Return a queue that moves bytes between files and this memory only. A request that does not return in\n"
             "time is abandoned: its failure is of kind \"device\", and until it returns it keeps the memory and its "
-            "file.")
-        .def(
-            "sync_to_card",
-            [](const PythonCardBuffer& self, std::size_t nbytes, std::size_t offset) {
-                self.sync(Sync::kToCard, nbytes, offset);
-            },
-            "nbytes"_a, "offset"_a = 0, WithoutGil(), "Copy the bytes at `address` to the card.")
-        .def(
-            "sync_from_card",
-            [](const PythonCardBuffer& self, std::size_t nbytes, std::size_t offset) {
-                self.sync(Sync::kFromCard, nbytes, offset);
-            },
-            "nbytes"_a, "offset"_a = 0, WithoutGil(), "Copy the card's bytes to `address`.");
+            "file.");
 }
 
 void bind_card_options(nb::module_& m) {

@@ -11,10 +11,8 @@
 #include <vector>
 
 #include "gradient/block_scaled.hpp"
-#include "gradient/compression.hpp"
 #include "gradient/feed_back.hpp"
 #include "gradient/top_k.hpp"
-#include "gradient/validate_batch.hpp"
 #include "module/module.hpp"
 
 namespace nb = nanobind;
@@ -22,12 +20,6 @@ using namespace nb::literals;
 
 namespace smart_infinity {
 namespace {
-
-std::size_t encode(const std::shared_ptr<const GradientCodec>& codec, const Tasklet& tasklet, float residual_scale) {
-    const Batch batch{Operation::kUpdate, {tasklet}, {}, nullptr, codec, residual_scale};
-    validate_gradients(batch);
-    return compress(batch, batch.tasklets.front()).payload_bytes;
-}
 
 void bind_top_k(nb::module_& m) {
     nb::class_<TopK, GradientCodec>(
@@ -74,10 +66,6 @@ void bind_gradient_codecs(nb::module_& m) {
 
 void bind_gradients(nb::module_& m) {
     bind_gradient_codecs(m);
-    m.def("encode_gradient", &encode, "codec"_a, "tasklet"_a, nb::kw_only(), "residual_scale"_a = 1.0f, WithoutGil(),
-          "Compress a tasklet's gradient into its payload now, as UPDATE does for a batch with this codec.\n\n"
-          "Returns:\n    Bytes of the payload.\n\n"
-          "Raises:\n    ValueError: The gradient cannot be compressed.");
     m.def(
         "feed_back", &feed_back, "tasklets"_a, nb::kw_only(), "residual_scale"_a = 1.0f, "threads"_a = 1, WithoutGil(),
         "Update the residuals after a step whose gradients were compressed.\n\n"

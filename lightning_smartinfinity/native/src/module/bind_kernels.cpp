@@ -42,21 +42,6 @@ void bind_kernels(nb::module_& m) {
         .value("FLOAT32", DType::kFloat32)
         .value("FLOAT16", DType::kFloat16)
         .value("BFLOAT16", DType::kBFloat16);
-    nb::enum_<InstructionSet>(m, "InstructionSet", "Instruction sets of the kernels; all give the same bits.")
-        .value("SCALAR", InstructionSet::kScalar)
-        .value("AVX2", InstructionSet::kAvx2)
-        .value("AVX512", InstructionSet::kAvx512);
-    m.def("supported_instruction_sets", &supported_instruction_sets,
-          "Return the instruction sets that this CPU supports, slowest first.");
-    m.def(
-        "select_instruction_set",
-        [](std::optional<InstructionSet> choice) {
-            select_instruction_set(choice.value_or(supported_instruction_sets().back()));
-            return selected_instruction_set();
-        },
-        "choice"_a.none(),
-        "Use an instruction set from now on, in every thread; None is the best. Return it.\n\n"
-        "Raises:\n    ValueError: This CPU does not support it.");
     m.def(
         "crc32c",
         [](Address address, std::size_t nbytes, std::uint32_t value, std::optional<int> width) {

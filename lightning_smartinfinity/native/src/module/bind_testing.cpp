@@ -11,12 +11,17 @@
 #include <optional>
 #include <set>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "checksum/crc32c.hpp"
 #include "cuda/cuda_driver.hpp"
+#include "gradient/compression.hpp"
+#include "gradient/gradient_codec.hpp"
 #include "gradient/gradient_payload.hpp"
+#include "gradient/validate_batch.hpp"
+#include "kernels/instruction_set.hpp"
 #include "module/module.hpp"
 #include "module/workers.hpp"
 #include "pipeline/schedule.hpp"
@@ -103,6 +108,53 @@ void bind_use_cuda_library(nb::module_& m) {
           "Open this library instead of libcuda.so.1 from now on; None: libcuda.so.1. Existing devices keep theirs.");
 }
 
+void bind_instruction_sets(nb::module_& m) {
+    nb::enum_<InstructionSet>(m, "InstructionSet", "Instruction sets of the kernels; all give the same bits.")
+        .value("SCALAR", InstructionSet::kScalar)
+        .value("AVX2", InstructionSet::kAvx2)
+        .value("AVX512", InstructionSet::kAvx512);
+    m.def("supported_instruction_sets", &supported_instruction_sets,
+          "Return the instruction sets that this CPU supports, slowest first.");
+    m.def(
+        "select_instruction_set",
+        [](std::optional<InstructionSet> choice) {
+            select_instruction_set(choice.value_or(supported_instruction_sets().back()));
+            return selected_instruction_set();
+        },
+        "choice"_a.none(),
+        "Use an instruction set from now on, in every thread; None is the best. Return it.\n\n"
+        "Raises:\n    ValueError: This CPU does not support it.");
+}
+
+void sync(const PythonCardBuffer& buffer, Sync direction, std::size_t nbytes, std::size_t offset) {
+    if (offset > buffer.bytes || nbytes > buffer.bytes - offset) {
+        throw std::invalid_argument("CardBuffer: " + std::to_string(nbytes) + " bytes at " + std::to_string(offset) +
+                                    " leave its " + std::to_string(buffer.bytes));
+    }
+    buffer.buffer->sync(direction, nbytes, offset);
+}
+
+void bind_sync(nb::module_& m) {
+    m.def(
+        "sync_to_card",
+        [](const PythonCardBuffer& buffer, std::size_t nbytes, std::size_t offset) {
+            sync(buffer, Sync::kToCard, nbytes, offset);
+        },
+        "buffer"_a, "nbytes"_a, "offset"_a = 0, WithoutGil(), "Copy bytes of a card's memory to the card.");
+    m.def(
+        "sync_from_card",
+        [](const PythonCardBuffer& buffer, std::size_t nbytes, std::size_t offset) {
+            sync(buffer, Sync::kFromCard, nbytes, offset);
+        },
+        "buffer"_a, "nbytes"_a, "offset"_a = 0, WithoutGil(), "Copy bytes of a card's memory from the card.");
+}
+
+std::size_t encode(const std::shared_ptr<const GradientCodec>& codec, const Tasklet& tasklet, float residual_scale) {
+    const Batch batch{Operation::kUpdate, {tasklet}, {}, nullptr, codec, residual_scale};
+    validate_gradients(batch);
+    return compress(batch, batch.tasklets.front()).payload_bytes;
+}
+
 DType decode(Address payload, std::size_t nbytes, std::uint64_t numel, Address out, std::uint64_t first,
              std::optional<std::uint64_t> last) {
     const std::uint64_t end = last.value_or(numel);
@@ -117,6 +169,10 @@ DType decode(Address payload, std::size_t nbytes, std::uint64_t numel, Address o
 void bind_parts(nb::module_& m) {
     m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
           "Return the CRC-32C of two consecutive pieces of memory from that of each; nbytes is the second's size.");
+    m.def("encode_gradient", &encode, "codec"_a, "tasklet"_a, nb::kw_only(), "residual_scale"_a = 1.0f, WithoutGil(),
+          "Compress a tasklet's gradient into its payload now, as UPDATE does for a batch with this codec.\n\n"
+          "Returns:\n    Bytes of the payload.\n\n"
+          "Raises:\n    ValueError: The gradient cannot be compressed.");
     m.def("decode_gradient", &decode, "payload"_a, "nbytes"_a, "numel"_a, "out"_a, nb::kw_only(), "first"_a = 0,
           "last"_a = nb::none(), WithoutGil(),
           "Write elements [first, last) of a payload's gradient to `out`, dense, in the type that is returned.\n\n"
@@ -145,6 +201,8 @@ void bind_testing(nb::module_& m) {
     bind_throttle(m);
     bind_hold(m);
     bind_use_cuda_library(m);
+    bind_instruction_sets(m);
+    bind_sync(m);
     bind_parts(m);
 }
 

@@ -1,8 +1,11 @@
 #pragma once
 
+#include <cstddef>
+#include <memory>
 #include <optional>
 #include <string>
 
+#include "card/card_binding.hpp"
 #include "io/file_queue.hpp"
 #include "io/io_engines.hpp"
 #include "module/closable.hpp"
@@ -13,6 +16,13 @@ namespace smart_infinity {
 
 using PythonPipeline = Closable<Pipeline>;
 using PythonFileQueue = Closable<FileQueue>;
+
+// Memory on a card, and where this process sees it.
+struct PythonCardBuffer {
+    std::shared_ptr<CardBuffer> buffer;
+    std::size_t bytes;
+    std::byte* data;
+};
 
 // Counters of a pipeline, or of a queue, which has no device traffic.
 struct PythonCounters : Counters, DeviceTraffic {};

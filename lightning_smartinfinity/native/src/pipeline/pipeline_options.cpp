@@ -20,8 +20,6 @@ PipelineOptions checked(PipelineOptions options) {
                 options.buffer_bytes <= std::size_t{1} << 40,
             "buffer_bytes must be a multiple of " + std::to_string(kBlockBytes) + ", from " +
                 std::to_string(2 * kBlockBytes) + " on");
-    require(options.io_threads >= 1 && options.io_threads <= kMaxThreads,
-            "io_threads must be in [1, " + std::to_string(kMaxThreads) + "]");
     require(options.compute_threads >= 1 && options.compute_threads <= kMaxThreads,
             "compute_threads must be in [1, " + std::to_string(kMaxThreads) + "]");
     (void)options.identity.format();

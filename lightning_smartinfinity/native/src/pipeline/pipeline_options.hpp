@@ -16,7 +16,6 @@
 namespace smart_infinity {
 
 constexpr std::size_t kMaxBuffers = 4096;
-constexpr std::size_t kMaxThreads = 1024;
 
 struct PipelineOptions {
     std::vector<StateFile> files;
