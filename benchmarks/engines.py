@@ -13,7 +13,6 @@ import argparse
 import json
 import mmap
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from machine import describe
+from raw_disk import cpu_seconds
 
 from lightning_smartinfinity.native import FileQueue, HostBuffer, StateFile, io_engines
 
@@ -145,11 +145,6 @@ def timed(seconds: list[float], cpu: list[float]) -> Iterator[None]:
     yield
     seconds.append(time.perf_counter() - start)
     cpu.append(cpu_seconds() - used)
-
-
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:

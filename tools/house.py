@@ -168,15 +168,22 @@ def rooms(root: Path) -> dict[str, Room]:
     return dict(sorted(found.items()))
 
 
+def names_in(source: str) -> set[str]:
+    """Returns what a file imports, and its strings: some modules are imported, or patched, by a string."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return names
+
+
 def untested(root: Path) -> list[str]:
-    """Lists the package's modules that no file below tests/ imports by name."""
-    named = set[str]()
-    for path in (root / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                named.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                named.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    """Lists the package's modules that no file below tests/ names."""
+    named = set[str]().union(*(names_in(path.read_text()) for path in (root / "tests").rglob("*.py")))
     modules = [path for path in (root / PACKAGE).rglob("*.py") if path.name != "__init__.py"]
     names = (".".join(path.relative_to(root).with_suffix("").parts) for path in sorted(modules))
     return [name for name in names if name not in named]

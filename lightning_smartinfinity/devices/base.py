@@ -4,16 +4,37 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import zip_longest
+from operator import add, sub
+from typing import Any
+
+from typing_extensions import Self
 
 from lightning_smartinfinity import native
 
 __all__ = ["FolderTraffic", "StorageDevice", "Traffic"]
 
 
+class _Counters:
+    """Counters that are added and subtracted field by field, and folder by folder."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{name: _each(add, value, getattr(other, name)) for name, value in vars(self).items()})
+
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(**{name: _each(sub, value, getattr(other, name)) for name, value in vars(self).items()})
+
+
+def _each(operation: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+    """Apply an operation to two numbers, or to two tuples of folders; missing folders have counted nothing."""
+    if not isinstance(one, tuple):
+        return operation(one, other)
+    return tuple(operation(*pair) for pair in zip_longest(one, other, fillvalue=FolderTraffic()))
+
+
 @dataclass(frozen=True, kw_only=True)
-class FolderTraffic:
+class FolderTraffic(_Counters):
     """Cumulative counters of one storage folder of one rank.
 
     Args:
@@ -26,23 +47,9 @@ class FolderTraffic:
     write_bytes: int = 0
     busy_seconds: float = 0.0
 
-    def __add__(self, other: FolderTraffic) -> FolderTraffic:
-        return FolderTraffic(
-            read_bytes=self.read_bytes + other.read_bytes,
-            write_bytes=self.write_bytes + other.write_bytes,
-            busy_seconds=self.busy_seconds + other.busy_seconds,
-        )
-
-    def __sub__(self, other: FolderTraffic) -> FolderTraffic:
-        return FolderTraffic(
-            read_bytes=self.read_bytes - other.read_bytes,
-            write_bytes=self.write_bytes - other.write_bytes,
-            busy_seconds=self.busy_seconds - other.busy_seconds,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class Traffic(_Counters):
     """Cumulative counters of one rank.
 
     Args:
@@ -95,44 +102,21 @@ class Traffic:
     folders: tuple[FolderTraffic, ...] = ()
 
     @classmethod
+    def of(cls, counters: native.Counters, **others: Any) -> Traffic:
+        """Take over the native core's counters that have the same names, and add the other fields."""
+        same = {name: getattr(counters, name) for name in vars(cls()) if hasattr(counters, name)}
+        return cls(**same | others)
+
+    @classmethod
     def over_shared_channel(cls, counters: native.Counters) -> Traffic:
         """Convert the native core's counters, all of which count traffic between host and storage."""
-        return cls(
-            shared_read_bytes=counters.read_bytes,
-            shared_write_bytes=counters.written_bytes,
-            storage_write_bytes=counters.written_bytes,
-            read_calls=counters.read_calls,
-            write_calls=counters.write_calls,
-            read_seconds=counters.read_seconds,
-            write_seconds=counters.write_seconds,
-            compute_seconds=counters.compute_seconds,
-            wait_seconds=counters.wait_seconds,
-            system_calls=counters.system_calls,
-            io_cpu_seconds=counters.io_cpu_seconds,
-            cached_read_bytes=counters.cached_read_bytes,
-            cached_write_bytes=counters.cached_write_bytes,
-            folders=tuple(
-                FolderTraffic(
-                    read_bytes=file.read_bytes, write_bytes=file.written_bytes, busy_seconds=file.busy_seconds
-                )
-                for file in counters.files
-            ),
+        read, written = counters.read_bytes, counters.written_bytes
+        sums = {"shared_read_bytes": read, "shared_write_bytes": written, "storage_write_bytes": written}
+        folders = tuple(
+            FolderTraffic(read_bytes=file.read_bytes, write_bytes=file.written_bytes, busy_seconds=file.busy_seconds)
+            for file in counters.files
         )
-
-    def __add__(self, other: Traffic) -> Traffic:
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _numbers()}
-        pairs = zip_longest(self.folders, other.folders, fillvalue=FolderTraffic())
-        return Traffic(**sums, folders=tuple(one + two for one, two in pairs))
-
-    def __sub__(self, other: Traffic) -> Traffic:
-        changes = {name: getattr(self, name) - getattr(other, name) for name in _numbers()}
-        pairs = zip_longest(self.folders, other.folders, fillvalue=FolderTraffic())
-        return Traffic(**changes, folders=tuple(one - two for one, two in pairs))
-
-
-def _numbers() -> list[str]:
-    """Return the names of the fields of Traffic that are numbers."""
-    return [field.name for field in fields(Traffic) if field.name != "folders"]
+        return cls.of(counters, **sums, folders=folders)
 
 
 class StorageDevice(ABC):

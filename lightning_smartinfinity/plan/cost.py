@@ -188,9 +188,7 @@ def _reason(part: float, num_devices: int, ratio: float, at_best: float) -> str:
     if at_best >= 1 + _LEAST_GAIN:
         return f"{made}: making what is sent, and keeping what is not, takes longer than it saves."
     waits = f"{made}: it waits for what the devices read, compute and write themselves, not for the channel"
-    if ratio <= 1 - _LEAST_GAIN:
-        return f"{waits}, and then for making what is sent and keeping what is not."
-    return f"{waits}."
+    return waits + (", and then for making what is sent and keeping what is not." if ratio <= 1 - _LEAST_GAIN else ".")
 
 
 def published_smartssds(num_devices: int, *, duplex: bool = False, select: float = 0.0, cores: int = 1) -> Machine:

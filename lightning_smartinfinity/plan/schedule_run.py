@@ -13,7 +13,7 @@ Work = Callable[[int], Process]
 
 
 class ScheduleRun:
-    """A batch of one pipeline that runs as in ``TransferLoop``: whenever an action ends, all that may start is started.
+    """A batch that runs as in ``native.Pipeline``: whenever an action ends, all that may start is started.
 
     Args:
         simulation: The simulation.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,18 +143,21 @@ def decode_record(content: bytes, *, num_tasklets: int, num_parameters: int, job
     end = length - _CHECKSUM.size
     if _CHECKSUM.unpack_from(content, end)[0] != _crc(content[:end]):
         return None
-    begin = _HEADER.size
-    columns = []
-    for kind, count in (("<i8", num_tasklets), ("<i8", num_parameters), ("<u4", num_tasklets), ("<u2", num_tasklets)):
-        columns.append(np.frombuffer(content, kind, count, begin))
-        begin += columns[-1].nbytes
-    generations, steps, positions, devices = columns
+    generations, steps, positions, devices = _columns(content, num_tasklets, num_parameters)
     return CommitRecord(
         generation=generation,
         placement=Placement(devices.astype(np.uint16), positions.astype(np.uint32)),
         tasklet_generations=generations.astype(np.int64),
         steps=steps.astype(np.int64),
     )
+
+
+def _columns(content: bytes, num_tasklets: int, num_parameters: int) -> Iterator[NDArray[np.generic]]:
+    begin = _HEADER.size
+    for kind, count in (("<i8", num_tasklets), ("<i8", num_parameters), ("<u4", num_tasklets), ("<u2", num_tasklets)):
+        column = np.frombuffer(content, kind, count, begin)
+        yield column
+        begin += column.nbytes
 
 
 def _record_offset(record: CommitRecord) -> int:

@@ -31,26 +31,21 @@ def first_mismatch(
     Raises:
         StorageError: A file cannot be read.
     """
-    for device, path in enumerate(paths):
-        with storage_errors("Reading", path):
-            problem = _mismatch_in_file(path, device, extents, record, identity)
-        if problem is not None:
-            return problem
-    return None
+    problems = (_mismatch_in_file(path, device, extents, record, identity) for device, path in enumerate(paths))
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _mismatch_in_file(
     path: Path, device: int, extents: ExtentMap, record: CommitRecord, identity: native.Identity
 ) -> str | None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with storage_errors("Reading", path), path.open("rb", buffering=0) as file:
         for tasklet, extent in enumerate(extents.extents):
             if record.placement.devices[tasklet] != device:
                 continue
             generation = int(record.tasklet_generations[tasklet])
             place = extents.place_offset(int(record.placement.positions[tasklet]))
             offset = place + extent.nbytes - TRAILER_BYTES
-            trailer = os.pread(descriptor, TRAILER_BYTES, offset)
+            trailer = os.pread(file.fileno(), TRAILER_BYTES, offset)
             if not native.is_trailer_of(
                 trailer,
                 identity,
@@ -64,6 +59,4 @@ def _mismatch_in_file(
                     f"{str(path)!r} does not hold generation {generation} of tasklet {tasklet} "
                     f"(trailer at offset {offset})."
                 )
-    finally:
-        os.close(descriptor)
     return None

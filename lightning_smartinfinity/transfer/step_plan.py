@@ -23,8 +23,9 @@ class StepPlan:
     Args:
         active: bool[num_parameters]: which parameters have a gradient; the others are left as they are, as in torch.
         gradients: Host memory of each sub-group's gradients, in sub-group order (``GradientArena.flats()``).
-        outputs: The parameters. fp32 parameters in host or CUDA memory serve as master weights, bf16 ones with
-            ``"int8_remainder"`` as their upper halves: the step updates the values that are there when it begins.
+        outputs: The parameters. fp32 parameters in host or CUDA memory serve as master weights. bf16 parameters serve
+            as their upper halves if the state format stores the remainders. The step updates the values that are there
+            when it begins.
         groups: The optimizer's ``param_groups``, read once when the step begins.
         gradient_scale: Factor on every gradient before the update: one over the combined loss and clipping scale.
         compressed: Memory for compressed gradients; None means no compression.

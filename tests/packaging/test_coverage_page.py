@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from tools.house import names_in, untested
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "lightning_smartinfinity"
 ROWS = re.findall(r"^\| `([^`]+)` \| (.+) \|$", (TESTS / "README.md").read_text(), re.MULTILINE)
 FOLDERS = {name.rstrip("/"): told for name, told in ROWS if name.endswith("/")}
 UNNAMED = {name: told for name, told in ROWS if not name.endswith("/")}
-
-
-def module_names() -> set[str]:
-    """Returns the package's modules, without the package's name; those that are a room's ``__init__`` are left out."""
-    files = (file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py") if file.name != "__init__.py")
-    return {".".join(file.with_suffix("").parts) for file in files}
-
-
-def names_in(source: str) -> set[str]:
-    """Returns what a file imports, and its strings: some modules are imported, or patched, by a string."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value)
-    return names
 
 
 @pytest.mark.parametrize(
@@ -63,8 +45,7 @@ def test_every_room_is_tested_by_a_folder() -> None:
 
 def test_modules_that_no_test_imports_are_on_the_page() -> None:
     """Exactly these, in the order of the alphabet: a new module has a test that names it, or a row."""
-    named = set().union(*(names_in(file.read_text()) for file in TESTS.rglob("*.py")))
-    unnamed = {name for name in module_names() if f"{PACKAGE.name}.{name}" not in named}
+    unnamed = {name.removeprefix(f"{PACKAGE.name}.") for name in untested(TESTS.parent)}
     assert {"missing": sorted(unnamed - set(UNNAMED)), "too many": sorted(set(UNNAMED) - unnamed)} == {
         "missing": [],
         "too many": [],

@@ -359,21 +359,8 @@ def _traffic_of(counters: native.Counters, file: int, num_files: int) -> Traffic
         write_bytes=moved.written_bytes + counters.gradient_file_bytes,
         busy_seconds=moved.busy_seconds,
     )
-    return Traffic(
-        shared_read_bytes=counters.shared_read_bytes,
-        shared_write_bytes=counters.shared_write_bytes,
-        internal_read_bytes=counters.internal_read_bytes,
-        internal_write_bytes=counters.internal_write_bytes,
+    return Traffic.of(
+        counters,
         storage_write_bytes=folder.write_bytes,
-        padding_bytes=counters.padding_bytes,
-        control_bytes=counters.control_bytes,
-        read_calls=counters.read_calls,
-        write_calls=counters.write_calls,
-        read_seconds=counters.read_seconds,
-        write_seconds=counters.write_seconds,
-        compute_seconds=counters.compute_seconds,
-        wait_seconds=counters.wait_seconds,
-        system_calls=counters.system_calls,
-        io_cpu_seconds=counters.io_cpu_seconds,
         folders=tuple(folder if index == file else FolderTraffic() for index in range(num_files)),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_smartinfinity.devices.smartssd.discovery import CardSetup
 from lightning_smartinfinity.devices.smartssd.xclbin import BUILD_REMEDY
 from lightning_smartinfinity.errors import DeviceError
-from lightning_smartinfinity.store.extents import BLOCK_BYTES
+from lightning_smartinfinity.store.parameter_files import whole_blocks
 
 __all__ = ["CardRing", "gradient_file_bytes", "ring_within", "share_of_memory"]
 
@@ -35,7 +35,7 @@ class CardRing:
         Args:
             extent_bytes: Bytes of the largest extent. A page of status takes the place of its trailer's page.
         """
-        return _padded(extent_bytes), _padded(self.gradient_bytes), _padded(self.parameter_bytes)
+        return whole_blocks(extent_bytes), whole_blocks(self.gradient_bytes), whole_blocks(self.parameter_bytes)
 
     def nbytes(self, extent_bytes: int) -> int:
         """Return the bytes of all buffers; ``extent_bytes`` is that of :meth:`parts`."""
@@ -86,8 +86,4 @@ def gradient_file_bytes(setup: CardSetup, ring: CardRing) -> int:
     """
     if setup.settings.gradient_route != "storage":
         return 0
-    return ring.num_buffers * _padded(ring.gradient_bytes)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+    return ring.num_buffers * whole_blocks(ring.gradient_bytes)

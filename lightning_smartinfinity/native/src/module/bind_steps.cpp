@@ -57,6 +57,8 @@ template <class... Steps>
 struct Bindings {
     static void bind(nb::module_& m) {
         (bind_step<Steps>(m, std::make_index_sequence<RuleOf<Steps>::kRule.num_words>()), ...);
+        const nb::object either = nb::module_::import_("typing").attr("Union");
+        m.attr("UpdateStep") = either[nb::make_tuple(nb::type<Steps>()...)];
     }
 };
 

@@ -36,6 +36,17 @@ void raise_cuda_error(const std::exception_ptr& pointer, void*) {
     }
 }
 
+// Lists what has been bound so far, which the package exports.
+nb::list public_names(const nb::module_& m) {
+    nb::list names;
+    for (const nb::handle name : nb::steal<nb::list>(PyObject_Dir(m.ptr()))) {
+        if (nb::borrow<nb::str>(name).c_str()[0] != '_') {
+            names.append(name);
+        }
+    }
+    return names;
+}
+
 }  // namespace
 
 }  // namespace smart_infinity
@@ -59,6 +70,7 @@ NB_MODULE(_core, m) {
     bind_card(m);
     bind_pipeline(m);
     bind_file_queue(m);
+    m.attr("__all__") = public_names(m);
 #ifdef SMART_INFINITY_TESTING
     bind_testing(m);
 #endif
