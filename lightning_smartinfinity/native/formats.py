@@ -8,7 +8,7 @@ from types import MappingProxyType
 from lightning_smartinfinity.native import StateFormat, UpdateStep, state_formats
 from lightning_smartinfinity.update_rules import RULES
 
-__all__ = ["STATE_FORMATS", "formats_of", "names_where", "optimizers_of"]
+__all__ = ["STATE_FORMATS", "formats_of", "names_where", "optimizers_of", "serves"]
 
 STATE_FORMATS: Mapping[str, StateFormat] = MappingProxyType({form.name: form for form in state_formats()})
 """Formats by the name that users choose, in the order of their numbers."""
@@ -22,6 +22,11 @@ def formats_of(step: type[UpdateStep]) -> tuple[str, ...]:
 def optimizers_of(form: StateFormat) -> str:
     """Return the class names of the only optimizers that a format serves, for a message."""
     return " or ".join(name for rule in RULES if rule.step == form.step for name in rule.optimizers)
+
+
+def serves(form: StateFormat, optimizer: str) -> bool:
+    """Return whether a format can hold the state of an optimizer, given its class name."""
+    return any(optimizer in rule.optimizers and form.step in (None, rule.step) for rule in RULES)
 
 
 def names_where(condition: Callable[[StateFormat], bool]) -> str:

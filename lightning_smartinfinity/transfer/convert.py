@@ -14,7 +14,7 @@ from lightning_smartinfinity.checks import check, one_of, require_distinct
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
-from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of
+from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of, serves
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.manifest import Manifest
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -126,7 +126,7 @@ def _convert(
 def _check_format(state_format: str, manifest: Manifest) -> None:
     check("convert_store", "state_format", state_format, one_of(*STATE_FORMATS))
     form = STATE_FORMATS[state_format]
-    if form.arrays not in ((), manifest.description.arrays):
+    if not serves(form, manifest.description.optimizer):
         raise UnsupportedError(
             f"convert_store(state_format={state_format!r}) is not supported with {manifest.description.optimizer}: it "
             f"is for {optimizers_of(form)} alone.",

@@ -43,7 +43,23 @@ def test_supported_optimizers(kind: type[torch.optim.Optimizer]) -> None:
     assert rule.arrays == ARRAYS[kind]
 
 
-@pytest.mark.parametrize("kind", [HomemadeAdamW, HomemadeSGD, torch.optim.NAdam, torch.optim.Adamax])
+class HomemadeOptimizer(torch.optim.Optimizer):
+    """An optimizer that torch does not have."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_a_setting_tells_an_optimizer_from_the_others(kind: type[torch.optim.Optimizer]) -> None:
+    """A checkpoint's groups are recognised by it: no optimizer with another rule has a setting of that name."""
+    rule = rule_for(kind(parameters(), lr=0.1))
+    others = [other(parameters(), lr=0.1) for other in ARRAYS]
+    having = [other for other in others if rule.distinctive_setting in other.defaults]
+    assert {rule_for(other).description for other in having} == {rule.description}
+
+
+@pytest.mark.parametrize("kind", [HomemadeAdamW, HomemadeSGD, HomemadeOptimizer, torch.optim.Adamax])
 def test_other_optimizers(kind: type[torch.optim.Optimizer]) -> None:
     """Others are refused by name, with the list of those that are supported."""
     with pytest.raises(UnsupportedError, match=kind.__name__) as caught:
