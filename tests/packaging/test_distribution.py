@@ -116,7 +116,7 @@ def test_installed_core_runs_alone(distributions: Path, tmp_path: Path) -> None:
     code = f"""if True:
         import sys
         sys.path.insert(0, {str(tmp_path)!r})
-        from lightning_smartinfinity.native import _core
+        from lightning_smartinfinity import native
         data = native.HostBuffer(4096)
         data.memoryview()[:9] = b"123456789"
         assert not {set(native_testing.__all__)!r} & vars(native._core).keys()

@@ -61,7 +61,7 @@ class Look(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         optimizer: Any = trainer.strategy.optimizers[0]
         self.arrays = [np.empty(optimizer.layout.numel, np.float32) for _ in optimizer.rule.arrays]
-        optimizer.drained_handler().scan(partial(copy_window, self.arrays))
+        optimizer.drained_handler().state.scan(partial(copy_window, self.arrays))
         self.partition = torch.cat(optimizer.fp16_partitioned_groups_flat).clone()
         self.parameters = optimizer.layout.parameters
         self.steps = optimizer.drained_handler().steps.tolist()
@@ -152,7 +152,7 @@ def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_
     assert fabric.load(saved / "fp32.engine" / inside, {"model": model, "optimizer": optimizer}) == {}
     inner, state = optimizer.engine.optimizer, optimizer_state(saved / "fp32.engine")
     arrays = [np.empty(inner.layout.numel, np.float32) for _ in range(3)]
-    inner.drained_handler().scan(partial(copy_window, arrays))
+    inner.drained_handler().state.scan(partial(copy_window, arrays))
     for array, values in zip(arrays, saved_arrays(state), strict=True):
         assert torch.equal(torch.from_numpy(array), values)
     assert set(inner.drained_handler().steps.tolist()) == {SAVE_AT}
