@@ -84,7 +84,7 @@ def test_settings_in_a_file(tmp_path: Path) -> None:
 
 
 ARGUMENTS = (
-    ("storage", "A folder, or one per storage device", ("str", "Path", "Sequence"), "null"),
+    ("storage", "Folder, or list with", ("str", "Path", "Sequence"), "null"),
     ("update_device", "Where the update runs", ("str",), "auto"),
     ("smartssd", "Settings for SmartSSDs", ("SmartSSDConfig",), "null"),
     ("state_format", "Format of optimizer state on storage", ("str",), "fp32"),
