@@ -27,7 +27,7 @@ struct Action {
 // numbered from `num_buffers` on, which limit how many of them are worked at a time. Each kind of tasklet has its own
 // order.
 //
-// Of the actions that can start, these come first, in this order: deliveries and writes, because only they free a
+// The order in which actions start when several can: deliveries and writes, because only they free a
 // buffer; compute, because somebody waits for parameters; fetches; reads. Among equals, the lowest tasklet comes first.
 class TransferSchedule {
  public:
