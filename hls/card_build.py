@@ -29,10 +29,11 @@ def compile_line(design: Design, kernel: Kernel, *, target: str, folder: str) ->
         "--compile",
         *("--kernel", kernel.name),
         *("-I", "hls/include"),
-        *("-I", f"{folder}/include"),
+        *("-I", "hls/kernels"),
+        *("-I", f"{folder}/sources"),
         *_leftovers(folder, kernel.name),
         *("--output", _object(kernel, folder)),
-        kernel.source,
+        f"{folder}/sources/{kernel.name}.cpp",
     ]
 
 

@@ -1,7 +1,7 @@
 """The one description of the kernels: their arguments in order, their ports, compute units and the card's memory.
 
-The kernels follow from the rules in ``lightning_smartinfinity/update_rules.py``. Their C++ signatures and numbers
-(``hls/signatures.py``), the xclbin for tests (``hls/xclbin.py``), ``smartssd.cfg`` and the lines for v++
+The kernels follow from the rules in ``lightning_smartinfinity/update_rules.py``. Their C++ sources
+(``hls/sources.py``), the xclbin for tests (``hls/xclbin.py``), ``smartssd.cfg`` and the lines for v++
 (``hls/card_build.py``) are generated from them.
 
 A kernel's arguments are, in this order::
@@ -126,11 +126,6 @@ class Kernel:
     number: int
     arrays: tuple[str, ...]
     words: tuple[str, ...]
-
-    @property
-    def source(self) -> str:
-        """Path of the source, from the root of the repository."""
-        return f"hls/kernels/{self.name}.cpp"
 
     @property
     def arguments(self) -> tuple[Argument, ...]:

@@ -2,7 +2,7 @@
 
 Usage::
 
-    python -m hls.generate signatures FILE
+    python -m hls.generate sources FOLDER
     python -m hls.generate test-xclbin FILE
     python -m hls.generate kernels [--optimizer adamw]
     python -m hls.generate config FILE [--optimizer adamw]
@@ -21,9 +21,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hls import signatures
 from hls.card_build import compile_line, connectivity_config, link_line, missing_toolchain
 from hls.description import EMULATED, KERNELS, SMARTSSD, design_for
+from hls.sources import write_sources
 from hls.xclbin import xclbin
 from lightning_smartinfinity.update_rules import RULES
 
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.what == "toolchain":
         sys.exit(missing_toolchain(SMARTSSD) or 0)
-    if options.what == "signatures":
-        options.file.write_text(signatures.header())
+    if options.what == "sources":
+        write_sources(options.folder)
     elif options.what == "test-xclbin":
         options.file.write_bytes(xclbin(EMULATED))
     elif options.what == "config":
@@ -56,9 +56,10 @@ def _words(options: argparse.Namespace) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hls.generate", description="Generate from the kernels.")
     commands = parser.add_subparsers(dest="what", required=True)
-    names = ("signatures", "test-xclbin", "kernels", "config", "toolchain", "compile-line", "link-line")
+    names = ("sources", "test-xclbin", "kernels", "config", "toolchain", "compile-line", "link-line")
     command = {name: commands.add_parser(name) for name in names}
-    for name in ("signatures", "test-xclbin", "config"):
+    command["sources"].add_argument("folder", type=Path)
+    for name in ("test-xclbin", "config"):
         command[name].add_argument("file", type=Path)
     command["compile-line"].add_argument("--kernel", required=True, choices=[kernel.name for kernel in KERNELS])
     command["link-line"].add_argument("--output", required=True)

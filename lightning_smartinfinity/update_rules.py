@@ -15,7 +15,7 @@ __all__ = ["ADAGRAD", "ADAMW", "RMSPROP", "RULES", "SGD", "Operators", "RuleDesc
 
 @dataclass(frozen=True)
 class Operators:
-    """Floating-point operators that a kernel's ``compute`` uses for one element, as counted in its source."""
+    """Floating-point operators that a kernel's formula uses for one element, as counted in its source."""
 
     multiply: int
     add: int

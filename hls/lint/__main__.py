@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hls.description import DESIGNS
 from hls.lint import lint
+from hls.sources import write_sources
 
 
 def main() -> int:
     """Print the findings, one per line."""
-    findings = [finding for design in DESIGNS for finding in lint(design)]
+    with TemporaryDirectory() as folder:
+        write_sources(Path(folder))
+        findings = [finding for design in DESIGNS for finding in lint(design, Path(folder))]
     sys.stdout.writelines(f"{finding}\n" for finding in findings)
     return 1 if findings else 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hls.description import ERROR_BITS, KERNELS, Kernel
+from hls.sources import write_sources
 from tests.helpers.golden import STEPS
 from tests.helpers.payload import BLOCK
 from tests.helpers.waiting import PROCESS_LIMIT
@@ -88,9 +89,10 @@ DECLARED = re.compile(
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_depths(kernel: Kernel) -> None:
+def test_depths(kernel: Kernel, tmp_path: Path) -> None:
     """A stream is simulated under the name and with the depth that its pragma gives it on the card."""
-    source = (ROOT / kernel.source).read_text()
+    write_sources(tmp_path)
+    source = (tmp_path / f"{kernel.name}.cpp").read_text()
     streams = DECLARED.findall(source)
     assert len(streams) == len(re.findall(r"hls::stream<[^>]*, ", source))
     for depth, variable, name, pragma_variable, pragma_depth in streams:
@@ -103,8 +105,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """The threaded simulation of a kernel with two streams too shallow, and one that nobody reads."""
     folder = shutil.copytree(ROOT / "hls", tmp_path_factory.mktemp("broken") / "hls")
     (folder.parent / "lightning_smartinfinity").symlink_to(ROOT / "lightning_smartinfinity")
-    _replace(folder / "kernels" / "sgd_update.cpp", '32> indices("', '4> indices("')
-    _replace(folder / "kernels" / "sgd_update.cpp", '8192> counts("', '4> counts("')
+    _replace(folder / "sources.py", '("indices", "Words", 32)', '("indices", "Words", 4)')
+    _replace(folder / "sources.py", '("counts", "std::uint32_t", 8192)', '("counts", "std::uint32_t", 4)')
     _replace(folder / "include" / "arrays.hpp", "? order.num_blocks : 0;", "? 0u : 0u;")
     make = ["make", "-C", str(folder), f"BUILD={folder}", f"{folder}/threaded.so"]
     subprocess.run(make, check=True, capture_output=True, timeout=PROCESS_LIMIT)
