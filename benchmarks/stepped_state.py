@@ -58,7 +58,7 @@ class SteppedState:
             tasklet_bytes=transfer.tasklet_bytes or HOST_TASKLET_BYTES,
             num_arrays=3,
             num_devices=len(folders),
-            num_slots=transfer.num_slots,
+            places_per_tasklet=transfer.places_per_tasklet,
             state_format=state_format,
         )
         rule = rule_for(OPTIMIZER)

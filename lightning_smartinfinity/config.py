@@ -168,7 +168,7 @@ class TransferConfig:
         return "off" if self.io_engine == "plain" else self.direct_io
 
     @property
-    def num_slots(self) -> int:
+    def places_per_tasklet(self) -> int:
         """Number of places for each tasklet's state on storage: 1 without durability, otherwise 2."""
         return 1 if self.durability == "none" else 2
 

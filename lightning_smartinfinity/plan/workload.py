@@ -122,6 +122,6 @@ class Workload:
             tasklet_bytes=self.tasklet_bytes or usual_bytes,
             num_arrays=self.num_arrays,
             num_devices=num_devices,
-            num_slots=2,
+            places_per_tasklet=2,
             state_format=self.state_format,
         )

@@ -47,32 +47,34 @@ class ExtentMap:
     """The extents of one rank's partition, and the files that have places for them.
 
     A device's file is a row of places, all of one size: any extent fits any place of any device. At first the
-    tasklets are dealt round robin, and each file has ``num_slots`` places for each of its tasklets.
+    tasklets are dealt round robin, and each file has ``places_per_tasklet`` places for each of its tasklets.
 
     Args:
         numel: Elements of the partition.
         tasklet_numel: Elements of every tasklet except the last, a multiple of the format's granule.
         num_arrays: Arrays per element (Adam: master, exp_avg, exp_avg_sq).
         num_devices: Number of storage folders.
-        num_slots: Number of places for each tasklet's state (1 or 2).
+        places_per_tasklet: Number of places for each tasklet's state (1 or 2).
         state_format: A name in ``STATE_FORMATS``.
         borders: First elements of the parameters that begin inside a cell, ascending: blocks end there.
-        num_in_memory: Number of tasklets, from the first on, that have no place on storage; with ``num_slots=1`` only.
+        num_in_memory: Number of tasklets, from the first on, that have no place on storage; only with one place each.
     """
 
     numel: int
     tasklet_numel: int
     num_arrays: int
     num_devices: int
-    num_slots: int
+    places_per_tasklet: int
     state_format: str = "fp32"
     borders: tuple[int, ...] = ()
     num_in_memory: int = 0
 
     def __post_init__(self) -> None:
-        assert self.numel >= 0 and self.num_arrays >= 1 and self.num_devices >= 1 and self.num_slots in (1, 2)
+        assert self.numel >= 0 and self.num_arrays >= 1 and self.num_devices >= 1 and self.places_per_tasklet in (1, 2)
         assert self.tasklet_numel > 0 and self.tasklet_numel % self.format.granule == 0
-        assert self.num_in_memory == 0 or (self.num_slots == 1 and 0 <= self.num_in_memory <= self.num_tasklets)
+        assert self.num_in_memory == 0 or (
+            self.places_per_tasklet == 1 and 0 <= self.num_in_memory <= self.num_tasklets
+        )
         assert not self.format.arrays or self.num_arrays == len(self.format.arrays), "the format holds other arrays"
 
     @property
@@ -114,7 +116,7 @@ class ExtentMap:
 
     def num_places(self, device: int) -> int:
         """Return the number of places that the file of ``device`` has at first."""
-        return self.num_slots * int((self.first_homes[self.num_in_memory :] == device).sum())
+        return self.places_per_tasklet * int((self.first_homes[self.num_in_memory :] == device).sum())
 
     def file_bytes(self, device: int) -> int:
         """Return the size of the file of ``device`` at first."""

@@ -21,6 +21,9 @@ __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "StoreDescription", "r
 
 FORMAT_NAME = "lightning-smartinfinity optimizer state"
 FORMAT_VERSION = 3
+
+# Fields of ExtentMap that the file calls something else.
+_KEYS = {"places_per_tasklet": "num_slots"}
 MANIFEST_NAME = "manifest.json"
 
 
@@ -146,7 +149,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "keep": manifest.keep,
         "folders": list(manifest.folders),
         "device": manifest.device,
-        "layout": {name: value for name, value in asdict(manifest.extents).items() if name != "state_format"},
+        "layout": {
+            _KEYS.get(key, key): value for key, value in asdict(manifest.extents).items() if key != "state_format"
+        },
         # asdict would copy the description of every parameter, field by field.
         **vars(manifest.description),
     }
@@ -169,7 +174,7 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
             groups=tuple(values["groups"]),
         ),
     )
-    if manifest.extents.num_slots != TransferConfig(durability=manifest.durability).num_slots:
+    if manifest.extents.places_per_tasklet != TransferConfig(durability=manifest.durability).places_per_tasklet:
         raise ValueError("durability and num_slots contradict each other")
     if len(set(manifest.description.arrays)) != manifest.extents.num_arrays:
         raise ValueError("arrays and num_arrays contradict each other")
@@ -177,7 +182,8 @@ def _from_json(values: Mapping[str, Any]) -> Manifest:
 
 
 def _extents(state_format: str, layout: Mapping[str, Any]) -> ExtentMap:
-    numbers = {name: int(value) for name, value in layout.items() if name != "borders"}
+    names = {key: name for name, key in _KEYS.items()}
+    numbers = {names.get(key, key): int(value) for key, value in layout.items() if key != "borders"}
     return ExtentMap(**numbers, state_format=state_format, borders=tuple(map(int, layout["borders"])))
 
 

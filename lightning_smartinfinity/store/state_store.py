@@ -95,7 +95,7 @@ class StateStore:
             StorageFullError: There is too little space.
             StorageError: A folder cannot be used, holds a store marked ``keep``, or has no direct I/O under ``"on"``.
         """
-        assert len(folders) == extents.num_devices and config.num_slots == extents.num_slots
+        assert len(folders) == extents.num_devices and config.places_per_tasklet == extents.places_per_tasklet
         manifest = Manifest(
             job=job_id or uuid.uuid4().bytes,
             rank=rank,
@@ -216,12 +216,12 @@ class StateStore:
             homes=self._homes,
             capacities=list(self._capacities),
             first=extents.num_in_memory,
-            in_place=extents.num_slots == 1,
+            in_place=extents.places_per_tasklet == 1,
         )
 
     def _restore_places(self) -> None:
         """Reserve places for the next generation, in files that may have been truncated behind this one."""
-        self._capacities.restore([self.extents.num_slots * count for count in self.counts])
+        self._capacities.restore([self.extents.places_per_tasklet * count for count in self.counts])
 
     def spread(self, counts: Sequence[int] | NDArray[np.int64]) -> bool:
         """Change how many tasklets are at home on each device; files grow as needed. Between generations only.
@@ -240,7 +240,7 @@ class StateStore:
             homes=homes,
             num_devices=extents.num_devices,
             first=extents.num_in_memory,
-            in_place=extents.num_slots == 1,
+            in_place=extents.places_per_tasklet == 1,
         )
         if not self._capacities.grow(wanted):
             return False
@@ -300,7 +300,7 @@ class StateStore:
 
         If the record cannot be erased, :meth:`require_usable` raises from now on.
         """
-        assert self._previous is not None and self.manifest.extents.num_slots > 1
+        assert self._previous is not None and self.manifest.extents.places_per_tasklet > 1
         reverted, self._record = self._record, self._previous
         self._previous = None
         self._forget(reverted, flush=self.manifest.durability == "power")

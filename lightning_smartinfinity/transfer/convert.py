@@ -156,7 +156,7 @@ def _layout(manifest: Manifest, *, tasklet_bytes: int, num_devices: int, state_f
             tasklet_bytes=tasklet_bytes,
             num_arrays=manifest.extents.num_arrays,
             num_devices=num_devices,
-            num_slots=manifest.extents.num_slots,
+            places_per_tasklet=manifest.extents.places_per_tasklet,
             state_format=state_format,
         )
     except (KeyError, TypeError, ValueError, AssertionError) as error:

@@ -91,7 +91,7 @@ class TransferHandler:
     @property
     def can_roll_back(self) -> bool:
         """Whether a step leaves the current generation intact: not with one place each (``durability="none"``)."""
-        return self._layout.extents.num_slots > 1
+        return self._layout.extents.places_per_tasklet > 1
 
     @property
     def cache_bytes(self) -> int:

@@ -240,7 +240,7 @@ def build_layout(
     tasklet_bytes: int,
     num_arrays: int,
     num_devices: int,
-    num_slots: int,
+    places_per_tasklet: int,
     state_format: str = "fp32",
 ) -> PartitionLayout:
     """Cut a partition into tasklets.
@@ -251,7 +251,7 @@ def build_layout(
         tasklet_bytes: Largest extent in bytes.
         num_arrays: Arrays per element (Adam: 3).
         num_devices: Number of storage folders over which tasklets are spread.
-        num_slots: Number of places for each tasklet's state (``TransferConfig.num_slots``).
+        places_per_tasklet: Number of places for each tasklet's state (``TransferConfig.places_per_tasklet``).
         state_format: A name in ``STATE_FORMATS``: the fewer bytes an element takes, the more a tasklet holds.
 
     Returns:
@@ -265,7 +265,7 @@ def build_layout(
         tasklet_numel=_tasklet_numel(tasklet_bytes, num_arrays, state_format, borders),
         num_arrays=num_arrays,
         num_devices=num_devices,
-        num_slots=num_slots,
+        places_per_tasklet=places_per_tasklet,
         state_format=state_format,
         borders=borders,
     )

@@ -71,7 +71,7 @@ def committing(store: StateStore, generation: int, together: Together) -> Iterat
         with together():
             yield
     except SmartInfinityError:
-        if store.generation == generation and store.extents.num_slots > 1:
+        if store.generation == generation and store.extents.places_per_tasklet > 1:
             store.revert()
         raise
 

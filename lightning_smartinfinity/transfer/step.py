@@ -103,7 +103,7 @@ class Step:
     @property
     def overwrites(self) -> bool:
         """Whether the step writes to places of the current generation."""
-        return bool(self._tasklets) and self._layout.extents.num_slots == 1
+        return bool(self._tasklets) and self._layout.extents.places_per_tasklet == 1
 
     def start(self) -> None:
         """Starts the step and returns at once."""

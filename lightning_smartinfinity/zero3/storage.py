@@ -179,7 +179,7 @@ def require_parameter_space(
         tasklet_bytes=offload.tasklet_bytes,
         num_arrays=len(rule_for(optimizer).arrays),
         num_devices=len(offload.storage),
-        num_slots=transfer.num_slots,
+        places_per_tasklet=transfer.places_per_tasklet,
         state_format=offload.state_format,
     )
     extents = with_cache(layout, offload, None).extents

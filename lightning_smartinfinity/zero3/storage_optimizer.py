@@ -94,8 +94,8 @@ class StorageOptimizer(GradientPath):
         return_freed_memory()
 
     def _obstacle_to_speculation(self) -> str | None:
-        if self._offload.transfer.num_slots == 1:
-            return "with TransferConfig(durability='none') a wrong guess could not be undone"
+        if self._offload.transfer.places_per_tasklet == 1:
+            return "with TransferConfig(durability='none') a wrong speculative update could not be rolled back"
         if not self.partition.lies_in_host_memory:
             return "only parameters in host memory are updated within backward, not those on storage or on a GPU"
         return None
@@ -114,7 +114,7 @@ class StorageOptimizer(GradientPath):
             tasklet_bytes=self._offload.tasklet_bytes,
             num_arrays=len(rule.arrays),
             num_devices=len(self._offload.storage),
-            num_slots=transfer.num_slots,
+            places_per_tasklet=transfer.places_per_tasklet,
             state_format=self._offload.state_format,
         )
         layout = with_cache(layout, self._offload, self.dp_process_group)

@@ -17,8 +17,10 @@ from lightning_smartinfinity.store.spread import Placement
 NUMEL = 5_000
 
 
-def extents(num_devices: int = 1, *, num_slots: int = 2, numel: int = NUMEL) -> ExtentMap:
-    return ExtentMap(numel=numel, tasklet_numel=1024, num_arrays=3, num_devices=num_devices, num_slots=num_slots)
+def extents(num_devices: int = 1, *, places_per_tasklet: int = 2, numel: int = NUMEL) -> ExtentMap:
+    return ExtentMap(
+        numel=numel, tasklet_numel=1024, num_arrays=3, num_devices=num_devices, places_per_tasklet=places_per_tasklet
+    )
 
 
 def description(num_parameters: int = 2) -> StoreDescription:
@@ -35,7 +37,7 @@ def create(folders: Sequence[Path], *, rank: int = 0, **config: Any) -> StateSto
     return StateStore.create(
         folders,
         config=settings,
-        extents=extents(len(folders), num_slots=settings.num_slots),
+        extents=extents(len(folders), places_per_tasklet=settings.places_per_tasklet),
         description=description(),
         rank=rank,
         world_size=2,

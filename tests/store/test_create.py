@@ -270,7 +270,7 @@ def test_name_too_long(tmp_path: Path) -> None:
 
 def test_too_little_space(tmp_path: Path) -> None:
     """What does not fit is refused before anything is allocated."""
-    huge = ExtentMap(numel=1 << 50, tasklet_numel=1 << 45, num_arrays=3, num_devices=1, num_slots=2)
+    huge = ExtentMap(numel=1 << 50, tasklet_numel=1 << 45, num_arrays=3, num_devices=1, places_per_tasklet=2)
     with pytest.raises(StorageFullError, match=r"needs .* GiB in '.*where .* GiB are free"):
         StateStore.create([tmp_path / "new"], config=TransferConfig(), extents=huge, description=description())
     assert tree(tmp_path) == set()

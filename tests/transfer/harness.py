@@ -240,7 +240,7 @@ def layout_of(case: Case) -> PartitionLayout:
         tasklet_bytes=case.tasklet_bytes,
         num_arrays=len(case.rule.arrays),
         num_devices=case.num_devices,
-        num_slots=1 if case.durability == "none" else 2,
+        places_per_tasklet=1 if case.durability == "none" else 2,
         state_format=case.state_format,
     )
     return with_residents(layout, nbytes=case.cache_bytes, written_through=case.durability != "none")

@@ -34,7 +34,7 @@ def layouts(draw: st.DrawFn) -> PartitionLayout:
         tasklet_bytes=draw(st.integers(64 * 1024, 200 * 1024)),
         num_arrays=draw(st.integers(1, 4)),
         num_devices=draw(st.integers(1, 4)),
-        num_slots=draw(st.sampled_from([1, 2])),
+        places_per_tasklet=draw(st.sampled_from([1, 2])),
     )
 
 
@@ -75,7 +75,7 @@ def test_extents_fit_a_buffer_and_any_place(numel: int, tasklet_bytes: int, arra
         tasklet_bytes=tasklet_bytes,
         num_arrays=arrays,
         num_devices=devices,
-        num_slots=2,
+        places_per_tasklet=2,
     )
     extents = layout.extents
     for tasklet in layout.tasklets:
@@ -157,7 +157,7 @@ def test_extents_of_every_format(numels: list[int], name: str, tasklet_bytes: in
     """Extents fit their buffer and any place, and have room for the blocks that the native core counts."""
     slices = [ParameterSlice(name="", numel=n, real_numel=n, group=0, sub_group=0) for n in numels]
     layout = build_layout(
-        slices, tasklet_bytes=tasklet_bytes, num_arrays=3, num_devices=devices, num_slots=2, state_format=name
+        slices, tasklet_bytes=tasklet_bytes, num_arrays=3, num_devices=devices, places_per_tasklet=2, state_format=name
     )
     extents = layout.extents
     begins = {parameter.offset for parameter in layout.parameters}
@@ -181,7 +181,9 @@ def test_extents_of_every_format(numels: list[int], name: str, tasklet_bytes: in
 def test_bytes_per_parameter(name: str, item_bytes: float) -> None:
     """Large parameters take what the format promises, but for a hundredth."""
     slices = [ParameterSlice(name="", numel=50_000_000, real_numel=50_000_000, group=0, sub_group=0)]
-    layout = build_layout(slices, tasklet_bytes=4 << 20, num_arrays=3, num_devices=1, num_slots=1, state_format=name)
+    layout = build_layout(
+        slices, tasklet_bytes=4 << 20, num_arrays=3, num_devices=1, places_per_tasklet=1, state_format=name
+    )
     assert item_bytes <= layout.extents.file_bytes(0) / layout.numel < 1.01 * item_bytes
     assert max(extent.nbytes for extent in layout.extents.extents) > 0.98 * (4 << 20)
 
@@ -192,7 +194,7 @@ def test_crowds_of_tiny_parameters_fit_too() -> None:
     slices = [ParameterSlice(name="", numel=n, real_numel=n, group=0, sub_group=0) for n in numels]
     for name in STATE_FORMATS:
         layout = build_layout(
-            slices, tasklet_bytes=256 << 10, num_arrays=3, num_devices=1, num_slots=1, state_format=name
+            slices, tasklet_bytes=256 << 10, num_arrays=3, num_devices=1, places_per_tasklet=1, state_format=name
         )
         assert max(extent.nbytes for extent in layout.extents.extents) <= 256 << 10
 
@@ -200,7 +202,7 @@ def test_crowds_of_tiny_parameters_fit_too() -> None:
 def test_small_tensors_share_tasklets() -> None:
     """Ten thousand small tensors need no more tasklets than one tensor of their size."""
     slices = [ParameterSlice(name=str(i), numel=10, real_numel=10, group=0, sub_group=0) for i in range(10_000)]
-    layout = build_layout(slices, tasklet_bytes=1 << 20, num_arrays=3, num_devices=1, num_slots=2)
+    layout = build_layout(slices, tasklet_bytes=1 << 20, num_arrays=3, num_devices=1, places_per_tasklet=2)
     assert len(layout.tasklets) == 2
 
 

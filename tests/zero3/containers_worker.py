@@ -40,7 +40,12 @@ def cached_bytes(root: Path) -> int:
     whole = ParameterSlice(name="all", numel=NUMEL, real_numel=NUMEL, group=0, sub_group=0)
     settings = OffloadSettings(storage=(root,), transfer=TransferConfig(dram_cache_bytes="auto", num_buffers=2))
     layout = build_layout(
-        [whole], tasklet_bytes=settings.tasklet_bytes, num_arrays=3, num_devices=1, num_slots=2, state_format="fp32"
+        [whole],
+        tasklet_bytes=settings.tasklet_bytes,
+        num_arrays=3,
+        num_devices=1,
+        places_per_tasklet=2,
+        state_format="fp32",
     )
     with mock.patch.object(storage, "measure_memory", partial(measure_memory, root=root)):
         cached = storage.with_cache(layout, settings, None)

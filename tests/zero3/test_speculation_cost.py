@@ -51,7 +51,7 @@ def test_a_window_costs_what_arrives_in_it(asked: list[slice]) -> None:
         tasklet_bytes=64 * 1024,
         num_arrays=3,
         num_devices=1,
-        num_slots=2,
+        places_per_tasklet=2,
     )
     handler = MagicMock()
     rank_state = SimpleNamespace(

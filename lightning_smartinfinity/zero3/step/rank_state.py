@@ -110,12 +110,12 @@ class RankState:
         if handler is None or self._unusable_reason is not None or not handler.in_flight:
             return
         if not handler.can_roll_back:
-            self._unusable_reason = f"with durability='none' a failed step cannot be undone. {error}"
+            self._unusable_reason = f"with durability='none' a failed step cannot be rolled back. {error}"
             return
         try:
             handler.rollback()
         except SmartInfinityError as second:
-            self._unusable_reason = f"a failed step could not be undone. {second}"
+            self._unusable_reason = f"a failed step could not be rolled back. {second}"
 
     @property
     def numel(self) -> int:
@@ -197,4 +197,4 @@ class RankState:
 
 def warn_of_rolled_back_step(error: SmartInfinityError) -> None:
     """Warn that the last step of a training failed and was rolled back."""
-    warnings.warn(f"The last step of the training was undone: {error}", stacklevel=3)
+    warnings.warn(f"The last step of the training was rolled back: {error}", stacklevel=3)
