@@ -1,4 +1,4 @@
-"""The selection in torch's operations sends what the native core sends, bit for bit."""
+"""The top-K selection written in torch operations sends the same bytes as the native core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {
 
 
 def values_of(numel: int, seed: int) -> torch.Tensor:
-    """With ties, zeros of both signs, subnormals, and what no 16-bit type holds."""
+    """Return random values with ties, zeros of both signs, subnormals and values beyond the range of 16-bit types."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator)
     special = torch.tensor([0.5, -0.5, 0.0, -0.0, 1e-40, 7e4, -3.4e38, math.inf, -math.inf])
@@ -38,7 +38,7 @@ def native_payload(
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> bytes:
-    """Of one tasklet with one segment."""
+    """Return the native core's payload for one tasklet with one segment."""
     codec = native.TopK(ratio=ratio, value_dtype=DTYPES[dtype])
     buffer = np.zeros(codec.payload_bytes(values.numel()) // 4, np.uint32)
     segment = native.Segment(offset=0, numel=values.numel(), step=0, gradient=values.data_ptr())
@@ -67,7 +67,7 @@ def native_payload(
 @pytest.mark.parametrize("numel", [1, 333, 65_536, 65_537, 140_001])
 @pytest.mark.parametrize("ratio", [1e-5, 0.01, 0.5, 0.9])
 def test_is_the_native_payload(numel: int, ratio: float, dtype: torch.dtype) -> None:
-    """Ties go to the lower index, zeros and padding are never sent, values too large for their type are its largest."""
+    """The payload equals the native one with ties, zeros, padding and values too large for their type."""
     values = values_of(numel, seed=numel)
     padding = [(numel // 2, numel // 4)] if numel > 3 else []
     taken = torch.ones(numel, dtype=torch.bool)
@@ -78,7 +78,7 @@ def test_is_the_native_payload(numel: int, ratio: float, dtype: torch.dtype) -> 
 
 
 def test_everything_is_zeros_too() -> None:
-    """Of ratio 1, but no padding."""
+    """With a ratio of 1 every element except padding is sent, zeros included."""
     values = values_of(1000, seed=0)
     taken = torch.arange(1000) < 900
     payload = top_k_payload(values, ratio=1, value_dtype=torch.float32, taken=taken)
@@ -87,9 +87,7 @@ def test_everything_is_zeros_too() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 3.0])
 def test_what_was_not_sent_is_added_alike(scale: float) -> None:
-    """Rounded after each operation and at most the largest number; subnormals stay, and a gradient whose residual is
-    zero keeps its sign.
-    """
+    """Adding a scaled residual gives the native core's bits, also for overflow, subnormals and residuals of zero."""
     gradient, residual = values_of(5000, seed=1), values_of(5000, seed=2).clamp(-1e30, 1e30)
     gradient[:4], residual[:4] = torch.tensor([3e38, -3e38, 3e38, 1.0]), torch.tensor([3e38, -3e38, -3e38, -3.4e38])
     payload = top_k_payload(with_residual(gradient, residual, scale), ratio=0.9, value_dtype=torch.float32)

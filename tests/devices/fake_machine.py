@@ -1,4 +1,4 @@
-"""A machine that is only files: sysfs, mountinfo and device nodes, as Linux and XRT's driver lay them out."""
+"""A machine made of files: sysfs, mountinfo and device nodes in the layout of Linux and XRT's driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHELL = "xilinx_u2_gen3x4_xdma_gc_base_2"
 
 @dataclass
 class Machine:
-    """What has been plugged in so far; :meth:`system` is what the package sees of it."""
+    """The hardware added so far. :meth:`system` returns it as the package sees it."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Machine:
         )
 
     def function(self, path: str, *, kind: str, vendor: str = "0x144d") -> Path:
-        """A PCI function, as ``"pci0000:3a/0000:3a:00.0/0000:3b:00.0"``; bridges on the way are made."""
+        """Add a PCI function, such as ``"pci0000:3a/0000:3a:00.0/0000:3b:00.0"``, with the bridges above it."""
         folder = self.sysfs / "devices" / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "class").write_text(kind + "\n")
@@ -54,7 +54,7 @@ class Machine:
         minor: int = 128,
         shell: str = SHELL,
     ) -> Path:
-        """The user function of an FPGA."""
+        """Add the user function of an FPGA."""
         folder = self.function(path, kind="0x120000", vendor="0x10ee")
         if not driver:
             return folder
@@ -74,7 +74,7 @@ class Machine:
         return folder
 
     def ssd(self, path: str, name: str = "nvme0", *, partition: str = "", device: str = "259:0") -> Path:
-        """An NVMe controller with one namespace, and a partition of it if one is named."""
+        """Add an NVMe controller with one namespace, and with a partition if one is named."""
         folder = self.function(path, kind="0x010802")
         block = folder / "nvme" / name / f"{name}n1"
         block.mkdir(parents=True)
@@ -86,26 +86,26 @@ class Machine:
         return folder
 
     def block(self, device: str, folder: Path) -> None:
-        """Give a block device its numbers."""
+        """Give a block device its major and minor numbers."""
         _link(self.sysfs / "dev/block" / device, folder)
 
     def virtual(self, name: str, device: str) -> Path:
-        """A block device that hangs on no hardware."""
+        """Add a block device that belongs to no hardware."""
         folder = self.sysfs / "devices/virtual/block" / name
         folder.mkdir(parents=True)
         self.block(device, folder)
         return folder
 
     def mount(self, point: str, device: str, *, kind: str = "ext4", source: str = "/dev/nvme0n1p1") -> Path:
-        """Mount a device; returns the mount point, which need not exist."""
+        """Mount a device and return the mount point, which need not exist."""
         escaped = point.replace("\\", "\\134").replace(" ", "\\040")
-        # Optional fields, of which there may be any number, stand before the dash.
+        # Any number of optional fields may stand before the dash.
         self.mounts.append(f"36 1 {device} / {escaped} rw,noatime shared:7 master:1 - {kind} {source} rw")
         return Path(point)
 
 
 def smartssd(machine: Machine, number: int, *, mounted: str = "", upstream: str = "pci0000:3a/0000:3a:00.0") -> None:
-    """One SmartSSD: a switch of its own with the FPGA on one port and the SSD on the other."""
+    """Add one SmartSSD: a switch with the FPGA on one port and the SSD on the other."""
     bus = 0x40 + 0x10 * number
     switch = f"{upstream}/0000:{bus:02x}:00.0"
     machine.card(f"{switch}/0000:{bus + 1:02x}:00.0/0000:{bus + 2:02x}:00.1", minor=128 + number)

@@ -1,4 +1,4 @@
-"""What sysfs tells of cards: P2P, shell, device node; what an xclbin's header tells; what of XRT is there."""
+"""The package reads cards' P2P, shell and device node from sysfs, the xclbin's header, and XRT's installation."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def machine(tmp_path: Path) -> Machine:
     ],
 )
 def test_p2p_as_xrt_reads_it(machine: Machine, config: str | None, state: P2PState, remedy: str) -> None:
-    """Bar == exp_bar is enabled, rbar > bar wants a warm reboot; each other state has its remedy."""
+    """P2P is enabled if bar equals exp_bar, and needs a warm reboot if rbar exceeds bar. Each state has its remedy."""
     found = p2p_of(machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", p2p=config))
     assert found.state is state
     assert remedy in found.remedy("0000:01:00.1")
 
 
 def test_cards_are_numbered_by_address(machine: Machine) -> None:
-    """With shell, node and P2P window; what is no PCI function among the driver's entries is passed over."""
+    """Cards are sorted by PCI address and have shell, node and P2P window. Other entries of the driver are ignored."""
     machine.card("pci0000:80/0000:80:01.0/0000:81:00.1", minor=128)
     machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", minor=129, p2p=None, shell="other")
     first, second = cards_of(machine.system())
@@ -61,7 +61,7 @@ def test_cards_are_numbered_by_address(machine: Machine) -> None:
 
 
 def test_a_node_that_cannot_be_used(machine: Machine) -> None:
-    """For want of rights or because it is not there, as in a container."""
+    """A device node is unusable if the user lacks the rights or if it is missing, as in a container."""
     machine.card("pci0000:00/0000:00:01.0/0000:01:00.1")
     system = machine.system()
     (card,) = cards_of(system)
@@ -73,7 +73,7 @@ def test_a_node_that_cannot_be_used(machine: Machine) -> None:
 
 
 def test_header_of_an_xclbin(tmp_path: Path, machine: Machine) -> None:
-    """uuid, platform and memory, from the file that the settings name or, without, the environment."""
+    """The xclbin comes from the settings or else the environment. Its header gives uuid, platform and memory."""
     path = tmp_path / "kernels.xclbin"
     path.write_bytes(xclbin(SMARTSSD))
     for settings in (SmartSSDConfig(xclbin=path), SmartSSDConfig(xclbin=str(path)), None):
@@ -86,7 +86,11 @@ def test_header_of_an_xclbin(tmp_path: Path, machine: Machine) -> None:
 
 
 def test_xclbins_that_are_none(tmp_path: Path, machine: Machine) -> None:
-    """None named, none there, a folder, a pipe, another file, a torn one: with what names it and how to build one."""
+    """An unusable xclbin is refused.
+
+    It may be unset, missing, a folder, a pipe, truncated or another kind of file. The error says which setting named it
+    and how to build one.
+    """
     whole = xclbin(SMARTSSD)
     (tmp_path / "other").write_bytes(b"\x7fELF" * 200)
     (tmp_path / "torn").write_bytes(whole[:470])
@@ -113,7 +117,7 @@ def test_xclbins_that_are_none(tmp_path: Path, machine: Machine) -> None:
 
 @pytest.mark.parametrize("path", ["~nosuch/kernels.xclbin", "\ud800"])
 def test_paths_that_are_none(machine: Machine, tmp_path: Path, path: str) -> None:
-    """A home of nobody, a name that no file system takes: told with the setting; other words of XRT lead elsewhere."""
+    """An error about an impossible path, such as the home of an unknown user, names the xclbin setting."""
     with pytest.raises(ConfigError, match="xclbin="):
         read_xclbin(SmartSSDConfig(xclbin=path), machine.system())
     machine.environment[XCLBIN_VARIABLE] = path
@@ -124,11 +128,11 @@ def test_paths_that_are_none(machine: Machine, tmp_path: Path, path: str) -> Non
 
 
 def test_torn_xclbins(tmp_path: Path, machine: Machine) -> None:
-    """Cut anywhere, or with a section that leads out of it, XRT would read past its end: it never gets it."""
+    """A truncated xclbin, or one with a section beyond its end, never reaches XRT, which would read past the end."""
     whole, path = xclbin(SMARTSSD), tmp_path / "kernels.xclbin"
-    offset_of_first = 456 + 24  # behind struct axlf up to its sections, kind and name
+    offset_of_first = 456 + 24  # after struct axlf up to its sections, and the section's kind and name
     torn = [whole[:length] for length in [*range(0, 700, 7), *range(700, len(whole), 997), len(whole) - 1]]
-    for field in (offset_of_first, offset_of_first + 8):  # its offset, its size
+    for field in (offset_of_first, offset_of_first + 8):  # the section's offset and size
         for value in (2**64 - 1, 2**63, len(whole)):
             torn.append(whole[:field] + struct.pack("<Q", value) + whole[field + 8 :])
     torn.append(whole[: 456 - 8] + struct.pack("<I", 2**32 - 1) + whole[456 - 4 :])
@@ -141,7 +145,7 @@ def test_torn_xclbins(tmp_path: Path, machine: Machine) -> None:
 
 
 def test_strategy_wants_an_xclbin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """update_device="smartssd" without one is refused where it is written down; the environment will do."""
+    """update_device="smartssd" needs an xclbin from the settings or the environment, and fp32 state."""
     monkeypatch.delenv(XCLBIN_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="make -C hls xclbin"):
         SmartInfinityStrategy(update_device="smartssd")
@@ -180,13 +184,13 @@ def test_strategy_wants_an_xclbin(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ],
 )
 def test_settings_out_of_range(settings: dict[str, object], named: str) -> None:
-    """Validated once, at construction."""
+    """A setting out of range is refused when the object is constructed."""
     with pytest.raises(ConfigError, match=named):
         SmartSSDConfig(**settings)  # type: ignore[arg-type]
 
 
 def test_settings_that_are_taken() -> None:
-    """The longest timeout is one that XRT can count; cards' numbers may be NumPy's, and are a copy of the user's."""
+    """XRT can represent the longest timeout. NumPy integers become Python's, and the list of devices is copied."""
     longest = SmartSSDConfig(timeout=2_147_483)
     assert 1 <= int(1000 * longest.timeout) < 2**31
     named = [np.int64(1), "0000:01:00.1"]
@@ -196,7 +200,7 @@ def test_settings_that_are_taken() -> None:
 
 
 def test_xrt_that_is_not_set_up(machine: Machine, tmp_path: Path) -> None:
-    """XILINX_XRT missing or leading nowhere; its version, where it tells one."""
+    """XRT is refused if XILINX_XRT is unset or names no folder. Its version is read where version.json gives one."""
     with pytest.raises(DeviceError, match="XILINX_XRT is not set"):
         require_runtime(runtime_of(machine.system()))
     machine.environment["XILINX_XRT"] = str(tmp_path / "xrt")
@@ -210,7 +214,7 @@ def test_xrt_that_is_not_set_up(machine: Machine, tmp_path: Path) -> None:
 
 
 def test_choice_of_binding() -> None:
-    """The C library where it is, pyxrt where it alone is; what is asked for and is not there is refused."""
+    """The C library is preferred to pyxrt. A binding that is asked for but missing is refused."""
     both, library, module, none = (
         Runtime(Path("/"), None, *present)
         for present in (("libxrt.so", True), ("libxrt.so", False), (None, True), (None, False))
@@ -226,7 +230,7 @@ def test_choice_of_binding() -> None:
 
 
 def test_everything_at_once(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A setup of two cards; P2P that is off and a closed node are errors with their remedies."""
+    """Two cards are set up for two folders. Disabled P2P and a closed device node are errors with their remedies."""
     monkeypatch.setattr(discovery, "runtime_of", lambda system: Runtime(tmp_path, None, "libxrt.so", False))
     path = tmp_path / "kernels.xclbin"
     path.write_bytes(xclbin(SMARTSSD))

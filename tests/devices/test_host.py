@@ -68,7 +68,7 @@ def batch(operation: native.Operation, *, generation: int = 0) -> native.Batch:
 
 
 def test_all_state_crosses_the_shared_channel(device: HostDevice) -> None:
-    """Bytes and calls are counted there; nothing moves inside the device."""
+    """State traffic counts as shared-channel bytes and calls. Nothing moves on the internal channel."""
     device.submit(batch(native.Operation.WRITE))
     device.wait()
     device.drain()
@@ -82,7 +82,7 @@ def test_all_state_crosses_the_shared_channel(device: HostDevice) -> None:
 
 
 def test_ring_is_all_the_memory(device: HostDevice) -> None:
-    """num_buffers times the largest extent; still known after close, which is idempotent."""
+    """The ring takes num_buffers times the largest extent. The size is still known after close, which is idempotent."""
     assert device.ring_bytes == 2 * EXTENT_BYTES
     device.close()
     device.close()
@@ -94,7 +94,7 @@ def test_ring_is_all_the_memory(device: HostDevice) -> None:
     [(errno.ENOSPC, StorageFullError), (errno.EDQUOT, StorageFullError), (errno.EIO, StorageError)],
 )
 def test_failed_batch(device: HostDevice, number: int, kind: type[StorageError]) -> None:
-    """Wait and drain raise the fitting error with path, offset and remedy; then the device works on."""
+    """A failed batch raises the fitting error with path, offset and remedy, and the device takes the next batch."""
     inject(device.pipeline, fail_write_at=1, errno=number)
     device.submit(batch(native.Operation.WRITE))
     with pytest.raises(kind, match=rf"at offset {EXTENT_BYTES} of /.*state\.bin \(tasklet 1\)") as caught:
@@ -107,7 +107,7 @@ def test_failed_batch(device: HostDevice, number: int, kind: type[StorageError])
 
 
 def test_corrupt_extents(device: HostDevice) -> None:
-    """An extent of another generation, or none at all, is a StorageCorruptError."""
+    """Reading a missing extent, or one of another generation, raises StorageCorruptError."""
     device.submit(batch(native.Operation.READ))
     with pytest.raises(StorageCorruptError, match="there is no extent here"):
         device.drain()
@@ -123,7 +123,7 @@ def test_corrupt_extents(device: HostDevice) -> None:
 
 @pytest.mark.parametrize("kind", ["checksum", "foreign", "generation", "format", "gradient", "short"])
 def test_every_kind_of_failure_has_a_remedy(kind: str) -> None:
-    """Each maps to one of our errors, with the core's message and what to do."""
+    """Each kind of failure becomes one of our errors with the core's message and a remedy."""
 
     class Failure:
         message = "the extent is bad"
@@ -138,7 +138,7 @@ def test_every_kind_of_failure_has_a_remedy(kind: str) -> None:
 
 
 def test_memory_that_is_not_to_be_had(tmp_path: Path) -> None:
-    """A ring that cannot be mapped is a StorageError, not a crash."""
+    """A ring that cannot be mapped raises StorageError instead of crashing."""
     path = tmp_path / "state.bin"
     path.touch()
     with pytest.raises(StorageError, match="Allocating buffers"):
@@ -150,7 +150,7 @@ def test_memory_that_is_not_to_be_had(tmp_path: Path) -> None:
 
 
 def test_devices_need_no_torch() -> None:
-    """Store and devices speak integers and numpy only."""
+    """The store and the devices can be imported without torch."""
     code = (
         "import sys, lightning_smartinfinity.devices, lightning_smartinfinity.store; sys.exit('torch' in sys.modules)"
     )
@@ -158,20 +158,20 @@ def test_devices_need_no_torch() -> None:
 
 
 def test_too_many_buffers() -> None:
-    """A ring of more buffers than the core takes is a setting out of range."""
+    """The native core's limit on the number of buffers is checked in the settings."""
     with pytest.raises(ConfigError, match="num_buffers=4097"):
         HostDevice(num_buffers=4097)
 
 
 def test_unavailable_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that this system does not have is an error with the reason, before anything is opened."""
+    """An engine that is unavailable on this system is refused, with the reason, before anything is opened."""
     monkeypatch.setattr(native, "io_engines", lambda: [("io_uring", "forbidden"), ("threads", None)])
     with pytest.raises(ConfigError, match=r"io_engine='io_uring'.*forbidden.*io_engine='auto'"):
         HostDevice(num_buffers=2, io_engine="io_uring")
 
 
 def test_choice_of_engine_is_told(device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What moves the state, and why it is not what it could be."""
+    """The description names the I/O engine in use and the reason why a faster one is not."""
     folder = Path(device._path).parent
     assert device.description == (
         f"Optimizer state: updated on the host, I/O by plain for all folders, since these have no direct I/O: {folder}."
@@ -182,7 +182,7 @@ def test_choice_of_engine_is_told(device: HostDevice, monkeypatch: pytest.Monkey
 
 
 def test_one_folder_without_direct_io(tmp_path: Path) -> None:
-    """It takes io_uring from all, and is named."""
+    """One folder without direct I/O keeps all folders from using io_uring, and the description names it."""
     folders = [tmp_path / "direct", tmp_path / "buffered"]
     for folder in folders:
         folder.mkdir()
@@ -201,7 +201,7 @@ def test_one_folder_without_direct_io(tmp_path: Path) -> None:
     ],
 )
 def test_registration_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str) -> None:
-    """Whether the ring is registered with io_uring, and if not, why, and what to do."""
+    """The description says whether the ring is registered with io_uring. If not, it gives the reason and the remedy."""
     path = tmp_path / "state.bin"
     path.touch()
     with opened([native.StateFile(str(path), direct=True)], io_engine="io_uring") as device:

@@ -1,4 +1,4 @@
-"""Which card updates which storage folder, on machines of several topologies."""
+"""The pairing of cards with storage folders, on machines of several topologies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refused(machine: Machine, *folders: str, settings: SmartSSDConfig = ANY) -> 
 
 
 def test_four_smartssds_behind_one_switch(machine: Machine) -> None:
-    """Each folder gets the card of its own SSD, whatever their order; folders need not exist yet."""
+    """Each folder gets the card of its own SSD in any order. Folders need not exist yet."""
     for number in range(4):
         smartssd(machine, number, mounted=f"/mnt/nvme{number}")
     found = addresses(machine, "/mnt/nvme2/jobs/a", "/mnt/nvme0", "/mnt/nvme3")
@@ -40,7 +40,7 @@ def test_four_smartssds_behind_one_switch(machine: Machine) -> None:
 
 
 def test_a_plain_ssd_beside_them(machine: Machine) -> None:
-    """It shares the big switch with every card, but each card has a nearer SSD; the tree is shown."""
+    """A plain SSD behind the same switch gets no card: each card has a nearer SSD. The error shows the tree."""
     for number in range(2):
         smartssd(machine, number, mounted=f"/mnt/nvme{number}")
     machine.ssd("pci0000:3a/0000:3a:00.0/0000:39:00.0", "nvme9", device="259:9")
@@ -53,7 +53,7 @@ def test_a_plain_ssd_beside_them(machine: Machine) -> None:
 
 
 def test_a_card_that_belongs_to_another_ssd(machine: Machine) -> None:
-    """With one SmartSSD alone, a plain SSD behind the same switch is nearest to its card; the card is not for it."""
+    """A plain SSD does not get the only card of the switch, because that card is nearer to its own SSD."""
     smartssd(machine, 0, mounted="/mnt/nvme0")
     machine.ssd("pci0000:3a/0000:3a:00.0/0000:39:00.0", "nvme9", device="259:9")
     machine.mount("/mnt/plain", "259:9")
@@ -62,7 +62,7 @@ def test_a_card_that_belongs_to_another_ssd(machine: Machine) -> None:
 
 
 def test_an_ssd_on_another_root_port(machine: Machine) -> None:
-    """A root complex in common is no switch in common."""
+    """A common root complex does not count as a common switch."""
     machine.card("pci0000:00/0000:00:01.0/0000:01:00.1")
     machine.ssd("pci0000:00/0000:00:02.0/0000:02:00.0", device="259:0")
     machine.mount("/mnt/a", "259:0")
@@ -70,7 +70,7 @@ def test_an_ssd_on_another_root_port(machine: Machine) -> None:
 
 
 def test_two_cards_beside_one_ssd(machine: Machine) -> None:
-    """Nobody can tell which is meant, but the user."""
+    """Two cards equally near to one SSD are refused unless the user names one."""
     switch = "pci0000:00/0000:00:01.0/0000:01:00.0"
     for number in (2, 3):
         machine.card(f"{switch}/0000:0{number}:00.1", minor=128 + number)
@@ -81,7 +81,7 @@ def test_two_cards_beside_one_ssd(machine: Machine) -> None:
 
 
 def test_two_ssds_beside_one_card(machine: Machine) -> None:
-    """The same, the other way round, even if one of them holds no folder."""
+    """Two SSDs equally near to one card are refused, even if one of them holds no folder."""
     switch = "pci0000:00/0000:00:01.0/0000:01:00.0"
     machine.card(f"{switch}/0000:02:00.1")
     for number in (3, 4):
@@ -91,7 +91,7 @@ def test_two_ssds_beside_one_card(machine: Machine) -> None:
 
 
 def test_two_folders_on_one_ssd(machine: Machine) -> None:
-    """Two partitions of an SSD are one SmartSSD."""
+    """Two folders on one SSD cannot have a card each."""
     smartssd(machine, 0, mounted="/mnt/nvme0")
     error = refused(machine, "/mnt/nvme0/a", "/mnt/nvme0/b")
     assert "share one SSD (0000:43:00.0)" in error.problem
@@ -100,7 +100,7 @@ def test_two_folders_on_one_ssd(machine: Machine) -> None:
 
 
 def test_domains_of_vmd_and_long_addresses(machine: Machine) -> None:
-    """Intel's VMD puts a root complex of its own, with a five-digit domain, below a function."""
+    """Pairing works below Intel's VMD, which adds a root complex whose domain has five digits."""
     switch = "pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:06.0/10000:e1:00.0"
     machine.card(f"{switch}/10000:e2:00.1")
     machine.ssd(f"{switch}/10000:e3:00.0", device="259:0")
@@ -109,7 +109,7 @@ def test_domains_of_vmd_and_long_addresses(machine: Machine) -> None:
 
 
 def test_named_cards(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    """By address, by address without domain, by number; a pair that the tree does not confirm is warned of."""
+    """Cards are named by address, with or without domain, or by number. A pair that the tree contradicts warns."""
     for number in range(2):
         smartssd(machine, number, mounted=f"/mnt/nvme{number}")
     folders = ("/mnt/nvme0", "/mnt/nvme1")
@@ -124,7 +124,7 @@ def test_named_cards(machine: Machine, caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_no_card(machine: Machine) -> None:
-    """None at all, or one that no driver holds, which says another thing."""
+    """A machine without a card and a card without its driver are refused with different errors."""
     machine.ssd("pci0000:00/0000:00:01.0/0000:01:00.0", device="259:0")
     machine.mount("/mnt/a", "259:0")
     with pytest.raises(DeviceError, match="no SmartSSD on this machine"):
@@ -135,7 +135,7 @@ def test_no_card(machine: Machine) -> None:
 
 
 def test_emulated_cards_stand_beside_any_folder(machine: Machine) -> None:
-    """Under XRT's emulation the bus is not asked: cards have numbers, in the folders' order unless named."""
+    """XRT's emulation skips the PCI bus: cards have numbers, in the folders' order unless the user names them."""
     machine.environment["XCL_EMULATION_MODE"] = "hw_emu"
     assert addresses(machine, "/a", "/b") == ["0", "1"]
     assert addresses(machine, "/a", "/b", settings=SmartSSDConfig(devices=[1, "0"])) == ["1", "0"]

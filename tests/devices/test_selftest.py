@@ -1,4 +1,4 @@
-"""``smart-infinity selftest`` where there is no card, or one that only sysfs knows."""
+"""``smart-infinity selftest`` without a card, or with a card that exists in sysfs only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """With XRT, and nothing plugged in."""
+    """A machine with XRT and no hardware."""
     (tmp_path / "xrt").mkdir()
     (tmp_path / "xrt/version.json").write_text('{"BUILD_VERSION": "2.13.466"}')
     (tmp_path / "kernels.xclbin").write_bytes(xclbin(SMARTSSD))
@@ -39,7 +39,7 @@ def findings(machine: Machine, *folders: str) -> dict[tuple[str, str], examinati
 
 
 def test_what_sysfs_tells_of_cards(machine: Machine) -> None:
-    """Shell, node and P2P with its window, of each card; without folders nothing is worked."""
+    """The shell, the device node and the P2P window of each card are reported. Without folders no card is run."""
     smartssd(machine, 0)
     machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", minor=140, p2p=f"bar:{1 << 25}\nexp_bar:{4 * GIB}\n")
     machine.locked.add(machine.root / "dev/dri/renderD140")
@@ -55,7 +55,7 @@ def test_what_sysfs_tells_of_cards(machine: Machine) -> None:
 
 
 def test_pairs_that_cannot_be_worked(machine: Machine) -> None:
-    """A folder is paired by sysfs; that XRT does not know the card is found out by working it."""
+    """A folder is paired by sysfs. Only running the card shows that XRT does not know it."""
     smartssd(machine, 0, mounted=str(machine.root))
     found = findings(machine, str(machine.root / "storage"))
     assert found[str(machine.root / "storage"), "card"].value == "card 0000:42:00.1"
@@ -66,7 +66,7 @@ def test_pairs_that_cannot_be_worked(machine: Machine) -> None:
 
 
 def test_a_card_without_driver(machine: Machine) -> None:
-    """It is there, and cannot be used."""
+    """A card without its driver is reported as present but unusable."""
     machine.card("pci0000:00/0000:00:01.0/0000:01:00.1", driver=False)
     found = findings(machine)
     assert "0000:01:00.1" in found["cards", "driver"].value and "modprobe xocl" in found["cards", "driver"].remedy
@@ -76,7 +76,7 @@ def test_a_card_without_driver(machine: Machine) -> None:
 def test_a_machine_with_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Every thing that is missing is named with what to do; exit status 1."""
+    """Each missing part is reported with a remedy, and the exit status is 1."""
     for name in ("XILINX_XRT", "XCL_EMULATION_MODE", XCLBIN_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     assert main(["selftest", str(tmp_path)]) == 1
@@ -91,7 +91,7 @@ def test_a_machine_with_nothing(
 
 
 def test_settings_that_contradict_what_is_there(machine: Machine) -> None:
-    """A binding that is not to be had is a finding, and ends what needs it."""
+    """An unavailable binding is a failed finding, and the checks that need it are left out."""
     smartssd(machine, 0, mounted=str(machine.root))
     settings = SmartSSDConfig(xclbin=machine.root / "kernels.xclbin", binding="pyxrt")
     found = {(one.subject, one.name): one for one in examine([machine.root], settings, machine.system())}
@@ -117,7 +117,7 @@ def test_settings_that_contradict_what_is_there(machine: Machine) -> None:
     ],
 )
 def test_options_out_of_range(capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str) -> None:
-    """It ends with what is wanted, in a message that can be read."""
+    """An option out of range ends the command with a short message that says what is allowed."""
     with pytest.raises(SystemExit) as ended:
         main(["selftest", *arguments])
     shown = capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_options_out_of_range(capsys: pytest.CaptureFixture[str], arguments: lis
 
 
 def test_cards_by_address_and_number(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As SmartSSDConfig takes them."""
+    """Cards can be named by address or by number, as in SmartSSDConfig."""
     taken: list[SmartSSDConfig] = []
     monkeypatch.setattr(examination, "examine", lambda folders, settings, system, **_: taken.append(settings) or ())
     assert main(["selftest", "--devices", "3d:00.1", "10000:3D:00.1", "7"]) == 0
@@ -143,21 +143,21 @@ def test_cards_by_address_and_number(machine: Machine, monkeypatch: pytest.Monke
     ],
 )
 def test_folders_that_training_refuses(machine: Machine, folders: list[str], words: str) -> None:
-    """They are no folders here either, and no card is worked; the rest is looked at."""
+    """Folders that training refuses are refused here, and no card is paired. The other checks still run."""
     found = findings(machine, *folders)
     assert found["folders", "named"].ok is False and words in found["folders", "named"].value
     assert ("folders", "pairing") not in found and found["xclbin", "file"].ok
 
 
 def test_a_home_is_that_of_the_user(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As storage=... takes it."""
+    """``~`` in a folder's path is the user's home, as in storage=...."""
     monkeypatch.setenv("HOME", str(machine.root))
     smartssd(machine, 0, mounted=str(machine.root))
     assert findings(machine, "~/storage")[str(machine.root / "storage"), "card"].ok
 
 
 def test_what_nobody_foresaw(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a finding, and does not keep the rest from being looked at."""
+    """An unexpected exception becomes a failed finding, and the other checks still run."""
 
     def breaks(*_: object) -> None:
         raise LookupError("a file of sysfs says so")
@@ -172,7 +172,10 @@ def test_what_nobody_foresaw(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_storage_that_fails_a_self_test(tmp_path: Path) -> None:
-    """The card and the storage folder are named, not our own folder, which is gone; so is a file in its place."""
+    """An error names the card and the storage folder instead of our temporary folder, which is removed.
+
+    A file in place of the storage folder is named as well.
+    """
     card, folder = emulated_card(3), tmp_path / "not/yet"
     with (
         pytest.raises(StorageError, match=r"emulated card 3: reading a file in '.*/not/yet' failed") as failed,

@@ -1,4 +1,4 @@
-"""The SSD below a storage folder, and what is refused in between."""
+"""The SSD below a storage folder, and the layers in between that are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refusal(machine: Machine, folder: str) -> str:
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
 @pytest.mark.parametrize("partition", ["", "p1", "p12"])
 def test_file_systems_on_disks_and_partitions(machine: Machine, kind: str, partition: str) -> None:
-    """Right on the disk or on a partition: the controller's PCI path and the whole disk's name."""
+    """A file system on a disk or a partition leads to the controller's PCI path and the whole disk's name."""
     machine.ssd(CONTROLLER, "nvme11", partition=partition, device="259:5")
     machine.mount("/data/a b", "259:5", kind=kind)
     ssd = ssd_of(machine.system(), Path("/data/a b/not/there/yet"))
@@ -37,7 +37,7 @@ def test_file_systems_on_disks_and_partitions(machine: Machine, kind: str, parti
 
 
 def test_later_and_deeper_mounts_cover_earlier_ones(machine: Machine) -> None:
-    """What a path lies on is the deepest mount, and of two at one point the later."""
+    """A path lies on its deepest mount, and on the later of two mounts at one point."""
     machine.ssd(CONTROLLER, "nvme0", device="259:0")
     machine.ssd("pci0000:00/0000:00:02.0/0000:02:00.0", "nvme1", device="259:1")
     machine.mount("/mnt", "0:33", kind="tmpfs", source="tmpfs")
@@ -71,7 +71,7 @@ def test_links_are_followed(machine: Machine, tmp_path: Path) -> None:
     ],
 )
 def test_other_file_systems_are_refused_by_name(machine: Machine, kind: str, words: str) -> None:
-    """They move blocks around, keep them in memory or elsewhere."""
+    """File systems that move blocks around, or keep them in memory or elsewhere, are refused by name."""
     machine.mount("/mnt/a", "0:41", kind=kind, source="something")
     assert words in refusal(machine, "/mnt/a")
 
@@ -87,7 +87,7 @@ def test_other_file_systems_are_refused_by_name(machine: Machine, kind: str, wor
     ],
 )
 def test_mapped_devices_are_refused_by_name(machine: Machine, uuid: str | None, words: str) -> None:
-    """Whatever the device mapper puts between, its uuid tells."""
+    """A device-mapper target is named by the kind that its uuid tells."""
     folder = machine.virtual("dm-3", "253:3")
     if uuid is not None:
         (folder / "dm").mkdir()
@@ -98,7 +98,7 @@ def test_mapped_devices_are_refused_by_name(machine: Machine, uuid: str | None, 
 
 
 def test_raid_loops_and_other_disks_are_refused_by_name(machine: Machine) -> None:
-    """So are md, loop devices and disks that are no NVMe."""
+    """Software RAID, loop devices and disks other than NVMe are refused by name."""
     (machine.virtual("md127", "9:127") / "md").mkdir()
     (machine.virtual("loop0", "7:0") / "loop").mkdir()
     machine.block("8:0", _made(machine.sysfs / "devices/pci0000:00/0000:00:17.0/ata1/host0/block/sda"))
@@ -111,7 +111,7 @@ def test_raid_loops_and_other_disks_are_refused_by_name(machine: Machine) -> Non
 
 
 def test_partitions_of_a_raid_are_refused_too(machine: Machine) -> None:
-    """What is asked is the whole disk."""
+    """A partition is judged by its whole disk."""
     whole = machine.virtual("md0", "9:0")
     (whole / "md").mkdir()
     (whole / "md0p1").mkdir()
@@ -122,7 +122,10 @@ def test_partitions_of_a_raid_are_refused_too(machine: Machine) -> None:
 
 
 def test_native_multipath(machine: Machine) -> None:
-    """The disk then hangs below a virtual subsystem, which links to its controllers: one will do, two will not."""
+    """With native multipath, a disk with one controller is found, and one with several controllers is refused.
+
+    The disk then lies below a virtual subsystem that links to its controllers.
+    """
     controller = _made(machine.function(CONTROLLER, kind="0x010802") / "nvme/nvme0")
     subsystem = _made(machine.sysfs / "devices/virtual/nvme-subsystem/nvme-subsys0")
     (subsystem / "nvme0").symlink_to(controller)
@@ -135,7 +138,7 @@ def test_native_multipath(machine: Machine) -> None:
 
 
 def test_nvme_over_fabrics(machine: Machine) -> None:
-    """It has no PCI function; its transport is told."""
+    """An NVMe namespace over a network has no PCI function and is refused. The error names its transport."""
     controller = _made(machine.sysfs / "devices/virtual/nvme-fabrics/ctl/nvme5")
     (controller / "transport").write_text("tcp\n")
     machine.block("259:0", _made(controller / "nvme5n1"))
@@ -144,7 +147,7 @@ def test_nvme_over_fabrics(machine: Machine) -> None:
 
 
 def test_mountinfo_that_tells_nothing(machine: Machine) -> None:
-    """Without a readable mountinfo nothing can be said of any folder."""
+    """Without a readable mountinfo every folder is refused and no SSD is found."""
     system = machine.system()
     system.mountinfo.unlink()
     with pytest.raises(ConfigError, match="lies on no mount"):

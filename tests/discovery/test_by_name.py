@@ -1,4 +1,4 @@
-"""``Trainer(strategy="smart_infinity")`` and ``Fabric`` in new interpreters: no other import, any order of imports."""
+"""``Trainer(strategy="smart_infinity")`` and ``Fabric`` work in new interpreters, whatever the order of imports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_import_torch_loads_two_small_modules(tmp_path: Path) -> None:
     ids=" then ".join,
 )
 def test_name_is_known_with_autoload(imports: list[str], tmp_path: Path) -> None:
-    """The name is registered whatever comes first, and neither the strategy nor DeepSpeed is loaded for it."""
+    """The name is registered in any order of imports. Neither the strategy nor DeepSpeed is loaded for it."""
     assert fresh_python(IS_REGISTERED, *imports, cwd=tmp_path).strip() == REGISTERED_LAZILY
 
 
@@ -51,17 +51,17 @@ def test_name_is_known_with_autoload(imports: list[str], tmp_path: Path) -> None
     ids=" then ".join,
 )
 def test_name_is_known_without_autoload_once_the_package_is_imported(imports: list[str], tmp_path: Path) -> None:
-    """Where torch may not load plugins, importing the package is enough, before or after Lightning."""
+    """Where torch may not load plugins, importing the package registers the name, before or after Lightning."""
     assert fresh_python(IS_REGISTERED, *imports, cwd=tmp_path, autoload=False).strip() == REGISTERED_LAZILY
 
 
 def test_name_is_unknown_without_autoload_and_import(tmp_path: Path) -> None:
-    """It is discovery that registers the name: without it there is none."""
+    """Without autoload and without an import of the package the name is unknown."""
     assert fresh_python(IS_REGISTERED, "lightning", cwd=tmp_path, autoload=False).startswith("False")
 
 
 def test_name_survives_reload_of_lightning(tmp_path: Path) -> None:
-    """A reload gives Lightning a new registry, which knows the name as well."""
+    """Reloading Lightning makes a new registry, and the name is registered there too."""
     code = """
     import importlib
     import lightning.pytorch.strategies as strategies
@@ -73,7 +73,7 @@ def test_name_survives_reload_of_lightning(tmp_path: Path) -> None:
 
 
 def test_fabric_by_name(tmp_path: Path) -> None:
-    """Fabric's own registry knows the name as lazily; a loop trains below the folder that it is run in."""
+    """Fabric's registry knows the name without loading the strategy. A loop trains and leaves no state behind."""
     code = """
     import sys
     import torch
@@ -102,7 +102,7 @@ def test_fabric_by_name(tmp_path: Path) -> None:
 
 
 def test_trainer_by_name_twice(tmp_path: Path) -> None:
-    """Two Trainers in one process get a strategy of their own each, with its own precision plugin."""
+    """Two Trainers in one process each get their own strategy and precision plugin."""
     code = """
     from lightning.pytorch import Trainer
     trainers = [
@@ -120,7 +120,7 @@ def test_trainer_by_name_twice(tmp_path: Path) -> None:
 
 
 def test_fit_by_name_without_another_import(tmp_path: Path) -> None:
-    """A user's script that changes one word trains, twice in one process."""
+    """A user's script that only names the strategy trains, twice in one process."""
     code = """
     from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel

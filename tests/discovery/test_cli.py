@@ -1,4 +1,4 @@
-"""LightningCLI: the strategy by name, by class path, and from a configuration file."""
+"""LightningCLI takes the strategy by name, by class path and from a configuration file."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ ARGUMENTS = (
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command line tells what every argument is, its type and its default."""
+    """The command's help shows every argument with its description, type and default."""
     with pytest.raises(SystemExit) as ended:
         strategy_from(f"--trainer.strategy.help={CLASS_PATH}")
     assert ended.value.code == 0
@@ -110,14 +110,14 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wrong_setting_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelt setting ends the command with a message instead of being dropped."""
+    """A misspelt setting ends the command with a message instead of being ignored."""
     with pytest.raises(SystemExit):
         strategy_from(f"--trainer.strategy={CLASS_PATH}", f"--trainer.strategy.storages={tmp_path}")
     assert "storages" in capsys.readouterr().err
 
 
 def test_name_without_importing_the_package(tmp_path: Path) -> None:
-    """A command that knows nothing of this package trains by the name alone."""
+    """A command that does not import this package trains by the strategy's name alone."""
     code = """
     import sys
     import torch

@@ -1,4 +1,4 @@
-"""The post-import hook itself: harmless to what it hooks, and silent when it fails."""
+"""The post-import hook leaves the hooked module as it was and is silent when it fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCE = "LOADS = globals().get('LOADS', 0) + 1\nStrategyRegistry = None\n"
 
 @pytest.fixture
 def registrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A module to be imported and hooked; the list grows by one name with every registration."""
+    """The names of registered modules. A module to be imported and hooked is on the path."""
     (tmp_path / f"{TARGET}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[str] = []
@@ -36,14 +36,14 @@ def hooks() -> list[object]:
 
 
 def test_installing_again_adds_nothing(registrations: list[str]) -> None:
-    """One finder, however often torch and users' imports call install."""
+    """Repeated calls of install add one finder only."""
     _autoload.install()
     _autoload.install()
     assert len(hooks()) == 1
 
 
 def test_module_is_registered_with_after_its_import(registrations: list[str]) -> None:
-    """A module that loads after the installation is registered with once, and keeps its own loader."""
+    """A module imported after the installation is registered once and keeps its own loader."""
     _autoload.install()
     module = importlib.import_module(TARGET)
     assert registrations == [TARGET]
@@ -54,7 +54,7 @@ def test_module_is_registered_with_after_its_import(registrations: list[str]) ->
 
 
 def test_module_loaded_before_is_registered_with_at_once(registrations: list[str]) -> None:
-    """Lightning came first: nothing has to be imported any more."""
+    """A module imported before the installation is registered at once."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in hooks()]
     importlib.import_module(TARGET)
     assert registrations == []
@@ -63,7 +63,7 @@ def test_module_loaded_before_is_registered_with_at_once(registrations: list[str
 
 
 def test_reload_registers_again(registrations: list[str]) -> None:
-    """importlib.reload executes the module once more and replaces what it holds."""
+    """importlib.reload executes the module again, and the registration is repeated."""
     _autoload.install()
     module = importlib.import_module(TARGET)
     importlib.reload(module)
@@ -85,7 +85,7 @@ def test_a_failing_import_fails_as_it_would_alone(registrations: list[str], tmp_
 
 
 def test_other_finders_that_ask_everybody_else(registrations: list[str]) -> None:
-    """A finder that delegates to all others, as this one does, does not send it round in circles."""
+    """A finder that delegates to all others, as ours does, causes no endless recursion."""
 
     class Delegating:
         def find_spec(self, name: str, path: object = None, target: object = None) -> object:
@@ -101,7 +101,7 @@ def test_other_finders_that_ask_everybody_else(registrations: list[str]) -> None
 def test_failed_registration_is_swallowed(
     registrations: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The import of torch or Lightning never fails because of us; a variable shows why the name is missing."""
+    """A failed registration never breaks an import. A debug variable shows its traceback."""
     monkeypatch.setitem(_autoload._REGISTRARS, TARGET, lambda module: 1 // 0)
     _autoload.install()
     importlib.import_module(TARGET)
@@ -113,18 +113,18 @@ def test_failed_registration_is_swallowed(
 
 
 def test_failed_installation_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing about the interpreter's state makes install raise."""
+    """A failing installation does not make install raise."""
     monkeypatch.setattr(_autoload, "_install_finder", lambda: 1 // 0)
     _autoload.install()
 
 
 def test_module_without_registry_is_left_alone() -> None:
-    """Another version of Lightning may lack the registry; or its module is still being executed."""
+    """A Lightning module without the registry is left alone, such as one still being executed."""
     _autoload._register_with_trainer(ModuleType("lightning.pytorch.strategies"))
 
 
 def test_name_that_the_user_registered_stays_theirs() -> None:
-    """A user may register a preset of their own under the name before discovery comes by."""
+    """A preset that the user registered under the name is kept."""
     module = ModuleType("lightning.pytorch.strategies")
     module.StrategyRegistry = registry = _StrategyRegistry()  # type: ignore[attr-defined]
     registry.register("smart_infinity", dict, storage="mine")
@@ -133,7 +133,7 @@ def test_name_that_the_user_registered_stays_theirs() -> None:
 
 
 def test_name_of_ours_is_replaced_after_reload() -> None:
-    """A reloaded package registers its new factory in place of the stale one."""
+    """After a reload of the package, its new factory replaces the old one."""
     module = ModuleType("lightning.pytorch.strategies")
     module.StrategyRegistry = registry = _StrategyRegistry()  # type: ignore[attr-defined]
     _autoload._register_with_trainer(module)
@@ -145,7 +145,7 @@ def test_name_of_ours_is_replaced_after_reload() -> None:
 
 
 def test_reload_leaves_one_finder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The finder of the stale module is removed."""
+    """A reload of the package removes the old finder."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     _autoload.install()
     importlib.reload(_autoload).install()

@@ -1,4 +1,4 @@
-"""Rules say what a setting may be, whatever a user passes; an error names class, value and remedy."""
+"""Rules define the values that a setting may have. An error names class, value and remedy."""
 
 from __future__ import annotations
 
@@ -79,20 +79,23 @@ def allowed(name: str) -> list[Any]:
     ],
 )
 def test_what_is_allowed(name: str, expected: list[Any]) -> None:
-    """Of values of all types, those in range; a bool is no number, an array no word, and none of them an exception."""
+    """Each rule holds for the values in its range only.
+
+    A bool is no number, and an array is no word. No value makes the rule raise.
+    """
     assert [repr(value) for value in allowed(name)] == [repr(value) for value in expected]
 
 
 @settings(deadline=None)
 @given(st.integers(), st.integers(), st.integers())
 def test_both_ends_are_included(least: int, most: int, value: int) -> None:
-    """As Python compares."""
+    """Both ends of a range are allowed."""
     assert between(least, most).holds(value) == (least <= value <= most)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_what_is_kept_is_allowed(name: str) -> None:
-    """Checked anew, as in a copy of the dataclass, it stays; numbers of NumPy's are Python's then."""
+    """A checked value passes a second check unchanged, as in a copied dataclass. NumPy numbers become Python's."""
     for value in allowed(name):
         kept = check("Ring", "size", value, RULES[name])
         assert kept == value or (kept == math.inf and value > sys.float_info.max)
@@ -119,21 +122,21 @@ def test_what_is_kept_is_allowed(name: str) -> None:
     ],
 )
 def test_error(owner: str, value: object, rule: Rule, message: str) -> None:
-    """It names who was given the value, the value, and what to do."""
+    """An error names the owner, the value and the remedy."""
     with pytest.raises(ConfigError) as caught:
         check(owner, "size", value, rule)
     assert str(caught.value) == message
 
 
 def test_more_digits_than_python_writes() -> None:
-    """The error is about the value, not about writing it out."""
+    """A number with too many digits to print gives the error about its range."""
     with pytest.raises(ConfigError, match=r"Ring\(size=<too many digits to show>\) is out of range"):
         check("Ring", "size", 10**5000, between(2, 8))
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A dataclass that is checked."""
+    """A dataclass with checked fields."""
 
     size: int
     share: float = 1.0
@@ -143,7 +146,7 @@ class Ring:
 
 
 def test_fields_of_a_frozen_dataclass() -> None:
-    """What is kept takes the place of what was passed; the first wrong one is named."""
+    """Checked values replace those that were passed, and an error names the wrong field."""
     ring = Ring(np.int64(3), Fraction(1, 2))  # type: ignore[arg-type]
     assert (type(ring.size), type(ring.share)) == (int, float)
     assert ring == Ring(3, 0.5)
@@ -152,7 +155,7 @@ def test_fields_of_a_frozen_dataclass() -> None:
 
 
 def test_folders_are_distinct(tmp_path: Path) -> None:
-    """Two names of one folder are refused, through a link or a detour, whether it is there or not."""
+    """Two names of one folder are refused, through a link or a detour."""
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to("a")
     require_distinct("The list", [tmp_path, tmp_path / "a", tmp_path / "b"])

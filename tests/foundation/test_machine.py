@@ -1,4 +1,4 @@
-"""Machines are told apart by more than their names."""
+"""Machines are identified by more than their host names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_smartinfinity.machine import machine_identity
 
 
 def booted(monkeypatch: pytest.MonkeyPatch, path: Path, boot: str, *, name: str) -> str:
-    """The identity on a machine of this name, whose kernel tells this number of its boot."""
+    """Return the identity of a machine with this name and boot id."""
     path.write_text(f"{boot}\n")
     monkeypatch.setattr(machine, "_BOOT_ID", path)
     monkeypatch.setattr(platform, "node", lambda: name)
@@ -20,7 +20,7 @@ def booted(monkeypatch: pytest.MonkeyPatch, path: Path, boot: str, *, name: str)
 
 
 def test_machines_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As images that were copied: two machines. Containers of one machine have names of their own: one machine."""
+    """Copied images with one name are two machines. A container with its own name belongs to its host."""
     first, second, container = (
         booted(monkeypatch, tmp_path / "boot_id", boot, name=name)
         for boot, name in (("1", "localhost"), ("2", "localhost"), ("1", "container"))
@@ -30,7 +30,7 @@ def test_machines_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("content", [None, "\n"])
 def test_a_kernel_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
-    """The name has to do."""
+    """The host name identifies the machine if the kernel gives no boot id."""
     path = tmp_path / "boot_id"
     if content is not None:
         path.write_text(content)
@@ -39,7 +39,7 @@ def test_a_kernel_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_this_machine() -> None:
-    """The same in every process until it boots again."""
+    """The identity stays the same, and is the boot id where there is one."""
     assert machine_identity() == machine_identity()
     assert machine_identity() == (
         machine._BOOT_ID.read_text().strip() if machine._BOOT_ID.exists() else platform.node()

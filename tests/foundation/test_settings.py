@@ -1,4 +1,4 @@
-"""What the strategies of Trainer and Fabric are told: one object, and one text that documents it."""
+"""The settings of the strategies for Trainer and Fabric are one object with one documentation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_signature(strategy: Strategy) -> None:
-    """What users write by position, by keyword and by default."""
+    """The first argument may be given by position, the others by keyword only. All have these defaults."""
     parameters = list(inspect.signature(strategy).parameters.values())
     assert {one.name: one.default for one in parameters[:-1]} == DEFAULTS
     first, *others, options = (one.kind for one in parameters)
@@ -47,7 +47,7 @@ def test_signature(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_argument_is_documented(strategy: Strategy) -> None:
-    """In the docstring of each class, in the order of its constructor, and by the same words in both."""
+    """Both classes document every argument, in the constructor's order and with the same text."""
     assert strategy.__doc__ is not None and StrategySettings.__doc__ is not None
     section = strategy.__doc__.split("Args:\n")[1].split("\n\n")[0]
     documented = re.findall(r"^ {8}(\*{0,2}\w+):", section, re.MULTILINE)
@@ -58,7 +58,7 @@ def test_every_argument_is_documented(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_argument_is_kept(strategy: Strategy, tmp_path: Path) -> None:
-    """Each is in its place, and those that are left out have the defaults above."""
+    """Each argument is kept under its name. Arguments that are left out have the defaults above."""
     given: dict[str, Any] = {
         "storage": [str(tmp_path / "a"), tmp_path / "b"],
         "update_device": "smartssd",
@@ -78,6 +78,6 @@ def test_every_argument_is_kept(strategy: Strategy, tmp_path: Path) -> None:
 
 
 def test_settings_stay_as_they_are() -> None:
-    """Nothing changes them behind a user's back."""
+    """The settings are frozen."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         StrategySettings().overlap = "none"  # type: ignore[misc]

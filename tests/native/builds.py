@@ -1,4 +1,4 @@
-"""Builds the native sources apart from the package, without Python."""
+"""Builds the native sources apart from the package and without Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str | Path, expect_success: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs a command; an error carries all that it printed."""
+    """Run a command. An error contains all of its output."""
     completed = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=PROCESS_LIMIT)
     if expect_success:
         assert completed.returncode == 0, f"{command}\n{completed.stdout}\n{completed.stderr}"
@@ -21,6 +21,6 @@ def run(*command: str | Path, expect_success: bool = True) -> subprocess.Complet
 
 
 def configure(folder: Path, **options: str) -> None:
-    """Prepares a build of the core alone."""
+    """Configure a build of the core alone."""
     settings = [f"-D{name}={value}" for name, value in options.items()]
     run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DSMART_INFINITY_BUILD_MODULE=OFF", *settings)

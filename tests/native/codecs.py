@@ -1,6 +1,6 @@
-"""The state formats in numpy, from their definition: tables of values and fractions between them, in double precision.
+"""The state formats in numpy, after their definition: tables of values and their fractions, in double precision.
 
-An 8-bit code is relative to its block's exponent (that of fp32, biased): its value is that of a small floating-point
+An 8-bit code is relative to its block's exponent, a biased fp32 exponent. Its value is that of a small floating-point
 number times ``2**(exponent - 127)``.
 """
 
@@ -35,11 +35,11 @@ CELL = 256
 
 @dataclass(frozen=True)
 class Minifloat:
-    """Three bits of mantissa; the last code is NaN.
+    """An 8-bit floating-point format with three bits of mantissa whose last code is NaN.
 
     Args:
-        exponents: How many.
-        signed: Bit 7 is a sign; otherwise nothing but zero becomes zero.
+        exponents: Number of exponents.
+        signed: Whether bit 7 is a sign. Without a sign only zero becomes zero.
     """
 
     exponents: int
@@ -51,14 +51,14 @@ class Minifloat:
 
     @property
     def table(self) -> npt.NDArray[np.float64]:
-        """Of every magnitude but NaN's, relative to the block's exponent."""
+        """Return every magnitude but NaN's, relative to the block's exponent."""
         codes = np.arange(self.nan)
         exponent, mantissa = codes // 8, codes % 8
         fraction = np.where(exponent > 0, 1 + mantissa / 8, mantissa / 8)
         return np.ldexp(fraction, np.maximum(exponent, 1) - (self.exponents - 1))
 
     def exponent_of(self, values: Floats) -> int:
-        """The least, within bounds, whose largest code reaches every finite value."""
+        """Return the smallest exponent within bounds whose largest code reaches every finite value."""
         finite = np.abs(values[np.isfinite(values)]).astype(np.float64)
         largest = finite.max(initial=0.0)
         fitting = (e for e in range(self.exponents + 2, 255) if np.ldexp(1.75, e - 127) >= largest)
@@ -71,12 +71,12 @@ class Minifloat:
         return np.where(codes & 0x80, -magnitudes[codes & 0x7F], magnitudes[codes & 0x7F]).astype(np.float32)
 
     def encode(self, values: Floats, exponent: int, random: Bits | None = None) -> Bits:
-        """To nearest, to even code where two are as near; or stochastically, with 16 random bits each."""
+        """Round to the nearest code, ties to even. With 16 random bits each, round stochastically."""
         table = np.ldexp(self.table, exponent - 127)
         magnitude = np.where(np.isfinite(values), np.abs(flush(values)), 0).astype(np.float64)
         low = np.minimum(np.searchsorted(table, magnitude, side="right") - 1, len(table) - 1)
         gap = np.diff(table, append=np.inf)[low]
-        # fp32 tells this many places between two codes apart; fewer than a value below the normal codes has.
+        # fp32 has 2**20 steps between two codes, and fewer for values below the normal codes.
         place = np.rint(np.minimum(1.0, (magnitude - table[low]) / gap) * 2**20).astype(np.int64)
         if random is None:
             up = (place > 2**19) | ((place == 2**19) & (low % 2 == 1))
@@ -94,13 +94,13 @@ EXP_AVG_SQ = Minifloat(exponents=32, signed=False)
 
 
 def blocks_of(numel: int, borders: list[int]) -> list[tuple[int, int]]:
-    """[begin, end) of every block of elements [0, numel): cut at multiples of 256 and where parameters begin."""
+    """Return [begin, end) of each block: elements are cut at multiples of 256 and where parameters begin."""
     cuts = sorted({0, *range(0, numel, CELL), *(border for border in borders if border < numel), numel})
     return list(pairwise(cuts))
 
 
 def random_bits(seed: int, elements: Bits) -> Bits:
-    """uint32 for elements of the partition, from the number of the update."""
+    """Return the random uint32 of elements of the partition for an update's seed."""
     with np.errstate(over="ignore"):
         elements = elements.astype(np.uint64)
         cell = elements // np.uint64(CELL)
@@ -114,14 +114,14 @@ def random_bits(seed: int, elements: Bits) -> Bits:
 
 
 def bf16_nearest(values: Floats) -> Bits:
-    """To even where two are as near; NaNs are quiet."""
+    """Round to the nearest bf16, ties to even. NaNs become quiet."""
     import torch
 
     return torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
 
 
 def bf16_stochastic(values: Floats, random: Bits) -> Bits:
-    """With 16 random bits each; infinity and NaN stay."""
+    """Round to bf16 stochastically with 16 random bits each. Infinity and NaN stay."""
     bits = values.view(np.uint32).astype(np.uint64)
     low, fraction = bits >> 16, bits & 0xFFFF
     rounded = low + (fraction + random >= 1 << 16)
@@ -129,7 +129,7 @@ def bf16_stochastic(values: Floats, random: Bits) -> Bits:
 
 
 def split(values: Floats) -> tuple[Bits, Bits]:
-    """The nearest bf16, and what has to be added to its bits; 2**15 does not fit and becomes one less."""
+    """Return the nearest bf16 and the number to add to its bits. 2**15 does not fit and becomes one less."""
     parameter = bf16_nearest(values)
     rest = values.view(np.int32).astype(np.int64) - (parameter.view(np.int16).astype(np.int64) << 16)
     rest = np.where(np.isnan(values), 0, np.minimum(rest, 2**15 - 1))

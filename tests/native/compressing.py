@@ -1,4 +1,4 @@
-"""A tasklet to compress, with memory that must stay as it is around its payload."""
+"""A tasklet to compress, with guard bytes behind its payload that must not change."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _ITEM_BYTES = {DType.FLOAT32: 4, DType.FLOAT16: 2, DType.BFLOAT16: 2}
 
 @dataclass
 class Compressing:
-    """A gradient, and where it is compressed to.
+    """A gradient and the memory that it is compressed to.
 
     Args:
-        gradient: As stored.
+        gradient: The gradient as stored.
         dtype: Its type.
-        residual: fp32; None: none.
-        scale: Of the gradient.
-        parts: Segments; None: one, of step 0.
-        padding: Offsets and elements.
+        residual: The fp32 residual, or None.
+        scale: Scale of the gradient.
+        parts: Segments. None means one segment of step 0.
+        padding: Offset and length of each run of padding.
     """
 
     gradient: Bits
@@ -52,7 +52,7 @@ class Compressing:
 
     @property
     def source(self) -> Source:
-        """The same for numpy."""
+        """Return the same input for the numpy reference."""
         sent = mask_of(self.numel, self.segments_of, self.padding)
         return Source(self.gradient, self.dtype, sent, self.residual, self.scale)
 
@@ -61,7 +61,7 @@ class Compressing:
         return [(0, self.numel, 0)] if self.parts is None else self.parts
 
     def encode(self, codec: GradientCodec) -> bytes:
-        """The payload; nothing beside it has changed."""
+        """Return the payload and assert that the guard bytes are unchanged."""
         capacity = codec.payload_bytes(self.numel, self.dtype)
         self.memory = np.full(capacity + _GUARD, 0xA5, np.uint8)
         nbytes = encode_gradient(codec, self.tasklet(capacity), residual_scale=self.scale)
@@ -70,7 +70,7 @@ class Compressing:
         return self.memory[:nbytes].tobytes()
 
     def tasklet(self, capacity: int) -> Tasklet:
-        """With as many bytes for its payload."""
+        """Return the tasklet with this many bytes for its payload."""
         return Tasklet(
             index=7,
             numel=self.numel,
@@ -95,7 +95,7 @@ class Compressing:
 
 
 def mask_of(numel: int, parts: Parts, padding: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """Elements that may be sent."""
+    """Return the mask of the elements that may be sent."""
     mask = np.zeros(numel, np.bool_)
     for first, last, step in parts:
         mask[first:last] = step >= 0
@@ -105,7 +105,7 @@ def mask_of(numel: int, parts: Parts, padding: Sequence[tuple[int, int]]) -> npt
 
 
 def decoded(payload: bytes, numel: int, first: int = 0, last: int | None = None) -> Floats:
-    """A payload's elements as fp32."""
+    """Return a payload's elements as fp32."""
     memory = np.frombuffer(payload, np.uint8).copy()
     count = (numel if last is None else last) - first
     out = np.full(4 * count + _GUARD, 0xA5, np.uint8)

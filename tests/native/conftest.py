@@ -12,12 +12,12 @@ __all__ = ["fake_cuda"]
 
 @pytest.fixture(autouse=True)
 def _best_instruction_set() -> Iterator[None]:
-    """Leaves no test's choice to the next one."""
+    """Reset the choice of the instruction set after each test."""
     yield
     select_instruction_set(None)
 
 
 @pytest.fixture(params=supported_instruction_sets(), ids=lambda choice: choice.name.lower())
 def instruction_set(request: pytest.FixtureRequest) -> InstructionSet:
-    """Every instruction set of this CPU in turn."""
+    """Select each instruction set of this CPU in turn."""
     return select_instruction_set(request.param)

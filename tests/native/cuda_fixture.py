@@ -15,7 +15,7 @@ __all__ = ["fake_cuda"]
 
 @pytest.fixture
 def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCuda]:
-    """The fake driver, opened by the core instead of libcuda."""
+    """The fake driver, which the core opens instead of libcuda."""
     folder = tmp_path_factory.getbasetemp() / "fake-cuda"
     if not folder.exists():
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""A binding to a card of which no more is known than ``hls/description.py`` tells: what the native core says to it."""
+"""A binding to a card that knows only ``hls/description.py``, to check the calls of the native core."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _COMPLETED = 4
 
 @dataclass
 class Call:
-    """One run: the kernel's arguments as it was given them, by their names.
+    """A run of a kernel, with the arguments that it was given, by name.
 
     Attributes:
-        words: Scalars, as the bits that they are.
-        memory: Of the pointers.
-        arrays: What the arrays held when it started.
+        words: Scalars, as their bits.
+        memory: Memory of the pointers.
+        arrays: Contents of the arrays at the start.
     """
 
     kernel: Kernel
@@ -52,10 +52,12 @@ class Call:
 
 
 class DescribedCard:
-    """What ``native.Card`` calls. A kernel changes nothing: it copies the master, narrowed, and reports.
+    """A stand-in for a card behind ``native.Card``.
+
+    Its kernels leave the state unchanged: they copy the narrowed master to the parameters and report a status.
 
     Args:
-        payload: The compressed gradient that it is going to be sent, if it is.
+        payload: The compressed gradient that the card will be sent, if any.
     """
 
     def __init__(self, payload: Payload | None = None) -> None:
@@ -80,7 +82,7 @@ class DescribedCard:
         return buffer.ctypes.data
 
     def sync(self, buffer: Bytes, to_card: bool, nbytes: int, offset: int) -> None:
-        """Host and card are one."""
+        """Do nothing, because host and card share memory."""
 
     def run(self, kernel: Kernel) -> Call:
         return Call(kernel)

@@ -1,4 +1,4 @@
-// A card in this process: its memory is the host's, its kernels are those of hls/, and it fails when it is told to.
+// A card in this process: it uses the host's memory and the kernels of hls/, and fails on request.
 #pragma once
 
 #include <card_kernels.hpp>
@@ -20,22 +20,22 @@ namespace smart_infinity::fake {
 
 enum class CardFault {
     kNone,
-    kHang,   // the run, and those behind it, return once they are released
-    kError,  // the run ends in this state, having done nothing
+    kHang,   // the run, and those behind it, return only after release()
+    kError,  // the run does nothing and ends in this state
     kAbort,
-    kNoStatus,        // the run completes, having done nothing
+    kNoStatus,        // the run does nothing and completes
     kOtherArray,      // a bit of the first array changes before it is read
     kOtherParameter,  // a bit of the parameters changes after they were written
     kOtherGradient,   // a bit of the gradient changes before it is read
     kFailedStart,     // a call fails
     kFailedSync,
-    kStalledSync,  // it moves once it is released
+    kStalledSync,  // the transfer moves data only after release()
 };
 
-// What all parts of the card share.
+// The state that all parts of the card share.
 class Core {
  public:
-    // From now on: the fault at the run with this number, counted from now on.
+    // Makes the run with this number, counted from now on, have the fault.
     void inject(CardFault fault, int at) {
         const std::lock_guard lock(mutex_);
         fault_ = fault;
@@ -43,7 +43,7 @@ class Core {
         happened_ = false;
         held_ = fault == CardFault::kHang || fault == CardFault::kStalledSync;
     }
-    // Whether the fault has come.
+    // Whether the fault has occurred.
     bool happened() {
         const std::lock_guard lock(mutex_);
         return happened_;

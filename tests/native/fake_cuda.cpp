@@ -1,9 +1,9 @@
 // A CUDA driver without a device, for tests: the entry points that the native core opens, over host memory.
 //
-// A stream works its operations in order on a thread of its own, after random delays; an event is a point in a stream.
-// "Device memory" is any host memory. Registration is checked as the driver does: copies from and to memory that is not
-// registered are synchronous, ranges do not overlap, and a mapping must still exist when its registration ends. Every
-// call is logged. fake_* below are what tests use beside the driver's own calls.
+// A stream does its operations in order on its own thread, after random delays. An event is a point in a stream.
+// "Device memory" is any host memory. Registration is checked as by the driver: copies from and to unregistered memory
+// are synchronous, ranges do not overlap, and a mapping must still exist when its registration ends. Every call is
+// logged. Tests use the functions fake_* below beside the driver's own calls.
 
 #include <sys/mman.h>
 
@@ -39,7 +39,7 @@ enum Result : int {
 
 constexpr int kNumDevices = 2;
 
-// What an event was recorded for: shared with those who wait, so that it outlives the event.
+// A point in a stream that an event recorded. Waiting calls share it, so that it outlives the event.
 struct Point {
     std::mutex mutex;
     std::condition_variable changed;
@@ -62,7 +62,7 @@ struct Point {
 class Stream {
  public:
     Stream() : thread_([this] { run(); }) {}
-    // As the driver's: it ends when its work has.
+    // Like the driver's, a stream finishes its work before it ends.
     ~Stream() {
         {
             const std::lock_guard lock(mutex_);
@@ -98,7 +98,7 @@ class Stream {
             const auto operation = std::move(operations_.front());
             operations_.pop_front();
             lock.unlock();
-            // After a failure nothing else is worked, as in a context that has failed; points are reached all the same.
+            // After a failure nothing else is done, as in a failed context, but points are still reached.
             if (const int result = operation(); result != 0 && result_ == 0) result_ = result;
         }
     }
@@ -126,17 +126,17 @@ class Driver {
     std::mutex mutex;
     bool deinitialized = false;
     std::vector<std::string> log;
-    std::map<std::string, std::pair<int, int>> failures;  // by call: calls to go, result
+    std::map<std::string, std::pair<int, int>> failures;  // by call: remaining calls, result
     Context contexts[kNumDevices] = {{0, 0, {}}, {1, 0, {}}};
     std::map<void*, std::unique_ptr<Stream>> streams;
     std::map<void*, Event> events;
     std::map<std::uintptr_t, std::size_t> registered;
     std::mt19937_64 generator{0};
     int max_delay_us = 0;
-    int fail_copy_in = -1;  // copies to go until one fails on its stream
+    int fail_copy_in = -1;  // remaining copies until one fails on its stream
     bool unmapped = false;  // memory was unmapped while it was registered
 
-    // What every call begins with. Holds the mutex from then on.
+    // Begins every call: locks the mutex, logs the call and returns an injected failure.
     int enter(const char* call, std::unique_lock<std::mutex>& lock, const std::string& detail = "") {
         lock = std::unique_lock(mutex);
         log.push_back(detail.empty() ? call : std::string(call) + " " + detail);
@@ -162,7 +162,7 @@ class Driver {
     }
 };
 
-// Never destroyed: calls may come while the process ends.
+// The driver is never destroyed, because calls may come while the process ends.
 Driver& driver() {
     static auto* const instance = new Driver;
     return *instance;
@@ -175,7 +175,7 @@ Context* current() { return context_stack.empty() ? nullptr : context_stack.back
 std::string text(std::uint64_t value) { return std::to_string(value); }
 std::string text(const void* pointer) { return text(reinterpret_cast<std::uintptr_t>(pointer)); }
 
-// With the mutex held.
+// The caller must hold the mutex.
 Stream* find_stream(void* handle) {
     Context* const context = current();
     if (context == nullptr) return nullptr;
@@ -210,7 +210,7 @@ int copy(const char* call, void* to, const void* from, std::size_t bytes, void* 
     return point->wait();
 }
 
-// By handle; null if there is no such event.
+// Returns an event's point, or null if it has none.
 std::shared_ptr<Point> point_of(void* event, bool& exists) {
     const auto found = driver().events.find(event);
     exists = found != driver().events.end();
@@ -387,7 +387,7 @@ int cuEventSynchronize(void* event) {
     return point ? point->wait() : static_cast<int>(kSuccess);
 }
 
-// ---- what tests see and steer
+// ---- controls and observations for tests
 
 // Makes operations wait a random time of up to max_delay_us.
 void fake_delay(std::uint64_t seed, int max_delay_us) {
@@ -396,19 +396,19 @@ void fake_delay(std::uint64_t seed, int max_delay_us) {
     driver().max_delay_us = max_delay_us;
 }
 
-// The call of this name after `skipped` others returns `result`.
+// Makes the call of this name return `result` after `skipped` other calls of it.
 void fake_fail(const char* call, int skipped, int result) {
     const std::lock_guard lock(driver().mutex);
     driver().failures[call] = {skipped, result};
 }
 
-// The copy after `skipped` others fails on its stream.
+// Makes a copy fail on its stream after `skipped` other copies.
 void fake_fail_copy(int skipped) {
     const std::lock_guard lock(driver().mutex);
     driver().fail_copy_in = skipped;
 }
 
-// From now on, until fake_reset(), the driver is gone with all that it held, as at the end of a process.
+// Removes the driver with all that it holds until fake_reset(), as at the end of a process.
 void fake_deinitialize() {
     std::map<void*, std::unique_ptr<Stream>> streams;
     const std::lock_guard lock(driver().mutex);
@@ -419,7 +419,7 @@ void fake_deinitialize() {
     streams.swap(driver().streams);
 }
 
-// The calls since the last fake_clear(), one a line; the text stays until the next call of this function.
+// Returns the calls since the last fake_clear(), one per line. The text is valid until the next call.
 const char* fake_log() {
     static std::string lines;
     const std::lock_guard lock(driver().mutex);
@@ -428,7 +428,7 @@ const char* fake_log() {
     return lines.c_str();
 }
 
-// As before the first test. What tests and the package hold stays.
+// Restores the state before the first test, except objects that tests and the package hold.
 void fake_reset() {
     const std::lock_guard lock(driver().mutex);
     driver().log.clear();
@@ -464,7 +464,7 @@ int fake_unmapped() {
     return driver().unmapped ? 1 : 0;
 }
 
-// A stream as another user of the device has it: torch, for instance.
+// Makes a stream of another user of the device, such as torch.
 void* fake_stream() {
     context_stack.push_back(&driver().contexts[0]);
     void* stream = nullptr;
@@ -480,7 +480,7 @@ int fake_destroy(void* stream) {
     return result;
 }
 
-// A kernel on a stream: `microseconds` of work, then to = from (or to += from).
+// Starts a kernel on a stream: it works for `microseconds`, then does to = from (or to += from).
 void fake_kernel(void* stream, int microseconds, float* to, const float* from, std::size_t numel, int add) {
     context_stack.push_back(&driver().contexts[0]);
     const std::lock_guard lock(driver().mutex);
@@ -492,7 +492,7 @@ void fake_kernel(void* stream, int microseconds, float* to, const float* from, s
     context_stack.pop_back();
 }
 
-// A stream stops at a gate until it is opened, once.
+// Stops a stream at a gate until the gate is opened. A gate is opened once.
 void* fake_gate(void* stream) {
     auto* const gate = new std::shared_ptr<Point>(std::make_shared<Point>());
     context_stack.push_back(&driver().contexts[0]);
@@ -508,7 +508,7 @@ void fake_open(void* opaque) {
     delete gate;
 }
 
-// Until a stream has done all that it was given, as a test may wait but the package may not.
+// Waits until a stream has done all its work, which tests may do but the package may not.
 void fake_wait(void* stream) {
     context_stack.push_back(&driver().contexts[0]);
     std::unique_lock lock(driver().mutex);

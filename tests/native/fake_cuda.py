@@ -1,4 +1,4 @@
-"""A CUDA driver without a device, built from fake_cuda.cpp: what the native core opens in tests instead of libcuda."""
+"""A CUDA driver without a device, built from fake_cuda.cpp, which the core opens in tests instead of libcuda."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ __all__ = ["SYNCHRONOUS", "FakeCuda", "build"]
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
-# Calls that make the host wait for more than it needs. The fake has none of them but a stream's.
+# Calls that make the host wait longer than necessary. The fake has only that of a stream.
 SYNCHRONOUS = ("cuCtxSynchronize", "cuStreamSynchronize", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2", "cuMemcpy")
 
 
 def build(folder: Path) -> Path:
-    """Compiles the library."""
+    """Compile the library."""
     library = folder / "libfakecuda.so"
     run("g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", SOURCE, "-o", library)
     return library
 
 
 class FakeCuda:
-    """What a test steers and sees of the fake driver. Streams are handles, as torch's ``cuda_stream``."""
+    """The controls and observations of the fake driver.
+
+    Streams are handles, like torch's ``cuda_stream``.
+    """
 
     def __init__(self, library: Path) -> None:
         self.library = library
@@ -42,27 +45,27 @@ class FakeCuda:
         calls.fake_delay.argtypes = [ctypes.c_uint64, number]
 
     def reset(self) -> None:
-        """No delays, no failures, an empty log."""
+        """Remove delays and failures and empty the log."""
         self._calls.fake_reset()
 
     def delay(self, seed: int, max_delay_us: int) -> None:
-        """Let copies take a random time."""
+        """Delay copies by a random time."""
         self._calls.fake_delay(seed, max_delay_us)
 
     def fail(self, call: str, *, skipped: int = 0, result: int = 2) -> None:
-        """Let a call fail, after some others of its name."""
+        """Make a call fail after the given number of calls of the same name."""
         self._calls.fake_fail(call.encode(), skipped, result)
 
     def fail_copy(self, *, skipped: int = 0) -> None:
-        """Let a copy fail on its stream, after some others."""
+        """Make a copy fail on its stream after the given number of copies."""
         self._calls.fake_fail_copy(skipped)
 
     def deinitialize(self) -> None:
-        """Let the driver be gone with all that it held, as while a process ends, until :meth:`reset`."""
+        """Remove the driver with all that it holds, as at the end of a process, until :meth:`reset`."""
         self._calls.fake_deinitialize()
 
     def log(self) -> list[str]:
-        """Calls since the last :meth:`clear`: of copies and registrations with host address and bytes."""
+        """Return the calls since :meth:`clear`, for copies and registrations with host address and bytes."""
         return str(self._calls.fake_log().decode()).splitlines()
 
     def clear(self) -> None:
@@ -70,15 +73,15 @@ class FakeCuda:
         self._calls.fake_clear()
 
     def calls(self) -> list[str]:
-        """Names of the calls in the log."""
+        """Return the names of the calls in the log."""
         return [line.split()[0] for line in self.log()]
 
     def stream(self) -> int:
-        """A stream of another user of the device, such as torch; lives until :meth:`destroy`."""
+        """Return a stream of another user of the device, such as torch. It lives until :meth:`destroy`."""
         return int(self._calls.fake_stream())
 
     def destroy(self, stream: int) -> None:
-        """End a stream, with the work in it; gates that a failed test left closed are opened."""
+        """Finish and destroy a stream. Gates that a failed test left closed are opened."""
         for gate in self._gates[:]:
             self.open(gate)
         assert self._calls.fake_destroy(stream) == 0
@@ -86,30 +89,30 @@ class FakeCuda:
     def kernel(
         self, stream: int, to: NDArray[np.float32], values: NDArray[np.float32], *, us: int = 0, add: bool = False
     ) -> None:
-        """Start ``to = values`` (or ``to += values``) on a stream, after so much other work; the caller keeps both."""
+        """Start ``to = values`` or ``to += values`` on a stream after a delay. The caller keeps both arrays alive."""
         assert to.dtype == values.dtype == np.float32 and to.size == values.size
         self._calls.fake_kernel(stream, us, to.ctypes.data, values.ctypes.data, to.size, int(add))
 
     def gate(self, stream: int) -> int:
-        """Let a stream stop here until :meth:`open`."""
+        """Stop a stream at this point until :meth:`open`."""
         self._gates.append(int(self._calls.fake_gate(stream)))
         return self._gates[-1]
 
     def open(self, gate: int) -> None:
-        """Let a stream go on."""
+        """Open a gate, so that its stream continues."""
         self._gates.remove(gate)
         self._calls.fake_open(gate)
 
     def wait(self, stream: int) -> None:
-        """Return when a stream has done all it was given."""
+        """Wait until a stream has done all its work."""
         self._calls.fake_wait(stream)
 
     def held(self) -> dict[str, int]:
-        """What the package and the tests hold of the driver."""
+        """Return the number of driver objects that the package and the tests hold."""
         names = ("events", "streams", "registered", "contexts")
         return {name: int(getattr(self._calls, f"fake_num_{name}")()) for name in names}
 
     @property
     def unmapped(self) -> bool:
-        """Whether memory was ever unmapped before its registration ended."""
+        """Return whether memory was ever unmapped while it was registered."""
         return bool(self._calls.fake_unmapped())

@@ -1,6 +1,6 @@
 // XRT's C API without XRT, for tests: the entry points that the native core opens, over host memory.
 //
-// Handles are numbers; every call is logged with what it was given. fake_* are what tests use beside the API's own
+// Handles are numbers, and every call is logged with its arguments. Tests use the functions fake_* beside the API's own
 // calls.
 
 #include <cerrno>
@@ -46,7 +46,7 @@ State& state() {
 
 void append(const std::string& line) { state().log += line + "\n"; }
 
-// What the call was told to fail with.
+// Returns the failure injected for the call, or null, and sets errno.
 const Failure* failure_of(const char* call) {
     const auto found = state().failures.find(call);
     if (found == state().failures.end()) return nullptr;
@@ -95,7 +95,7 @@ void* xrtPLKernelOpen(void*, const unsigned char* uuid, const char* name) {
 
 int xrtKernelClose(void*) { return done("xrtKernelClose"); }
 
-// Of each argument another one, so that they can be told apart.
+// Each argument has a different group, so that they can be told apart.
 int xrtKernelArgGroupId(void*, int argument) {
     const int failed = done("xrtKernelArgGroupId", text(argument));
     return failed != 0 ? failed : 100 + argument;

@@ -1,4 +1,4 @@
-"""XRT's C API without XRT, built from fake_xrt.cpp: what the native core opens in tests instead of libxrt_coreutil."""
+"""XRT's C API without XRT, built from fake_xrt.cpp, which the core opens in tests instead of libxrt_coreutil."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def build(folder: Path) -> Path:
-    """Compiles the library."""
+    """Compile the library."""
     library = folder / "libfakexrt.so"
     run("g++", "-std=c++20", "-shared", "-fPIC", SOURCE, "-o", library)
     return library
 
 
 def without(library: Path, entry: str, folder: Path) -> Path:
-    """A copy of the library in which an entry point has another name."""
+    """Return a copy of the library in which an entry point is renamed."""
     content, name = library.read_bytes(), b"\0" + entry.encode() + b"\0"
     assert name in content
     lacking = folder / library.name
@@ -29,7 +29,7 @@ def without(library: Path, entry: str, folder: Path) -> Path:
 
 
 class FakeXrt:
-    """What a test steers and sees of the fake library."""
+    """The controls and observations of the fake library."""
 
     def __init__(self, library: Path) -> None:
         self.library = library
@@ -39,13 +39,13 @@ class FakeXrt:
         self.reset()
 
     def reset(self) -> None:
-        """No failures, an empty log."""
+        """Remove failures and empty the log."""
         self._calls.fake_reset()
 
     def fail(self, call: str, *, result: int = -1, errno: int = 0) -> None:
-        """Let calls fail from now on: those that make something give nothing, the others this result."""
+        """Make calls fail from now on. Calls that create something return null, the others this result."""
         self._calls.fake_fail(call.encode(), result, errno)
 
     def log(self) -> list[str]:
-        """Calls since :meth:`reset`, with what they were given."""
+        """Return the calls since :meth:`reset` with their arguments."""
         return str(self._calls.fake_log().decode()).splitlines()

@@ -1,4 +1,4 @@
-"""A partition's state on storage, two slots per tasklet, as the transfer room would lay it out."""
+"""A partition's state on storage with two slots per tasklet, laid out as in training."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def align(nbytes: int) -> int:
 
 
 def extent_bytes(numel: int, num_arrays: int = 3) -> int:
-    """Of fp32."""
+    """Return the bytes of an fp32 extent."""
     return num_arrays * align(4 * numel) + _BLOCK
 
 
 def region_bytes(state_format: int, numel: int, num_blocks: int, num_arrays: int = 3) -> list[int]:
-    """Used bytes of each region, without what fills its last block."""
+    """Return the used bytes of each region, without its padding."""
     exponents = 2 * num_blocks
     return {
         0: num_arrays * [4 * numel],
@@ -61,7 +61,7 @@ def address_of(array: Array | None) -> int:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether the folder's file system takes direct I/O."""
+    """Return whether the folder's file system has direct I/O."""
     try:
         os.close(os.open(folder / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
     except OSError:
@@ -71,7 +71,7 @@ def takes_direct(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the partition's elements with what happens to it; element 0 of each array belongs to ``offset``."""
+    """A run of elements of the partition with its step and memory. Element 0 of each array belongs to ``offset``."""
 
     offset: int
     numel: int
@@ -83,7 +83,7 @@ class Run:
     arrays: Sequence[Array | None] = ()
 
     def segment(self, first: int, last: int, *, tasklet_offset: int) -> Segment:
-        """The part in partition elements [first, last)."""
+        """Return the part in partition elements [first, last)."""
         skipped = first - self.offset
         return Segment(
             offset=first - tasklet_offset,
@@ -106,17 +106,17 @@ class StoredState:
     """Files, layout and pipeline of one partition.
 
     Args:
-        direct: None is direct I/O if the folder takes it.
-        options: For the Pipeline.
-        borders: Where parameters meet.
-        offset: Of the first tasklet in the partition that the native core is told of.
-        wanders: The two slots of a tasklet lie in different files.
-        payloads: Compressed gradients of tasklets, by index, for updates whose runs have none; with a codec, what those
-            of the runs are compressed to.
-        codec: Of updates.
-        residual: Of the whole partition; None: none.
-        residual_scale: Of the runs' gradients.
-        padding: Offsets in the partition and elements that are not sent, each within a tasklet.
+        direct: Whether to use direct I/O. None uses it if the folder has it.
+        options: Options of the Pipeline.
+        borders: Offsets at which a parameter ends and the next one begins.
+        offset: Offset of the first tasklet in the partition, as the native core is told.
+        wanders: Whether the two slots of a tasklet lie in different files.
+        payloads: Compressed gradients of tasklets, by index, for updates whose runs have no gradients. With a codec,
+            memory for the compressed gradients of the runs.
+        codec: Codec of the updates.
+        residual: Residual of the whole partition, or None.
+        residual_scale: Scale of the runs' gradients.
+        padding: Offsets in the partition and lengths of elements that are not sent, each within a tasklet.
     """
 
     folder: Path
@@ -160,7 +160,7 @@ class StoredState:
 
     @property
     def extent_bytes(self) -> int:
-        """Of the largest."""
+        """Return the bytes of the largest extent."""
         return max(self.extent_bytes_of(index) for index in range(self.num_tasklets))
 
     def numel_of(self, index: int) -> int:
@@ -178,7 +178,7 @@ class StoredState:
         return sum(align(used) for used in self.region_bytes_of(index)) + _BLOCK
 
     def regions(self, index: int = 0) -> list[Array]:
-        """The bytes of each region as they lie on storage."""
+        """Return the bytes of each region as they are on storage."""
         path, offset = self.paths[self.file_of(index, self.slot)], self.extent_offset(index, self.slot)
         content = np.fromfile(path, np.uint8, self.extent_bytes_of(index), offset=offset)
         begin, found = 0, []
@@ -201,7 +201,7 @@ class StoredState:
     def tasklets(
         self, runs: Sequence[Run], *, master_in_parameter: bool = False, compressed: bool = False
     ) -> list[Tasklet]:
-        """Every tasklet, with its share of the runs, read from the current slot and written to the other."""
+        """Return every tasklet with its share of the runs, reading the current slot and writing the other."""
         return [self.tasklet(index, runs, master_in_parameter, compressed) for index in range(self.num_tasklets)]
 
     def tasklet(
@@ -239,7 +239,7 @@ class StoredState:
     def update_batch(
         self, runs: Sequence[Run], steps: Sequence[UpdateStep], *, master_in_parameter: bool = False
     ) -> Batch:
-        """Every tasklet, to update."""
+        """Return a batch that updates every tasklet."""
         tasklets = self.tasklets(runs, master_in_parameter=master_in_parameter, compressed=True)
         return Batch(Operation.UPDATE, tasklets, list(steps), codec=self.codec, residual_scale=self.residual_scale)
 
@@ -265,12 +265,12 @@ class StoredState:
         *,
         master_in_parameter: bool = False,
     ) -> Failure | None:
-        """Works a whole batch, and commits it if it wrote and did not fail."""
+        """Work a whole batch, and commit it if it wrote and did not fail."""
         self.start(operation, runs, steps, master_in_parameter=master_in_parameter)
         return self.drain(commits=operation is not Operation.READ)
 
     def drain(self, *, commits: bool = True) -> Failure | None:
-        """Ends a batch, and commits what it wrote if it did not fail."""
+        """Finish a batch, and commit its writes if it did not fail."""
         failure = self.pipeline.drain()
         if failure is None and commits:
             self.generation += 1

@@ -43,7 +43,7 @@ void require(bool condition, const char* what, std::uint64_t seed) {
     std::exit(1);
 }
 
-// What steers the fake driver.
+// The controls of the fake driver.
 struct FakeCuda {
     explicit FakeCuda(const char* library) {
         void* const handle = ::dlopen(library, RTLD_NOW);
@@ -54,7 +54,7 @@ struct FakeCuda {
     }
     void (*delay)(std::uint64_t seed, int max_delay_us);
     void (*fail)(const char* call, int skipped, int result);
-    void (*reset)();  // no delays, no failures
+    void (*reset)();  // removes delays and failures
 };
 
 constexpr int kCudaOutOfMemory = 2;
@@ -83,7 +83,7 @@ struct State {
     bool operator==(const State& other) const { return arrays == other.arrays; }
 };
 
-// Two steps of every rule, one of which a scenario is of.
+// Two steps of each update rule. A scenario uses one rule.
 const std::vector<UpdateStep> kSteps[] = {
     {AdamStep{0.5f, 0.1f, 0.999f, 0.001f, 0.9999f, 0.0f, 1e-2f, 3.0f, 1e-8f, 0},
      AdamStep{1.0f, 0.7f, 0.99f, 0.01f, 1.0f, 0.1f, 1e-3f, 2.0f, 1e-6f, 0}},
@@ -219,18 +219,18 @@ class Scenario {
         return unavailable(kind) ? std::nullopt : std::optional(kind);
     }
 
-    // Failures come and go; delays and short transfers stay. Decorators pile up, as engines behind engines may.
+    // Injects faults for one round. Each call adds a decorator, so delays and short transfers accumulate.
     void inject(std::size_t round) {
         Faults faults;
         faults.seed = seed_ + round;
         faults.max_delay_us = static_cast<std::int64_t>(random_.upto(150));
         faults.short_transfer_every = static_cast<std::int64_t>(random_.upto(3));
-        failing_ = random_.coin() && !in_memory_only_;  // what is in memory only does not outlive a failure
+        failing_ = random_.coin() && !in_memory_only_;  // state that is only in memory does not survive a failure
         cuda_.delay(seed_ + round, static_cast<int>(random_.upto(200)));
         const auto number = static_cast<std::int64_t>(random_.upto(num_tasklets_ - 1));
         const auto num_reads = static_cast<std::int64_t>(num_tasklets_ - num_resident_);
         if (failing_ && stream_ && random_.coin()) {
-            // One copy each way for a tasklet, at least.
+            // Each tasklet has at least one copy each way.
             const bool fetches = master_in_parameter_ && random_.coin();
             cuda_.fail(fetches ? "cuMemcpyDtoHAsync_v2" : "cuEventRecord", static_cast<int>(number), kCudaOutOfMemory);
         } else if (failing_ && num_reads > 0 && random_.coin()) {
@@ -243,7 +243,7 @@ class Scenario {
         });
     }
 
-    // With two files a tasklet goes from one to the other.
+    // With two files a tasklet moves from one to the other.
     std::size_t file_of(std::size_t index, std::size_t slot) const { return (index + slot) % files_.size(); }
 
     Tasklet tasklet(std::size_t index) const {
@@ -280,7 +280,7 @@ class Scenario {
         return failure;
     }
 
-    // The first tasklets of the batch, or all; how many. On a device, all.
+    // Submits the first tasklets of the batch, on a device all of them, and returns how many.
     std::size_t submit_some(const Batch& batch) {
         const std::size_t all = batch.tasklets.size();
         const std::size_t begun = batch.stream || random_.coin() ? all : random_.upto(all);
@@ -288,7 +288,7 @@ class Scenario {
         return begun;
     }
 
-    // The others, some at a time, while what was begun goes on, is done, or has failed.
+    // Adds the other tasklets, some at a time, while the batch is in progress, done or failed.
     void submit_others(const Batch& batch, std::size_t begun) {
         while (begun < batch.tasklets.size()) {
             if (random_.coin()) std::this_thread::sleep_for(std::chrono::microseconds(random_.upto(300)));
@@ -325,8 +325,8 @@ class Scenario {
 
     void initialize() {
         for (auto& array : expected_.arrays) random_.fill(array);
-        for (float& value : expected_.arrays.back()) value = value * value;  // where there is one, it is of squares
-        if (std::holds_alternative<RmspropStep>(steps_.front())) {  // no average is larger than that of the squares
+        for (float& value : expected_.arrays.back()) value = value * value;  // an array of squares is the last one
+        if (std::holds_alternative<RmspropStep>(steps_.front())) {  // average squared <= average of squares
             for (std::size_t i = 0; i < numel_; ++i) {
                 float& square = expected_.arrays[1][i];
                 expected_.arrays[3][i] = 0.5f * square;
@@ -343,7 +343,7 @@ class Scenario {
         ++generation_;
     }
 
-    // A failed step leaves the committed generation intact: the second attempt starts from it.
+    // Does a step. If it fails, a second attempt starts from the committed generation, which is intact.
     void update() {
         random_.fill(gradients_);
         const Batch batch = update_batch();
@@ -406,14 +406,14 @@ class Scenario {
         require(found == expected_, "the state differs", seed_);
     }
 
-    // What was written through is what a pipeline without resident tasklets reads.
+    // Checks that a pipeline without resident tasklets reads the state that was written through.
     void check_storage() {
         num_resident_ = 0;
         pipeline_ = make_pipeline();
         check_state();
     }
 
-    // Closing or destroying a pipeline with work in flight and somebody waiting.
+    // Closes a pipeline while a thread waits, and destroys another one, with work in flight.
     void abandon() {
         const Batch batch = update_batch();
         inject(100);
@@ -442,7 +442,7 @@ class Scenario {
     std::size_t numel_;
     std::size_t num_tasklets_ = 0;
     std::size_t tasklet_numel_ = 0;
-    std::size_t num_resident_ = 0;  // the first ones
+    std::size_t num_resident_ = 0;  // the first tasklets
     bool in_memory_only_ = false;
     bool master_in_parameter_ = false;
     bool failing_ = false;
@@ -451,12 +451,12 @@ class Scenario {
     State expected_;
     std::vector<float> parameters_;
     std::vector<float> gradients_;
-    std::shared_ptr<CudaStream> stream_;  // none: parameters are in host memory
+    std::shared_ptr<CudaStream> stream_;  // null if parameters are in host memory
     std::vector<StateFile> files_;
     std::unique_ptr<Pipeline> pipeline_;
 };
 
-// Two threads, each with a half of a file, write blocks and read them back; the last requests are abandoned to close().
+// Two threads, each with a half of a file, write blocks and read them back. The last requests are left to close().
 class Requests {
  public:
     Requests(const std::string& folder, std::uint64_t seed)
@@ -482,7 +482,7 @@ class Requests {
     }
 
  private:
-    // More than the parts that a request is cut into.
+    // This is larger than the parts that a request is cut into.
     static constexpr std::size_t kHalf = (std::size_t{4} << 20) + 16 * kBlockBytes;
 
     StateFile make_file(const std::string& folder) {

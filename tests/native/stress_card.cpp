@@ -1,7 +1,7 @@
 // Works many tiny batches by a card in this process (fake_card.hpp), with the kernels of hls/, and the same batches by
-// the host, and compares every parameter and every byte on storage. The card hangs, fails and flips bits; what it has
-// not done then is done again by the host. Reads and writes of its files take until they are let go. Compressed
-// gradients with random damage are read as well. Built with sanitizers by test_sanitizers.py.
+// the host, and compares every parameter and every byte on storage. The card hangs, fails and flips bits, and the
+// host then does the work that the card has not done. Some reads and writes of its files block until they are released.
+// Compressed gradients with random damage are read as well. Built with sanitizers by test_sanitizers.py.
 //
 //     stress_card FOLDER FIRST_SEED NUM_SEEDS
 
@@ -30,13 +30,13 @@
 
 namespace {
 
-// No sanitizer and no busy machine takes longer to return from what was let go.
+// A released call returns within this time, also under a sanitizer and on a busy machine.
 constexpr std::chrono::seconds kLongestWait{120};
 
-// Transfers of one file that take until they are let go.
+// Blocks a transfer of one file until open().
 class Gate {
  public:
-    // From now on: the transfer of the file in this direction with this number, counted from now on.
+    // Blocks the transfer of the file in this direction with this number, counted from now on.
     void hold(int descriptor, bool writes, int at) {
         const std::lock_guard lock(mutex_);
         descriptor_ = descriptor;
@@ -70,13 +70,13 @@ class Gate {
 };
 
 Gate& gate() {
-    static Gate* const gate = new Gate;  // what was held may pass when all else is over
+    static Gate* const gate = new Gate;  // never destroyed: a blocked transfer may continue at exit
     return *gate;
 }
 
 }  // namespace
 
-// Instead of libc's, in all of this program.
+// These replace libc's functions in the whole program.
 extern "C" ssize_t pread(int descriptor, void* data, std::size_t bytes, off_t offset) {
     gate().pass(descriptor, false);
     return ::syscall(SYS_pread64, descriptor, data, bytes, offset);
@@ -214,10 +214,10 @@ class Scenario {
         return tasklet;
     }
 
-    // With so short a time, a run or a transfer may be given up that only was slow.
+    // Whether the timeout is so short that a slow run or transfer may be given up.
     bool is_impatient() const { return seed_ % 4 == 3; }
 
-    // Finite numbers, of whatever type they are taken for.
+    // Draws bits that are finite numbers in every type.
     void draw_gradients() {
         for (float& value : gradients_) {
             std::uint16_t halves[2];
@@ -275,7 +275,7 @@ class Scenario {
         commit();
     }
 
-    // What the card has done stays; the host does the rest, on the card's file, from the place that is untouched.
+    // Lets the host do, from the old slots in the card's file, the tasklets that the card has not completed.
     void redo(Batch batch) {
         check_busy();
         const std::vector<std::size_t> finished = on_card_->complete();
@@ -320,17 +320,17 @@ class Scenario {
         hold(holds, static_cast<int>(random_.upto(3)));
     }
 
-    // A transfer of state, or of gradients.
+    // Blocks a transfer of state or of gradients, or none.
     void hold(bool holds, int at) {
         const bool of_gradients = through_file_ && random_.coin();
         const int descriptor = of_gradients ? gradients_descriptor_ : card_->file.descriptor();
         gate().hold(holds ? descriptor : -1, random_.coin(), at);
     }
 
-    // A run may take no gradient, or give no parameters.
+    // These faults have no effect on a run without a gradient or without parameters.
     bool may_be_harmless() const { return fault_ == CardFault::kOtherGradient || fault_ == CardFault::kOtherParameter; }
 
-    // The parameters, and the extents that were written.
+    // Compares the parameters and the written extents.
     void compare() {
         require(std::memcmp(host_->parameters.data(), card_->parameters.data(), 4 * numel_) == 0, "a parameter differs",
                 seed_);
@@ -347,7 +347,7 @@ class Scenario {
         return content;
     }
 
-    // Parameters lie at offsets of an address that on() fills in.
+    // Gives parameters as offsets. on() adds the address.
     Batch update_batch() {
         Batch batch{Operation::kUpdate, {}, rule_.steps, nullptr};
         payloads_.clear();
@@ -427,7 +427,7 @@ class Scenario {
         if (bytes > 0) std::memcpy(payload.data() + at, data, bytes);
     }
 
-    // Closing a pipeline with work in flight, even with a run that does not return.
+    // Closes a pipeline with work in flight, even with a run that does not return.
     void abandon() {
         const bool hangs = is_impatient() && random_.coin();
         const bool stalls = hangs && random_.coin();
@@ -465,7 +465,7 @@ class Scenario {
     std::unique_ptr<Pipeline> on_card_;
 };
 
-// Payloads with random damage, each in memory of its own size: refused, or read within bounds.
+// Checks that payloads with random damage are refused or read within bounds. Each has memory of exactly its size.
 class DamagedPayloads {
  public:
     explicit DamagedPayloads(std::uint64_t seed) : random_(seed), numel_(random_.between(1, 140000)) {}
@@ -477,7 +477,7 @@ class DamagedPayloads {
                 SparseGradient gradient(payload.data(), payload.size(), numel_);
                 if (!gradient.check()) read(gradient);
             } catch (const std::invalid_argument&) {
-                continue;  // its header is wrong
+                continue;  // the header is wrong
             }
         }
     }
@@ -507,7 +507,7 @@ class DamagedPayloads {
         return payload;
     }
 
-    // In chunks that end anywhere.
+    // Reads the gradient in chunks with random ends.
     void read(const SparseGradient& gradient) {
         for (std::size_t begin = 0; begin < numel_;) {
             const std::size_t end = std::min<std::size_t>(numel_, begin + random_.between(1, 40000));

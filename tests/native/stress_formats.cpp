@@ -1,5 +1,5 @@
-// Works tasklets of random formats, sizes, borders and segments, without I/O, in memory that ends where it must. Built
-// with sanitizers by test_sanitizers.py.
+// Works tasklets of random formats, sizes, borders and segments, without I/O, in memory of exact size, so that a
+// sanitizer sees any access beyond it. Built with sanitizers by test_sanitizers.py.
 //
 //     stress_formats FIRST_SEED NUM_SEEDS
 
@@ -22,8 +22,9 @@
 namespace smart_infinity {
 namespace {
 
-// How this thread computes, whose caller must not notice that work is done with subnormals as zeros: on x86 all that
-// MXCSR says of it, but not what has happened. With kept subnormals, or with those that are read as zeros already.
+// arithmetic() returns how this thread computes. The work treats subnormals as zeros, which must not change the
+// caller's arithmetic. On x86 that is MXCSR without its exception flags. begin_with() chooses whether the caller itself
+// keeps subnormals or treats them as zeros.
 #if defined(__x86_64__)
 std::uint32_t arithmetic() { return _mm_getcsr() & ~0x3fu; }
 void begin_with(bool zeros) { _mm_setcsr(zeros ? 0x1fc0 : 0x1f80); }
@@ -118,7 +119,7 @@ class Scenario {
         work(operation, {segment(0, tasklet_.numel, values)}, extent_.get());
     }
 
-    // Some elements, from memory that holds no others.
+    // Modifies some elements from memory that holds no others.
     void modify() {
         const std::size_t first = upto(tasklet_.numel - 1);
         const std::size_t last = first + upto(tasklet_.numel - first);
@@ -127,7 +128,7 @@ class Scenario {
         work(Operation::kModify, {segment(first, last, values)}, extent_.get());
     }
 
-    // On every instruction set, and cut into other segments each time: all give the same extent.
+    // Updates on every instruction set, with other segments each time. All must give the same extent.
     void update() {
         std::vector<float> gradients(tasklet_.numel);
         fill(gradients);

@@ -1,6 +1,6 @@
-// Compresses gradients of random tasklets, in memory that ends where it must, by every codec and on every instruction
-// set; compares them with a plain sort; feeds residuals from several threads; runs batches with a codec; and reads
-// payloads with random damage. What is allocated meanwhile is counted. Built with sanitizers by test_sanitizers.py.
+// Compresses gradients of random tasklets, in memory of exact size, by every codec and on every instruction set, and
+// compares them with a plain sort. Feeds residuals from several threads, runs batches with a codec, and reads payloads
+// with random damage. Allocated bytes are counted. Built with sanitizers by test_sanitizers.py.
 //
 //     stress_gradients FOLDER FIRST_SEED NUM_SEEDS
 
@@ -36,7 +36,7 @@ std::atomic<std::size_t> allocated{0};
 
 }  // namespace
 
-// As the C library gives it, which the sanitizers watch, too.
+// These count allocated bytes and use the C library's memory, which the sanitizers watch too.
 void* operator new(std::size_t bytes) {
     allocated += bytes;
     if (void* const memory = std::malloc(bytes)) return memory;
@@ -74,7 +74,7 @@ class Random {
     std::mt19937_64 generator_;
 };
 
-// One tasklet's memory: each piece ends where it must.
+// The memory of one tasklet. Each piece has its exact size.
 class Gradient {
  public:
     Gradient(std::uint64_t seed, std::uint64_t numel) : random_(seed) {
@@ -99,7 +99,7 @@ class Gradient {
     const std::vector<float>& y() const { return y_; }
     const std::vector<bool>& sent() const { return sent_; }
     std::vector<float>& residual() { return residual_; }
-    // By the last encode().
+    // The bytes allocated by the last encode().
     std::size_t allocated_bytes() const { return allocated_bytes_; }
 
     std::vector<std::byte> encode(const std::shared_ptr<const GradientCodec>& codec) {
@@ -138,7 +138,7 @@ class Gradient {
         }
     }
 
-    // Numbers that many types have: products and sums are exact in each.
+    // Fills in numbers whose products and sums are exact in every type.
     void fill() {
         const bool is_sparse = random_.coin();
         for (std::size_t i = 0; i < tasklet_.numel; ++i) {
@@ -197,7 +197,7 @@ class Scenario {
     }
 
  private:
-    // On every instruction set the same bytes, with little memory beside the payload.
+    // Compresses on every instruction set and checks for equal bytes and little memory beside the payload.
     std::vector<std::byte> encode(Gradient& gradient) {
         std::vector<std::vector<std::byte>> payloads;
         for (const InstructionSet choice : supported_instruction_sets()) {
@@ -214,7 +214,7 @@ class Scenario {
             4096 + 400 * (gradient.tasklet().segments.size() + gradient.tasklet().padding.size());
         if (codec_ != top_k_ || top_k_->ratio() == 1) return ranges;
         if (numel_ <= 65536) return ranges + 12 * (2 * numel_ + 8192);
-        // Two tries at most, each of candidates that are few; a sample; or two tables of counts.
+        // Memory for at most two tries with few candidates each, for a sample, or for two tables of counts.
         return ranges + 2 * 12 * (2 * numel_ / 16 + 8192) + 400000;
     }
 
@@ -247,7 +247,7 @@ class Scenario {
         }
     }
 
-    // Of several copies at once, whose residuals are then equal.
+    // Feeds back several copies at once. All their residuals must be as expected.
     void feed(Gradient& gradient, const std::vector<std::byte>& payload) {
         if (gradient.residual().empty()) return;
         const std::vector<float> sent = decoded(payload, numel_, random_);
@@ -269,7 +269,7 @@ class Scenario {
         }
     }
 
-    // By what is decoded a chunk at a time: never is there a dense gradient.
+    // Updates from the payload, which is decoded chunk by chunk, so that no dense gradient is allocated.
     void update(Gradient& gradient) {
         Tasklet empty;
         empty.numel = numel_;
@@ -304,11 +304,11 @@ class Scenario {
             require(bytes <= payload.size(), "a payload is larger than its memory", seed_);
             (void)decoded(payload, numel_, random_);
         } catch (const std::invalid_argument&) {
-            // It is refused.
+            // The payload is refused.
         }
     }
 
-    // Tasklets that are compressed by several threads, and updated by what their payloads have.
+    // Works a batch of tasklets that several threads compress and update.
     void work_batch() {
         std::vector<std::unique_ptr<Gradient>> gradients;
         std::vector<std::vector<std::byte>> payloads;
@@ -349,7 +349,7 @@ class Scenario {
         feed_back(update.tasklets, update.residual_scale, 2);
     }
 
-    // From a state of zeros, an element that was sent moves against its sign, and no other moves.
+    // Checks that, from a state of zeros, sent elements move against their sign and no others move.
     void check_updated(const std::vector<std::unique_ptr<Gradient>>& gradients, const Batch& update,
                        const std::vector<std::vector<float>>& parameters) {
         for (std::size_t index = 0; index < gradients.size(); ++index) {

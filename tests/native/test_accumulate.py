@@ -1,4 +1,4 @@
-"""Gradients into their sums, against what torch does with the same tensors."""
+"""Accumulation of gradients gives the bits of torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightning_smartinfinity.native import DType, accumulate, sum_of_squares
 from tests.helpers.native_testing import InstructionSet
 
 TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
-# Around the width of the registers, and around what is squared at a time.
+# Lengths around the width of the registers and around the number of elements squared at a time.
 NUMELS = [0, 1, 31, 32, 33, 1023, 1024, 1025, 5_000]
-# Sums that overflow or round to a subnormal, subnormals, signed zeros.
+# Values whose sums overflow or become subnormal, subnormals and signed zeros.
 EDGES = [0.0, -0.0, 1e-40, -3e-39, 6e-8, 6e-5, 65_504.0, 65_520.0, 3.3e38, -3.3e38]
 
 
@@ -25,14 +25,14 @@ def values(numel: int, dtype: DType, seed: int) -> torch.Tensor:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """A NaN is as good as another."""
+    """Return whether the bits are equal. All NaNs count as equal."""
     whole = {2: torch.int16, 4: torch.int32}[left.element_size()]
     return bool(((left.view(whole) == right.view(whole)) | (left.isnan() & right.isnan())).all())
 
 
 @pytest.mark.parametrize(("gradient_dtype", "dtype"), list(itertools.product(TORCH, TORCH)))
 def test_sums_are_torchs(instruction_set: InstructionSet, gradient_dtype: DType, dtype: DType) -> None:
-    """Written or added, many in one call, to the bit; the squares are those that a pass of its own would find."""
+    """Writing or adding many gradients in one call gives torch's bits, and the squares of a separate pass."""
     gradients = [values(numel, gradient_dtype, numel) for numel in NUMELS * 2]
     sums = [values(numel, dtype, numel + 1) for numel in NUMELS * 2]
     adds = [False] * len(NUMELS) + [True] * len(NUMELS)
@@ -53,6 +53,6 @@ def test_sums_are_torchs(instruction_set: InstructionSet, gradient_dtype: DType,
 
 
 def test_lists_of_different_lengths_are_refused() -> None:
-    """Nothing is read or written."""
+    """Lists of different lengths are refused."""
     with pytest.raises(ValueError, match="as many"):
         accumulate([0], [0], [1], [], DType.FLOAT32, DType.FLOAT32)

@@ -1,6 +1,6 @@
-"""The native core and the package speak to kernels as ``hls/description.py`` has them.
+"""The native core and the package call kernels as ``hls/description.py`` describes them.
 
-That the kernels themselves do is what ``tests/hls`` holds.
+``tests/hls`` shows that the kernels follow the same description.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SGD = next(kernel for kernel in KERNELS if kernel.name == "sgd_update")
 
 
 def step_of(kernel: Kernel) -> Any:
-    """Every word another number."""
+    """Return a step in which every word has a different value."""
     values = {word: 1.5 + number for number, word in enumerate(kernel.words)}
     return STEPS[kernel.name](**values, **({"seed": 1} if kernel.name == "adamw_update" else {}))
 
@@ -74,7 +74,7 @@ def update(stored: StoredState, kernel: Kernel, binding: DescribedCard, run: Run
 
 
 def read(stored: StoredState, num_arrays: int) -> tuple[Failure | None, list[Array]]:
-    """What a card has written, as the host reads it."""
+    """Read, on the host, the state that a card wrote."""
     stored.generation, stored.slot = stored.generation + 1, 1 - stored.slot
     found = [np.zeros(NUMEL, np.float32) for _ in range(num_arrays)]
     stored.start(Operation.READ, [Run(0, NUMEL, arrays=found)])
@@ -84,7 +84,7 @@ def read(stored: StoredState, num_arrays: int) -> tuple[Failure | None, list[Arr
 @pytest.mark.parametrize("form", [1, 256 + 1, 512], ids=["dense", "sparse", "8 bits"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_arguments(tmp_path: Path, kernel: Kernel, form: int) -> None:
-    """Every one in its place: pointers, ranges, forms, and the rule's words by their names."""
+    """A kernel gets every argument in its place: pointers, ranges, forms, and the rule's words by their names."""
     step = step_of(kernel)
     gradient, *arrays = random_arrays(step, NUMEL, 1, special=False)
     payload = None
@@ -148,7 +148,7 @@ PROBLEMS = {
 
 
 def answered(folder: Path, word: str, bits: int) -> tuple[Failure | None, Failure | None]:
-    """What becomes of an update whose status has other bits in a word: its failure, and that of who reads the state."""
+    """Update with altered bits in a status word. Return the failure of the update and of the next read."""
     gradient, *arrays = random_arrays(step_of(SGD), NUMEL, 2, special=False)
     payload = compress(gradient, 0.1, DType.FLOAT32)
     binding = DescribedCard(payload)
@@ -162,7 +162,7 @@ def answered(folder: Path, word: str, bits: int) -> tuple[Failure | None, Failur
 
 @pytest.mark.parametrize("word", STATUS_WORDS)
 def test_words_of_the_status(tmp_path: Path, word: str) -> None:
-    """Each is looked at, where the description has it; checksums of what was written are found by who reads it next."""
+    """Each status word is checked. Checksums of written arrays are checked by the next read."""
     failure, later = answered(tmp_path, word, 64)
     if not PROBLEMS[word]:
         assert failure is None and later is not None and later.kind == "checksum"
@@ -172,7 +172,7 @@ def test_words_of_the_status(tmp_path: Path, word: str) -> None:
 
 
 def test_another_kernel_answers(tmp_path: Path) -> None:
-    """Its number is the upper half of the version's word."""
+    """A status from another kernel is refused. The kernel's number is the upper half of the version word."""
     failure, _ = answered(tmp_path, "version_and_kernel", 64 << 16)
     assert failure is not None and failure.kind == "device"
     assert f"kernel {SGD.number ^ 64} answered, expected {SGD.number}, sgd_update" in failure.message
@@ -190,26 +190,29 @@ def test_another_kernel_answers(tmp_path: Path) -> None:
     ],
 )
 def test_error_bits(tmp_path: Path, error: str, told: str) -> None:
-    """In words."""
+    """Each error bit of the status is explained in words."""
     failure, _ = answered(tmp_path, "errors", ERROR_BITS[error])
     assert failure is not None and f"({ERROR_BITS[error]}: {told})" in failure.message
 
 
 def test_an_optimizer_without_a_kernel() -> None:
-    """The error names it, and those that have one."""
+    """An optimizer without a kernel is refused by name, with a list of those that have one."""
     with pytest.raises(UnsupportedError, match=r"torch\.optim\.Adamax") as caught:
         of_package.kernel_of("Adamax")
     assert "update_device='host'" in caught.value.remedy and "Adagrad" in caught.value.remedy
 
 
 def example_state(step: Any) -> tuple[Array, ...]:
-    """The state after a step as the self-test makes it: a card's NaN may have other bits than the host's."""
+    """Return the self-test's state after a step.
+
+    It must be finite, since a card's NaN may have other bits than the host's.
+    """
     gradient, *state = np.random.default_rng(1).standard_normal((1 + len(ARRAYS[type(step)]), 50_000), np.float32)
     return RULE_OF[type(step)](step, gradient, tuple(map(np.abs, state)))
 
 
 def test_kernels_of_the_package() -> None:
-    """Names, numbers of arrays, the steps that they take, and what each torch optimizer keeps."""
+    """The package's kernels agree with the description in names, arrays and steps, and with torch's optimizers."""
     assert [kernel.name for kernel in of_package.KERNELS] == [kernel.name for kernel in KERNELS]
     for ours, described in zip(of_package.KERNELS, KERNELS, strict=True):
         assert ours.num_arrays == len(described.arrays)

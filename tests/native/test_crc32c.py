@@ -25,12 +25,12 @@ def checksum(data: bytes, value: int = 0) -> int:
 
 
 def part(first: int, last: int, value: int, width: int) -> int:
-    """Of a part of ``DATA``."""
+    """Return the checksum of a part of ``DATA``."""
     return crc32c(DATA.ctypes.data + first, last - first, value, width)
 
 
 def bitwise(data: bytes) -> int:
-    """The definition, one bit at a time."""
+    """Return the checksum by its definition, one bit at a time."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -52,12 +52,12 @@ def bitwise(data: bytes) -> int:
     ids=["empty", "digits", "zeros", "ones", "ascending", "descending"],
 )
 def test_known_vectors(instruction_set: InstructionSet, data: bytes, expected: int) -> None:
-    """The check value of the algorithm and the vectors of RFC 3720."""
+    """The algorithm's check value and the vectors of RFC 3720 are reproduced."""
     assert checksum(data) == expected
 
 
 def test_against_the_definition(instruction_set: InstructionSet) -> None:
-    """Lengths and offsets around words and stretches give what the definition gives."""
+    """Lengths and offsets around the sizes of the loops agree with the definition."""
     data = np.random.default_rng(0).integers(0, 256, 20_000, dtype=np.uint8).tobytes()
     for offset in (0, 1, 3, 7):
         for numel in (1, 7, 8, 9, 255, 767, 768, 769, 3000, 12_287, 12_288, 12_289, 13_100):
@@ -65,7 +65,7 @@ def test_against_the_definition(instruction_set: InstructionSet) -> None:
 
 
 def test_continues(instruction_set: InstructionSet) -> None:
-    """The checksum of two pieces in a row is that of the whole."""
+    """A checksum can be continued over a second piece."""
     data = np.random.default_rng(1).integers(0, 256, 30_000, dtype=np.uint8).tobytes()
     for cut in (0, 1, 777, 12_288, 29_999, 30_000):
         assert checksum(data[cut:], checksum(data[:cut])) == checksum(data)
@@ -73,7 +73,7 @@ def test_continues(instruction_set: InstructionSet) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS[1:])
 def test_each_length(width: int) -> None:
-    """From nothing to many turns of the loop, at each alignment, every width gives what the table gives."""
+    """Every width agrees with the table for each length and alignment."""
     for numel in [*range(1200), *range(1200, 4000, 37)]:
         first = numel % 64
         assert part(first, first + numel, numel, width) == part(first, first + numel, numel, 0)
@@ -82,7 +82,7 @@ def test_each_length(width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS[1:])
 @given(cuts=st.lists(st.integers(0, len(DATA)), max_size=6), value=st.integers(0, 2**32 - 1))
 def test_any_pieces(width: int, cuts: list[int], value: int) -> None:
-    """However data is cut, and whatever came before, every width gives what the table gives of the whole."""
+    """Every width agrees with the table however the data is cut, and for any initial value."""
     borders = sorted([*cuts, 0, len(DATA)])
     crc = value
     for first, last in itertools.pairwise(borders):
@@ -91,7 +91,7 @@ def test_any_pieces(width: int, cuts: list[int], value: int) -> None:
 
 
 def test_widths() -> None:
-    """The table is always there; another width than those of this CPU is refused, as is none at all."""
+    """The table is always available. A width that this CPU does not have is refused."""
     assert WIDTHS[0] == 0 and sorted(WIDTHS) == WIDTHS
     for width in (-1, 64, 1024):
         with pytest.raises(ValueError, match=f"width {width}"):
@@ -99,7 +99,7 @@ def test_widths() -> None:
 
 
 def test_table_and_instruction_agree_on_large_data() -> None:
-    """Several megabytes give one checksum whatever computes it."""
+    """Several megabytes have the same checksum on every instruction set."""
     data = np.random.default_rng(2).integers(0, 256, (5 << 20) + 13, dtype=np.uint8).tobytes()
     found = set()
     for choice in supported_instruction_sets():
@@ -110,7 +110,7 @@ def test_table_and_instruction_agree_on_large_data() -> None:
 
 @given(sizes=st.lists(st.integers(0, 20_000), min_size=1, max_size=4))
 def test_pieces_combine(sizes: list[int]) -> None:
-    """From the checksums of pieces, some of them empty, comes that of the whole."""
+    """The checksums of pieces, some of them empty, combine to that of the whole."""
     ends = list(itertools.accumulate(sizes, initial=0))
     combined = 0
     for first, last in itertools.pairwise(ends):
@@ -119,7 +119,7 @@ def test_pieces_combine(sizes: list[int]) -> None:
 
 
 def test_a_large_piece_combines() -> None:
-    """Beyond 32 bits of bytes: what stands before 2**34 zeros, with all of them at once and a sixteenth at a time."""
+    """Combining works beyond 2**32 bytes: appending 2**34 zeros at once equals appending them in 16 parts."""
     zeros = {1 << 16: checksum(bytes(1 << 16))}
     for exponent in range(17, 35):
         half = 1 << (exponent - 1)

@@ -1,4 +1,4 @@
-"""The CUDA driver as the core opens it, on a fake one (fake_cuda.cpp): errors, order of streams, memory, processes."""
+"""The native core's use of the CUDA driver, on a fake one (fake_cuda.cpp): errors, streams, memory and processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.native.stored import Run, StoredState
     [("/nowhere/libcuda.so.1", "cannot be opened: /nowhere/libcuda.so.1"), ("libm.so.6", "has no cuInit")],
 )
 def test_no_driver(library: str, problem: str) -> None:
-    """Nothing needs it until a device is asked for; then the error says what could not be opened."""
+    """A missing driver is reported when a device is asked for, with the library that could not be opened."""
     use_cuda_library(library)
     with pytest.raises(CudaError, match=problem) as raised:
         CudaDevice(0)
@@ -44,7 +44,7 @@ def test_no_driver(library: str, problem: str) -> None:
 
 
 def test_a_library_that_comes_later_is_found(fake_cuda: FakeCuda) -> None:
-    """A failure is not remembered; a device is."""
+    """A failure to open the driver is not remembered, so a later attempt can succeed."""
     use_cuda_library("/nowhere/libcuda.so.1")
     with pytest.raises(CudaError):
         CudaDevice(0)
@@ -55,7 +55,7 @@ def test_a_library_that_comes_later_is_found(fake_cuda: FakeCuda) -> None:
 
 
 def test_no_such_device(fake_cuda: FakeCuda) -> None:
-    """The driver's refusal, with its number, is passed on."""
+    """The driver's error for a device that does not exist is passed on with its number."""
     with pytest.raises(CudaError, match=r"^cuDeviceGet failed: CUDA_ERROR_FAKE \(101\): made up for a test\."):
         CudaDevice(7)
 
@@ -64,7 +64,7 @@ def test_no_such_device(fake_cuda: FakeCuda) -> None:
     "call", ["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"]
 )
 def test_every_call_is_checked(fake_cuda: FakeCuda, call: str) -> None:
-    """A call that fails raises with its name and the driver's text, and the next one works."""
+    """A failing call raises with its name and the driver's text, and the next call works."""
     device = CudaDevice(0)
     stream, values = CudaStream(device), np.zeros(8, np.float32)
 
@@ -83,7 +83,7 @@ def test_every_call_is_checked(fake_cuda: FakeCuda, call: str) -> None:
 
 
 def test_copies_follow_their_stream(fake_cuda: FakeCuda) -> None:
-    """A copy from registered memory returns at once and runs when the stream comes to it."""
+    """A copy from registered memory returns at once and runs in its stream's order."""
     device = CudaDevice(0)
     host = HostBuffer(4096)
     assert host.register(device)
@@ -108,7 +108,7 @@ def test_copies_follow_their_stream(fake_cuda: FakeCuda) -> None:
 
 
 def test_streams_wait_for_each_other_where_they_are_told(fake_cuda: FakeCuda) -> None:
-    """follow() orders ours after the other, lead() the other after ours; neither waits on the host."""
+    """follow() orders our stream after the other, and lead() the other after ours. Neither waits on the host."""
     device = CudaDevice(0)
     ours, user = CudaStream(device), fake_cuda.stream()
     values, found = np.zeros(3, np.float32), np.zeros(3, np.float32)
@@ -127,7 +127,7 @@ def test_streams_wait_for_each_other_where_they_are_told(fake_cuda: FakeCuda) ->
 
 
 def test_an_event_is_what_it_was_recorded_as_last(fake_cuda: FakeCuda) -> None:
-    """Recorded again it stands for the later point; one that never was is complete."""
+    """An event stands for its latest record. An event that was never recorded is complete."""
     device = CudaDevice(0)
     event, user = CudaEvent(device), fake_cuda.stream()
     event.synchronize()
@@ -142,7 +142,7 @@ def test_an_event_is_what_it_was_recorded_as_last(fake_cuda: FakeCuda) -> None:
 
 
 def test_registration_ends_before_the_memory(fake_cuda: FakeCuda) -> None:
-    """By unregister(), or with the last reference; the mapping is still there then."""
+    """Memory is unregistered by unregister(), or with the last reference before it is unmapped."""
     device = CudaDevice(0)
     first, second = HostBuffer(10_000), HostBuffer(4 << 20)
     assert first.register(device) and second.register(device)
@@ -162,7 +162,10 @@ def test_registration_ends_before_the_memory(fake_cuda: FakeCuda) -> None:
 
 
 def test_memory_that_cannot_be_registered(fake_cuda: FakeCuda) -> None:
-    """It is reported, not raised; the device says why it first failed, and copies work without."""
+    """A failed registration is returned, not raised.
+
+    The device keeps the first reason, and copies work without registration.
+    """
     device = CudaDevice(0)
     assert device.registration_failure == ""
     fake_cuda.fail("cuMemHostRegister_v2")
@@ -177,7 +180,7 @@ def test_memory_that_cannot_be_registered(fake_cuda: FakeCuda) -> None:
 
 
 def test_a_driver_that_is_gone(fake_cuda: FakeCuda) -> None:
-    """As at the end of a process: what is given back late is given back in silence, the rest raises."""
+    """After the driver is gone, as at the end of a process, objects are freed silently and calls raise."""
     device = CudaDevice(0)
     stream, event, buffer = CudaStream(device), CudaEvent(device), HostBuffer(4096)
     buffer.register(device)
@@ -190,7 +193,7 @@ def test_a_driver_that_is_gone(fake_cuda: FakeCuda) -> None:
 
 
 def test_a_forked_child_leaves_the_driver_alone(fake_cuda: FakeCuda) -> None:
-    """It has no context: objects of its parent raise when used, and call nothing when they go."""
+    """In a forked child the parent's objects raise when used, and call nothing when they are freed."""
     device = CudaDevice(0)
     stream, event, buffer = CudaStream(device), CudaEvent(device), HostBuffer(4096)
     buffer.register(device)
@@ -216,7 +219,7 @@ def test_a_forked_child_leaves_the_driver_alone(fake_cuda: FakeCuda) -> None:
 
 
 def test_the_end_of_a_process_that_holds_everything(fake_cuda: FakeCuda, tmp_path: Path) -> None:
-    """No crash and no word, with registered memory, streams and work on them left behind."""
+    """A process that ends with registered memory, streams and work in flight neither crashes nor prints anything."""
     code = f"""
         from lightning_smartinfinity.native import CudaDevice, CudaEvent, CudaStream, HostBuffer
         from tests.helpers.native_testing import use_cuda_library
@@ -234,7 +237,7 @@ def test_the_end_of_a_process_that_holds_everything(fake_cuda: FakeCuda, tmp_pat
 
 
 def test_parameters_of_two_sizes_in_one_tasklet(fake_cuda: FakeCuda, tmp_path: Path) -> None:
-    """They would overlap in a slot: refused."""
+    """Parameters of two types in one tasklet are refused, because they would overlap in a slot."""
     stream = CudaStream(CudaDevice(0))
     with StoredState(tmp_path, 1_000) as state:
         runs = [
@@ -247,7 +250,7 @@ def test_parameters_of_two_sizes_in_one_tasklet(fake_cuda: FakeCuda, tmp_path: P
 
 
 def test_a_batch_whose_parameters_do_not_travel(fake_cuda: FakeCuda, tmp_path: Path) -> None:
-    """A stream alone makes no slots and no copies."""
+    """A batch with a stream but without parameters allocates no slots and copies nothing."""
     stream = CudaStream(CudaDevice(0))
     with StoredState(tmp_path, 1_000) as state:
         state.write(*(np.ones(1_000, np.float32) for _ in range(3)))

@@ -1,4 +1,4 @@
-"""The package exports all that the native core has, and nothing that is for tests."""
+"""The package exports everything in the native core but the names for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.helpers import native_testing
 
 
 def test_everything_public_is_exported() -> None:
-    """The package re-exports the module; what is for tests is imported by them alone."""
+    """The package re-exports the core's public names. Only tests import the names for tests."""
     public = {name for name in vars(core) if not name.startswith("_")}
     exported = {name for name in vars(native) if not name.startswith("_")}
     assert set(core.__all__) | set(native_testing.__all__) == public

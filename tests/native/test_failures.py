@@ -1,4 +1,4 @@
-"""Whatever goes wrong on storage stops the batch, is reported with path and offset, and leaves the old slot intact."""
+"""A failure on storage stops the batch, is reported with path and offset, and leaves the old slot intact."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def update(state: StoredState, **kwargs: bool) -> tuple[Failure | None, Floats]:
 
 
 def flip(state: StoredState, tasklet: int, position: int) -> None:
-    """Flips a bit of the tasklet's current extent."""
+    """Flip a bit of the tasklet's current extent."""
     with state.paths[0].open("r+b") as file:
         file.seek(state.extent_offset(tasklet, state.slot) + position)
         byte = file.read(1)[0]
@@ -78,7 +78,7 @@ def flip(state: StoredState, tasklet: int, position: int) -> None:
     ],
 )
 def test_a_flipped_bit(tmp_path: Path, position: int, kind: str) -> None:
-    """One bit anywhere in what is read is noticed, and named with file, offset and tasklet."""
+    """One flipped bit anywhere in the data read is found and reported with file, offset and tasklet."""
     state, _ = stored(tmp_path)
     with state:
         flip(state, tasklet=4, position=position)
@@ -91,7 +91,7 @@ def test_a_flipped_bit(tmp_path: Path, position: int, kind: str) -> None:
 
 
 def test_nothing_is_written_out_of_a_damaged_extent(tmp_path: Path) -> None:
-    """The parameters of a tasklet whose checksum is wrong stay as they were."""
+    """A tasklet with a wrong checksum leaves its parameters as they were."""
     state, _ = stored(tmp_path)
     with state:
         flip(state, tasklet=0, position=2 * REGION)
@@ -101,7 +101,7 @@ def test_nothing_is_written_out_of_a_damaged_extent(tmp_path: Path) -> None:
 
 
 def test_master_in_parameter_does_not_read_the_master(tmp_path: Path) -> None:
-    """A flipped bit in the master does not matter then; one in a moment does."""
+    """With the master in the parameter, a flipped bit in the stored master does not matter. One in a moment does."""
     state, _ = stored(tmp_path)
     with state:
         flip(state, tasklet=2, position=5)
@@ -137,7 +137,7 @@ def test_foreign_tasklet(tmp_path: Path) -> None:
 
 
 def test_wrong_generation(tmp_path: Path) -> None:
-    """An extent of another step is refused."""
+    """An extent of another generation is refused."""
     state, _ = stored(tmp_path)
     with state:
         state.generation += 1
@@ -147,7 +147,7 @@ def test_wrong_generation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["numel", "never written"])
 def test_wrong_format(tmp_path: Path, change: str) -> None:
-    """Another shape, or no extent at all, is refused."""
+    """An extent of another shape, and a place without an extent, are refused."""
     state, _ = stored(tmp_path)
     if change == "numel":
         state.numel -= 1
@@ -161,7 +161,7 @@ def test_wrong_format(tmp_path: Path, change: str) -> None:
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("missing", [4096, 8192, 1, 513, 5000])
 def test_short_file(tmp_path: Path, direct: bool, missing: int) -> None:
-    """A file that ends inside an extent, at a block or not, is reported as short."""
+    """A file that ends inside an extent is reported as short, also when it ends inside a block."""
     state = StoredState(tmp_path, NUMEL, TASKLET, direct=direct and takes_direct(tmp_path))
     with state:
         state.write(*initial(NUMEL))
@@ -177,7 +177,7 @@ def test_short_file(tmp_path: Path, direct: bool, missing: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("which", ["read", "write"])
 def test_error_in_the_middle(tmp_path: Path, seed: int, which: str) -> None:
-    """EIO in any transfer, with others in flight: reported with errno, and the old slot still holds everything."""
+    """EIO with other transfers in flight is reported with errno, and the old slot stays intact."""
     state, arrays = stored(tmp_path, num_buffers=3, io_threads=3, compute_threads=2)
     at = {f"fail_{which}_at": seed % state.num_tasklets}
     with state:
@@ -192,7 +192,7 @@ def test_error_in_the_middle(tmp_path: Path, seed: int, which: str) -> None:
 
 @pytest.mark.parametrize("which", ["read", "write"])
 def test_interrupted_transfer(tmp_path: Path, which: str) -> None:
-    """EINTR is no failure: the transfer is tried again."""
+    """A transfer interrupted by EINTR is repeated without a failure."""
     state, _ = stored(tmp_path)
     with state:
         inject(state.pipeline, errno=errno.EINTR, short_transfer_every=2, **{f"fail_{which}_at": 3})
@@ -202,7 +202,7 @@ def test_interrupted_transfer(tmp_path: Path, which: str) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_wait_reports_and_drain_ends(tmp_path: Path, seed: int) -> None:
-    """wait() returns the failure from its occurrence on; drain() returns it too and makes room for the next batch."""
+    """wait() returns a failure once it has occurred. drain() returns it too and allows the next batch."""
     state, arrays = stored(tmp_path, num_buffers=2)
     with state:
         inject(state.pipeline, seed=seed, max_delay_us=300, fail_read_at=3, errno=errno.ENODEV)
@@ -222,7 +222,7 @@ def test_wait_reports_and_drain_ends(tmp_path: Path, seed: int) -> None:
 
 
 def test_parameters_do_not_wait_for_writes(tmp_path: Path) -> None:
-    """A tasklet's parameters are out although its write fails."""
+    """A tasklet's parameters are updated although its write fails."""
     state, _ = stored(tmp_path, num_buffers=1)
     with state:
         inject(state.pipeline, fail_write_at=0, errno=errno.ENOSPC)
@@ -233,7 +233,7 @@ def test_parameters_do_not_wait_for_writes(tmp_path: Path) -> None:
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """A device that is full refuses the first write with ENOSPC."""
+    """A full device fails the first write with ENOSPC."""
     layout = StoredState(tmp_path, NUMEL, TASKLET)
     identity = Identity(job=JOB, rank=3, state_format=0)
     full = StateFile("/dev/full", direct=False)
@@ -250,9 +250,9 @@ def test_full_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("limit", [5 * 4096, 5 * 4096 + 100])
 def test_file_size_limit(tmp_path: Path, limit: int, direct: bool) -> None:
-    """A write stopped half way by the system's limit ends in EFBIG, and its signal does not kill the process.
+    """A write stopped half-way by the file size limit ends in EFBIG, and its signal does not kill the process.
 
-    Direct I/O that the limit cuts inside a block fails as one that is not aligned.
+    The same holds for direct I/O that the limit cuts inside a block.
     """
     direct = direct and takes_direct(tmp_path)
     code = f"""

@@ -1,4 +1,4 @@
-"""Plain content between memory and files: complete, or refused with path, offset and errno."""
+"""Transfers of plain content between memory and files: complete, or failed with path, offset and errno."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.native_testing import inject
 from tests.native.stored import takes_direct
 
 BLOCK = 4096
-# Three parts and a bit.
+# Three parts and one more block.
 NUM_BYTES = 3 * (4 << 20) + BLOCK
 
 Bytes = NDArray[np.uint8]
@@ -32,7 +32,7 @@ def buffer(nbytes: int = NUM_BYTES, *, seed: int | None = None) -> tuple[HostBuf
 
 @pytest.fixture
 def file(tmp_path: Path) -> StateFile:
-    """Two blocks longer than what the tests write."""
+    """A file two blocks longer than the tests' content."""
     path = tmp_path / "file"
     path.write_bytes(bytes(NUM_BYTES + 2 * BLOCK))
     return StateFile(str(path), direct=takes_direct(tmp_path))
@@ -42,7 +42,7 @@ def file(tmp_path: Path) -> StateFile:
     "faults", [{}, {"max_delay_us": 300, "short_transfer_every": 2, "seed": 5}], ids=["plain", "short and out of order"]
 )
 def test_what_is_written_is_read(file: StateFile, faults: dict[str, int]) -> None:
-    """Every byte arrives where it belongs and nowhere else, whatever the system makes of each transfer."""
+    """Every byte is written to its place and read back, even with short and delayed transfers."""
     queue = FileQueue(io_threads=3)
     inject(queue, **faults)
     source, written = buffer(seed=1)
@@ -58,7 +58,7 @@ def test_what_is_written_is_read(file: StateFile, faults: dict[str, int]) -> Non
 
 
 def test_many_requests_at_once(file: StateFile) -> None:
-    """Requests complete in any order; each ticket is that of its own request."""
+    """Requests complete in any order, and each ticket belongs to its own request."""
     queue = FileQueue()
     inject(queue, max_delay_us=200, seed=3)
     source, written = buffer(64 * BLOCK, seed=2)
@@ -75,7 +75,7 @@ def test_many_requests_at_once(file: StateFile) -> None:
     ],
 )
 def test_a_failing_transfer(file: StateFile, start: str, faults: dict[str, int], number: int) -> None:
-    """One part fails: the request has failed, naming path, offset and errno; the next request works."""
+    """If one part fails, the request fails with path, offset and errno, and the next request works."""
     queue, (memory, _) = FileQueue(), buffer()
     inject(queue, **faults)
     begin: Callable[..., int] = getattr(queue, start)
@@ -88,7 +88,7 @@ def test_a_failing_transfer(file: StateFile, start: str, faults: dict[str, int],
 
 
 def test_reading_past_the_end(file: StateFile) -> None:
-    """A file that ends too early is no success."""
+    """Reading past the end of a file fails."""
     queue, (memory, _) = FileQueue(), buffer(2 * BLOCK)
     size = os.stat(file.path).st_size
     failure = queue.wait(queue.read(file, offset=size - BLOCK, address=memory.address, nbytes=2 * BLOCK))
@@ -96,7 +96,7 @@ def test_reading_past_the_end(file: StateFile) -> None:
 
 
 def test_what_cannot_be_transferred_is_refused(file: StateFile) -> None:
-    """No bytes, a ticket never given out, no threads, a closed queue or file: an error, and nothing in flight."""
+    """Bad arguments, unknown tickets, and a closed queue or file are refused, and nothing is in flight."""
     queue, (memory, _) = FileQueue(), buffer(2 * BLOCK)
     with pytest.raises(ValueError, match="no bytes"):
         queue.read(file, offset=0, address=memory.address, nbytes=0)
@@ -121,7 +121,7 @@ def test_what_cannot_be_transferred_is_refused(file: StateFile) -> None:
 
 
 def test_closing_waits_for_what_is_in_flight(file: StateFile) -> None:
-    """Requests nobody waited for are whole when the queue is closed, even if their file was closed before."""
+    """close() finishes the requests in flight, even if their file was closed before."""
     queue, (memory, written) = FileQueue(), buffer(seed=4)
     inject(queue, max_delay_us=2000, seed=1)
     queue.write(file, offset=0, address=memory.address, nbytes=NUM_BYTES)
@@ -131,7 +131,7 @@ def test_closing_waits_for_what_is_in_flight(file: StateFile) -> None:
 
 
 def test_a_forked_child_leaves_it_alone(file: StateFile) -> None:
-    """In a child the queue refuses work and its end does not hang; the parent's goes on."""
+    """A forked child cannot use the queue but can close it. The parent's queue continues."""
     queue, (memory, _) = FileQueue(), buffer(BLOCK)
     child = os.fork()
     if child == 0:

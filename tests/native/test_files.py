@@ -1,4 +1,4 @@
-"""Several files behind one pipeline: tasklets that go from one to another, counters of each, one that is slow."""
+"""Several files behind one pipeline: tasklets that change files, counters of each file, and a slow file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ENGINES = [name for name, reason in native.io_engines() if reason is None]
 
 @pytest.mark.parametrize("seed", range(4))
 def test_tasklets_that_change_files(tmp_path: Path, seed: int) -> None:
-    """Read from one file and written to another, they hold the same bits, when transfers overtake each other, too."""
+    """Tasklets read from one file and written to another give the same bits, also with reordered transfers."""
     with StoredState(tmp_path, NUMEL, 2048, num_files=2 + seed % 2, wanders=True) as state:
         inject(state.pipeline, seed=seed, max_delay_us=500, short_transfer_every=3)
         work_two_steps(state)
 
 
 def test_failures_name_the_file_at_fault(tmp_path: Path) -> None:
-    """A read that fails names where the tasklet lay, a write where it was to go."""
+    """A failed read names the file that the tasklet was read from, a failed write the file it was written to."""
     for fault, path in (("fail_read_at", "state-1.bin"), ("fail_write_at", "state-0.bin")):
         with StoredState(tmp_path, 1000, 1000, num_files=2, wanders=True) as state:
             state.write(*initial(1000))
@@ -36,14 +36,14 @@ def test_failures_name_the_file_at_fault(tmp_path: Path) -> None:
 
 
 def test_bytes_are_counted_by_file(tmp_path: Path) -> None:
-    """Each file has what was read from it and what was written to it; together it is everything."""
+    """Each file counts its own reads and writes, and their sums are the pipeline's."""
     with StoredState(tmp_path, 5 * 1024, 1024, num_files=2, wanders=True) as state:
         state.write(*initial(5 * 1024))
         inject(state.pipeline, short_transfer_every=2)
         assert state.work(Operation.UPDATE, [], STEPS) is None
         counters, extent = state.pipeline.counters(), state.extent_bytes
         found = [(file.read_bytes // extent, file.written_bytes // extent) for file in counters.files]
-        # Of tasklets 0 .. 4 the even ones were written to file 1, then read there and written to file 0.
+        # The even ones of tasklets 0 .. 4 were written to file 1, then read there and written to file 0.
         assert found == [(2, 2 + 3), (3, 3 + 2)]
         assert sum(file.read_bytes for file in counters.files) == counters.read_bytes
         assert sum(file.written_bytes for file in counters.files) == counters.written_bytes
@@ -51,7 +51,7 @@ def test_bytes_are_counted_by_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_throttled_file(tmp_path: Path, engine: str) -> None:
-    """It is busy for as long as its bytes take at that rate, side by side requests count once, and no bit differs."""
+    """A throttled file is busy for its bytes at that rate, simultaneous requests count once, and no bit changes."""
     rate = 20e6
     options = {"num_buffers": 8, "io_engine": engine}
     with StoredState(tmp_path, NUMEL, 2048, num_files=2, options=options) as state:
@@ -70,7 +70,7 @@ def test_throttled_file(tmp_path: Path, engine: str) -> None:
 
 
 def test_files_behind_one_channel(tmp_path: Path) -> None:
-    """They share its rate: what all of them move takes its time one after the other, beside what each is slowed by."""
+    """Files behind one throttled channel share its rate, besides their own rates."""
     rate = 20e6
     with StoredState(tmp_path, NUMEL, 2048, num_files=2, options={"num_buffers": 8}) as state:
         devices = [Throttle(state.pipeline, [file]) for file in state.files]
@@ -86,7 +86,7 @@ def test_files_behind_one_channel(tmp_path: Path) -> None:
 
 
 def test_idle_files_are_not_busy(tmp_path: Path) -> None:
-    """Time between requests does not count."""
+    """Time between requests does not count as busy."""
     pause = 0.05
     with StoredState(tmp_path, 1024, num_files=2) as state:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The table of state formats never changes what is on storage; documents and update rules agree with it."""
+"""The table of state formats agrees with existing stores, with the documents and with the update rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_smartinfinity.native.formats import STATE_FORMATS, formats_of, na
 from lightning_smartinfinity.transfer.rules import rule_for
 
 DOCS = Path(__file__).parents[2] / "docs"
-# Number; bytes of an element of Adam in each region; bytes of a block; type of the parameter that is the first region.
+# Number; bytes per element of Adam in each region; bytes per block; type of the parameter in the first region.
 ON_STORAGE = {
     "fp32": (0, (4, 4, 4), 0, DType.FLOAT32),
     "bf16": (1, (4, 2, 2), 0, DType.FLOAT32),
@@ -23,7 +23,7 @@ ON_STORAGE = {
 
 
 def rows_of(page: str, *, columns: int) -> dict[str, list[str]]:
-    """The cells behind the name of each format in the page's table of so many further columns."""
+    """Return the cells after each format's name in the page's table with this many further columns."""
     rows = re.findall(r"^\| `(\w+)`(?: \(default\))? \|(.*)\|$", (DOCS / page).read_text(), re.MULTILINE)
     cells = {name: [cell.strip() for cell in rest.split(" | ")] for name, rest in rows if name in STATE_FORMATS}
     assert all(len(row) == columns for row in cells.values())
@@ -31,13 +31,13 @@ def rows_of(page: str, *, columns: int) -> dict[str, list[str]]:
 
 
 def bytes_per_element(form: StateFormat) -> float:
-    """What an element of Adam takes in an extent so large that padding does not count, and with no borders."""
+    """Return the bytes per element of Adam in an extent so large that padding does not count, without borders."""
     numel = 1 << 30
     return form.extent_bytes(numel, 3) / numel
 
 
 def test_numbers_names_and_regions_are_those_on_storage() -> None:
-    """Stores that exist can be read: a format keeps its number, its name and the bytes of its regions."""
+    """Formats keep their numbers, names and region sizes, so that existing stores can be read."""
     found = {name: (form.number, form.item_bytes(3), form.parameter_dtype) for name, form in STATE_FORMATS.items()}
     assert found == {name: (number, items, dtype) for name, (number, items, _, dtype) in ON_STORAGE.items()}
     assert list(STATE_FORMATS) == list(ON_STORAGE)
@@ -47,14 +47,14 @@ def test_numbers_names_and_regions_are_those_on_storage() -> None:
 @pytest.mark.parametrize("name", ON_STORAGE)
 @pytest.mark.parametrize(("numel", "borders"), [(1, 0), (1024, 0), (1025, 3), (100_000, 40_000)])
 def test_extents_are_padded_regions_and_a_page(name: str, numel: int, borders: int) -> None:
-    """Every region begins at a multiple of 4096 bytes; the trailer's page is the last."""
+    """Every region begins at a multiple of 4096 bytes, and the trailer has a page of its own at the end."""
     _, items, block_bytes, _ = ON_STORAGE[name]
     used = [item * numel for item in items] + [block_bytes * (-(-numel // 256) + borders)]
     assert STATE_FORMATS[name].extent_bytes(numel, 3, borders) == sum(-(-n // 4096) * 4096 for n in used) + 4096
 
 
 def test_only_fp32_holds_any_arrays() -> None:
-    """fp32 is updated in place by every rule, and by cards; the others hold what Adam's step changes."""
+    """fp32 works with every rule, in place and on cards. The other formats hold Adam's arrays only."""
     adam = ("master", "exp_avg", "exp_avg_sq")
     for name, form in STATE_FORMATS.items():
         is_fp32 = name == "fp32"
@@ -66,7 +66,7 @@ def test_only_fp32_holds_any_arrays() -> None:
 
 
 def test_rules_take_the_formats_that_serve_their_step() -> None:
-    """Adam has them all, and the arrays that they name; other rules have fp32."""
+    """Adam has all formats, with the arrays that they name. Other rules have fp32."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     adam = rule_for(torch.optim.AdamW([parameter]))
     assert adam.state_formats == tuple(ON_STORAGE)
@@ -79,13 +79,16 @@ def test_rules_take_the_formats_that_serve_their_step() -> None:
 
 
 def test_names_are_listed_for_messages() -> None:
-    """Formats are listed in the order of their numbers, optimizers by torch's names."""
+    """Messages list formats in the order of their numbers, and optimizers by torch's names."""
     assert names_where(lambda form: form.has_blocks) == "'int8' or 'int8_remainder'"
     assert optimizers_of(STATE_FORMATS["bf16"]) == "Adam or AdamW"
 
 
 def test_architecture_page_tabulates_the_regions() -> None:
-    """The page's table of regions: number, bytes of an element (`n`) in each, and of a block (`b`)."""
+    """The architecture page documents each format's number and the bytes of its regions.
+
+    The table gives bytes per element (`n`) and per block (`b`).
+    """
     rows = rows_of("architecture.md", columns=2)
     assert list(rows) == list(STATE_FORMATS)
     for name, (number, regions) in rows.items():
@@ -98,7 +101,7 @@ def test_architecture_page_tabulates_the_regions() -> None:
 
 
 def test_users_page_tells_what_a_step_moves() -> None:
-    """Bytes on storage, and read and written with parameters of either size, follow from the table."""
+    """The users' page gives the bytes on storage and the bytes that a step reads and writes."""
     rows = rows_of("state_formats.md", columns=5)
     assert list(rows) == list(STATE_FORMATS)
     for name, (*_, place, sixteen_bit, full) in rows.items():

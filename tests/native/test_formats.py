@@ -1,4 +1,4 @@
-"""The state formats, byte for byte, beside an independent reference."""
+"""The state formats agree with an independent reference byte for byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Bits = npt.NDArray[Any]
 
 BF16, INT8, REMAINDER = 1, 2, 3
 FORMATS = {"bf16": BF16, "int8": INT8, "int8_remainder": REMAINDER}
-# One element, a whole cell, odd ones, and borders inside a cell; the last parameter is long.
+# One element, a whole cell, odd lengths, and borders inside a cell. The last parameter is long.
 BORDERS = [1, 256, 300, 301, 302, 511, 512, 1000, 1024, 1300, 1301, 5000]
 
 
@@ -31,7 +31,7 @@ def stored(folder: Path, numel: int, state_format: int, **options: Any) -> Store
 
 
 def moments(state: StoredState, borders: list[int]) -> tuple[Floats, Floats]:
-    """exp_avg and exp_avg_sq of a single tasklet, decoded from what lies on storage."""
+    """Return exp_avg and exp_avg_sq of a single tasklet, decoded from storage."""
     *_, first, second, exponents = state.regions()
     blocks = codecs.blocks_of(state.numel, borders)
     return tuple(  # type: ignore[return-value]
@@ -41,7 +41,7 @@ def moments(state: StoredState, borders: list[int]) -> tuple[Floats, Floats]:
 
 
 def regions_of(state_format: int, arrays: list[Floats], borders: list[int], random: Bits | None) -> list[Bits]:
-    """What a tasklet's regions hold of master, exp_avg and exp_avg_sq, rounded stochastically if there are bits."""
+    """Return the regions that store master, exp_avg and exp_avg_sq, rounded stochastically if random bits are given."""
     master, *rest = arrays
     low, high = (None, None) if random is None else (random & 0xFFFF, random >> 16)
     masters = list(codecs.split(master)) if state_format == REMAINDER else [master]
@@ -61,7 +61,7 @@ def regions_of(state_format: int, arrays: list[Floats], borders: list[int], rand
 
 
 def wide_state(numel: int, seed: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Gradient, master and moments over many orders of magnitude, zeros and subnormals among them."""
+    """Return gradient, master and moments over many orders of magnitude, with zeros and subnormals."""
     random = np.random.default_rng(seed)
     g, p, m, v = random_arrays(adam_step(), numel, seed, special=False)
     m = m * np.exp2(random.integers(-30, 3, numel)).astype(np.float32)
@@ -75,7 +75,7 @@ def wide_state(numel: int, seed: int) -> tuple[Floats, Floats, Floats, Floats]:
 
 @pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
 def test_written_state(instruction_set: InstructionSet, tmp_path: Path, state_format: int) -> None:
-    """fp32 arrays are stored as the reference rounds them to nearest, and read back as what is stored."""
+    """Writing rounds fp32 arrays like the reference, and reading returns the stored values."""
     numel = 12_288 + 700
     _, p, m, v = wide_state(numel, seed=1)
     with stored(tmp_path, numel, state_format, borders=BORDERS) as state:
@@ -99,7 +99,7 @@ def test_written_state(instruction_set: InstructionSet, tmp_path: Path, state_fo
 @pytest.mark.parametrize("offset", [0, 1 << 32, (1 << 40) + 256])
 @pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
 def test_update(instruction_set: InstructionSet, tmp_path: Path, state_format: int, offset: int) -> None:
-    """An update is the fp32 formula on what is stored, rounded stochastically with the reference's bits."""
+    """An update applies the fp32 formula to the stored values and rounds with the reference's random bits."""
     numel = 12_288 + 700
     g, p, m, v = wide_state(numel, seed=2)
     step = adam_step(seed=7)
@@ -119,7 +119,7 @@ def test_update(instruction_set: InstructionSet, tmp_path: Path, state_format: i
 
 @pytest.mark.parametrize("code", [EXP_AVG, EXP_AVG_SQ], ids=["exp_avg", "exp_avg_sq"])
 def test_every_code(tmp_path: Path, code: Minifloat) -> None:
-    """Every code at every exponent, beside one that fixes the exponent, comes back as itself, and as its value."""
+    """Every 8-bit code at every exponent is stored as itself and read as its value."""
     codes = np.arange(256, dtype=np.uint8)
     codes[(codes & (0x7F if code.signed else 0xFF)) == code.nan] = 0
     exponents = range(code.exponents + 2, 255)
@@ -136,7 +136,7 @@ def test_every_code(tmp_path: Path, code: Minifloat) -> None:
 
 
 def test_every_bf16(tmp_path: Path) -> None:
-    """All 65536 of them, NaNs as NaNs."""
+    """All 65536 bf16 values survive, NaNs as NaNs."""
     values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     with stored(tmp_path, 1 << 16, BF16) as state:
         state.write(None, values, values)
@@ -146,7 +146,7 @@ def test_every_bf16(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numel", [1, 2, 7, 15, 16, 17, 63, 255, 256, 257, 511, 2049])
 def test_lengths(tmp_path: Path, numel: int) -> None:
-    """No length changes a byte between instruction sets."""
+    """All instruction sets write the same bytes for any length."""
     g, p, m, v = wide_state(numel, seed=numel)
     for state_format in FORMATS.values():
         found = []
@@ -161,7 +161,7 @@ def test_lengths(tmp_path: Path, numel: int) -> None:
 
 @pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
 def test_tasklets_do_not_change_results(tmp_path: Path, state_format: int) -> None:
-    """Neither where tasklets end, nor in how many segments a batch lists the elements."""
+    """Results depend neither on the tasklet size nor on the number of segments."""
     numel, seen = 10_000, []
     g, p, m, v = wide_state(numel, seed=3)
     whole = [Run(0, numel, 0, g)]
@@ -180,7 +180,7 @@ def test_tasklets_do_not_change_results(tmp_path: Path, state_format: int) -> No
 
 @pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
 def test_stochastic_rounding_is_unbiased(tmp_path: Path, state_format: int) -> None:
-    """Moments between two codes become either, and on average themselves; the next update draws anew."""
+    """Stochastic rounding takes either neighbouring code and is right on average. Another seed gives another choice."""
     numel = 200_000
     random = np.random.default_rng(4)
     m = np.exp2(random.uniform(-1, 1, numel)).astype(np.float32)
@@ -205,7 +205,7 @@ def test_stochastic_rounding_is_unbiased(tmp_path: Path, state_format: int) -> N
 
 
 def test_small_second_moments_stay_alive(tmp_path: Path) -> None:
-    """A second moment too small for its block becomes the smallest code, never zero; zero stays zero."""
+    """A second moment too small for its block becomes the smallest code, never zero. Zero stays zero."""
     v = np.array([1.0, 1e-20, 1e-30, 0.0, 2.0**-33], np.float32)
     with stored(tmp_path, 5, INT8) as state:
         state.write(None, None, v)
@@ -218,7 +218,7 @@ def test_small_second_moments_stay_alive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
 def test_what_is_not_finite(instruction_set: InstructionSet, tmp_path: Path, state_format: int) -> None:
-    """It is not lost, written or computed: 8-bit formats make it NaN; what lies beside it keeps its value."""
+    """Infinity and NaN stay non-finite when written and updated, and their neighbours keep finite values."""
     numel = 300
     g, p, m, v = random_arrays(adam_step(), numel, seed=5, special=False)
     m[7], m[8], v[9], v[10], p[11] = np.inf, np.nan, np.inf, np.nan, np.nan
@@ -242,7 +242,7 @@ def test_what_is_not_finite(instruction_set: InstructionSet, tmp_path: Path, sta
 
 
 def test_largest_values(tmp_path: Path) -> None:
-    """What no exponent reaches becomes the largest code, which is finite."""
+    """A value that no exponent reaches becomes the largest code, which is finite."""
     values = np.array([3.4e38, -3.4e38, 1e38], np.float32)
     with stored(tmp_path, 3, INT8) as state:
         state.write(None, values, np.abs(values))
@@ -252,7 +252,7 @@ def test_largest_values(tmp_path: Path) -> None:
 
 
 def test_remainders(tmp_path: Path) -> None:
-    """Masters come back exactly, but for those half-way above an even bf16: they move by one place of fp32."""
+    """Masters survive exactly, except those half-way above an even bf16, which change by one unit of fp32."""
     random = np.random.default_rng(6)
     bits = random.integers(0, 1 << 32, 100_000, dtype=np.uint32)
     bits[::3] = (bits[::3] & 0xFFFF0000) | 0x8000
@@ -274,7 +274,7 @@ def test_remainders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
 def test_modified_state(tmp_path: Path, state_format: int) -> None:
-    """Replacing some elements of a block leaves the others alone, unless they are too small beside the new ones."""
+    """Replacing elements of a block leaves the others alone, unless they are too small beside the new ones."""
     numel = 1000
     _, p, m, v = random_arrays(adam_step(), numel, seed=8, special=False)
     new = np.full(10, 1.5, np.float32)
@@ -296,7 +296,7 @@ def test_modified_state(tmp_path: Path, state_format: int) -> None:
 
 
 def test_parts_of_blocks_are_read(tmp_path: Path) -> None:
-    """Any run of elements, wherever blocks begin."""
+    """Any run of elements can be read, wherever blocks begin."""
     numel = 1000
     arrays = wide_state(numel, seed=9)[1:]
     with stored(tmp_path, numel, REMAINDER, borders=BORDERS) as state:
@@ -311,7 +311,7 @@ def test_parts_of_blocks_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state_format", FORMATS.values(), ids=FORMATS)
 def test_masters_in_parameters_are_not_read(tmp_path: Path, state_format: int) -> None:
-    """The first region may hold anything: the update takes it from the parameter, and writes it."""
+    """With the master in the parameter, the stored master is ignored and overwritten."""
     numel = 5000
     g, p, m, v = wide_state(numel, seed=10)
     with stored(tmp_path, numel, state_format, borders=BORDERS) as state:
@@ -341,7 +341,7 @@ def test_masters_in_parameters_are_not_read(tmp_path: Path, state_format: int) -
 
 
 def test_every_region_is_checked(tmp_path: Path) -> None:
-    """A flipped bit anywhere is refused."""
+    """A flipped bit at the end of any region is refused."""
     numel = 5000
     _, p, m, v = wide_state(numel, seed=11)
     for state_format in FORMATS.values():
@@ -361,7 +361,7 @@ def test_every_region_is_checked(tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
-    """Extents of two formats may be equally long; the trailer tells them apart."""
+    """An extent in another format of equal length is refused by its trailer."""
     with stored(tmp_path, 100, BF16) as state:
         state.write(np.ones(100, np.float32))
         state.pipeline.close()
@@ -372,7 +372,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_refused_batches(tmp_path: Path) -> None:
-    """What cannot be rounded block by block, or has no such format, never starts."""
+    """A batch that ends inside a block, or lacks the parameters that its format needs, is refused."""
     g = np.zeros(1000, np.float32)
     with stored(tmp_path, 1000, INT8, borders=[300]) as state:
         state.write(g)

@@ -1,4 +1,4 @@
-"""The top-K codec against numpy: the same elements, values and bytes."""
+"""The top-K codec sends the same elements, values and bytes as the numpy reference."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PATTERNS: dict[str, Callable[[int], Floats]] = {
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 31, 255, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7])
 def test_sizes(instruction_set: InstructionSet, numel: int) -> None:
-    """From one element to all."""
+    """Payloads equal the reference for ratios from one element to all."""
     compressing = Compressing(ties(numel))
     for ratio in (1 / max(numel, 1), 0.01, 0.05, 0.5, 1.0):
         assert compressing.encode(TopK(ratio=ratio)) == top_k(compressing.source, ratio)
@@ -76,7 +76,7 @@ def test_sizes(instruction_set: InstructionSet, numel: int) -> None:
 @pytest.mark.parametrize("ratio", [1e-5, 0.001, 0.01, 0.2, 0.9, 1.0])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns(pattern: str, ratio: float) -> None:
-    """Whatever a sample of the gradient would have one think."""
+    """Payloads equal the reference for gradients on which a sample misleads."""
     compressing = Compressing(PATTERNS[pattern](300_007))
     payload = compressing.encode(TopK(ratio=ratio))
     assert payload == top_k(compressing.source, ratio)
@@ -98,7 +98,7 @@ def test_bits_do_not_depend_on_the_instruction_set(pattern: str, ratio: float) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("residual", [False, True])
 def test_types(dtype: DType, value_dtype: DType | None, residual: bool) -> None:
-    """Values are rounded to nearest even; what would overflow becomes the largest."""
+    """Values are rounded to nearest even, and values too large for their type become its largest."""
     numel = 30_000
     gradient = normal(numel)
     gradient[::50] = 3.3e38
@@ -113,7 +113,7 @@ def test_types(dtype: DType, value_dtype: DType | None, residual: bool) -> None:
 
 
 def test_what_is_left_out() -> None:
-    """Segments without a step, elements of none and padding are never sent, whatever is there."""
+    """Elements without a step or a segment, and padding, are never sent."""
     numel = 2 * BLOCK + 500
     gradient = np.full(numel, np.nan, np.float32)
     parts = [(5, 100, 0), (100, 70_000, -1), (70_000, 70_001, 1), (70_010, BLOCK * 2, 0), (BLOCK * 2, numel - 3, 1)]
@@ -132,7 +132,7 @@ def test_what_is_left_out() -> None:
 
 
 def test_all_elements_keep_their_bits() -> None:
-    """A ratio of one: zeros of either sign and a residual that is empty change nothing."""
+    """With a ratio of 1, a residual of zeros changes no bit, zeros of either sign included."""
     gradient = special(5_000)
     for residual in (None, np.zeros(5_000, np.float32)):
         payload = Compressing(gradient, residual=residual, scale=4.0).encode(TopK(ratio=1.0))
@@ -140,7 +140,7 @@ def test_all_elements_keep_their_bits() -> None:
 
 
 def test_subnormals_count_whatever_the_thread_does() -> None:
-    """Some libraries make their threads flush them."""
+    """Subnormals count even on a thread that flushes them, as some libraries set it."""
     compressing = Compressing(subnormal(5_000), residual=subnormal(5_001)[1:])
     expected = top_k(compressing.source, 0.1)
     torch.set_flush_denormal(True)
@@ -152,7 +152,7 @@ def test_subnormals_count_whatever_the_thread_does() -> None:
 
 @pytest.mark.parametrize(("ratio", "numel"), [(0.01, 4_000_000), (0.05, 1_000_000), (0.5, 300_000)])
 def test_sampled(ratio: float, numel: int) -> None:
-    """About as many elements as wanted: all above a magnitude, and none below it."""
+    """Sampling sends about as many elements as asked for: all above some magnitude and none below it."""
     gradient = normal(numel) * np.repeat(np.exp(normal(numel // 1_000)), 1_000)
     codec = TopK(ratio=ratio, exact=False)
     payload = Compressing(gradient).encode(codec)
@@ -171,7 +171,7 @@ def test_few_elements_are_not_sampled() -> None:
 
 @pytest.mark.parametrize("pattern", ["equal", "ties", "ascending", "descending"])
 def test_sampled_patterns(pattern: str) -> None:
-    """Ties are counted, too: of equal ones the first."""
+    """With ties, sampling keeps to the number of elements within ten percent."""
     numel, codec = 300_000, TopK(ratio=0.2, exact=False)
     gradient = PATTERNS[pattern](numel)
     dense = decoded(Compressing(gradient).encode(codec), numel)
@@ -180,7 +180,7 @@ def test_sampled_patterns(pattern: str) -> None:
 
 
 def test_sampled_by_elements_that_mislead() -> None:
-    """Where those sampled are zero and no others, the bound is kept all the same: the first of the others are sent."""
+    """If all sampled elements are zero, the bound still holds: the first of the other elements are sent."""
     numel, codec = 300_000, TopK(ratio=0.2, exact=False)
     stride = codec.count(numel) // 1600
     number = np.arange(numel // stride, dtype=np.uint64)
@@ -192,7 +192,7 @@ def test_sampled_by_elements_that_mislead() -> None:
 
 
 def test_exact_by_elements_that_mislead() -> None:
-    """Where those sampled are the largest, the guess is far too high: it is made again."""
+    """If the sampled elements are the largest, the first guess is too high and is repeated. The result is exact."""
     numel, ratio = 300_007, 0.01
     gradient = normal(numel)
     lines = 128 * numel // (3_001 * 16) + 1

@@ -1,4 +1,4 @@
-"""The block-scaled codec against exact arithmetic, its bound of errors, and payloads that are damaged."""
+"""The block-scaled codec: exact arithmetic, its error bound, and damaged payloads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 256
 
 
 def random_gradient(numel: int, seed: int = 0) -> Floats:
-    """Of many magnitudes, from block to block and within."""
+    """Return values of many magnitudes, between blocks and within them."""
     random = np.random.default_rng(seed)
     exponents = np.repeat(random.integers(-130, 100, -(-numel // BLOCK)), BLOCK)[:numel]
     return np.ldexp(random.standard_normal(numel), exponents + random.integers(0, 9, numel)).astype(np.float32)
@@ -34,7 +34,7 @@ def test_sizes(instruction_set: InstructionSet, numel: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error(dtype: DType) -> None:
-    """At most half a block's scale; what is sent is exact in bf16, and so is what is left in fp32."""
+    """The error is at most half a block's scale. Sent values are exact in bf16, and the rest is exact in fp32."""
     numel = 200_000
     compressing = Compressing(encode(random_gradient(numel), dtype), dtype)
     values = compressing.source.values
@@ -51,7 +51,7 @@ def test_error(dtype: DType) -> None:
 
 
 def test_residual_and_what_is_left_out() -> None:
-    """Elements that are not sent are zero, and have no part in their block's scale."""
+    """Elements that are not sent decode to zero and do not affect their block's scale."""
     numel = 2_000
     gradient, residual = random_gradient(numel, 1), random_gradient(numel, 2)
     gradient[300:500] = residual[1_000:1_100] = 3e38
@@ -68,7 +68,7 @@ def test_residual_and_what_is_left_out() -> None:
 
 
 def test_not_finite() -> None:
-    """They become the largest of their block, whose scale is that of the finite ones."""
+    """Non-finite elements become the largest of their block, whose scale depends on the finite elements only."""
     gradient = np.ones(300, np.float32)
     gradient[[3, 4, 5]] = np.inf, -np.inf, np.nan
     found = decoded(Compressing(gradient).encode(BlockScaled()), 300)
@@ -77,14 +77,14 @@ def test_not_finite() -> None:
 
 
 def test_the_largest_magnitudes() -> None:
-    """Nothing becomes infinite."""
+    """The largest fp32 values stay finite."""
     gradient = np.array([np.finfo(np.float32).max, -3.39e38, 1e30, 0], np.float32)
     found = decoded(Compressing(gradient).encode(BlockScaled()), 4)
     np.testing.assert_array_equal(found, np.array([127 * 2.0**121, -127 * 2.0**121, 0, 0], np.float32))
 
 
 def test_any_part_of_it() -> None:
-    """Decoding is chunk by chunk, and chunks end anywhere."""
+    """Any part of a payload can be decoded."""
     numel = 3_000
     payload = Compressing(random_gradient(numel)).encode(BlockScaled())
     whole = decoded(payload, numel)
@@ -136,7 +136,7 @@ def test_bad_exponent_or_code(at: int, value: int, message: str) -> None:
 
 
 def test_random_damage() -> None:
-    """Whatever bits are wrong, it is refused, or read as finite numbers."""
+    """A randomly damaged payload is refused or decodes to finite numbers."""
     random, numel = np.random.default_rng(0), 1_000
     whole = np.frombuffer(Compressing(random_gradient(numel)).encode(BlockScaled()), np.uint8)
     outcomes = set()

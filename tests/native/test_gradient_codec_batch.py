@@ -1,4 +1,4 @@
-"""Batches with a codec: every tasklet is updated by what its payload has."""
+"""Batches with a codec update every tasklet by the gradient in its payload."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def runs_of(gradient: Array | None, dtype: DType, parameter: Array) -> list[Run]
 def compressing_state(
     folder: Path, codec: GradientCodec, residual: Array | None, arrays: Sequence[Array], **options: Any
 ) -> StoredState:
-    """Written, with memory for payloads of fp32."""
+    """Return a written state with memory for payloads of fp32 values."""
     folder.mkdir()
     state = StoredState(
         folder, NUMEL, tasklet_numel=TASKLET, num_arrays=len(arrays), codec=codec, residual=residual, **options
@@ -70,7 +70,10 @@ def sizes(state: StoredState) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
 @pytest.mark.parametrize("name", STEPS_OF_A_RULE)
 def test_as_with_payloads_by_numpy(tmp_path: Path, name: str, dtype: DType) -> None:
-    """Two types of values, a residual, padding and elements that are not updated; the residual stays as it is."""
+    """Compressing in the batch gives the bits of payloads made by numpy, and leaves the residual as it was.
+
+    The gradient has a residual, padding and elements without a step. Values are sent in two types.
+    """
     steps: list[Any] = STEPS_OF_A_RULE[name]
     dense, *arrays = random_arrays(steps[0], NUMEL, 2, special=False)
     gradient = encode(dense, dtype)
@@ -103,7 +106,7 @@ def test_as_with_payloads_by_numpy(tmp_path: Path, name: str, dtype: DType) -> N
 @pytest.mark.parametrize("state_format", [0, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
 def test_all_elements_are_no_compression(tmp_path: Path, dtype: DType, state_format: int) -> None:
-    """A ratio of one gives the bits of the dense update, with a residual of zeros or none, in two steps."""
+    """With a ratio of 1, two steps give the bits of the dense update, with a residual of zeros or without one."""
     step = adam_step(seed=3)
     dense, *arrays = random_arrays(step, NUMEL, 3, special=False)
     dense[::5], dense[1::5] = 0.0, -0.0
@@ -126,7 +129,7 @@ def test_all_elements_are_no_compression(tmp_path: Path, dtype: DType, state_for
 
 
 def test_8_bits(tmp_path: Path) -> None:
-    """As the dense update by what the payloads are read as."""
+    """A block-scaled update gives the bits of the dense update with the decoded gradient."""
     step = adam_step()
     gradient, *arrays = random_arrays(step, NUMEL, 4, special=False)
     found, expected = (np.zeros(NUMEL, np.float32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Residuals after a step: what was not sent, of what was to be sent, and nothing else."""
+"""After a step the residual holds exactly the eligible gradient that was not sent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def feed(compressing: Compressing, payload: bytes) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CODECS)
 def test_what_was_not_sent(name: str, dtype: DType) -> None:
-    """Elements without a step and padding keep theirs. A scale that is no power of two is divided by, too."""
+    """The residual becomes what was not sent. Padding and elements without a step keep theirs.
+
+    The residual is divided by the scale, also if that is no power of two.
+    """
     for scale in (8.0, 3.0):
         compressing = compressing_of(dtype, scale=scale)
         payload = compressing.encode(CODECS[name])
@@ -57,7 +60,7 @@ def test_what_was_not_sent(name: str, dtype: DType) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_sums_beyond_fp32(name: str, instruction_set: InstructionSet) -> None:
-    """Gradients of 3e38 in every step: what is sent and what is left out stay finite."""
+    """With gradients of 3e38 in every step, the payload and the residual stay finite."""
     gradient = np.full(1000, 3e38, np.float32)
     gradient[::2] *= -1
     compressing = Compressing(gradient, DType.FLOAT32, np.zeros(1000, np.float32), 1.0)
@@ -78,7 +81,7 @@ def test_on_every_instruction_set(instruction_set: InstructionSet) -> None:
 
 
 def test_nothing_is_lost() -> None:
-    """Sums over many steps of what was sent and what is left are those of the gradients."""
+    """Over many steps, what was sent plus the residual is the sum of the gradients."""
     compressing = compressing_of(scale=1.0)
     assert compressing.residual is not None
     sent = np.zeros(NUMEL)
@@ -107,7 +110,10 @@ def test_any_number_of_threads(threads: int) -> None:
 
 
 def test_when_there_are_no_more_threads() -> None:
-    """Those there are do all of it: half of it would be fed again by the next call."""
+    """If not all threads can be started, those that run do all the work.
+
+    If they did half of it, the next call would feed that half twice.
+    """
     compressings = [compressing_of(seed=seed) for seed in range(40)]
     pairs = [(one, one.encode(CODECS["top_k"])) for one in compressings]
     expected = [fed_back(one.source, decoded(payload, NUMEL)) for one, payload in pairs]
@@ -121,7 +127,7 @@ def test_when_there_are_no_more_threads() -> None:
 
 @contextmanager
 def _room_for(nbytes: int) -> Iterator[None]:
-    """The process can have so many bytes of address space more than it has."""
+    """Limit the process's address space to this many bytes more than it uses."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + nbytes, before[1]))
@@ -133,7 +139,7 @@ def _room_for(nbytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["top_k", "8_bits"])
 def test_twice(name: str) -> None:
-    """Is once: a caller that an interrupt kept from knowing calls again. The next step's payload counts again."""
+    """Feeding the same payload twice counts once, as after an interrupt. The next step's payload counts again."""
     compressing = compressing_of()
     payload = compressing.encode(CODECS[name])
     expected = fed_back(compressing.source, decoded(payload, NUMEL))
@@ -146,7 +152,7 @@ def test_twice(name: str) -> None:
 
 
 def test_without_a_residual() -> None:
-    """Its payload is not looked at."""
+    """Without a residual the payload is not read."""
     compressing = compressing_of()
     compressing.encode(CODECS["top_k"])
     compressing.residual, compressing.memory[:] = None, 0
@@ -155,7 +161,7 @@ def test_without_a_residual() -> None:
 
 @pytest.mark.parametrize("name", ["top_k", "8_bits"])
 def test_a_damaged_payload(name: str) -> None:
-    """No residual changes, not even of tasklets before it."""
+    """A damaged payload changes no residual, not even of earlier tasklets."""
     compressings = [compressing_of(seed=seed) for seed in range(2)]
     payloads = [compressing.encode(CODECS[name]) for compressing in compressings]
     before = [one.residual.copy() for one in compressings if one.residual is not None]

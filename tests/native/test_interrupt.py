@@ -1,4 +1,4 @@
-"""Ctrl-C while the core works: noticed in the wait, after which the batch can be gone on with or abandoned."""
+"""Ctrl-C while the core works ends the wait. The batch can then be continued or abandoned."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["interrupted"]
 
 @contextmanager
 def interrupted() -> Iterator[None]:
-    """What Ctrl-C does reaches the process a moment after the body has begun, and ends it."""
-    # By an alarm, which comes in time however busy the machine is; a thread that sends SIGINT may not.
+    """Raise KeyboardInterrupt, as Ctrl-C does, shortly after the body begins, and expect it to end the body."""
+    # An alarm comes in time on a busy machine. A thread that sends SIGINT may not.
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
@@ -40,7 +40,7 @@ def interrupted() -> Iterator[None]:
 
 
 def start_slow_update(state: StoredState, *, delay_us: int) -> tuple[Any, Any]:
-    """An update of forty tasklets, one after the other; its gradient and parameters."""
+    """Start an update of forty tasklets, one after the other, and return its gradient and parameters."""
     gradient, parameter = normals(9, NUMEL), np.full(NUMEL, UNTOUCHED, np.float32)
     inject(state.pipeline, seed=1, max_delay_us=delay_us)
     state.start(Operation.UPDATE, [Run(0, NUMEL, 0, gradient, parameter=parameter)], [STEP])
@@ -52,7 +52,7 @@ WAITS: list[Callable[[Pipeline], object]] = [Pipeline.wait, Pipeline.drain]
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_an_interrupt_ends_the_wait_and_abandon_the_batch(wait: Callable[[Pipeline], object], tmp_path: Path) -> None:
-    """The wait ends long before the batch would; what had not begun is not done, and the old slot is intact."""
+    """An interrupt ends the wait early. abandon() skips tasklets that have not begun. The old slot stays intact."""
     arrays = initial(NUMEL)
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
         state.write(*arrays)
@@ -69,7 +69,7 @@ def test_an_interrupt_ends_the_wait_and_abandon_the_batch(wait: Callable[[Pipeli
 
 
 def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
-    """Whoever waits again gets all of it."""
+    """After an interrupted wait, the next wait returns when the batch is complete."""
     arrays = initial(NUMEL)
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
         state.write(*arrays)
@@ -81,7 +81,7 @@ def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
 
 
 def test_abandoning_nothing(tmp_path: Path) -> None:
-    """Without a batch there is nothing to abandon."""
+    """abandon() without a batch does nothing."""
     with StoredState(tmp_path, NUMEL, 1024) as state:
         state.pipeline.abandon()
         state.write(*initial(NUMEL))
@@ -90,11 +90,11 @@ def test_abandoning_nothing(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_request_goes_on(tmp_path: Path) -> None:
-    """A wait for the last of forty requests ends long before it; whoever waits again gets all of it."""
+    """An interrupt ends the wait for a request early, and a later wait returns its result."""
     written = np.random.default_rng(0).integers(1, 256, (40, 4096), np.uint8)
     (tmp_path / "file").write_bytes(written.tobytes())
     file = StateFile(str(tmp_path / "file"), direct=False)
-    # A thread reads one after the other; io_uring has read all of them while the first one's completion is delayed.
+    # A thread reads one after the other. io_uring would finish all reads while the first completion is delayed.
     queue, memory = FileQueue(io_threads=1, io_engine="threads"), HostBuffer(written.nbytes)
     read = np.frombuffer(memory.memoryview(), np.uint8).reshape(written.shape)
     inject(queue, seed=1, max_delay_us=25_000)

@@ -1,4 +1,4 @@
-"""The I/O engines behind a pipeline: what there is, what is chosen, and that all give the same bits."""
+"""The I/O engines behind a pipeline: which are available, which is chosen, and equal results from all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ URING = [name for name, reason in native.io_engines() if name.startswith("io_uri
 
 
 def test_engines_there_are() -> None:
-    """Fastest first; those of threads are to be had everywhere, and here, where liburing is, all are."""
+    """Engines are listed fastest first. Threads are always available, and here, with liburing, all engines are."""
     assert ENGINES == ["io_uring", "io_uring_sqpoll", "threads", "plain"]
     assert dict(native.io_engines())["threads"] is None
     assert URING == ["io_uring", "io_uring_sqpoll"]
@@ -44,7 +44,7 @@ def test_engines_there_are() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 def test_same_results(tmp_path: Path, engine: str, direct: bool) -> None:
-    """Every engine gives the same bits on every kind of file, with short transfers and completions out of order."""
+    """Every engine gives the same bits on direct and buffered files, with short and reordered transfers."""
     if direct and not takes_direct(tmp_path):
         pytest.fail("the test folder has no direct I/O")
     options = {"io_engine": engine, "num_buffers": 3}
@@ -56,7 +56,7 @@ def test_same_results(tmp_path: Path, engine: str, direct: bool) -> None:
 
 @pytest.mark.parametrize(("direct", "expected"), [(True, "io_uring"), (False, "plain")])
 def test_choice(tmp_path: Path, direct: bool, expected: str) -> None:
-    """Direct files get the ring; for files in the page cache it would only start threads of the kernel's."""
+    """Direct files use io_uring. For files in the page cache it would only start kernel threads, so they use plain."""
     with StoredState(tmp_path, NUMEL, 4096, direct=direct) as state:
         assert state.pipeline.io_engine == expected
 
@@ -68,7 +68,7 @@ def test_unknown_engine() -> None:
 
 @pytest.mark.parametrize("engine", URING)
 def test_many_requests_at_once(tmp_path: Path, engine: str) -> None:
-    """More requests than the ring has entries wait for their turn."""
+    """More requests than the ring has entries are queued and all complete."""
     num_requests, block = 1000, 4096
     path = tmp_path / "file"
     path.touch()
@@ -89,7 +89,7 @@ def test_many_requests_at_once(tmp_path: Path, engine: str) -> None:
 
 
 def test_ring_memory_is_registered(tmp_path: Path) -> None:
-    """The ring is pinned for io_uring once, all of it, and nothing else is."""
+    """io_uring registers the whole ring of buffers once. Other engines register nothing."""
     with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
         counters = state.pipeline.counters()
         assert (counters.registered_bytes, counters.registration_errno) == (state.pipeline.ring_bytes, 0)
@@ -99,7 +99,7 @@ def test_ring_memory_is_registered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_counters(tmp_path: Path, engine: str) -> None:
-    """System calls are counted, at most a handful per transfer, and so is the CPU time of the engine's threads."""
+    """System calls are counted, at most a few per transfer, and so is the CPU time of the engine."""
     with StoredState(tmp_path, NUMEL, 1024, options={"io_engine": engine}) as state:
         before = state.pipeline.counters()
         work_two_steps(state)
@@ -110,7 +110,7 @@ def test_counters(tmp_path: Path, engine: str) -> None:
 
 
 def test_failures_name_what_failed(tmp_path: Path) -> None:
-    """A failed request of the ring carries errno, path and offset, as one of a thread does."""
+    """A failed request of io_uring carries its kind and path, as one of a thread does."""
     with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
         state.write(*initial())
         os.truncate(state.paths[0], 4096)
@@ -153,7 +153,7 @@ WITHOUT_URING = """
 
 @pytest.mark.parametrize("call", [pytest.param(425, id="io_uring_setup"), pytest.param(426, id="io_uring_enter")])
 def test_where_io_uring_is_forbidden(call: int) -> None:
-    """The choice falls on threads, and asking for io_uring says why there is none."""
+    """If io_uring is forbidden, threads are used, and asking for io_uring fails with the reason."""
     reason, error = run_python(WITHOUT_URING, str(call)).splitlines()
     assert reason == "the system refuses io_uring (Operation not permitted)"
     assert reason in error
@@ -180,7 +180,7 @@ UNPRIVILEGED = """
 
 
 def test_without_privileges_and_with_little_memory_to_lock(tmp_path: Path) -> None:
-    """A ring of 24 MiB works under a limit of 8 MiB: unregistered, and the kernel's reason is kept."""
+    """A ring of 24 MiB works unregistered under a limit of 8 MiB, and the kernel's error number is kept."""
     assert run_python(UNPRIVILEGED, str(tmp_path)) == f"{24 << 20} 0 {errno.ENOMEM}\n"
 
 
@@ -203,13 +203,13 @@ WITHOUT_DESCRIPTORS = """
 
 
 def test_too_few_descriptors_for_a_ring(tmp_path: Path) -> None:
-    """I/O runs in threads, which need none, and goes on to say so when there are descriptors again."""
+    """With too few descriptors for io_uring, I/O runs in threads, and stays there when descriptors are free again."""
     assert run_python(WITHOUT_DESCRIPTORS, str(tmp_path)) == "threads\n"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_full_disk(tmp_path: Path, engine: str) -> None:
-    """A device that is full refuses the first write with ENOSPC, whoever writes."""
+    """A full device fails the first write with ENOSPC on every engine."""
     with StoredState(tmp_path, NUMEL, 2048) as state:
         full = StateFile("/dev/full", direct=False)
         pipeline = Pipeline(
@@ -225,7 +225,7 @@ def test_full_disk(tmp_path: Path, engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("which", ["read", "write"])
 def test_every_request_may_fail(tmp_path: Path, engine: str, which: str) -> None:
-    """Whichever fails, the old slot holds everything, and the next batch works."""
+    """Whichever request fails, the old slot stays intact."""
     gradient, parameter, arrays = normals(1), np.zeros(NUMEL, np.float32), initial()
     with StoredState(tmp_path, NUMEL, 4096, options={"io_engine": engine, "num_buffers": 3}) as state:
         state.write(*arrays)
@@ -248,7 +248,7 @@ class _Squares(Dataset[float]):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_loaders_fork_workers_while_transferring(tmp_path: Path, engine: str) -> None:
-    """DataLoader's workers, forked with I/O in flight, neither disturb it nor are disturbed."""
+    """DataLoader workers forked with I/O in flight neither disturb it nor are disturbed."""
     gradient = normals(1)
     arrays = initial()
     parameter = np.empty_like(gradient)
@@ -267,10 +267,10 @@ def test_loaders_fork_workers_while_transferring(tmp_path: Path, engine: str) ->
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_descriptors_are_closed_on_exec(tmp_path: Path, engine: str) -> None:
-    """A program started by the training process gets neither state files nor rings."""
+    """A program started by the training process inherits neither state files nor rings."""
 
     def inherited() -> list[str]:
-        """Of a ring or an event (other tests may have left some), or a file of this test."""
+        """Return the inherited descriptors that are rings, events or files of this test. Other tests may leave some."""
         listed = subprocess.run(
             ["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False, timeout=PROCESS_LIMIT
         )
@@ -283,7 +283,7 @@ def test_descriptors_are_closed_on_exec(tmp_path: Path, engine: str) -> None:
 
 
 def test_two_pipelines_in_one_process(tmp_path: Path) -> None:
-    """Each has its ring; the end of one with work in flight is nothing to the other."""
+    """Closing one pipeline with work in flight does not disturb another one in the process."""
     arrays = initial()
     with StoredState(tmp_path, NUMEL, 1024) as first:
         first.write(*arrays)
@@ -301,7 +301,7 @@ def test_two_pipelines_in_one_process(tmp_path: Path) -> None:
 
 
 def test_engine_ends_with_its_pipeline(tmp_path: Path) -> None:
-    """Threads and descriptors are given back."""
+    """Closing a pipeline ends its threads and closes its descriptors."""
 
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -313,5 +313,5 @@ def test_engine_ends_with_its_pipeline(tmp_path: Path) -> None:
         with StoredState(tmp_path, NUMEL, 2048, options={"io_engine": "io_uring"}) as state:
             state.write(*initial())
             assert held() > before
-    # Threads of what other tests left may end meanwhile.
+    # Threads left by other tests may end meanwhile.
     assert all(now <= then for now, then in zip(held(), before, strict=True))

@@ -1,4 +1,4 @@
-"""Translation units for newer instruction sets must keep to themselves."""
+"""Sources compiled for newer instruction sets must not leak symbols into the rest of the library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {InstructionSet.SCALAR: "scalar", InstructionSet.AVX2: "avx2", Instructi
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the commands that compile the package, and the header that they need generated."""
+    """A build folder with the package's compile commands and the generated header."""
     folder = tmp_path_factory.mktemp("build")
     configure(folder, CMAKE_BUILD_TYPE="Release", CMAKE_EXPORT_COMPILE_COMMANDS="ON")
     run("cmake", "--build", folder, "--target", "generated/kernels/update_rules.hpp")
@@ -27,7 +27,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def global_symbols(build: Path, name: str) -> list[list[str]]:
-    """Type and name of each global symbol of a source's object file, compiled as the package compiles it."""
+    """Return the type and name of each global symbol of a source, compiled as in the package."""
     commands = json.loads((build / "compile_commands.json").read_text())
     command = next(entry["command"] for entry in commands if Path(entry["file"]).stem == name)
     arguments = shlex.split(command)
@@ -38,14 +38,14 @@ def global_symbols(build: Path, name: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("choice", supported_instruction_sets(), ids=lambda choice: choice.name.lower())
 def test_only_the_table_is_visible(build: Path, choice: InstructionSet) -> None:
-    """No weak symbol, which the linker might choose for a CPU that cannot run it, and no call out of the loops."""
+    """Only the table of kernels is visible, so the linker cannot choose code that a CPU cannot run."""
     [[kind, name]] = global_symbols(build, f"kernels_{NAMES[choice]}")
     assert kind in ("D", "R") and name.startswith("smart_infinity::k") and name.endswith("Kernels")
 
 
 @pytest.mark.parametrize("width", crc32c_widths()[1:])
 def test_only_the_checksum_is_visible(build: Path, width: int) -> None:
-    """The same for checksums."""
+    """Only the checksum function is visible."""
     symbols = global_symbols(build, f"crc32c_{width}")
     assert [(kind, name.partition("(")[0]) for kind, name in symbols] == [
         ("T", f"smart_infinity::extend_crc32c_{width}")

@@ -1,4 +1,4 @@
-"""Memory, descriptors, threads and processes."""
+"""Lifetimes of memory, descriptors, threads and processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HUGE_PAGE = 2 << 20
 
 
 def smaps(address: int) -> dict[str, str]:
-    """What the kernel says about the mapping at an address."""
+    """Return the kernel's description of the mapping at an address."""
     found: dict[str, str] = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -45,7 +45,7 @@ def smaps(address: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("nbytes", [1, 4096, HUGE_PAGE - 1, HUGE_PAGE, HUGE_PAGE + 5, 5 * HUGE_PAGE])
 def test_host_buffer(nbytes: int) -> None:
-    """Page-aligned, at a huge page from that size on; zeros; all of it writable."""
+    """A host buffer is zero, writable and page-aligned. From the size of a huge page on it is aligned to one."""
     buffer = HostBuffer(nbytes)
     assert buffer.nbytes == nbytes
     assert buffer.address % (HUGE_PAGE if nbytes >= HUGE_PAGE else 4096) == 0
@@ -59,7 +59,7 @@ def test_host_buffer(nbytes: int) -> None:
 
 
 def test_what_the_kernel_was_told() -> None:
-    """The mapping is not copied into children, and may have huge pages where the kernel has them."""
+    """The buffer is not copied into children, and asks for huge pages where the kernel has them."""
     buffer = HostBuffer(3 * HUGE_PAGE)
     flags = smaps(buffer.address)["VmFlags"].split()
     assert "dc" in flags
@@ -67,7 +67,7 @@ def test_what_the_kernel_was_told() -> None:
 
 
 def test_memoryview_keeps_the_buffer() -> None:
-    """The memory lives as long as anybody looks at it, and not longer."""
+    """The memory lives as long as any view of it, and no longer."""
     buffer = HostBuffer(HUGE_PAGE)
     address = buffer.address
     array = np.frombuffer(buffer.memoryview(), np.float32)
@@ -82,7 +82,7 @@ def test_memoryview_keeps_the_buffer() -> None:
 
 
 def test_state_file(tmp_path: Path) -> None:
-    """It opens an existing file, close-on-exec, and reports errors with errno and filename."""
+    """A state file opens an existing file with close-on-exec and reports errors with errno and filename."""
     path = tmp_path / "file"
     with pytest.raises(FileNotFoundError) as error:
         StateFile(str(path), direct=False)
@@ -123,7 +123,7 @@ def num_threads() -> int:
 
 
 def assert_threads_end(expected: int) -> None:
-    """A thread that has been joined leaves the kernel's list a moment later."""
+    """Assert that no more threads are left. The kernel lists a joined thread for a moment longer."""
     for _ in range(10_000):
         if num_threads() <= expected:
             return
@@ -132,7 +132,7 @@ def assert_threads_end(expected: int) -> None:
 
 
 def start_slow_update(state: StoredState, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts an update that takes its time; returns the arrays it uses."""
+    """Start a slow update and return the arrays that it uses."""
     gradient, parameter = normals(1, NUMEL), normals(2, NUMEL)
     inject(state.pipeline, seed=seed, max_delay_us=3000)
     state.start(Operation.UPDATE, [Run(0, NUMEL, 0, gradient, parameter=parameter)], [adam_step()])
@@ -140,7 +140,7 @@ def start_slow_update(state: StoredState, *, seed: int) -> tuple[np.ndarray, np.
 
 
 def test_sync_after_close_of_the_file(tmp_path: Path) -> None:
-    """A pipeline keeps its files' descriptors open until it is closed, whatever happens to the StateFile."""
+    """A pipeline keeps its files open until it is closed, even without the StateFile objects."""
     arrays = initial(NUMEL)
     state = StoredState(tmp_path, NUMEL, 1024)
     (path,) = state.paths
@@ -155,7 +155,7 @@ def test_sync_after_close_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
-    """It abandons the batch, wakes who waits with a failure, and leaves no thread behind; the old slot is intact."""
+    """close() abandons the batch, fails waiting calls, and leaves no thread. The old slot stays intact."""
     arrays = initial(NUMEL)
     threads = num_threads()
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 4, "compute_threads": 2}) as state:
@@ -166,7 +166,7 @@ def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
 
         def wait() -> None:
             entered.set()
-            with contextlib.suppress(ValueError):  # it came too late: the pipeline is closed
+            with contextlib.suppress(ValueError):  # the pipeline was closed before the wait
                 results.append(state.pipeline.wait())
 
         waiter = threading.Thread(target=wait)
@@ -189,7 +189,7 @@ def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_destruction_with_work_in_flight(tmp_path: Path, seed: int) -> None:
-    """Dropping the last reference is as good as close()."""
+    """Dropping the last reference closes the pipeline and ends its threads."""
     threads = num_threads()
     state = StoredState(tmp_path, NUMEL, 1024)
     state.write(*initial(NUMEL))
@@ -201,11 +201,11 @@ def test_destruction_with_work_in_flight(tmp_path: Path, seed: int) -> None:
 
 
 def test_other_python_threads_run_during_a_wait(tmp_path: Path) -> None:
-    """drain() releases the interpreter lock."""
+    """drain() releases the interpreter lock, so that other Python threads run."""
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
         state.write(*initial(NUMEL))
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(1000)  # a thread runs only when another one lets go
+        sys.setswitchinterval(1000)  # a thread runs only when another one releases the lock
         try:
             assert any(another_thread_ran(state, seed) for seed in range(12))
         finally:
@@ -233,7 +233,7 @@ def another_thread_ran(state: StoredState, seed: int) -> bool:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_fork_with_work_in_flight(tmp_path: Path, seed: int) -> None:
-    """A child can neither use nor hang on the pipeline, and lacks the buffers; the parent does not notice."""
+    """A forked child cannot use the pipeline, does not hang on it and lacks the buffers. The parent is undisturbed."""
     buffers = [HostBuffer(HUGE_PAGE)]
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 3}) as state:
         state.write(*initial(NUMEL))
@@ -247,8 +247,8 @@ def test_fork_with_work_in_flight(tmp_path: Path, seed: int) -> None:
 
 
 def child_result(state: StoredState, buffers: list[HostBuffer]) -> int:
-    """0 if all is as it should be. It runs in a forked child, where an assertion would return into pytest."""
-    signal.alarm(60)  # a hanging child fails the test instead of stopping it
+    """Return 0 on success. In a forked child a failed assertion would return into pytest."""
+    signal.alarm(60)  # a hanging child then fails the test instead of blocking it
     try:
         if smaps(buffers[0].address):
             return 2
@@ -269,7 +269,7 @@ def child_result(state: StoredState, buffers: list[HostBuffer]) -> int:
 
 
 def test_interpreter_exit_with_work_in_flight(tmp_path: Path) -> None:
-    """A script may end without closing anything."""
+    """A script may end with work in flight and without closing anything."""
     code = f"""
     from pathlib import Path
     from tests.native.stored import StoredState

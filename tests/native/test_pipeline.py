@@ -26,7 +26,7 @@ def initial(numel: int = NUMEL) -> tuple[Floats, Floats, Floats]:
 
 
 def some_runs(gradient: Floats, parameter: Floats, seed: int) -> list[Run]:
-    """Runs of all lengths with different steps; some without one, some elements in none."""
+    """Return runs of many lengths and steps. Some have no step, and some elements are in no run."""
     random = np.random.default_rng(seed)
     runs, offset = [], 0
     while offset < len(gradient):
@@ -56,7 +56,7 @@ def assert_same(found: tuple[Floats, ...], expected: tuple[Floats, ...]) -> None
 
 
 def work_two_steps(state: StoredState) -> tuple[Floats, ...]:
-    """Parameters and state after two updates; checks that they are the reference's."""
+    """Do two updates, check them against the reference, and return parameters and state."""
     arrays = initial()
     parameter = arrays[0].copy()
     state.write(*arrays)
@@ -75,7 +75,7 @@ def work_two_steps(state: StoredState) -> tuple[Floats, ...]:
 @pytest.mark.parametrize("tasklet_numel", [NUMEL, 1024, 5000, 12_288, 777])
 @pytest.mark.parametrize("num_buffers", [1, 2, 5])
 def test_tasklets_and_ring_do_not_change_results(tmp_path: Path, tasklet_numel: int, num_buffers: int) -> None:
-    """The same bits for any tasklet and ring size, with segments cut anywhere, carried over or in no segment."""
+    """Any tasklet and ring size gives the same bits, with any segments and with elements outside of segments."""
     options = {"num_buffers": num_buffers}
     with StoredState(tmp_path, NUMEL, tasklet_numel, options=options) as state:
         assert state.pipeline.ring_bytes == num_buffers * state.extent_bytes
@@ -84,7 +84,7 @@ def test_tasklets_and_ring_do_not_change_results(tmp_path: Path, tasklet_numel: 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_interleavings_do_not_change_results(tmp_path: Path, seed: int) -> None:
-    """The same bits for any number of threads and files, when transfers overtake each other and stop half way."""
+    """Any number of threads and files gives the same bits, with reordered and short transfers."""
     random = np.random.default_rng(seed)
     options = {
         "num_buffers": int(random.integers(2, 6)),
@@ -98,20 +98,20 @@ def test_interleavings_do_not_change_results(tmp_path: Path, seed: int) -> None:
 
 
 def test_buffered_files(tmp_path: Path) -> None:
-    """A file opened without direct I/O gives the same results, short transfers at odd lengths included."""
+    """Files without direct I/O give the same results, also with short transfers of odd lengths."""
     with StoredState(tmp_path, NUMEL, 4096, direct=False) as state:
         inject(state.pipeline, seed=1, short_transfer_every=1)
         work_two_steps(state)
 
 
 def test_buffer_larger_than_the_extent(tmp_path: Path) -> None:
-    """Buffers may be of any size from the extent on, whatever a former tasklet left in them."""
+    """Buffers may be larger than the extent, whatever an earlier tasklet left in them."""
     with StoredState(tmp_path, NUMEL, 1024, options={"buffer_bytes": 1 << 20}) as state:
         work_two_steps(state)
 
 
 def test_write_and_read(tmp_path: Path) -> None:
-    """WRITE stores what it is given; arrays without address, and elements in no segment, are zero."""
+    """WRITE stores the given arrays. Arrays without an address, and elements in no segment, become zero."""
     master, exp_avg, _ = initial()
     with StoredState(tmp_path, NUMEL, 5000) as state:
         state.write(master, None, exp_avg)
@@ -125,7 +125,7 @@ def test_write_and_read(tmp_path: Path) -> None:
 
 
 def test_read_into_some(tmp_path: Path) -> None:
-    """READ leaves memory outside the segments, and arrays without address, alone; the parameter is the cast master."""
+    """READ fills the given arrays within the segments only. The parameter is the master cast to its type."""
     arrays = initial()
     out = np.full(NUMEL, -7, np.float32)
     parameter = np.full(NUMEL, -7, np.float16)
@@ -139,7 +139,7 @@ def test_read_into_some(tmp_path: Path) -> None:
 
 
 def test_read_writes_nothing(tmp_path: Path) -> None:
-    """READ leaves the file as it is."""
+    """READ leaves the file unchanged."""
     with StoredState(tmp_path, NUMEL, 5000) as state:
         state.write(*initial())
         before = state.paths[0].read_bytes()
@@ -149,7 +149,7 @@ def test_read_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_modify(tmp_path: Path) -> None:
-    """MODIFY replaces what has an address, in the segments, and carries the rest over to the other place."""
+    """MODIFY replaces the given arrays within the segments and copies the rest to the other slot."""
     arrays = initial()
     new = normals(4)
     with StoredState(tmp_path, NUMEL, 5000) as state:
@@ -163,7 +163,7 @@ def test_modify(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("operation", [Operation.WRITE, Operation.MODIFY])
 def test_master_from_parameter(tmp_path: Path, operation: Operation) -> None:
-    """Without a master the parameter is it, widened; with one the parameter is not looked at. It is never written."""
+    """The master is taken from its array, or else widened from the parameter, which is never written."""
     parameter = normals(5).astype(np.float16)
     before = parameter.copy()
     master = normals(6)
@@ -181,7 +181,7 @@ def test_master_from_parameter(tmp_path: Path, operation: Operation) -> None:
 
 
 def test_a_segment_without_step_leaves_its_parameter_alone(tmp_path: Path) -> None:
-    """Its state is carried over into the new generation as it is."""
+    """A segment without a step keeps its parameter, and its state is copied unchanged."""
     arrays = initial()
     parameter = np.full(NUMEL, -7, np.float32)
     with StoredState(tmp_path, NUMEL, 5000) as state:
@@ -193,9 +193,9 @@ def test_a_segment_without_step_leaves_its_parameter_alone(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("seed", range(3))
 def test_master_in_parameter(tmp_path: Path, seed: int) -> None:
-    """The parameter is updated in place and stored as the master; two thirds of the state are read, all is written."""
+    """The parameter is updated in place and stored as the master. The stored master is not read."""
     arrays = initial()
-    parameter = normals(20 + seed)  # not what lies on storage: the parameter decides
+    parameter = normals(20 + seed)  # not the stored values, to show that the parameter is used
     gradient = normals(30 + seed)
     cuts = [0, 1, 4000, 4001, 5000, 17_000, NUMEL]
     runs = [
@@ -217,7 +217,7 @@ def test_master_in_parameter(tmp_path: Path, seed: int) -> None:
 
 
 def test_extent_on_storage(tmp_path: Path) -> None:
-    """An extent is laid out as documented: regions, zeros between them, and the trailer, little endian."""
+    """An extent has the documented layout: zero-padded regions and a little-endian trailer."""
     numel = 1500
     arrays = initial(numel)
     region = align(4 * numel)
@@ -238,14 +238,14 @@ def test_extent_on_storage(tmp_path: Path) -> None:
 
 
 def test_no_memory_leaks_into_padding(tmp_path: Path) -> None:
-    """Padding is zero even where the buffer held another tasklet or the region was not read."""
+    """Padding is zero even if the buffer held another tasklet or the region was not read."""
     parameter, gradient = normals(7), normals(8)
     with StoredState(tmp_path, NUMEL, 5000, options={"num_buffers": 1}) as state:
         state.write(*initial())
         run = Run(0, NUMEL, 0, gradient, parameter=parameter)
         assert state.work(Operation.UPDATE, [run], STEPS, master_in_parameter=True) is None
         content = state.paths[0].read_bytes()
-    region = align(4 * 11)  # the last tasklet: the buffer was full of its predecessor
+    region = align(4 * 11)  # the last tasklet, whose buffer was full of an earlier tasklet
     last = content[state.extent_offset(6, 0) :][: extent_bytes(11)]
     for number in range(3):
         assert last[number * region + 44 : (number + 1) * region] == bytes(region - 44)
@@ -253,7 +253,7 @@ def test_no_memory_leaks_into_padding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_wait_for_a_range(tmp_path: Path, seed: int) -> None:
-    """When wait() returns, the parameters of its tasklets are out, in any order of asking."""
+    """When wait() returns, the parameters of its tasklets are updated, in any order of waiting."""
     gradient, arrays = normals(9), initial()
     parameter = np.full(NUMEL, -7, np.float32)
     expected = adam(STEPS[0], gradient, arrays)[0]
@@ -272,7 +272,7 @@ def test_wait_for_a_range(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_batch_in_any_order_that_grows(tmp_path: Path, seed: int) -> None:
-    """Tasklets listed in any order, some of them added later: the same bits, and each can be waited for."""
+    """A batch in any order, extended while it runs, gives the same bits, and each tasklet can be waited for."""
     random = np.random.default_rng(seed)
     gradient, arrays = normals(9), initial()
     parameter = np.full(NUMEL, -7, np.float32)
@@ -299,7 +299,7 @@ def test_a_batch_in_any_order_that_grows(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("asks_by", ["waiting", "preferring"])
 def test_what_somebody_needs_is_begun_first(tmp_path: Path, asks_by: str) -> None:
-    """The last tasklet is out long before those in front of it are: most of them have not even been read."""
+    """A tasklet that is waited for or preferred is worked before most tasklets in front of it are read."""
     gradient, parameter = normals(9), np.full(NUMEL, -7, np.float32)
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
         state.write(*initial())
@@ -318,7 +318,7 @@ def test_what_somebody_needs_is_begun_first(tmp_path: Path, asks_by: str) -> Non
 
 
 def test_only_listed_tasklets_can_be_preferred(tmp_path: Path) -> None:
-    """A number beyond the batch is refused; without a batch there is nothing to prefer."""
+    """A number beyond the batch is refused. Without a batch prefer() does nothing."""
     with StoredState(tmp_path, NUMEL, 2048) as state:
         state.pipeline.prefer([99])
         inject(state.pipeline, seed=1, max_delay_us=20_000)
@@ -329,7 +329,7 @@ def test_only_listed_tasklets_can_be_preferred(tmp_path: Path) -> None:
 
 
 def test_counters(tmp_path: Path) -> None:
-    """They count bytes and calls exactly and never fall."""
+    """Counters give the exact bytes and calls, also after close()."""
     with StoredState(tmp_path, NUMEL, 5000) as state:
         zero = state.pipeline.counters()
         assert (zero.read_bytes, zero.written_bytes, zero.read_calls, zero.write_calls) == (0, 0, 0, 0)
@@ -346,7 +346,7 @@ def test_counters(tmp_path: Path) -> None:
 
 
 def test_empty_batch(tmp_path: Path) -> None:
-    """A batch without tasklets is worked at once; without a batch there is nothing to wait for."""
+    """A batch without tasklets is finished at once. Without a batch wait() and drain() return at once."""
     with StoredState(tmp_path, 10) as state:
         assert state.pipeline.wait() is None
         assert state.pipeline.drain() is None

@@ -1,4 +1,4 @@
-"""Resident tasklets of a pipeline: what is refused, and what is told from stale state."""
+"""Resident tasklets of a pipeline: refused batches and stale state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_smartinfinity.native import Batch, Operation, Pipeline, Segment, 
 from tests.native.stored import Run, StoredState
 
 NUMEL = 3_000
-SIZE = 16_384  # extent of a tasklet of 1000 elements: three regions of a block, and the trailer's
+SIZE = 16_384  # bytes of an extent of 1000 elements: three regions of a block each, and the trailer's block
 
 
 def stored(folder: Path, *, num_resident: int = 2, through: bool = True) -> StoredState:
@@ -24,7 +24,7 @@ def arrays(seed: int) -> tuple[np.ndarray, ...]:
 
 
 def test_memory_is_that_of_the_extents(tmp_path: Path) -> None:
-    """The ring is counted apart."""
+    """The memory of resident tasklets is counted apart from the ring."""
     with stored(tmp_path) as state:
         assert (state.pipeline.cache_bytes, state.pipeline.ring_bytes) == (2 * SIZE, 2 * SIZE)
 
@@ -38,7 +38,7 @@ def test_a_size_that_no_extent_has(tmp_path: Path, size: int) -> None:
 
 
 def test_a_tasklet_of_another_size(tmp_path: Path) -> None:
-    """Its place would be too small, or would keep what lay behind it."""
+    """A resident tasklet with another size than its memory is refused."""
     with stored(tmp_path) as state:
         large = Tasklet(
             index=1,
@@ -58,7 +58,7 @@ def test_a_tasklet_of_another_size(tmp_path: Path) -> None:
 
 
 def test_a_tasklet_twice_in_a_batch(tmp_path: Path) -> None:
-    """It has one place: refused whole, at once or later, and the batch that is active goes on."""
+    """A resident tasklet listed twice is refused, in submit() and extend(), and the active batch continues."""
     with stored(tmp_path) as state:
         state.write(*arrays(1))
         found = tuple(np.zeros(NUMEL, np.float32) for _ in range(3))
@@ -75,11 +75,14 @@ def test_a_tasklet_twice_in_a_batch(tmp_path: Path) -> None:
 
 
 def test_another_generation_is_read_from_storage(tmp_path: Path) -> None:
-    """A batch that was given up leaves its generation in memory; nobody who asks for another gets it."""
+    """Resident state of another generation is ignored: the tasklet is read from storage.
+
+    An uncommitted batch leaves such a generation in memory.
+    """
     with stored(tmp_path) as state:
         state.write(*arrays(1))
         state.start(Operation.WRITE, [Run(0, NUMEL, arrays=arrays(2))])
-        assert state.pipeline.drain() is None  # and not committed
+        assert state.pipeline.drain() is None  # and the batch is not committed
         reads = state.pipeline.counters().read_calls
         for expected_reads in (3, 1):
             for one, other in zip(state.read(), arrays(1), strict=True):
@@ -89,7 +92,7 @@ def test_another_generation_is_read_from_storage(tmp_path: Path) -> None:
 
 
 def test_state_in_memory_only_that_is_not_there(tmp_path: Path) -> None:
-    """Nothing on storage stands for it: a failure names the tasklet."""
+    """State that should be in memory only but is missing is a failure of its generation."""
     with stored(tmp_path, through=False) as state:
         failure = state.work(Operation.READ, [])
         assert failure is not None

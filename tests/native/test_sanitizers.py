@@ -1,4 +1,4 @@
-"""The core under the compilers' sanitizers, in random scenarios (stress*.cpp)."""
+"""The native core under the compilers' sanitizers in random scenarios (stress*.cpp)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NUM_SEEDS = 60
 
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_stress(tmp_path: Path, sanitizers: str) -> None:
-    """No bad access, leak, undefined behaviour or race, and every bit as a plain loop computes it."""
+    """There is no bad access, leak, undefined behaviour or race, and every bit equals that of a plain loop."""
     build = tmp_path / "build"
     options = {"SMART_INFINITY_BUILD_STRESS": "ON", "SMART_INFINITY_SANITIZE": sanitizers}
-    # Nearly all of the time goes into headers.
+    # A unity build is faster, since nearly all of the time goes into headers.
     configure(build, CMAKE_BUILD_TYPE="Debug", CMAKE_UNITY_BUILD="ON", **options)
     programs = ("stress", "stress_formats", "stress_gradients", "stress_card")
     run("cmake", "--build", build, "--target", *programs, "--parallel", "4")
@@ -28,7 +28,7 @@ def test_stress(tmp_path: Path, sanitizers: str) -> None:
     ):
         assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
         assert completed.stdout == f"{NUM_SEEDS} scenarios\n"
-    if sanitizers != "thread":  # the formats have no threads
+    if sanitizers != "thread":  # the formats use no threads
         assert run(build / "stress_formats", "0", str(NUM_SEEDS)).stdout == f"{NUM_SEEDS} scenarios\n"
 
 
@@ -36,6 +36,6 @@ def stress(program: Path, folder: Path, *others: Path) -> subprocess.CompletedPr
     command: list[str | Path] = [program, folder, "0", str(NUM_SEEDS), *others]
     completed = run(*command, expect_success=False)
     if "unexpected memory mapping" in completed.stderr:
-        # Older thread sanitizers know fewer layouts of the address space than kernels choose from.
+        # Older thread sanitizers know fewer address-space layouts than kernels use.
         return run("setarch", "-R", *command, expect_success=False)
     return completed

@@ -1,4 +1,4 @@
-"""The order of a batch under any interleaving of completions."""
+"""The schedule of a batch under any order of completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ stage_sets = st.fixed_dictionaries({name: st.booleans() for name in ("reads", "w
 
 
 class Simulation:
-    """Starts what the schedule wants started, and ends actions in an order that hypothesis chooses."""
+    """A simulation that starts what the schedule asks for and ends actions in an order chosen by hypothesis."""
 
     def __init__(self, num_tasklets: int, num_buffers: int, **stages: bool) -> None:
         self.num_buffers = self.num_ring = num_buffers
@@ -35,7 +35,7 @@ class Simulation:
         for action, tasklet, buffer in actions:
             others = [other for (held, _), (_, other) in self.in_flight.items() if held == buffer]
             assert all(other == tasklet for other in others), "a buffer holds one tasklet at a time"
-            place = (buffer, action == "deliver")  # which may go beside a write
+            place = (buffer, action == "deliver")  # a delivery may run beside a write
             assert place not in self.in_flight
             assert 0 <= buffer < self.num_buffers
             assert (buffer >= self.num_ring) == (tasklet in self.resident)
@@ -63,7 +63,7 @@ class Simulation:
 
 @given(num_tasklets=sizes, num_buffers=buffers, stages=stage_sets, data=st.data())
 def test_every_tasklet_once(num_tasklets: int, num_buffers: int, stages: dict[str, bool], data: st.DataObject) -> None:
-    """Any interleaving finishes; each tasklet is read, fetched, computed, and then written and delivered, once."""
+    """Any order finishes. Each tasklet is read, fetched, computed, and then written and delivered, once."""
     simulation = Simulation(num_tasklets, num_buffers, **stages)
     simulation.run(data)
     before = ["read"] * stages["reads"] + ["fetch"] * stages["fetches"] + ["compute"]
@@ -82,7 +82,7 @@ def test_every_tasklet_once(num_tasklets: int, num_buffers: int, stages: dict[st
 
 @given(parts=st.lists(st.integers(0, 5), min_size=2, max_size=5), num_buffers=buffers, data=st.data())
 def test_tasklets_that_come_later(parts: list[int], num_buffers: int, data: st.DataObject) -> None:
-    """Added at any time, in a ring that is busy or idle, they are worked like the others, behind them."""
+    """Tasklets added later are worked like the others, after them, whether the ring is busy or idle."""
     simulation = Simulation(parts[0], num_buffers, reads=True, writes=True)
     for part in parts[1:]:
         simulation.start()
@@ -99,7 +99,7 @@ def test_tasklets_that_come_later(parts: list[int], num_buffers: int, data: st.D
 
 @given(num_tasklets=sizes, num_buffers=buffers, data=st.data())
 def test_preferred_tasklets_are_begun_next(num_tasklets: int, num_buffers: int, data: st.DataObject) -> None:
-    """Those that have not begun, in the order asked for, the last request first; then the others, in list order."""
+    """Preferred tasklets that have not begun come next, the last request first. The others keep the list order."""
     simulation = Simulation(num_tasklets, num_buffers, reads=True, writes=True)
     resident = data.draw(st.integers(0, 3))
     extend_resident(simulation.schedule, resident, reads=False, writes=False)
@@ -131,7 +131,7 @@ resident_parts = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.boolean
 def test_resident_tasklets(
     parts: list[tuple[int, bool, bool, bool]], num_buffers: int, stages: dict[str, bool], data: st.DataObject
 ) -> None:
-    """Each goes its own way, once, in a buffer that is none of the ring's; both kinds are begun in list order."""
+    """Each resident tasklet runs its own stages once, outside the ring's buffers. Both kinds begin in list order."""
     simulation = Simulation(0, num_buffers, **stages)
     simulation.num_buffers *= 2
     ways: list[tuple[bool, bool, bool]] = []
@@ -162,7 +162,7 @@ def test_resident_tasklets(
 
 @given(num_resident=st.integers(1, 12), num_tasklets=st.integers(1, 12), num_buffers=buffers)
 def test_resident_tasklets_never_wait_for_the_ring(num_resident: int, num_tasklets: int, num_buffers: int) -> None:
-    """All of them are computed while every buffer of the ring is being read into."""
+    """Resident tasklets are computed while every buffer of the ring is still being read into."""
     schedule = TransferSchedule(num_tasklets, num_buffers, reads=True, writes=True)
     extend_resident(schedule, num_resident, reads=False, writes=False)
     reading = 0
@@ -178,7 +178,7 @@ def test_resident_tasklets_never_wait_for_the_ring(num_resident: int, num_taskle
 
 @given(num_tasklets=st.integers(1, 12), num_buffers=buffers, data=st.data())
 def test_a_buffer_is_used_again_after_its_delivery(num_tasklets: int, num_buffers: int, data: st.DataObject) -> None:
-    """However soon its write ends, a buffer whose parameters are on their way to a device takes no other tasklet."""
+    """A buffer takes no other tasklet until its delivery has ended, even if its write ends earlier."""
     simulation = Simulation(num_tasklets, num_buffers, reads=True, writes=True, delivers=True)
     simulation.start()
     while not simulation.schedule.finished:
@@ -191,7 +191,7 @@ def test_a_buffer_is_used_again_after_its_delivery(num_tasklets: int, num_buffer
 
 @given(num_tasklets=sizes, num_buffers=buffers, data=st.data())
 def test_order(num_tasklets: int, num_buffers: int, data: st.DataObject) -> None:
-    """What frees buffers starts before reads that become possible with it; tasklets are read in list order."""
+    """Actions that free buffers start before reads, and tasklets are read in list order."""
     simulation = Simulation(num_tasklets, num_buffers, reads=True, writes=True, fetches=True, delivers=True)
     preference = {"deliver": 0, "write": 1, "compute": 2, "fetch": 3, "read": 4}
     while True:
@@ -208,7 +208,7 @@ def test_order(num_tasklets: int, num_buffers: int, data: st.DataObject) -> None
 def test_parameters_are_out_with_the_end_of_compute(
     num_tasklets: int, num_buffers: int, reads: bool, writes: bool, data: st.DataObject
 ) -> None:
-    """Neither earlier nor later, and before the tasklet's write starts."""
+    """A tasklet's parameters count as updated exactly from the end of compute, before its write starts."""
     simulation = Simulation(num_tasklets, num_buffers, reads=reads, writes=writes)
     while not simulation.schedule.finished:
         simulation.start()
@@ -222,9 +222,9 @@ def test_parameters_are_out_with_the_end_of_compute(
 
 @given(num_tasklets=st.integers(1, 12), num_buffers=buffers, data=st.data())
 def test_failure_drains(num_tasklets: int, num_buffers: int, data: st.DataObject) -> None:
-    """After a failure at any time only deliveries of what was computed start; when all in flight has ended, it is over.
+    """After a failure only deliveries of computed tasklets start, and the batch ends when nothing is in flight.
 
-    A delivery waits for copies that began with the end of compute: it cannot be left out.
+    A delivery waits for copies that began with the end of compute, so it cannot be left out.
     """
     simulation = Simulation(num_tasklets, num_buffers, reads=True, writes=True, fetches=True, delivers=True)
     simulation.start()
@@ -250,7 +250,7 @@ def test_failure_drains(num_tasklets: int, num_buffers: int, data: st.DataObject
 
 @given(num_tasklets=st.integers(3, 12), data=st.data())
 def test_the_ring_is_used(num_tasklets: int, data: st.DataObject) -> None:
-    """As long as there are tasklets to read, no buffer is idle."""
+    """No buffer is idle while there are tasklets to read."""
     simulation = Simulation(num_tasklets, 3, reads=True, writes=True)
     simulation.start()
     while len([action for action, _ in simulation.started if action == "read"]) < num_tasklets:
@@ -268,7 +268,7 @@ def test_nothing_to_do() -> None:
 
 @pytest.mark.parametrize(("action", "tasklet"), [("compute", 0), ("write", 0), ("read", 1), ("read", 7)])
 def test_an_action_that_is_not_in_flight(action: str, tasklet: int) -> None:
-    """It cannot end."""
+    """An action that is not in flight cannot end."""
     schedule = TransferSchedule(2, 1, reads=True, writes=True)
     assert schedule.next() == [("read", 0, 0)]
     with pytest.raises(ValueError, match=f"tasklet {tasklet}"):
@@ -276,7 +276,7 @@ def test_an_action_that_is_not_in_flight(action: str, tasklet: int) -> None:
 
 
 def test_bad_arguments() -> None:
-    """A ring has a buffer; an action has a name; a tasklet is one of the batch."""
+    """A ring without buffers, an unknown action and a tasklet outside the batch are refused."""
     with pytest.raises(ValueError, match="num_buffers"):
         TransferSchedule(1, 0, reads=True, writes=True)
     schedule = TransferSchedule(1, 1, reads=True, writes=True)
@@ -287,12 +287,14 @@ def test_bad_arguments() -> None:
 
 
 def seconds_of_a_step(devices: list[int], seconds: list[float], *, num_buffers: int) -> float:
-    """In virtual time: each device reads and writes a tasklet in so many seconds, one at a time, computing takes none.
+    """Return the duration of a step in virtual time.
+
+    Each device reads and writes one tasklet at a time. Computing takes no time.
 
     Args:
-        devices: Of each tasklet.
-        seconds: Of each device.
-        num_buffers: Of the ring.
+        devices: Device of each tasklet.
+        seconds: Seconds in which each device reads or writes a tasklet.
+        num_buffers: Buffers of the ring.
     """
     schedule = TransferSchedule(len(devices), num_buffers, reads=True, writes=True)
     free_at, now = [0.0] * len(seconds), 0.0
@@ -312,10 +314,10 @@ def seconds_of_a_step(devices: list[int], seconds: list[float], *, num_buffers: 
 @pytest.mark.parametrize("slowness", [1, 2, 5, 20])
 @pytest.mark.parametrize("num_buffers", [4, 16])
 def test_a_slow_device_holds_up_nobody(slowness: int, num_buffers: int) -> None:
-    """A step takes as long as its slowest device's part alone: dealt alike at first, and in proportion later.
+    """A step takes as long as the slowest device needs for its own tasklets, with equal and proportional shares.
 
-    A slow device that has as many tasklets as the others comes to hold all buffers, but then the step is as long as
-    that device's part of it whoever holds them.
+    A slow device with as many tasklets as the others comes to hold all buffers, but then the step lasts as long as that
+    device's part of it anyway.
     """
     seconds = [1.0, float(slowness)]
     for counts in (apportion([1, 1], 120), apportion([slowness, 1], 120)):

@@ -1,4 +1,4 @@
-"""Compressed gradients on the host: as their dense form, chunk by chunk, and nothing out of bounds."""
+"""Compressed gradients on the host: same results as the dense gradient, and nothing out of bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.payload import BEAT_BYTES, BLOCK, Payload, build, compress, e
 from tests.helpers.update_rules import adam_step
 from tests.native.stored import JOB, Array, Run, StoredState
 
-NUMEL = 70_001  # two blocks, and chunks that end inside of them
+NUMEL = 70_001  # two blocks, and chunks that end inside them
 
 
 def memory_of(payload: Payload) -> Array:
@@ -24,7 +24,7 @@ def memory_of(payload: Payload) -> Array:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
 @pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd_nesterov", "rmsprop"])
 def test_as_its_dense_form(tmp_path: Path, name: str, dtype: DType) -> None:
-    """Segments that begin and end anywhere, of which some carry over and some are left out."""
+    """A compressed gradient updates like its dense form, with segments of any borders, with and without a step."""
     step = STEPS[name]
     gradient, *state = random_arrays(step, NUMEL, 0, special=False)
     payload = compress(gradient, 0.05, dtype)
@@ -54,7 +54,7 @@ def test_as_its_dense_form(tmp_path: Path, name: str, dtype: DType) -> None:
 
 @pytest.mark.parametrize("state_format", [1, 2, 3])
 def test_every_state_format(tmp_path: Path, state_format: int) -> None:
-    """Formats that round look at whole blocks: the same."""
+    """A compressed gradient updates like its dense form in formats that round whole blocks."""
     step, numel = adam_step(seed=5), 30_000
     gradient, *state = random_arrays(step, numel, 1, special=False)
     payload = compress(gradient, 0.1, DType.BFLOAT16)
@@ -130,7 +130,7 @@ def test_truncated(tmp_path: Path, nbytes: int) -> None:
 def test_bad_index_or_count(
     tmp_path: Path, positions: list[int], change: Callable[[Array, Array], None], message: str
 ) -> None:
-    """The batch fails before anything of the tasklet has changed."""
+    """A bad index or count fails the batch before anything of the tasklet changes."""
     payload = build(np.array(positions), np.ones(len(positions), np.float32), NUMEL, DType.FLOAT32)
     change(payload.indices.view(np.uint16), payload.counts.view(np.uint32))
     parameter = np.full(NUMEL, 7, np.float32)
@@ -156,7 +156,7 @@ def test_segments_beside_a_payload(tmp_path: Path) -> None:
 
 
 def test_random_damage(tmp_path: Path) -> None:
-    """Whatever bits are wrong, it is refused, or read as the gradient it then is."""
+    """A randomly damaged payload is refused or read as another gradient."""
     random = np.random.default_rng(0)
     numel, outcomes = BLOCK + 500, set()
     gradient = random.standard_normal(numel).astype(np.float32)
@@ -166,7 +166,7 @@ def test_random_damage(tmp_path: Path) -> None:
     with stored_with(tmp_path, payload, numel) as stored:
         for _ in range(150):
             payload[:] = undamaged
-            # Mostly what is not a value: those are harmless.
+            # Damage mostly bytes that are not values, because damaged values are harmless.
             end = payload.size if random.integers(8) == 0 else payload.size - whole.values.size
             for position in random.integers(BEAT_BYTES if random.integers(2) else 0, end, random.integers(1, 4)):
                 payload[position] = random.integers(256)

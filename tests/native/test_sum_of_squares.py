@@ -25,7 +25,7 @@ def squares(values: torch.Tensor, dtype: DType) -> float:
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 1000, 100_003])
 def test_bits_do_not_depend_on_the_instruction_set(dtype: DType, numel: int) -> None:
-    """One sum, to the last bit, and within rounding of the exact one."""
+    """All instruction sets give the same bits, within rounding of the exact sum."""
     values = encoded(np.random.default_rng(numel).standard_normal(numel).astype(np.float32), dtype)
     sums = set()
     for choice in supported_instruction_sets():
@@ -37,7 +37,7 @@ def test_bits_do_not_depend_on_the_instruction_set(dtype: DType, numel: int) -> 
 
 @pytest.mark.parametrize("dtype", TORCH)
 def test_large_values_do_not_overflow(instruction_set: InstructionSet, dtype: DType) -> None:
-    """The sum is finite for every finite input: the largest value of the type, many times."""
+    """The sum of the largest finite values of a type is finite."""
     largest = torch.full((100_000,), torch.finfo(TORCH[dtype]).max, dtype=TORCH[dtype])
     assert squares(largest, dtype) == pytest.approx(1e5 * torch.finfo(TORCH[dtype]).max ** 2)
 
@@ -48,7 +48,7 @@ def test_large_values_do_not_overflow(instruction_set: InstructionSet, dtype: DT
 def test_one_element_that_is_not_finite(
     instruction_set: InstructionSet, dtype: DType, poison: float, index: int
 ) -> None:
-    """It makes the sum not finite, wherever it is."""
+    """One non-finite element anywhere makes the sum non-finite."""
     values: Any = encoded(np.ones(531, np.float32), dtype)
     assert squares(values, dtype) == 531
     values[index] = poison
@@ -56,6 +56,6 @@ def test_one_element_that_is_not_finite(
 
 
 def test_subnormals_count(instruction_set: InstructionSet) -> None:
-    """They are squared in double, where they are normal numbers."""
+    """Subnormals are squared in double, where they are normal numbers."""
     tiny = encoded(np.full(4, 1e-40, np.float32), DType.FLOAT32)
     assert squares(tiny, DType.FLOAT32) == 4 * float(tiny[0]) ** 2 > 0

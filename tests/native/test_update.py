@@ -26,7 +26,7 @@ ONE_OF_EACH = ["adam_half", "adagrad_decayed", "sgd_nesterov", "rmsprop"]
 
 
 def stored(folder: Path, step: UpdateStep, numel: int) -> StoredState:
-    """A partition of the step's rule."""
+    """Return the state of a partition with the arrays of the step's rule."""
     return StoredState(folder, numel, num_arrays=len(ARRAYS[type(step)]))
 
 
@@ -37,7 +37,7 @@ def update(
     *,
     dtypes: tuple[DType, DType] = (DType.FLOAT32, DType.FLOAT32),
 ) -> tuple[Bits, ...]:
-    """Parameter, master and the rule's other arrays after one step by the pipeline."""
+    """Return the parameter, the master and the rule's other arrays after one step of the pipeline."""
     gradient = encode(arrays[0], dtypes[0])
     parameter = encode(np.full_like(arrays[0], -7), dtypes[1])
     with stored(folder, step, len(gradient)) as state:
@@ -50,7 +50,7 @@ def update(
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
 def test_numpy_reference(instruction_set: InstructionSet, tmp_path: Path, name: str, special: bool) -> None:
-    """Every instruction set gives numpy's fp32 results bit for bit, subnormals flushed, NaN and infinity included."""
+    """Every instruction set gives numpy's fp32 bits, with subnormals flushed, and NaN and infinity included."""
     arrays = random_arrays(STEPS[name], 20_011, seed=1, special=special)
     parameter, *state = update(tmp_path, STEPS[name], arrays)
     for found, expected in zip(state, expected_state(STEPS[name], arrays), strict=True):
@@ -63,7 +63,7 @@ def test_numpy_reference(instruction_set: InstructionSet, tmp_path: Path, name: 
 )
 @pytest.mark.parametrize("name", ["adamw", *ONE_OF_EACH])
 def test_dtypes(instruction_set: InstructionSet, tmp_path: Path, dtypes: tuple[DType, DType], name: str) -> None:
-    """A 16-bit gradient is widened exactly; a 16-bit parameter is the master rounded as torch rounds it."""
+    """A 16-bit gradient is widened exactly. A 16-bit parameter is the master rounded as in torch."""
     arrays = random_arrays(STEPS[name], 5_003, seed=2, special=True)
     parameter, *state = update(tmp_path, STEPS[name], arrays, dtypes=dtypes)
     for found, expected in zip(state, expected_state(STEPS[name], arrays, dtypes[0]), strict=True):
@@ -74,7 +74,7 @@ def test_dtypes(instruction_set: InstructionSet, tmp_path: Path, dtypes: tuple[D
 @pytest.mark.parametrize("name", ["adam", "adagrad_decayed", "sgd_dampened"])
 @pytest.mark.parametrize("numel", [1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 65, 127, 1023, 12287, 12288, 12289])
 def test_lengths(tmp_path: Path, numel: int, name: str) -> None:
-    """No length, odd or shorter than a register, changes a bit between instruction sets, nor between them and numpy."""
+    """For any length, even shorter than a register, all instruction sets give numpy's bits."""
     arrays = random_arrays(STEPS[name], numel, seed=numel, special=True)
     expected = expected_state(STEPS[name], arrays)
     for choice in supported_instruction_sets():
@@ -87,7 +87,7 @@ def test_lengths(tmp_path: Path, numel: int, name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["adamw", *ONE_OF_EACH])
 def test_unaligned_segments(instruction_set: InstructionSet, tmp_path: Path, dtype: DType, name: str) -> None:
-    """Segments may begin at any element and memory at any multiple of its item; nothing beside them is written."""
+    """Segments may begin at any element and their memory at any item. Nothing beside them is written."""
     numel, shift = 1_000, 3
     arrays = random_arrays(STEPS[name], numel, seed=3, special=False)
     gradient = encode(np.concatenate([np.zeros(shift, np.float32), arrays[0]]), dtype)
@@ -120,7 +120,7 @@ def test_parameter_is_optional(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sgd_first", "sgd_nesterov_first"])
 def test_a_buffer_that_begins_forgets_what_it_held(instruction_set: InstructionSet, tmp_path: Path, name: str) -> None:
-    """Even infinities and NaNs, which zero times them would keep."""
+    """The first step of a momentum buffer ignores its old contents, even infinities and NaNs."""
     gradient, master = random_arrays(STEPS[name], 100, seed=5, special=False)[:2]
     anything = np.resize(np.array([np.nan, np.inf, -np.inf, 3e38], np.float32), 100)
     for found, expected in zip(
@@ -132,7 +132,7 @@ def test_a_buffer_that_begins_forgets_what_it_held(instruction_set: InstructionS
 
 
 def test_words_are_the_scalars_in_the_order_of_a_kernel() -> None:
-    """Every scalar that a kernel takes, once, as the bits of its fp32."""
+    """``words`` holds a kernel's scalars in its order, as the bits of their fp32."""
     orders = {
         "adamw": "gradient_scale one_minus_beta1 beta2 one_minus_beta2 decay l2 step_size "
         "inverse_sqrt_bias_correction2 eps",
@@ -147,7 +147,7 @@ def test_words_are_the_scalars_in_the_order_of_a_kernel() -> None:
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 def test_torch_optimizers(instruction_set: InstructionSet, tmp_path: Path, decoupled: bool) -> None:
-    """Fifty steps stay within rounding of torch.optim."""
+    """After fifty steps parameters are within rounding of torch.optim's."""
     lr, betas, eps, weight_decay, numel = 1e-2, (0.9, 0.99), 1e-8, 0.1, 3_001
     random = np.random.default_rng(5)
     start = random.standard_normal(numel).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A batch is checked whole before anything starts."""
+"""A whole batch is checked before any of it starts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def tasklet(**changes: Any) -> Tasklet:
     ],
 )
 def test_bad_tasklet(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
-    """ValueError names the tasklet and the value; nothing was started, and a good batch is still taken."""
+    """The error names the tasklet and the value, nothing is started, and a good batch is still accepted."""
     with StoredState(tmp_path, NUMEL) as state:
         good = tasklet(index=0)
         with pytest.raises(ValueError, match=f"tasklet 5.*{problem}"):
@@ -105,7 +105,7 @@ def test_bad_tasklet(tmp_path: Path, changes: dict[str, Any], problem: str) -> N
     ],
 )
 def test_arrays_of_another_rule(tmp_path: Path, step: UpdateStep, problem: str) -> None:
-    """ValueError names what the rule keeps."""
+    """The error names the arrays that the rule needs."""
     with StoredState(tmp_path, NUMEL) as state, pytest.raises(ValueError, match=f"tasklet 5.*{problem}"):
         state.pipeline.submit(Batch(Operation.UPDATE, [tasklet()], [step]))
 
@@ -113,7 +113,7 @@ def test_arrays_of_another_rule(tmp_path: Path, step: UpdateStep, problem: str) 
 @pytest.mark.parametrize("step", [adagrad_step(), sgd_step(), rmsprop_step()])
 @pytest.mark.parametrize("state_format", [1, 2, 3])
 def test_rules_without_moments_are_for_fp32_state(tmp_path: Path, step: UpdateStep, state_format: int) -> None:
-    """ValueError, in every format that stores exp_avg and exp_avg_sq in fewer bits."""
+    """Formats that store exp_avg and exp_avg_sq in fewer bits refuse other rules than Adam's."""
     identity = Identity(job=JOB, rank=0, state_format=state_format)
     with StoredState(tmp_path, NUMEL, identity=identity) as state:
         one = state.tasklet(0, [Run(0, NUMEL, 0, MEMORY)])
@@ -122,7 +122,7 @@ def test_rules_without_moments_are_for_fp32_state(tmp_path: Path, step: UpdateSt
 
 
 def test_arrays_of_a_format_for_one_rule(tmp_path: Path) -> None:
-    """ValueError names the arrays that such a format holds, in reads too."""
+    """The error names the arrays that such a format needs, also for reads."""
     identity = Identity(job=JOB, rank=0, state_format=1)
     problem = "this state format needs 3 arrays: master, exp_avg and exp_avg_sq"
     with StoredState(tmp_path, NUMEL, identity=identity) as state, pytest.raises(ValueError, match=problem):
@@ -131,7 +131,7 @@ def test_arrays_of_a_format_for_one_rule(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("operation", [Operation.READ, Operation.WRITE, Operation.MODIFY])
 def test_master_in_parameter_is_for_updates(tmp_path: Path, operation: Operation) -> None:
-    """Other operations refuse it."""
+    """Operations other than UPDATE refuse master_in_parameter."""
     with (
         StoredState(tmp_path, NUMEL) as state,
         pytest.raises(ValueError, match="UPDATE only"),
@@ -140,7 +140,7 @@ def test_master_in_parameter_is_for_updates(tmp_path: Path, operation: Operation
 
 
 def test_offsets_that_are_not_used(tmp_path: Path) -> None:
-    """A read has no write offset to check, a write no read offset."""
+    """A read's write offset and a write's read offset are not checked."""
     with StoredState(tmp_path, NUMEL) as state:
         state.pipeline.submit(Batch(Operation.WRITE, [tasklet(read_offset=1, write_offset=0, segments=[])]))
         assert state.pipeline.drain() is None
@@ -149,7 +149,7 @@ def test_offsets_that_are_not_used(tmp_path: Path) -> None:
 
 
 def test_wait_for_tasklets_that_do_not_exist(tmp_path: Path) -> None:
-    """ValueError, and the batch goes on."""
+    """Waiting for tasklets that do not exist is refused, and the batch continues."""
     with StoredState(tmp_path, NUMEL) as state:
         state.pipeline.submit(Batch(Operation.WRITE, [tasklet(write_offset=0, segments=[])]))
         for first, last in [(0, 2), (2, None), (1, 0)]:
@@ -160,7 +160,7 @@ def test_wait_for_tasklets_that_do_not_exist(tmp_path: Path) -> None:
 
 
 def test_wait_for_positions_that_do_not_exist(tmp_path: Path) -> None:
-    """ValueError, and the batch goes on; without positions there is nothing to wait for."""
+    """Waiting for positions that do not exist is refused, and the batch continues. No positions need no wait."""
     with StoredState(tmp_path, NUMEL) as state:
         state.pipeline.submit(Batch(Operation.WRITE, [tasklet(write_offset=0, segments=[])]))
         with pytest.raises(ValueError, match="tasklet 1 of 1"):
@@ -171,7 +171,7 @@ def test_wait_for_positions_that_do_not_exist(tmp_path: Path) -> None:
 
 
 def test_extend_asks_for_an_active_batch_of_the_same_operation(tmp_path: Path) -> None:
-    """ValueError, and the batch goes on without the tasklets; what they say is checked as in submit()."""
+    """extend() without a batch, or with another operation or a bad tasklet, is refused, and the batch continues."""
     more = Batch(Operation.WRITE, [tasklet(write_offset=0, segments=[])])
     with StoredState(tmp_path, NUMEL) as state:
         with pytest.raises(ValueError, match="no batch is active"):
@@ -201,7 +201,7 @@ def test_extend_asks_for_an_active_batch_of_the_same_operation(tmp_path: Path) -
     ],
 )
 def test_bad_pipeline(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
-    """ValueError names the argument."""
+    """The error names the argument."""
     path = tmp_path / "file"
     path.touch()
     values = {
@@ -215,7 +215,7 @@ def test_bad_pipeline(tmp_path: Path, changes: dict[str, Any], problem: str) -> 
 
 
 def test_ring_that_cannot_be_mapped(tmp_path: Path) -> None:
-    """OSError, not a killed process."""
+    """A ring that cannot be mapped raises OSError instead of killing the process."""
     path = tmp_path / "file"
     path.touch()
     files = [StateFile(str(path), direct=False)]
@@ -225,7 +225,7 @@ def test_ring_that_cannot_be_mapped(tmp_path: Path) -> None:
 
 
 def test_bad_values() -> None:
-    """Job ids have 16 bytes, buffers some, segments at most eight arrays."""
+    """A job id needs 16 bytes, a buffer at least one byte, and a segment at most eight arrays."""
     with pytest.raises(ValueError, match="15 bytes"):
         Identity(job=bytes(15), rank=0, state_format=0)
     with pytest.raises(ValueError, match="0 bytes"):
@@ -235,7 +235,7 @@ def test_bad_values() -> None:
 
 
 def test_values_can_be_read_back() -> None:
-    """Tests and simulations of a plan look at what it contains."""
+    """The values of a batch can be read back, as tests and simulations do."""
     one = tasklet(master_in_parameter=True, segments=[segment(arrays=(4, 0, 8))])
     assert (one.index, one.numel, one.write_offset, one.master_in_parameter) == (5, NUMEL, 4096, True)
     (found,) = one.segments

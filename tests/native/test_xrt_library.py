@@ -1,4 +1,4 @@
-"""What XRT's C API is asked for and how its refusals are told, on a fake library: no XRT and no card is needed."""
+"""The calls to XRT's C API and the reports of their failures, on a fake library without XRT or a card."""
 
 from __future__ import annotations
 
@@ -43,14 +43,17 @@ def opened(xrt: FakeXrt, device: int | str = BDF) -> Card:
 
 @pytest.mark.parametrize(("device", "call"), [(BDF, f"xrtDeviceOpenByBDF {BDF}"), (3, "xrtDeviceOpen 3")])
 def test_a_card_by_address_or_number(xrt: FakeXrt, device: int | str, call: str) -> None:
-    """As given; then the kernels are loaded, and the device closes with its last user."""
+    """A card is opened by address or number and loads its kernels. The device closes with its last user."""
     opened(xrt, device).close()
     loaded = ["xrtDeviceLoadXclbinFile a/kernels.xclbin", "xrtDeviceGetXclbinUUID"]
     assert xrt.log() == [call, *loaded, "xrtDeviceClose"]
 
 
 def test_a_real_card_is_opened_by_its_address(xrt: FakeXrt) -> None:
-    """XRT's own numbers need not be in the order of addresses; emulated cards have nothing but numbers."""
+    """A real card is opened by its address, because XRT may number cards in another order.
+
+    Emulated cards have numbers only.
+    """
     setup = replace(setup_of(1, Path("kernels.xclbin")), library=str(xrt.library))
     (emulated,) = setup.cards
     open_card(setup, emulated._replace(path=PciPath(("pci0000:3a", "0000:3b:00.0", BDF)), number=5)).close()
@@ -59,7 +62,7 @@ def test_a_real_card_is_opened_by_its_address(xrt: FakeXrt) -> None:
 
 
 def test_memory_and_kernels(xrt: FakeXrt) -> None:
-    """Kernels of the uuid that was loaded, memory in the group of an argument, and which way a sync goes."""
+    """Kernels, groups, P2P flags and the direction of a sync reach XRT as asked for."""
     card = opened(xrt)
     xrt.reset()
     group = card.group("adamw_update", 4)
@@ -86,7 +89,7 @@ def test_memory_and_kernels(xrt: FakeXrt) -> None:
     ],
 )
 def test_why_a_call_failed(xrt: FakeXrt, result: int, error: int, told: str) -> None:
-    """In errno, or in what it returns, with either sign; XRT may tell nothing at all."""
+    """The reason is taken from errno or the returned value of either sign. XRT may give none."""
     xrt.fail("xrtDeviceLoadXclbinFile", result=result, errno=error)
     with pytest.raises(CardError, match=rf"^xrtDeviceLoadXclbinFile\(a/kernels\.xclbin\) failed{told}$"):
         opened(xrt)
@@ -94,7 +97,7 @@ def test_why_a_call_failed(xrt: FakeXrt, result: int, error: int, told: str) -> 
 
 
 def test_which_call_failed(xrt: FakeXrt) -> None:
-    """By its name and what it was about, with errno in words; what was opened before it is closed."""
+    """The error names the call, its argument and errno in words. What was opened before is closed."""
     xrt.fail("xrtDeviceOpenByBDF", errno=errno.EPERM)
     with pytest.raises(CardError, match=rf"^xrtDeviceOpenByBDF\({BDF}\) failed: Operation not permitted \(errno 1\)$"):
         opened(xrt)
@@ -117,7 +120,7 @@ def test_which_call_failed(xrt: FakeXrt) -> None:
 
 
 def test_our_error_names_the_card(xrt: FakeXrt) -> None:
-    """With what to look at."""
+    """The error names the card and what to check."""
     xrt.fail("xrtDeviceOpenByBDF", errno=errno.ENODEV)
     setup = replace(setup_of(1, Path("kernels.xclbin")), library=str(xrt.library))
     card = setup.cards[0]._replace(path=PciPath(("pci0000:3a", BDF)))
@@ -141,7 +144,7 @@ def test_our_error_names_the_card(xrt: FakeXrt) -> None:
     ],
 )
 def test_remedies(xrt: FakeXrt, call: str, error: int, remedy: str) -> None:
-    """What errno tells comes first: a card that is gone needs no other xclbin and no smaller tasklets."""
+    """A reason in errno decides the remedy: a card that is gone needs no other xclbin or smaller tasklets."""
     setup = replace(setup_of(1, Path("kernels.xclbin")), library=str(xrt.library))
     (card,) = setup.cards
     card = card._replace(path=PciPath(("pci0000:3a", BDF)))
@@ -159,7 +162,7 @@ def test_remedies(xrt: FakeXrt, call: str, error: int, remedy: str) -> None:
 
 
 def test_the_remedy_for_a_library_that_lacks_an_entry_point(library: FakeXrt, tmp_path: Path) -> None:
-    """Not what helps against a call of that name that fails."""
+    """A missing entry point has another remedy than a failing call of that name."""
     lacking = without(library.library, "xrtBOAlloc", tmp_path)
     setup = replace(setup_of(1, Path("kernels.xclbin")), library=str(lacking))
     with pytest.raises(DeviceError, match=r"has no xrtBOAlloc.*Install XRT"):
@@ -168,7 +171,7 @@ def test_the_remedy_for_a_library_that_lacks_an_entry_point(library: FakeXrt, tm
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_library_that_lacks_an_entry_point(library: FakeXrt, tmp_path: Path, entry: str) -> None:
-    """As of another release: found before anything is opened, and named."""
+    """An entry point missing in another release of XRT is named before anything is opened."""
     lacking = FakeXrt(without(library.library, entry, tmp_path))
     with pytest.raises(CardError, match=rf"^XRT's library has no {entry}$"):
         opened(lacking)

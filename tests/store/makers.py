@@ -1,4 +1,4 @@
-"""Small stores for the store's tests; no torch."""
+"""Small stores for the store's tests, without torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def created(folders: Sequence[Path], **config: Any) -> Iterator[StateStore]:
 
 
 def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[int] | None = None) -> Placement:
-    """Write extents of zeros as a generation where the next one goes; returns where all of them lie then."""
+    """Write extents of zeros to the next places, as this generation, and return where every tasklet lies then."""
     chosen = range(store.extents.num_tasklets) if tasklets is None else tasklets
     following = store.next_placement()
     batch = native.Batch(
@@ -86,7 +86,7 @@ def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[i
 
 
 def commit_generation(store: StateStore, generation: int) -> None:
-    """Write and commit a whole generation; step counts are its number."""
+    """Write and commit a whole generation whose step counts equal its number."""
     placement = write_generation(store, generation)
     store.commit(
         generation=generation,
@@ -97,5 +97,5 @@ def commit_generation(store: StateStore, generation: int) -> None:
 
 
 def tree(folder: Path) -> set[str]:
-    """Everything below a folder."""
+    """Return the paths of everything below a folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}

@@ -1,4 +1,4 @@
-"""Creating and removing a store: what is left behind, and what stands in the way."""
+"""Creating and removing a store: the files it makes, the files it leaves behind, and the obstacles it reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RANK_FILES = {"lock", "manifest.json", "state.bin"}
 
 
 def test_folders_and_files(tmp_path: Path) -> None:
-    """One state file per storage folder, fully allocated; the commit record in the first; private to the user."""
+    """Each storage folder has one fully allocated state file, private to the user. The first has the commit record."""
     folders = [tmp_path / "a" / "deep", tmp_path / "b"]
     with created(folders, rank=3, job="mine") as store:
         first, second = (folder / "mine" / "rank-00003" for folder in folders)
@@ -49,7 +49,7 @@ def test_folders_and_files(tmp_path: Path) -> None:
 
 
 def test_manifest_is_readable(tmp_path: Path) -> None:
-    """The manifest says in JSON what the store holds, in every folder."""
+    """Every folder has a JSON manifest that describes the store."""
     with created([tmp_path / "a", tmp_path / "b"], durability="power") as store:
         for device, name in enumerate("ab"):
             manifest = json.loads((tmp_path / name / "default" / "rank-00000" / "manifest.json").read_text())
@@ -64,7 +64,7 @@ def test_manifest_is_readable(tmp_path: Path) -> None:
 
 
 def test_one_slot_takes_half_the_space(tmp_path: Path) -> None:
-    """Durability none has one slot only."""
+    """With durability none a tasklet has one slot instead of two."""
     sizes = []
     for durability in ("none", "step"):
         with created([tmp_path], durability=durability) as store:
@@ -73,7 +73,7 @@ def test_one_slot_takes_half_the_space(tmp_path: Path) -> None:
 
 
 def test_ranks_and_jobs_share_a_folder(tmp_path: Path) -> None:
-    """Each has a folder of its own; the job's folder goes with its last rank."""
+    """Each rank of each job has its own folder. The last rank to leave removes the job's folder."""
     stores = [create([tmp_path], rank=rank, job=job) for rank in range(2) for job in ("one", "two")]
     assert len({store.files[0].path for store in stores}) == 4
     for store in stores[:3]:
@@ -84,7 +84,7 @@ def test_ranks_and_jobs_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_strangers_files_are_left_alone(tmp_path: Path) -> None:
-    """Removing a store removes what it made, and no folder that holds anything else."""
+    """Removing a store removes its own files only, and keeps a folder that holds anything else."""
     store = create([tmp_path])
     mine = tmp_path / "default" / "notes.txt"
     mine.write_text("mine")
@@ -93,17 +93,17 @@ def test_strangers_files_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_close_keeps_or_removes(tmp_path: Path) -> None:
-    """Closing is idempotent; a store that is kept can be recovered."""
+    """Closing is idempotent, and a store closed without removal can be recovered."""
     store = create([tmp_path])
     commit_generation(store, 0)
     store.close(remove=False)
-    store.close(remove=True)  # closed already: nothing is removed behind anybody's back
+    store.close(remove=True)  # already closed: nothing is removed
     StateStore.recover([tmp_path]).close(remove=True)
     assert tree(tmp_path) == set()
 
 
 def test_close_when_storage_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be removed stays, and hides no error that came before; every folder is unlocked all the same."""
+    """A file that cannot be removed stays without an error, and every folder is unlocked."""
     folders = [tmp_path / "a", tmp_path / "b"]
     store = create(folders)
 
@@ -119,14 +119,14 @@ def test_close_when_storage_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
-    """Its lock is free and nobody asked to keep it: a new store takes its place silently."""
+    """A new store silently replaces a leftover that is unlocked and was not to be kept."""
     create([tmp_path]).close(remove=False)
     with created([tmp_path]) as store:
         assert store.generation == -1
 
 
 def test_leftover_of_a_creation_that_was_killed(tmp_path: Path) -> None:
-    """A state file without a manifest is replaced too."""
+    """A leftover state file without a manifest is replaced too."""
     folder = tmp_path / "default" / "rank-00000"
     folder.mkdir(parents=True)
     (folder / "state.bin").write_bytes(b"half")
@@ -138,7 +138,7 @@ def test_leftover_of_a_creation_that_was_killed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_kept_store_is_refused(tmp_path: Path, device: int) -> None:
-    """A store that asked to be kept stays as it is, whichever of its folders is named again."""
+    """A store created with keep=True is not replaced, whichever of its folders is named again."""
     folders = [tmp_path / "a", tmp_path / "b"]
     store = create(folders, keep=True)
     commit_generation(store, 0)
@@ -152,7 +152,7 @@ def test_kept_store_is_refused(tmp_path: Path, device: int) -> None:
 
 
 def test_locked_by_another_process(tmp_path: Path) -> None:
-    """The error names the process that holds the folder; its store is untouched."""
+    """The error names the process that holds the folder, and that process's store is untouched."""
     create([tmp_path]).close(remove=False)
     before = tree(tmp_path)
     with locked_by_another_process(tmp_path / "default" / "rank-00000" / "lock") as holder:
@@ -166,7 +166,7 @@ def test_locked_by_another_process(tmp_path: Path) -> None:
 
 
 def test_locked_by_this_process(tmp_path: Path) -> None:
-    """Two stores of one process cannot share a folder either, in any of their folders."""
+    """Two stores of one process cannot share any of their folders."""
     with created([tmp_path / "a", tmp_path / "b"]):
         with pytest.raises(StorageLockedError, match=f"process {os.getpid()}"):
             create([tmp_path / "c", tmp_path / "b"])
@@ -174,7 +174,7 @@ def test_locked_by_this_process(tmp_path: Path) -> None:
 
 
 def test_store_that_nobody_closed_releases_its_lock(tmp_path: Path) -> None:
-    """A store that is garbage is a leftover, not a lock until the process ends."""
+    """A store that is garbage-collected releases its lock before the process ends."""
     store = create([tmp_path])
     del store
     with created([tmp_path]):
@@ -182,7 +182,7 @@ def test_store_that_nobody_closed_releases_its_lock(tmp_path: Path) -> None:
 
 
 def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
-    """A DataLoader worker that outlives a killed trainer does not keep the folder locked."""
+    """A forked DataLoader worker that outlives the trainer does not keep the folder locked."""
     lock = FolderLock(tmp_path)
     parent, child = socket.socketpair()
     pid = os.fork()
@@ -203,7 +203,7 @@ def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
 
 
 def test_lock_whose_file_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the holder removes its lock file just before it is locked, the file that is at the path counts."""
+    """If the lock file is removed while it is being locked, the lock is taken on the file now at the path."""
     real, calls = fcntl.flock, []
 
     def remove_first(descriptor: int, operation: int) -> None:
@@ -221,7 +221,7 @@ def test_lock_whose_file_was_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_same_folder_twice(tmp_path: Path) -> None:
-    """One folder under two names is a mistake, not a lock conflict."""
+    """One folder under two names is a setting error, not a lock conflict."""
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match=r"link' twice"):
         create([tmp_path, tmp_path / "link"])
@@ -229,7 +229,7 @@ def test_same_folder_twice(tmp_path: Path) -> None:
 
 
 def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
-    """A file anywhere on the way is named with what to do about it."""
+    """A file anywhere in the path of a storage folder is refused with a remedy."""
     (tmp_path / "file").touch()
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "default").touch()
@@ -245,14 +245,14 @@ def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("storage", ["/proc/nowhere", "/sys/kernel/nowhere", "/dev/null/nowhere"])
 def test_folder_that_cannot_be_made(storage: str) -> None:
-    """Where nobody may create folders, not even root, the error says so."""
+    """A folder that not even root can create is refused with a remedy."""
     with pytest.raises(StorageError, match="Creating the folder") as caught:
         create([Path(storage)])
     assert "choose another storage folder" in caught.value.remedy
 
 
 def test_file_that_cannot_be_made(tmp_path: Path) -> None:
-    """A folder where the state file should be is an error too, and stays."""
+    """A folder in place of the state file is refused and stays."""
     folder = tmp_path / "default" / "rank-00000" / "state.bin"
     folder.mkdir(parents=True)
     with pytest.raises(StorageError, match=r"leftover of an earlier job") as caught:
@@ -262,14 +262,14 @@ def test_file_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_name_too_long(tmp_path: Path) -> None:
-    """A job name that the file system refuses is named as such."""
+    """A job name too long for the file system is refused with a remedy."""
     with pytest.raises(StorageError, match="File name too long") as caught:
         create([tmp_path], job="j" * 300)
     assert "shorter" in caught.value.remedy
 
 
 def test_too_little_space(tmp_path: Path) -> None:
-    """What does not fit is refused before anything is allocated."""
+    """A store too large for the file system is refused before anything is allocated."""
     huge = ExtentMap(numel=1 << 50, tasklet_numel=1 << 45, num_arrays=3, num_devices=1, places_per_tasklet=2)
     with pytest.raises(StorageFullError, match=r"needs .* GiB in '.*where .* GiB are free"):
         StateStore.create([tmp_path / "new"], config=TransferConfig(), extents=huge, description=description())
@@ -278,7 +278,7 @@ def test_too_little_space(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_allocation_that_fails_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """When the second folder's disk refuses, the first one's files are gone as well."""
+    """If allocation fails in the second folder, the first folder's files are removed as well."""
     real, calls = os.posix_fallocate, []
 
     def fail_second(descriptor: int, offset: int, length: int) -> None:
@@ -296,7 +296,7 @@ def test_allocation_that_fails_half_way(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_file_size_limit(tmp_path: Path) -> None:
-    """The kernel's own refusal (a file size limit) leaves nothing behind and names the limit."""
+    """A file size limit of the process is named in the error, and nothing is left behind."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
     try:
@@ -309,7 +309,7 @@ def test_file_size_limit(tmp_path: Path) -> None:
 
 
 def test_too_few_descriptors(tmp_path: Path) -> None:
-    """The limit is what has to change, not the folder; nothing stays."""
+    """A lack of file descriptors is reported with the limit to raise, and nothing is left behind."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -324,7 +324,7 @@ def test_too_few_descriptors(tmp_path: Path) -> None:
 
 
 def test_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure at the very last file still removes everything, the temporary file included."""
+    """A failure at the last file removes everything, the temporary file included."""
 
     def refuse(source: str, target: str) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -337,7 +337,7 @@ def test_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_folder_of_something_else(tmp_path: Path) -> None:
-    """A manifest that is not ours is nobody's leftover: it is refused, not deleted."""
+    """A manifest that is not ours is refused, not deleted as a leftover."""
     folder = tmp_path / "default" / "rank-00000"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text('{"name": "somebody else\'s"}')
@@ -367,7 +367,10 @@ def locked_by_another_process(path: Path) -> Iterator[int]:
 
 
 def test_ranks_come_and_go(tmp_path: Path) -> None:
-    """A rank that removes the job's folder, empty for a moment, never trips another one that is making its own."""
+    """Ranks can create and remove their stores at the same time.
+
+    A rank that removes the job's empty folder does not disturb another rank that is just creating its own.
+    """
 
     def come_and_go(rank: int) -> None:
         for _ in range(60):
@@ -380,7 +383,7 @@ def test_ranks_come_and_go(tmp_path: Path) -> None:
 
 
 def test_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store goes on in its folder when the process changes its working directory."""
+    """A store keeps working when the process changes its working directory."""
     monkeypatch.chdir(tmp_path)
     with created([Path("relative")]) as store:
         (tmp_path / "elsewhere").mkdir()
@@ -391,7 +394,7 @@ def test_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_interrupted_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the record is written leaves the generation before, in memory and on storage."""
+    """Ctrl-C during the commit leaves the previous generation, in memory and on storage."""
     real = os.pwrite
 
     def interrupt_once(descriptor: int, content: bytes, offset: int) -> int:

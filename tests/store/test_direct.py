@@ -1,4 +1,4 @@
-"""Direct I/O: asked for, found missing, or left out."""
+"""Direct I/O that is requested, missing or switched off."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def memory_folder() -> Iterator[Path]:
 
 
 def test_block_device_is_direct(tmp_path: Path) -> None:
-    """On a file system with direct I/O it is used, silently; never where it is switched off."""
+    """Direct I/O is used without a warning where the file system has it, and never if it is switched off."""
     choices = {"auto": True, "on": True, "off": False} if has_direct_io(tmp_path) else {"off": False}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -38,7 +38,7 @@ def test_block_device_is_direct(tmp_path: Path) -> None:
 
 
 def has_direct_io(folder: Path) -> bool:
-    """What coreutils and the kernel say of the folder that tests run in."""
+    """Return whether the folder has direct I/O, according to coreutils and the kernel."""
     kind = subprocess.run(
         ["stat", "-f", "-c", "%T", folder], check=True, capture_output=True, text=True, timeout=PROCESS_LIMIT
     ).stdout
@@ -53,7 +53,7 @@ def has_direct_io(folder: Path) -> bool:
 
 
 def test_memory_file_system_warns(memory_folder: Path) -> None:
-    """State on a tmpfs would live in the memory it is to save: the warning says so, and how to silence it."""
+    """A tmpfs warns, because state there takes the host memory that it is meant to save. direct_io="off" is silent."""
     with pytest.warns(UserWarning, match="tmpfs, which lives in host memory.*direct_io='off'"):
         store = create([memory_folder])
     assert store.files[0].direct is False
@@ -67,7 +67,7 @@ def test_memory_file_system_warns(memory_folder: Path) -> None:
 
 
 def test_memory_file_system_refused(memory_folder: Path) -> None:
-    """Under direct_io on it is an error, and nothing stays."""
+    """With direct_io="on" a tmpfs is refused, and nothing is left behind."""
     with pytest.raises(StorageError, match="tmpfs") as caught:
         create([memory_folder], direct_io="on")
     assert "direct_io='auto'" in caught.value.remedy
@@ -75,7 +75,7 @@ def test_memory_file_system_refused(memory_folder: Path) -> None:
 
 
 def test_file_system_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where opening with O_DIRECT fails, the page cache is used with a warning, or it is an error."""
+    """If opening with O_DIRECT fails, "auto" warns and uses the page cache, and "on" is an error."""
     real = os.open
 
     def refuse(path: str, flags: int, mode: int = 0o777) -> int:

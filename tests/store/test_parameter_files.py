@@ -1,4 +1,4 @@
-"""Files for parameters: places that never overlap, a folder of their own, nothing left behind."""
+"""Parameter files: their places never overlap, they have their own folder, and closing leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sizes_of(folder: Path) -> list[int]:
 
 
 def test_places_are_whole_blocks_and_never_overlap(tmp_path: Path) -> None:
-    """Whatever is allocated and freed, in whatever order; freed places are used again."""
+    """Places are whole blocks and never overlap in any order of allocation, and freed places are used again."""
     files = make(tmp_path / "a", tmp_path / "b")
     choose, taken = random.Random(1), []
     for _ in range(300):
@@ -48,7 +48,7 @@ def test_places_are_whole_blocks_and_never_overlap(tmp_path: Path) -> None:
 
 
 def test_parameters_are_dealt_to_the_emptiest_folder(tmp_path: Path) -> None:
-    """A large parameter in one folder, the small ones in the other; blocks are reserved, not only promised."""
+    """A large parameter goes to one folder and the small ones to the other. Their blocks are allocated at once."""
     files = make(tmp_path / "a", tmp_path / "b")
     places = [files.allocate(nbytes) for nbytes in (9 * BLOCK, 1, 2 * BLOCK, BLOCK)]
     assert places == [Place(0, 0, 9 * BLOCK), *(Place(1, o * BLOCK, n * BLOCK) for o, n in ((0, 1), (1, 2), (3, 1)))]
@@ -57,7 +57,7 @@ def test_parameters_are_dealt_to_the_emptiest_folder(tmp_path: Path) -> None:
 
 
 def test_closing_removes_everything(tmp_path: Path) -> None:
-    """File, lock and folders are gone; the state of the same job is left alone."""
+    """Closing removes the file, the lock and the folders, and leaves the optimizer state of the same job alone."""
     files, store = make(tmp_path), create([tmp_path])
     files.allocate(1)
     files.close()
@@ -68,7 +68,7 @@ def test_closing_removes_everything(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
-    """The second one is refused, and the first keeps its file."""
+    """A second process is refused, and the first keeps its file."""
     files = make(tmp_path)
     files.allocate(BLOCK)
     with pytest.raises(StorageLockedError, match="parameters-00000"):
@@ -78,7 +78,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    """Its file counts as free space, and the next process starts with an empty one."""
+    """The file left by a killed process counts as free space, and the next process starts with an empty file."""
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -103,14 +103,14 @@ def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
 
 
 def test_too_little_space_for_the_parameters(tmp_path: Path) -> None:
-    """More than the file system has is refused beforehand, and says what needs it."""
+    """Parameters too large for the file system are refused beforehand, and the error says that they need the space."""
     with pytest.raises(StorageFullError, match=r"The parameters need .* GiB in .*, where .* are free"):
         require_space(measure_parameter_space([tmp_path], job="default", rank=0, sizes=[1 << 60]))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_while_a_parameter_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place that cannot be reserved is an error with path and offset; what was there stays."""
+    """If a place cannot be allocated, the error names path and offset, and the existing places stay."""
     files = make(tmp_path)
     files.allocate(BLOCK)
 

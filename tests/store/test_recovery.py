@@ -1,4 +1,4 @@
-"""Which generation is found again, and what is refused."""
+"""Recovery: the generation that is found, and the stores that are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def decode(content: bytes, like: CommitRecord, *, job: bytes = JOB) -> CommitRec
 @settings(deadline=None)
 @given(records())
 def test_record_survives_encoding(record: CommitRecord) -> None:
-    """Every field comes back, and the record fits its place."""
+    """Every field survives encoding, and the record fits its place."""
     content = encode_record(record, job=JOB)
     assert len(content) <= record_bytes(len(record.tasklet_generations), len(record.steps))
     decoded = decode(content + bytes(100), record)
@@ -67,7 +67,7 @@ def test_record_survives_encoding(record: CommitRecord) -> None:
 @settings(deadline=None)
 @given(records(), st.data())
 def test_damaged_record_is_no_record(record: CommitRecord, data: st.DataObject) -> None:
-    """A flipped bit anywhere, a torn end, another job or another shape: it counts as absent."""
+    """A record with a flipped bit, a missing end or another job counts as absent."""
     content = bytearray(encode_record(record, job=JOB))
     cut = data.draw(st.integers(0, len(content) - 1))
     assert decode(bytes(content[:cut]), record) is None
@@ -78,7 +78,7 @@ def test_damaged_record_is_no_record(record: CommitRecord, data: st.DataObject) 
 
 
 def test_records_alternate(tmp_path: Path) -> None:
-    """A record never overwrites its predecessor; both are found, newest first."""
+    """A record never overwrites its predecessor. Both are found, the newest first."""
     path = tmp_path / "commit.bin"
     path.touch()
     shape = {
@@ -94,7 +94,7 @@ def test_records_alternate(tmp_path: Path) -> None:
 
 
 def test_newest_generation_is_found(tmp_path: Path) -> None:
-    """Places, generations and step counts are those of the last commit."""
+    """Recovery restores the places, generations and step counts of the last commit."""
     store = create([tmp_path / "a", tmp_path / "b"])
     for generation in range(4):
         commit_generation(store, generation)
@@ -109,7 +109,7 @@ def test_newest_generation_is_found(tmp_path: Path) -> None:
 
 
 def test_newest_generation_common_to_all_ranks(tmp_path: Path) -> None:
-    """With a cap, the one before is taken, and the newer one never comes back."""
+    """Recovery up to a given generation takes that one, and newer ones never come back."""
     store = create([tmp_path])
     for generation in range(3):
         commit_generation(store, generation)
@@ -123,7 +123,7 @@ def test_newest_generation_common_to_all_ranks(tmp_path: Path) -> None:
 
 
 def test_generation_that_was_being_written(tmp_path: Path) -> None:
-    """Extents without a record do not count."""
+    """Extents that were written without a commit record are ignored."""
     store = create([tmp_path])
     for generation in range(2):
         commit_generation(store, generation)
@@ -137,7 +137,7 @@ def test_generation_that_was_being_written(tmp_path: Path) -> None:
 
 
 def test_record_whose_extents_were_lost(tmp_path: Path) -> None:
-    """After a power loss a record may be there without its extents: the generation before is taken, with a warning."""
+    """If a record survived a power loss without its extents, the previous generation is taken with a warning."""
     store = create([tmp_path])
     for generation in range(3):
         commit_generation(store, generation)
@@ -154,7 +154,7 @@ def test_record_whose_extents_were_lost(tmp_path: Path) -> None:
 
 
 def test_store_without_any_generation(tmp_path: Path) -> None:
-    """A store that was never written says so."""
+    """A store that was never written is refused with a remedy."""
     create([tmp_path]).close(remove=False)
     with pytest.raises(StorageCorruptError, match="holds no commit record") as caught:
         StateStore.recover([tmp_path])
@@ -162,7 +162,7 @@ def test_store_without_any_generation(tmp_path: Path) -> None:
 
 
 def test_trailer_is_as_documented(tmp_path: Path) -> None:
-    """The native core writes the 128 bytes that the architecture page tabulates."""
+    """The native core writes the 128-byte trailer that the architecture page documents."""
     with created([tmp_path]) as store:
         commit_generation(store, 0)
         extent = store.extents.extents[4]
@@ -195,7 +195,7 @@ def change_manifest(folder: Path, **changes: Any) -> None:
     ],
 )
 def test_manifest_of_another_format(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """Newer, older, damaged or foreign manifests are refused with the path and what to do."""
+    """Newer, older, damaged or foreign manifests are refused with path and remedy."""
     store = create([tmp_path])
     commit_generation(store, 0)
     store.close(remove=False)
@@ -207,7 +207,7 @@ def test_manifest_of_another_format(tmp_path: Path, changes: dict[str, Any], mes
 
 
 def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:
-    """Another order, too few or a folder of another store: the error lists the right ones."""
+    """Folders in another order, too few folders, or a folder of another store are refused with a remedy."""
     folders = [tmp_path / "a", tmp_path / "b"]
     store = create(folders)
     commit_generation(store, 0)
@@ -223,7 +223,7 @@ def test_folders_must_be_those_of_the_store(tmp_path: Path) -> None:
 
 
 def test_nothing_to_recover(tmp_path: Path) -> None:
-    """A job that was never there, or a rank without files, is a StorageError that names the folder."""
+    """A missing job and a rank without files are refused with the path."""
     with pytest.raises(StorageError, match=r"There is no optimizer state in .*other/rank-00000"):
         StateStore.recover([tmp_path], job="other")
     (tmp_path / "default" / "rank-00000").mkdir(parents=True)

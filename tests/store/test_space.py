@@ -1,4 +1,4 @@
-"""The space verdict as arithmetic, and what is measured for it."""
+"""The check for free space: its arithmetic and its measurements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ requests = st.lists(
 @settings(deadline=None)
 @given(requests, st.randoms())
 def test_verdict_does_not_depend_on_order(gathered: list[SpaceRequest], random: object) -> None:
-    """However ranks gather the requests, they agree; the sums are per file system of a machine."""
+    """All ranks come to the same result in any order of requests. Space is summed per file system of a machine."""
     shuffled = list(gathered)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     verdict = shortfalls(gathered)
@@ -54,7 +54,7 @@ def test_verdict_does_not_depend_on_order(gathered: list[SpaceRequest], random: 
 
 
 def test_ranks_that_share_a_disk_are_summed() -> None:
-    """Each alone would fit; together they do not. On another disk or machine they do."""
+    """Ranks on one disk are summed: each alone would fit, but not both. Ranks on different disks or machines fit."""
     assert shortfalls([request()]) == ()
     (missing,) = shortfalls([request(path="/disk/b"), request(path="/disk/a")])
     assert (missing.needed_bytes, missing.free_bytes, missing.paths) == (120, 100, ("/disk/a", "/disk/b"))
@@ -63,18 +63,18 @@ def test_ranks_that_share_a_disk_are_summed() -> None:
 
 
 def test_containers_of_one_machine_share_its_disks() -> None:
-    """They have host names of their own, and the error names both."""
+    """Containers on one machine share its disks despite their own host names, and the error names both."""
     with pytest.raises(StorageFullError, match=r"on 'first', 'second', where"):
         require_space([request(host="second"), request(host="first")])
 
 
 def test_space_of_a_leftover_counts_as_free() -> None:
-    """What creating deletes is available."""
+    """Space of leftovers that creating a store deletes counts as free."""
     assert shortfalls([request(), request(reclaimable_bytes=20)]) == ()
 
 
 def test_error_names_folders_and_bytes() -> None:
-    """The message says how much is missing where, and what helps."""
+    """The error says how much is needed, where, how much is free, and the remedy."""
     big = request(needed_bytes=3 << 30, free_bytes=1 << 30)
     with pytest.raises(
         StorageFullError, match=r"needs 3\.00 GiB in '/disk' on 'one', where 1\.00 GiB are free"
@@ -86,7 +86,7 @@ def test_error_names_folders_and_bytes() -> None:
 
 
 def test_measured_where_the_folder_will_be(tmp_path: Path) -> None:
-    """Folders that do not exist yet are measured at their nearest parent, and nothing is created."""
+    """A folder that does not exist yet is measured at its nearest parent, and nothing is created."""
     folders = [tmp_path / "not" / "yet", tmp_path / "there"]
     first, second = measure_space(folders, job="j", rank=0, extents=extents(2), num_parameters=2)
     status = os.statvfs(tmp_path)
@@ -99,7 +99,7 @@ def test_measured_where_the_folder_will_be(tmp_path: Path) -> None:
 
 
 def test_measured_bytes_suffice(tmp_path: Path) -> None:
-    """A store allocates no more than was asked for."""
+    """A store allocates no more than was measured."""
     (asked,) = measure_space([tmp_path], job="default", rank=0, extents=extents(), num_parameters=2)
     store = create([tmp_path])
     taken = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path.is_file())
@@ -108,7 +108,7 @@ def test_measured_bytes_suffice(tmp_path: Path) -> None:
 
 
 def test_reclaimable_leftover(tmp_path: Path) -> None:
-    """A leftover counts unless it is kept or in use."""
+    """A leftover counts as reclaimable unless it is to be kept or in use."""
 
     def reclaimable() -> int:
         return measure_space([tmp_path], job="default", rank=0, extents=extents(), num_parameters=2)[

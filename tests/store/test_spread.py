@@ -1,4 +1,4 @@
-"""The arithmetic of spreading tasklets over storage folders, and files that grow for it."""
+"""The arithmetic of spreading tasklets over storage folders, and the files that grow for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL_ON_ONE = [5, 0]
 @settings(deadline=None)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.integers(0, 500))
 def test_counts_are_in_proportion(weights: list[float], count: int) -> None:
-    """They add up; each is its share but for rounding, and one at least if there are enough."""
+    """Counts add up and are proportional to the weights but for rounding. Each is at least one if there are enough."""
     counts = apportion(weights, count)
     assert counts.sum() == count
     if count >= len(weights):
@@ -40,7 +40,7 @@ def test_counts_are_in_proportion(weights: list[float], count: int) -> None:
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(0, 50))
 def test_equal_weights_are_dealt_round_robin(devices: int, count: int) -> None:
-    """The first spread of all."""
+    """With equal weights, as at the start, tasklets go to the devices in turn."""
     homes = interleave(apportion([1.0] * devices, count))
     assert homes.tolist() == [index % devices for index in range(count)]
 
@@ -48,7 +48,7 @@ def test_equal_weights_are_dealt_round_robin(devices: int, count: int) -> None:
 @settings(deadline=None)
 @given(counts_of_devices)
 def test_any_run_of_tasklets_keeps_all_devices_busy(counts: list[int]) -> None:
-    """Up to every tasklet each device has had its share, but for rounding."""
+    """In any prefix of the tasklets each device has its share, but for rounding."""
     homes, total = interleave(counts), sum(counts)
     assert np.bincount(homes, minlength=len(counts)).tolist() == counts
     for device, count in enumerate(counts):
@@ -59,7 +59,7 @@ def test_any_run_of_tasklets_keeps_all_devices_busy(counts: list[int]) -> None:
 
 @dataclass(frozen=True)
 class Situation:
-    """What `next_placement` is asked."""
+    """The arguments of `next_placement`."""
 
     current: Placement
     lying: NDArray[np.bool_]
@@ -79,14 +79,14 @@ class Situation:
         )
 
     def places(self, placement: Placement, *, lying: bool = False) -> dict[int, tuple[int, int]]:
-        """Of the tasklets on storage, by index."""
+        """Return the places of the tasklets on storage, by index."""
         chosen = [i for i in range(self.first, len(self.homes)) if self.lying[i] or not lying]
         return {i: (int(placement.devices[i]), int(placement.positions[i])) for i in chosen}
 
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    """Tasklets that lie anywhere, or nowhere yet, in files with room for one generation more."""
+    """Generate tasklets anywhere on storage, or not yet there, in files with room for another generation."""
     devices, num_tasklets = draw(st.integers(1, 4)), draw(st.integers(0, 30))
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     in_place = draw(st.booleans())
@@ -105,7 +105,10 @@ def situations(draw: st.DrawFn) -> Situation:
 @settings(deadline=None, max_examples=300)
 @given(situations())
 def test_next_places_are_free_and_at_home(situation: Situation) -> None:
-    """Nobody shares a place; with two slots nothing that lies is overwritten; home is where there is room."""
+    """Places are distinct and free, and in the tasklet's home file unless that is full.
+
+    With two slots no extent on storage is overwritten.
+    """
     held = situation.places(situation.current, lying=True)
     taken = situation.places(situation.next())
     assert len(set(taken.values())) == len(taken)
@@ -122,7 +125,7 @@ def test_next_places_are_free_and_at_home(situation: Situation) -> None:
 @settings(deadline=None, max_examples=300)
 @given(situations())
 def test_with_the_places_needed_everybody_is_at_home(situation: Situation) -> None:
-    """At once, and again in the generation after."""
+    """With the places that it needs, every tasklet goes to its home file, now and in the next generation."""
     needed = places_needed(
         situation.current,
         lying=situation.lying,
@@ -145,7 +148,10 @@ def sizes(store: StateStore) -> list[int]:
 
 @pytest.mark.parametrize("durability", ["step", "none"])
 def test_files_grow_with_their_share(tmp_path: Path, durability: str) -> None:
-    """Fully allocated, and no file shrinks; the generation is found again, in files of these lengths."""
+    """A file grows with its share and is fully allocated, and no file shrinks.
+
+    Recovery finds the generation and the lengths of the files again.
+    """
     folders = [tmp_path / "a", tmp_path / "b"]
     store = create(folders, durability=durability)
     commit_generation(store, 0)
@@ -170,7 +176,7 @@ def test_files_grow_with_their_share(tmp_path: Path, durability: str) -> None:
 def test_no_file_takes_the_room_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where too little would stay free for other ranks, everything stays as it is, and the log says so once."""
+    """If growing would leave too little space for other ranks, nothing changes and the log says so once."""
     with created([tmp_path / "a", tmp_path / "b"]) as store:
         commit_generation(store, 0)
         counts, before = store.counts, sizes(store)
@@ -191,7 +197,7 @@ def test_no_file_takes_the_room_of_others(
 
 
 def test_disk_that_is_full_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that could be made longer in part has its old length again, and training goes on."""
+    """A file that could only be extended in part returns to its old length, and training continues."""
     real = os.posix_fallocate
 
     def half(descriptor: int, offset: int, length: int) -> None:
@@ -210,7 +216,7 @@ def test_disk_that_is_full_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_growing_is_measured(tmp_path: Path) -> None:
-    """What all ranks would take together is no more than half of what is free."""
+    """All ranks together may take no more than half of the free space."""
     status = os.statvfs(tmp_path)
     free = status.f_bavail * status.f_frsize
     assert has_room(tmp_path, free // 8, ranks=2)
@@ -219,7 +225,7 @@ def test_growing_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 4096, 40_000])
 def test_a_file_that_lost_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int) -> None:
-    """Behind the current generation it is allocated again, so that no step meets a full disk."""
+    """Recovery allocates the lost end of a file again, so that no step meets a full disk."""
     store = create([tmp_path])
     commit_generation(store, 0)
     path, length = store.files[0].path, sizes(store)[0]
@@ -237,7 +243,7 @@ def test_a_file_that_lost_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("more", [1, 4096, 100_000])
 def test_a_file_that_grew_before_its_process_died(tmp_path: Path, more: int) -> None:
-    """Whatever length it has: the generation is there, and the next one fits."""
+    """Recovery accepts a file that is longer than recorded, and the next generation fits."""
     store = create([tmp_path])
     commit_generation(store, 0)
     path, length = store.files[0].path, sizes(store)[0]

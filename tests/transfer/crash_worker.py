@@ -1,4 +1,4 @@
-"""Trains until it is killed; runs in a process of its own."""
+"""A training process that runs until it is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_STEPS = 1_000
 
 
 def train(folder: Path, case: Case, seed: int, begun: Connection) -> None:
-    """Send the number of every step when it has begun; transfers overtake each other, tasklets wander."""
+    """Train with random delays and moving tasklets, and send the number of every step once it has begun."""
     torch.set_num_threads(1)
     run = Run(folder, case)
     wander(run, seed=seed)

@@ -1,4 +1,4 @@
-"""A link to the fake CUDA driver: tensors that are told to be on the device, and a stream that stands for torch's."""
+"""A link to the fake CUDA driver, with tensors that count as device tensors and a stream that stands for torch's."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ __all__ = ["CudaRun", "FakeLink"]
 
 
 class FakeLink(CudaLink):
-    """Its "device memory" is host memory; only what the user's stream does with it is in that stream's order."""
+    """A link whose "device memory" is host memory.
+
+    Only work on the user's stream is done in that stream's order.
+    """
 
     def __init__(self, fake: FakeCuda) -> None:
         super().__init__(0)
         self.fake = fake
         self.user_stream = fake.stream()
         self._streams = [self.user_stream]
-        # Also keeps what copies in flight read: CPU tensors know no streams.
+        # This list also keeps the sources of copies in flight alive, since CPU tensors know no streams.
         self._on_device: list[torch.Tensor] = []
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """From now on the tensor, and its views, are on the device."""
+        """Treat the tensor and its views as device tensors from now on."""
         self._on_device.append(tensor)
         return tensor
 
     def use_other_stream(self) -> None:
-        """Let another stream be the current one."""
+        """Make another stream the current one."""
         self.user_stream = self.fake.stream()
         self._streams.append(self.user_stream)
 
@@ -59,13 +62,13 @@ class FakeLink(CudaLink):
             total.add_(other)
 
     def copy(self, tensor: torch.Tensor, *, us: int = 0) -> torch.Tensor:
-        """Start a copy of fp32 values on the user's stream, after other work, and return where they will be."""
+        """Start a copy of fp32 values on the user's stream and return the tensor that will hold them."""
         copied = self.on_device(torch.full_like(tensor, torch.nan))
         self.fake.kernel(self.user_stream, copied.numpy(), tensor.numpy(), us=us)
         return copied
 
     def close(self) -> None:
-        """End the user's streams."""
+        """Destroy the user's streams."""
         for stream in self._streams:
             self.fake.destroy(stream)
 

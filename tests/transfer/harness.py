@@ -1,4 +1,4 @@
-"""A partition, a store and a handler over them, driven step by step beside torch.optim."""
+"""A partition with its store and handler, driven step by step beside torch.optim."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Case:
-    """What a run is made of."""
+    """The settings of a run."""
 
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     options: tuple[dict[str, Any], dict[str, Any]] = field(
         default=({"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "betas": (0.8, 0.99), "weight_decay": 0.0})
     )
-    # What the optimizer is built with beside its groups.
+    # Further arguments of the optimizer beside its groups.
     defaults: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     gradient_dtype: torch.dtype = torch.float32
@@ -126,12 +126,12 @@ class Run:
             self.initialize()
 
     def initialize(self) -> None:
-        """Write the first state, or begin anew from the parameters in memory."""
+        """Write the first state, or start over from the parameters in memory."""
         values = self.case.rule.first_values(self.optimizer.defaults)
         self.handler.initialize(self.outputs(), first_values=values)
 
     def slice(self, parameter: int) -> torch.Tensor:
-        """This parameter in the partition, without padding."""
+        """Return this parameter's part of the partition, without padding."""
         where = self.layout.parameters[parameter]
         begin = where.offset - self.layout.sub_groups[where.sub_group].offset
         return self.partition[where.sub_group][begin : begin + where.real_numel]
@@ -147,7 +147,7 @@ class Run:
         )
 
     def send(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Let a gradient arrive."""
+        """Add a gradient to the arena."""
         self.arena.arrive(parameter, gradient)
 
     def outputs(self) -> ParameterMemory:
@@ -156,7 +156,7 @@ class Run:
         return HostPartition([flat_of(tensor) for tensor in self.partition])
 
     def collect(self, step: int) -> StepPlan:
-        """Fill the arena (and torch's gradients) for this step and plan it; schedules move lr and betas."""
+        """Run the schedules, fill the arena and torch's gradients, and return the plan of this step."""
         schedule(self.optimizer, step)
         self.arena.reset()
         for index, parameter in enumerate(self.parameters):
@@ -175,7 +175,7 @@ class Run:
         )
 
     def step(self, number: int) -> None:
-        """One committed step."""
+        """Do one step and commit it."""
         self.handler.begin_step(self.collect(number))
         self.handler.commit()
 
@@ -184,7 +184,7 @@ class Run:
             self.step(number)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything: the partition, the arrays, the step counts and, if there is one, the residual."""
+        """Return the partition, the arrays, the step counts and the residual if there is one."""
         arrays = self.read()
         names = self.case.rule.arrays
         state = {name: torch.cat([arrays[group][k] for group in range(len(arrays))]) for k, name in enumerate(names)}
@@ -197,7 +197,7 @@ class Run:
         }
 
     def read(self) -> list[list[torch.Tensor]]:
-        """The state's arrays, by sub-group and array."""
+        """Read the state's arrays, by sub-group and array."""
         flat = [torch.full((self.layout.numel,), -1.0) for _ in self.case.rule.arrays]
 
         def keep(window: Window) -> None:
@@ -247,7 +247,7 @@ def layout_of(case: Case) -> PartitionLayout:
 
 
 def first_partition(layout: PartitionLayout, case: Case) -> list[torch.Tensor]:
-    """Each sub-group's parameters before training, padding zero."""
+    """Return each sub-group's parameters before training. Padding is zero."""
     generator = np.random.default_rng(1)
     partition = []
     for group in layout.sub_groups:
@@ -260,7 +260,7 @@ def first_partition(layout: PartitionLayout, case: Case) -> list[torch.Tensor]:
 
 
 def gradient_of(case: Case, parameter: int, step: int) -> torch.Tensor | None:
-    """None for a third of the parameters, another third at every step."""
+    """Return a gradient, or None for every third parameter, a different third at each step."""
     if (parameter + step) % 3 == 0:
         return None
     numel, padding = case.shapes[parameter][:2]
@@ -269,7 +269,7 @@ def gradient_of(case: Case, parameter: int, step: int) -> torch.Tensor | None:
 
 
 def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """What schedulers do: another lr at every step, other betas from some step on."""
+    """Change lr at every step and betas from the third step on, as schedulers do."""
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - 0.07 * (step % 5))
     first = optimizer.param_groups[0]
@@ -279,12 +279,12 @@ def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
+    """Assert that two states are equal bit for bit."""
     assert actual.keys() == expected.keys()
     for name in expected:
         assert torch.equal(bits(actual[name]), bits(expected[name])), name
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, so that NaNs and signs of zeros compare too."""
+    """Return the tensor's bytes, so that NaNs and signs of zeros are compared too."""
     return tensor.contiguous().view(torch.uint8)

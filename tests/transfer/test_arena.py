@@ -1,4 +1,4 @@
-"""The gradient arena against plain torch accumulation."""
+"""The gradient arena gives the results of plain accumulation in torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gradient(parameter: int, seed: int, dtype: torch.dtype = torch.float32) -> t
     dtype=st.sampled_from(DTYPES),
 )
 def test_first_writes_later_add(arrivals: list[tuple[int, int]], arena_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Whatever a former window left, a window sums what arrives in it, in the arena's dtype."""
+    """A window sums its gradients in the arena's dtype, whatever a previous window left in memory."""
     arena = GradientArena(LAYOUT, dtype=arena_dtype)
     arena.buffer.fill_(math.nan)
     expected: dict[int, torch.Tensor] = {}
@@ -53,7 +53,7 @@ def test_first_writes_later_add(arrivals: list[tuple[int, int]], arena_dtype: to
 
 @pytest.mark.parametrize("change", ["scale", "clamp"])
 def test_a_whole_window_is_scaled_and_clamped(change: str) -> None:
-    """What arrived is, to the bit as parameter by parameter; what did not stays as a former window left it."""
+    """scale() and clamp() change the gradients that arrived, exactly as one by one, and leave the others alone."""
     arena = GradientArena(LAYOUT)
     arena.buffer.fill_(7.0)
     arrived = [0, 1, 3, 4]
@@ -75,7 +75,7 @@ def test_a_whole_window_is_scaled_and_clamped(change: str) -> None:
 
 
 def test_surplus_is_padding_and_what_is_missing_is_zero() -> None:
-    """A slice as long as the padded partition is cut; a shorter one is zero-filled, and may grow later."""
+    """A slice's padding is cut off. A slice that is too short is filled with zeros, and may be longer later."""
     arena = GradientArena(LAYOUT)
     padded = torch.full((6_000,), math.inf)
     padded[:5_997] = 1.0
@@ -89,7 +89,7 @@ def test_surplus_is_padding_and_what_is_missing_is_zero() -> None:
 
 
 def test_arrivals_of_any_shape_are_read_flat() -> None:
-    """Strided and several-dimensional slices arrive in memory order of their elements; autograd is not involved."""
+    """Strided and multidimensional gradients arrive in the order of their elements, without autograd."""
     arena = GradientArena(LAYOUT)
     values = torch.arange(24_000.0, requires_grad=True)[::2].view(120, 100)
     arena.arrive(1, values)
@@ -97,7 +97,7 @@ def test_arrivals_of_any_shape_are_read_flat() -> None:
 
 
 def test_replaced_gradients_forget_what_arrived() -> None:
-    """What replaces stands in place of the sum so far, makes a parameter active, and later arrivals add to it."""
+    """replace() discards the sum so far and makes the parameter active. Later gradients add to it."""
     arena = GradientArena(LAYOUT)
     arena.arrive(3, gradient(3, 1))
     for parameter in (3, 4):
@@ -113,7 +113,10 @@ def test_replaced_gradients_forget_what_arrived() -> None:
 
 
 def test_an_empty_arrival_makes_a_parameter_active() -> None:
-    """Ranks that hold padding only count the parameter too; a gradient that arrived stays, one that follows adds."""
+    """An empty gradient makes a parameter active, as on a rank that holds padding only.
+
+    It does not change the gradients before and after it.
+    """
     arena = GradientArena(LAYOUT)
     arena.buffer.fill_(7.0)
     arena.arrive(5, torch.empty(0))
@@ -136,7 +139,7 @@ def test_an_empty_arrival_makes_a_parameter_active() -> None:
 def test_arriving_together_is_arriving_one_by_one(
     windows: list[list[int]], lengths: list[str], arena_dtype: torch.dtype, dtypes: list[torch.dtype]
 ) -> None:
-    """Several parameters at once, first and later ones mixed, short and padded ones too, give the same bits."""
+    """Parameters that arrive together give the same bits as one by one, also for short and padded gradients."""
     together, alone = (GradientArena(LAYOUT, dtype=arena_dtype) for _ in range(2))
     for arena in (together, alone):
         arena.buffer.fill_(math.nan)
@@ -166,7 +169,7 @@ def test_arriving_together_is_arriving_one_by_one(
     ids=["transposed", "strided", "expanded", "negated"],
 )
 def test_gradients_that_do_not_lie_in_order_arrive_by_value(hard: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """What counts is the order and the sign that torch shows."""
+    """Gradients whose memory is in another order, or negated, arrive with the values that torch shows."""
     arena = GradientArena(LAYOUT)
     value = hard(gradient(1, 0))
     for times in (1, 2):
@@ -176,7 +179,7 @@ def test_gradients_that_do_not_lie_in_order_arrive_by_value(hard: Callable[[torc
 
 
 def test_a_negated_view_of_one_element_arrives_by_value() -> None:
-    """It is contiguous, but its memory holds the opposite."""
+    """A negated view is contiguous, but its memory holds the opposite value."""
     arena = GradientArena(layout_of(Case(shapes=((1, 0, 0, 0),))))
     negated = torch.complex(torch.zeros(1), torch.ones(1)).conj().imag
     arena.arrive_all([0], [negated])
@@ -185,7 +188,7 @@ def test_a_negated_view_of_one_element_arrives_by_value() -> None:
 
 
 def test_reset_ends_the_window_without_touching_memory() -> None:
-    """Nothing is active, values stay where they are, and the next arrival writes."""
+    """After reset() no parameter is active and memory is unchanged. The next gradient overwrites it."""
     arena = GradientArena(LAYOUT)
     arena.arrive(1, gradient(1, 1))
     before = arena.buffer.clone()
@@ -199,7 +202,7 @@ def test_reset_ends_the_window_without_touching_memory() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_gradients_show_in_the_norm(value: float) -> None:
-    """One bad element makes the sum non-finite while its parameter is active, and only then."""
+    """One non-finite element makes the sum of squares non-finite while its parameter is active."""
     arena = GradientArena(LAYOUT)
     bad = gradient(6, 0)
     bad[8_000] = value
@@ -211,14 +214,14 @@ def test_non_finite_gradients_show_in_the_norm(value: float) -> None:
 
 
 def test_large_finite_gradients_stay_finite() -> None:
-    """The sum is taken in double: squares that overflow fp32 do not look like an overflow of the loss scale."""
+    """The sum of squares is taken in double, so large gradients do not look like an overflow of the loss scale."""
     arena = GradientArena(LAYOUT)
     arena.arrive(1, torch.full((12_000,), 3e38))
     assert arena.sum_of_squares() == pytest.approx(12_000 * 9e76)
 
 
 def test_views_and_addresses_of_sub_groups() -> None:
-    """flats() and view() speak of the same memory, sub-group by sub-group."""
+    """flats() and view() refer to the same memory of each sub-group."""
     arena = GradientArena(LAYOUT, dtype=torch.bfloat16)
     for group, flat in zip(LAYOUT.sub_groups, arena.flats(), strict=True):
         view = arena.view(group.index)
@@ -227,7 +230,7 @@ def test_views_and_addresses_of_sub_groups() -> None:
 
 
 def test_memory_outlives_the_arena() -> None:
-    """A tensor handed out keeps the mapping."""
+    """A tensor over the arena's memory keeps that memory mapped."""
     arena = GradientArena(LAYOUT)
     view = arena.view(1)
     arena.close()

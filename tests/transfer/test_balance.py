@@ -1,4 +1,4 @@
-"""What bandwidths are made of measurements, and when they are worth a change."""
+"""The balance between folders: the bandwidths it measures, and the changes that are worth making."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ MB = 1_000_000
 
 
 def measured(rates: Sequence[float], counts: Sequence[int], balance: Balance | None = None) -> Balance:
-    """After a step in which each folder moved a MB for each tasklet, half of it each way, at its rate in MB/s."""
+    """Return the balance after a step.
+
+    Each folder moves 1 MB per tasklet, half of it each way, at its rate in MB/s.
+    """
     balance = balance or Balance(len(rates))
     before = [FolderTraffic(read_bytes=7, write_bytes=5, busy_seconds=3.0)] * len(rates)
     step = [
@@ -32,13 +35,13 @@ def better(balance: Balance, counts: Sequence[int]) -> list[int] | None:
 
 
 def test_proportional_to_bandwidth() -> None:
-    """Three times as fast, three times as many."""
+    """A folder gets tasklets in proportion to its bandwidth."""
     assert better(measured([300, 100], [20, 20]), [20, 20]) == [30, 10]
     assert better(measured([100, 100, 200], [8, 8, 8]), [8, 8, 8]) == [6, 6, 12]
 
 
 def test_small_differences_change_nothing() -> None:
-    """Two disks of one make never measure the same; a tenth of a step's time is worth a change."""
+    """A change must save a tenth of the step's time, since even two disks of one model differ in speed."""
     assert better(measured([106, 100], [50, 50]), [50, 50]) is None
     assert better(measured([150, 100], [50, 50]), [50, 50]) == [60, 40]
     assert better(measured([150, 100], [60, 40]), [60, 40]) is None
@@ -46,13 +49,13 @@ def test_small_differences_change_nothing() -> None:
 
 
 def test_nothing_is_known_at_first() -> None:
-    """Nor after a step in which a folder moved nothing."""
+    """Nothing changes before the first measurement, or after a step in which a folder moved nothing."""
     assert better(Balance(2), [9, 1]) is None
     assert better(measured([100, 10], [5, 0]), [5, 5]) is None
 
 
 def test_a_folder_that_slows_down_and_recovers() -> None:
-    """Within a few steps of each; it keeps a tasklet, by which it is measured."""
+    """The share follows a folder's bandwidth within a few steps. A slow folder keeps one tasklet as a measurement."""
     counts, balance = [50, 50], measured([100, 100], [50, 50])
     assert better(balance, counts) is None
     for _ in range(5):
@@ -68,7 +71,7 @@ def test_a_folder_that_slows_down_and_recovers() -> None:
 @settings(deadline=None)
 @given(st.data(), st.integers(2, 5))
 def test_a_change_is_never_for_the_worse(data: st.DataObject, folders: int) -> None:
-    """The step is sooner done with the new numbers, by a tenth at least, and no other change follows at that speed."""
+    """A change makes the step at least a tenth faster, and no other change follows at the same bandwidths."""
     rates = data.draw(st.lists(st.floats(0.1, 1e4), min_size=folders, max_size=folders))
     counts = data.draw(st.lists(st.integers(1, 60), min_size=folders, max_size=folders))
     balance = measured(rates, counts)

@@ -1,4 +1,4 @@
-"""Spans and pieces against brute force over elements, and the batches made of them."""
+"""Spans and pieces equal those found element by element, and so do the batches made of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.transfer.test_layout import layouts
 @settings(deadline=None)
 @given(layouts(), st.data())
 def test_pieces_cover_every_element_once(layout: PartitionLayout, data: st.DataObject) -> None:
-    """Pieces never cross tasklets or sub-groups, carry their parameter's key, and are as few as that allows."""
+    """Pieces never cross tasklets, sub-groups or keys, and there are no more of them than necessary."""
     count = len(layout.parameters)
     keys = data.draw(st.lists(st.integers(-1, 1), min_size=count, max_size=count))
     owner = np.repeat(np.arange(count), [parameter.numel for parameter in layout.parameters])
@@ -38,7 +38,7 @@ def test_pieces_cover_every_element_once(layout: PartitionLayout, data: st.DataO
 @settings(deadline=None)
 @given(layouts(), st.data())
 def test_pieces_of_a_run_of_tasklets(layout: PartitionLayout, data: st.DataObject) -> None:
-    """Slicing pieces by tasklets gives those of the tasklets between the first and the last."""
+    """pieces_within() returns the pieces of the tasklets from the first to the last."""
     pieces = cut(layout, spans_of(layout, list(range(len(layout.parameters)))))
     tasklets = tasklets_in(pieces)
     assert tasklets == list(range(len(layout.tasklets)))
@@ -51,7 +51,7 @@ def test_pieces_of_a_run_of_tasklets(layout: PartitionLayout, data: st.DataObjec
 
 
 def test_ten_thousand_small_parameters_are_few_segments() -> None:
-    """Equal hyperparameters and step counts merge, across parameter groups too; another step count splits."""
+    """Parameters with equal hyperparameters and step counts merge, across groups too. Another count splits them."""
     layout = layout_of(Case(shapes=((3, 0, 0, 0), (3, 0, 1, 0)) * 5_000))
     group = torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).param_groups[0]
     rule = rule_for(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))
@@ -67,13 +67,13 @@ def test_ten_thousand_small_parameters_are_few_segments() -> None:
 
 
 def test_empty_parameter_splits_nothing() -> None:
-    """A parameter without elements on this rank, active or not, does not come between its neighbours."""
+    """A parameter without elements on this rank does not separate its neighbours."""
     layout = layout_of(Case(shapes=((5, 0, 0, 0), (0, 0, 0, 0), (5, 0, 0, 0))))
     assert spans_of(layout, [0, 1, 0]) == [(0, 10, 0)]
 
 
 def test_memory_must_fit_the_layout() -> None:
-    """A sub-group too many, of another length or of another dtype is a programming error."""
+    """A surplus sub-group, a wrong length and a wrong dtype are programming errors."""
     layout = layout_of(Case())
     flats = [flat_of(torch.zeros(group.numel)) for group in layout.sub_groups]
     FlatMemory(layout, flats)

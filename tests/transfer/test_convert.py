@@ -1,4 +1,4 @@
-"""Kept stores in other formats."""
+"""Converting kept stores to other state formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS = ["fp32", "bf16", "int8", "int8_remainder"]
 
 
 def kept(folder: Path, case: Case) -> dict[str, torch.Tensor]:
-    """A store with three steps behind it, closed and left there; its state."""
+    """Create a store, do three steps, close it without removal, and return its state."""
     run = Run(folder, case)
     run.steps(range(3))
     state = run.state()
@@ -37,7 +37,7 @@ def opened(folder: Path, case: Case, partition: torch.Tensor) -> dict[str, torch
 
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_there_and_back(tmp_path: Path, state_format: str) -> None:
-    """What a format holds survives a trip through fp32 to the bit, step counts too; the source is not touched."""
+    """State survives a conversion to fp32 and back bit for bit, step counts too. The source is unchanged."""
     case = Case(dtype=torch.bfloat16, state_format=state_format, num_devices=2)
     wide = case.but(state_format="fp32", num_devices=1, tasklet_bytes=100_000)
     state = kept(tmp_path / "first", case)
@@ -50,7 +50,7 @@ def test_there_and_back(tmp_path: Path, state_format: str) -> None:
 
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:
-    """Unknown formats, remainders without bf16 and no store at all are refused, and nothing is left behind."""
+    """Unknown formats, remainders without bf16 and missing stores are refused, and nothing is left behind."""
     kept(tmp_path, Case())
     source, into = [tmp_path / "disk0"], [tmp_path / "new"]
     with pytest.raises(ConfigError, match=r"'int2'.*unknown"):
@@ -73,7 +73,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
 
 
 def test_damaged_source(tmp_path: Path) -> None:
-    """A flipped bit is found while reading, and the new store is removed."""
+    """A flipped bit in the source is found while reading, and the new store is removed."""
     kept(tmp_path, Case())
     path = next(tmp_path.rglob("state.bin"))
     content = bytearray(path.read_bytes())
@@ -89,7 +89,7 @@ def test_damaged_source(tmp_path: Path) -> None:
     "change", [{"numel": 1 << 70}, {"numel": 1, "real_numel": 0}, {"sub_group": 5}, {"real_numel": -1}, {"group": "x"}]
 )
 def test_manifest_that_does_not_fit(tmp_path: Path, change: dict[str, Any]) -> None:
-    """Parameters that cannot be those whose state it is: an error of ours, and nothing is made."""
+    """A manifest that does not describe the stored parameters is refused, and nothing is created."""
     kept(tmp_path, Case())
     path = next(tmp_path.rglob("manifest.json"))
     manifest = json.loads(path.read_text())
@@ -103,21 +103,27 @@ def test_manifest_that_does_not_fit(tmp_path: Path, change: dict[str, Any]) -> N
 @pytest.mark.parametrize("other", FORMATS)
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_every_pair(tmp_path: Path, state_format: str, other: str) -> None:
-    """Masters and step counts stay; moments are those that the new format rounds fp32 to."""
+    """Any format converts to any other.
+
+    Masters and step counts are kept. Moments are rounded to the new format.
+    """
     case = Case(dtype=torch.bfloat16, state_format=state_format, durability="none")
     state = kept(tmp_path / "first", case)
     convert_store([tmp_path / "first/disk0"], [tmp_path / "second/disk0"], state_format=other, tasklet_bytes=64 * 1024)
     found = opened(tmp_path / "second", case.but(state_format=other), state["partition"])
     assert torch.equal(found["steps"], state["steps"])
     torch.testing.assert_close(found["master"], state["master"], rtol=1e-6, atol=0)
-    # Half a place of the new format's mantissa; its least codes have fewer.
+    # Half a unit of the new format's mantissa. Its smallest codes have fewer bits.
     exact = other in ("fp32", state_format) or {state_format, other} == {"int8", "int8_remainder"}
     rtol, atol = (0, 0) if exact else (2**-8, 0) if other == "bf16" else (2**-4, 1e-9)
     torch.testing.assert_close(found["exp_avg_sq"], state["exp_avg_sq"], rtol=rtol, atol=atol)
 
 
 def test_every_rank_is_converted_and_kept(tmp_path: Path) -> None:
-    """The state of all ranks, in order, those without elements too; told how far it is; and kept as the old one was."""
+    """All ranks are converted in order, with progress, and the new store is kept too.
+
+    A rank without elements is converted as well.
+    """
     cases = [Case(keep=True), Case(keep=True, rank=1), Case(keep=True, rank=2, shapes=((0, 0, 0, 0),))]
     states = [kept(tmp_path / "old", case) for case in cases]
     told: list[tuple[int, int, int]] = []
@@ -138,7 +144,7 @@ def test_every_rank_is_converted_and_kept(tmp_path: Path) -> None:
 
 
 def test_stores_in_use(tmp_path: Path) -> None:
-    """Neither is what a process works with converted, nor anything written to where one works."""
+    """A store in use is neither converted nor overwritten."""
     with running(tmp_path / "used", Case()) as run:
         expected = run.state()
         with pytest.raises(StorageLockedError, match="in use by process"):
@@ -151,7 +157,7 @@ def test_stores_in_use(tmp_path: Path) -> None:
 
 
 def test_broken_off(tmp_path: Path) -> None:
-    """Ctrl-C at the second rank leaves nothing of either; the old state is whole."""
+    """Ctrl-C at the second rank removes the new stores of both ranks and leaves the old state intact."""
     cases = [Case(keep=True), Case(keep=True, rank=1)]
     states = [kept(tmp_path / "old", case) for case in cases]
 
@@ -167,7 +173,7 @@ def test_broken_off(tmp_path: Path) -> None:
 
 
 def test_killed(tmp_path: Path) -> None:
-    """What a killed conversion leaves is no kept store: the next one replaces it."""
+    """The leftover of a killed conversion is replaced by the next conversion."""
     state = kept(tmp_path / "old", Case(keep=True))
     folders = [tmp_path / "old" / "disk0"], [tmp_path / "new" / "disk0"]
     child = os.fork()

@@ -22,7 +22,7 @@ LAST_STEP = 6
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded() -> None:
-    """Let the fork server import torch, and what its optimizers import on first use, once and not in every process."""
+    """Let the fork server import torch once, instead of each process."""
     multiprocessing.set_forkserver_preload(["numpy", "torch", "torch._dynamo"])
 
 
@@ -46,7 +46,7 @@ def kill_while_training(folder: Path, case: Case, seed: int) -> None:
 
 
 def stored(run: Run) -> dict[str, torch.Tensor]:
-    """The state on storage; the partition died with its process."""
+    """Return the state on storage without the partition, which died with its process."""
     return {name: tensor for name, tensor in run.state().items() if name != "partition"}
 
 
@@ -70,7 +70,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_killed_in_the_middle_of_a_step(tmp_path: Path, name: str) -> None:
-    """Recovery finds a committed generation, bit for bit, and training goes on from it as if nothing had happened."""
+    """Recovery finds a committed generation bit for bit, and training continues from it."""
     case = CASES[name]
     expected = generations(tmp_path / "undisturbed", case, 2 * LAST_STEP + 20)
     found = set()
@@ -94,7 +94,7 @@ def restore_partition(run: Run) -> None:
 
 
 def test_killed_without_durability(tmp_path: Path) -> None:
-    """With one slot, what is left is a whole generation or is refused: never a mixture."""
+    """With one slot, recovery finds a whole generation or refuses, never a mixture."""
     case = Case(durability="none", num_devices=2)
     expected = generations(tmp_path / "undisturbed", case, 2 * LAST_STEP + 20)
     for seed in range(4):
@@ -108,7 +108,7 @@ def test_killed_without_durability(tmp_path: Path) -> None:
 
 
 def test_killed_with_state_in_memory_only(tmp_path: Path) -> None:
-    """What died with the process is not taken for state: the store says so."""
+    """State that died with the process is not recovered, and the error says so."""
     kill_while_training(tmp_path, Case(durability="none", cache_bytes=200_000), seed=0)
     with pytest.raises(StorageError, match="were in the memory of the process"):
         StateStore.recover([tmp_path / "disk0"])

@@ -1,4 +1,4 @@
-"""Partitions and gradients on a CUDA device, on a fake driver: order, errors and lifetimes without a GPU."""
+"""Partitions and gradients on a fake CUDA device: order, errors and lifetimes without a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.transfer.fake_link import CudaRun, FakeLink
 from tests.transfer.harness import Case, assert_equal, layout_of, running
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Two buffers for eleven tasklets, some of them with many parameters: every slot is used again and again.
+# Two buffers serve eleven tasklets, some with many parameters, so every slot is reused many times.
 SMALL_RING = Case(num_buffers=2, compute_threads=2, shapes=(*Case().shapes, (50_000, 3, 1, 3), (3, 0, 0, 3)))
 
 
@@ -36,7 +36,7 @@ def link(fake_cuda: FakeCuda) -> Iterator[FakeLink]:
 
 @pytest.fixture
 def start(tmp_path: Path, link: FakeLink) -> Iterator[Callable[[Case], CudaRun]]:
-    """Starts runs on the device; closes them."""
+    """A function that starts runs on the device. All of them are closed at the end."""
     runs: list[CudaRun] = []
 
     def start(case: Case) -> CudaRun:
@@ -61,9 +61,9 @@ def test_steps_and_rollbacks_give_the_bits_of_the_host(
     seed: int,
     cache_bytes: int,
 ) -> None:
-    """Whatever time copies and storage take, and however much state stays in memory.
+    """Steps and rollbacks on the device give the same state and partition as in host memory.
 
-    State and partition are those of a partition in host memory.
+    This holds for any delay of copies and storage, and for any amount of state in memory.
     """
     case = SMALL_RING.but(dtype=dtype, gradient_dtype=dtype, state_format=state_format)
     with running(tmp_path / "host", case) as host:
@@ -86,7 +86,7 @@ def test_steps_and_rollbacks_give_the_bits_of_the_host(
 def test_fp32_parameters_on_the_device_are_the_masters(
     start: Callable[[Case], CudaRun], dtype: torch.dtype, read_bytes: int
 ) -> None:
-    """As in host memory, what lies in an fp32 partition is what is updated, and only the moments are read."""
+    """An fp32 partition on the device is the master, as in host memory, so only the moments are read."""
     run = start(Case(dtype=dtype, shapes=((20_480, 0, 0, 0),)))
     before = run.handler.traffic()
     run.step(1)
@@ -100,7 +100,7 @@ def test_fp32_parameters_on_the_device_are_the_masters(
 
 
 def test_the_users_stream_sees_updated_parameters_after_wait(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
-    """Work given to the user's stream after wait() runs after the copies, although the host has not waited for them."""
+    """Work on the user's stream after wait() runs after the copies, although the host has not waited for them."""
     run = start(Case())
     expected = [tensor.clone() for tensor in _stepped(start)]
     link.fake.delay(5, 20_000)
@@ -119,7 +119,7 @@ def _stepped(start: Callable[[Case], CudaRun]) -> list[torch.Tensor]:
 
 
 def test_copies_run_after_what_the_users_stream_still_reads(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
-    """A forward whose kernels are still running when the step begins reads the old parameters."""
+    """A forward pass still running when the step begins reads the old parameters."""
     run = start(Case())
     before = [tensor.clone() for tensor in run.partition]
     plan = run.collect(1)
@@ -131,7 +131,7 @@ def test_copies_run_after_what_the_users_stream_still_reads(start: Callable[[Cas
 
 
 def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
-    """First and later gradients arrive while the device is busy; the norm waits for them and for nothing else."""
+    """Gradients arrive while the device is busy without a wait. The norm waits for the gradients only."""
     layout = layout_of(Case())
     arena = GradientArena(layout, link=link)
     arena.buffer.fill_(math.nan)
@@ -144,7 +144,7 @@ def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
     assert not [call for call in link.fake.calls() if "Synchronize" in call]
     assert arena.gradient(1).isnan().all()
     link.fake.open(gate)
-    busy = link.fake.gate(link.user_stream)  # the stream's next work
+    busy = link.fake.gate(link.user_stream)  # further work on the stream
     total = gradients[0] + gradients[1] + gradients[2]
     assert arena.sum_of_squares() == pytest.approx(total.double().square().sum().item(), rel=1e-12)
     assert torch.equal(arena.gradient(1), total)
@@ -159,8 +159,8 @@ def test_arrivals_do_not_wait_for_the_device(link: FakeLink) -> None:
 def test_accumulation_on_the_device_gives_the_bits_of_the_host(
     link: FakeLink, arena_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Arrivals from the device, from the host and from other streams of the device, first and later, in any order."""
-    shapes = ((1_200_000, 1, 0, 0), (7, 0, 0, 0))  # the first goes in two pieces
+    """Gradients from the device, its other streams and the host add up to the host's bits in any order."""
+    shapes = ((1_200_000, 1, 0, 0), (7, 0, 0, 0))  # the first is copied in two pieces
     layout = layout_of(Case(shapes=shapes, tasklet_bytes=1 << 20))
     host, device = GradientArena(layout, dtype=arena_dtype), GradientArena(layout, dtype=arena_dtype, link=link)
     link.fake.delay(1, 300)
@@ -170,7 +170,7 @@ def test_accumulation_on_the_device_gives_the_bits_of_the_host(
                 layout.parameters[parameter].real_numel, generator=torch.Generator().manual_seed(number)
             )
             host.arrive(parameter, values.to(dtype))
-            # From one parameter or the other, the host's gradient comes first, between and last.
+            # Of each parameter a different gradient comes from the host, and the last one of both.
             on_host = number == 3 * parameter or number == 4
             device.arrive(parameter, values.to(dtype) if on_host else link.on_device(values.to(dtype)))
         if number == 2:
@@ -182,7 +182,7 @@ def test_accumulation_on_the_device_gives_the_bits_of_the_host(
 
 
 def test_a_later_gradient_waits_for_the_stream_of_the_first(link: FakeLink) -> None:
-    """Arrivals of one parameter on two streams add in turn, on the device."""
+    """Gradients of one parameter on two streams are added one after the other, on the device."""
     arena = GradientArena(layout_of(Case()), link=link)
     gate = link.fake.gate(link.user_stream)
     arena.arrive(1, link.on_device(torch.ones(12_000)))
@@ -198,7 +198,7 @@ def test_a_later_gradient_waits_for_the_stream_of_the_first(link: FakeLink) -> N
 def test_no_step_waits_for_the_device_as_a_whole(
     start: Callable[[Case], CudaRun], link: FakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backward waits for nothing, the norm for one event, the update for an event of each tasklet, and that is all."""
+    """Backward waits for nothing, the norm for one event, and the update for the events of its tasklets."""
 
     def refuse(*args: object) -> None:
         raise AssertionError("a device-wide wait")
@@ -221,18 +221,18 @@ def test_no_step_waits_for_the_device_as_a_whole(
 
 
 def test_neighbours_in_memory_travel_as_one_copy(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
-    """A tasklet of many small parameters is copied once, not once for each of them."""
+    """The parameters of a tasklet that lie side by side in memory are copied together."""
     run = start(Case(shapes=((3, 0, 0, 0),) * 200, dtype=torch.bfloat16))
     link.fake.clear()
     run.handler.begin_step(run.collect(1))
     run.handler.rollback()
     assert len(run.layout.tasklets) == 1
-    # Two out of three neighbours have a gradient, and of two only one hyperparameter set is in use.
+    # Two of three neighbours have a gradient, and both are in one parameter group.
     assert link.fake.calls().count("cuMemcpyHtoDAsync_v2") <= 2 * 67
 
 
 def test_a_refused_copy_ends_the_step_and_rolls_back(start: Callable[[Case], CudaRun], link: FakeLink) -> None:
-    """The error carries the driver's words; after a rollback the run goes on as if nothing had happened."""
+    """A refused copy raises the driver's error. After the rollback, training continues with the same bits."""
     run = start(SMALL_RING)
     expected = _three_steps(start)
     before = run.state()
@@ -257,7 +257,7 @@ def _three_steps(start: Callable[[Case], CudaRun]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("skipped", [0, 3, 8])
 def test_a_lost_device_is_reported_and_left(start: Callable[[Case], CudaRun], link: FakeLink, skipped: int) -> None:
-    """A copy that fails on its stream fails the commit and the rollback; the state on storage stays whole."""
+    """A copy that fails on its stream fails the commit and the rollback. The state on storage stays intact."""
     run = start(SMALL_RING.but(dtype=torch.bfloat16))
     generation = run.handler.generation
     expected = run.read()
@@ -277,7 +277,7 @@ def test_a_lost_device_is_reported_and_left(start: Callable[[Case], CudaRun], li
 
 
 def test_a_lost_gradient_is_reported_where_it_is_read(link: FakeLink) -> None:
-    """The norm raises; the arena can still be closed."""
+    """Both the norm and close() raise, and the memory is unregistered all the same."""
     arena = GradientArena(layout_of(Case()), link=link)
     link.fake.fail_copy()
     arena.arrive(1, link.on_device(torch.ones(12_000)))
@@ -290,7 +290,7 @@ def test_a_lost_gradient_is_reported_where_it_is_read(link: FakeLink) -> None:
 
 @pytest.mark.parametrize("fault", ["fail_read_at", "fail_write_at"])
 def test_storage_fails_while_parameters_travel(start: Callable[[Case], CudaRun], link: FakeLink, fault: str) -> None:
-    """No slot is used again before the copies from it have ended, on the way of a failure too."""
+    """Storage failures do not let a slot be reused before the copies from it have ended."""
     run = start(SMALL_RING)
     before = run.state()
     link.fake.delay(9, 3_000)
@@ -306,7 +306,7 @@ def test_storage_fails_while_parameters_travel(start: Callable[[Case], CudaRun],
 
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_memory_that_cannot_be_registered_warns_once(tmp_path: Path, link: FakeLink, skipped: int) -> None:
-    """Arena or slots: copies block then, and everything else is as it was."""
+    """If the arena or the slots cannot be registered, one warning says so, and results are the same."""
     link.fake.fail("cuMemHostRegister_v2", skipped=skipped)
     with pytest.warns(UserWarning, match=r"CUDA device 0.*cuMemHostRegister_v2.*out of memory.*ulimit -l"):
         run = CudaRun(tmp_path / "device", SMALL_RING, link)
@@ -320,7 +320,7 @@ def test_memory_that_cannot_be_registered_warns_once(tmp_path: Path, link: FakeL
 
 
 def test_everything_is_given_back(tmp_path: Path, fake_cuda: FakeCuda) -> None:
-    """After close nothing is registered; with the last reference events, streams and the context are gone."""
+    """After close() nothing is registered. With the last reference events, streams and the context are released."""
     link = FakeLink(fake_cuda)
     run = CudaRun(tmp_path, Case(), link)
     run.step(1)
@@ -335,7 +335,7 @@ def test_everything_is_given_back(tmp_path: Path, fake_cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize(("codec", "registered"), [(TopK(0.1), 1), (TopK(0.1, exact=False), 0), (BlockScaled(), 0)])
 def test_a_residual_that_goes_to_the_device(codec: GradientCodec, registered: int, link: FakeLink) -> None:
-    """Registered until it is closed, where the device selects."""
+    """The residual is registered until it is closed if its device selects the gradients."""
     layout = layout_of(Case())
     gradients = torch.zeros(layout.numel)
     compressed = CompressedGradients(
@@ -348,7 +348,7 @@ def test_a_residual_that_goes_to_the_device(codec: GradientCodec, registered: in
 
 
 def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, link: FakeLink) -> None:
-    """Every copy, of whatever part of a run, lies within one of the two; the ring's pages stay pageable."""
+    """Every copy lies within the registered arena or slots. The ring is not registered."""
     link.fake.clear()
     run = CudaRun(tmp_path, SMALL_RING.but(dtype=torch.bfloat16), link)
     run.steps(range(2))
@@ -385,7 +385,7 @@ def test_memory_is_bounded(start: Callable[[Case], CudaRun]) -> None:
 
 
 def test_a_device_without_a_driver_of_its_own() -> None:
-    """The host, and devices of other makers, are reached without the driver."""
+    """The host and devices of other vendors need no CUDA driver."""
     assert link_to(torch.device("cpu")) is None
     assert link_to(torch.device("meta")) is None
     if torch.version.cuda is None:

@@ -1,4 +1,4 @@
-"""State that stays in host memory: the same bits as without, fewer bytes moved, and nothing stale."""
+"""The cache of state in host memory: same bits, fewer bytes moved, nothing stale."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
 from tests.transfer.wandering import wander
 
-# (format, dtype of the parameters): masters in memory, on storage, and half of each.
+# (format, dtype of the parameters): masters in memory, on storage, and half in each.
 FORMATS = [
     ("fp32", torch.float32),
     ("fp32", torch.float16),
@@ -41,7 +41,7 @@ def sizes(case: Case) -> list[int]:
 
 
 class Pair:
-    """The same events for a run with a cache and for one without."""
+    """Two runs of the same events, one with a cache and one without."""
 
     def __init__(self, plain: Run, cached: Run, *, seed: int) -> None:
         self.plain = plain
@@ -81,7 +81,7 @@ class Pair:
             self.both(lambda run: run.handler.state.modify_range(begin, values))
 
     def undone(self, event: str) -> None:
-        """A step of the cached run alone, of which nothing stays."""
+        """Begin a step of the cached run and undo it."""
         run, before = self.cached, torch.cat(self.cached.partition)
         plan = run.collect(self.number + 100)
         inject(run.device.pipeline, seed=self.number, max_delay_us=200, **FAULTS.get(event, {}))
@@ -99,7 +99,7 @@ class Pair:
                 run.handler.drain()
         try:
             run.handler.rollback()
-        except StorageError:  # a fault that was still to come
+        except StorageError:  # a fault still pending
             run.handler.rollback()
         assert torch.equal(torch.cat(run.partition).view(torch.uint8), before.view(torch.uint8))
         inject(run.device.pipeline)
@@ -110,7 +110,7 @@ class Pair:
 
 @contextmanager
 def failing_elsewhere() -> Iterator[None]:
-    """Another rank's failure, once this one has committed."""
+    """Fail on another rank after this one has committed."""
     yield
     raise StorageError("elsewhere", "")
 
@@ -118,12 +118,12 @@ def failing_elsewhere() -> Iterator[None]:
 def settled(run: Run) -> dict[str, torch.Tensor]:
     try:
         return run.state()
-    except StorageError:  # a fault that was still to come
+    except StorageError:  # a fault still pending
         return run.state()
 
 
 def replace_all(run: Run) -> None:
-    """Other arrays, and the parameters that go with them."""
+    """Replace all arrays, and the parameters with them."""
     run.handler.state.replace(fill, steps=run.handler.steps)
     for tensor, group in zip(run.partition, run.layout.sub_groups, strict=True):
         tensor.copy_(torch.from_numpy(numbers(group.offset, group.offset + group.numel)))
@@ -135,14 +135,18 @@ def fill(window: Window) -> None:
 
 
 def numbers(begin: int, end: int) -> NDArray[np.float32]:
-    """Exact in bf16."""
+    """Return numbers that are exact in bf16."""
     return np.arange(begin, end, dtype=np.float32) % 200
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), seed=st.integers(0, 1 << 16))
 def test_no_bit_depends_on_the_cache(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
-    """Whatever its size, wherever other tasklets lie, whatever steps, failures, guesses, reads and writes there are."""
+    """Results do not depend on the cache.
+
+    This holds for any size, any places of the other tasklets, and any sequence of steps, failures, speculative updates,
+    reads and writes.
+    """
     name, dtype = data.draw(st.sampled_from(FORMATS))
     durable = data.draw(st.booleans())
     staged = data.draw(st.booleans())
@@ -167,7 +171,7 @@ def test_no_bit_depends_on_the_cache(tmp_path_factory: pytest.TempPathFactory, d
             for event in events:
                 pair.happen(event)
             if durable:
-                # What is on storage, before anything reads it through the cache again.
+                # Check the files before anything reads them through the cache.
                 cached.close(remove=False)
                 partition = cached.partition
                 cached = Run(folder / "cached", case, recover=True)
@@ -181,7 +185,7 @@ def test_no_bit_depends_on_the_cache(tmp_path_factory: pytest.TempPathFactory, d
 @pytest.mark.parametrize("state_format", ["fp32", "int8_remainder"])
 @pytest.mark.parametrize("durability", ["step", "power", "none"])
 def test_what_is_saved_is_counted(tmp_path: Path, durability: str, state_format: str) -> None:
-    """Every byte is either moved or counted as saved: reads with durability, reads and writes without."""
+    """Every byte is counted as moved or as saved: reads with durability, reads and writes without."""
     case = Case(dtype=torch.bfloat16, durability=durability, state_format=state_format, tasklet_bytes=65_536)
     resident = sizes(case)[:2]
     with (
@@ -198,14 +202,14 @@ def test_what_is_saved_is_counted(tmp_path: Path, durability: str, state_format:
     assert saved.cached_read_bytes > 0
     assert (saved.cached_write_bytes > 0) == (durability == "none")
     if state_format == "fp32":
-        # Parameter 1, which is all of the first tasklet, is passed over at one step of three; then all is scanned.
+        # The first tasklet is all of parameter 1, which has no gradient at one step of three. Then all is read once.
         assert saved.cached_read_bytes == 3 * resident[0] + 4 * resident[1]
-        # The first state, and as many steps.
+        # Those of the first state and of the three steps.
         assert saved.cached_write_bytes in (0, 3 * resident[0] + 4 * resident[1])
 
 
 def test_resident_tasklets_are_never_read_again(tmp_path: Path) -> None:
-    """With everything resident a step reads nothing; without durability nothing is moved, and no space is taken."""
+    """With all state in memory a step reads nothing. Without durability it writes nothing and takes no space."""
     for durability in ("step", "none"):
         case = Case(durability=durability, cache_bytes=EVERYTHING, num_devices=2)
         with running(tmp_path / durability, case) as run:
@@ -220,7 +224,7 @@ def test_resident_tasklets_are_never_read_again(tmp_path: Path) -> None:
 
 
 def test_an_undone_step_is_read_again_once(tmp_path: Path) -> None:
-    """After a rollback the cache holds the generation before: the next step reads nothing."""
+    """A rollback reads the previous generation into the cache, so the next step reads nothing."""
     with running(tmp_path, Case(cache_bytes=EVERYTHING)) as run:
         run.handler.begin_step(run.collect(1))
         run.handler.drain()
@@ -233,7 +237,7 @@ def test_an_undone_step_is_read_again_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("written_through", [True, False])
 def test_whole_tasklets_from_the_first_on(written_through: bool) -> None:
-    """A byte too few leaves the last one out; without write-through the files hold the others only."""
+    """The cache holds whole tasklets from the first on. Without write-through the files hold only the others."""
     case = Case(durability="step" if written_through else "none", num_devices=2)
     layout = layout_of(case)
     nbytes = [extent.nbytes for extent in layout.extents.extents]
@@ -252,7 +256,7 @@ def case_slots(case: Case) -> int:
 
 
 def test_space_is_needed_for_what_is_on_storage(tmp_path: Path) -> None:
-    """The check before anything is written counts tasklets in memory only for nothing."""
+    """The space check leaves out tasklets that are only in memory."""
     needs = []
     for cache_bytes in (0, sizes(Case())[0]):
         extents = layout_of(Case(durability="none", cache_bytes=cache_bytes)).extents
@@ -262,7 +266,7 @@ def test_space_is_needed_for_what_is_on_storage(tmp_path: Path) -> None:
 
 
 def test_a_store_with_state_in_memory_is_not_recovered(tmp_path: Path) -> None:
-    """It says where the state was; the same store without a cache is recovered."""
+    """A store with state only in memory is refused with the reason. The same store without a cache is recovered."""
     case = Case(durability="none")
     for cache_bytes in (0, sizes(case)[0]):
         run = Run(tmp_path / str(cache_bytes), case.but(cache_bytes=cache_bytes))

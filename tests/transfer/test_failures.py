@@ -1,4 +1,4 @@
-"""Steps that fail or are abandoned: errors, rollback, and what a later step makes of it."""
+"""Failed and abandoned steps: their errors, their rollback and the steps after them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def undisturbed(folder: Path, case: Case, num_steps: int) -> dict[str, torch.Ten
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 @pytest.mark.parametrize("waited", [None, slice(0, 1), slice(None)], ids=["at-once", "after-one", "after-all"])
 def test_rollback_restores_every_bit(tmp_path: Path, case: Case, waited: slice | None) -> None:
-    """An abandoned step leaves partition, state and step counts as they were; the step can be done again."""
+    """Rolling back a step restores partition, state and step counts, and the step can be repeated."""
     expected = undisturbed(tmp_path / "undisturbed", case, 3)
     with running(tmp_path / "disturbed", case) as run:
         run.steps(range(2))
@@ -70,7 +70,7 @@ def test_rollback_restores_every_bit(tmp_path: Path, case: Case, waited: slice |
 def test_failed_step_can_be_done_again(
     tmp_path: Path, case: Case, faults: dict[str, int], kind: type[StorageError]
 ) -> None:
-    """The error names path, offset and remedy; after a rollback the same step ends as if nothing had happened."""
+    """The error names path, offset and remedy. After a rollback the same step succeeds with the same bits."""
     expected = undisturbed(tmp_path / "undisturbed", case, 3)
     with running(tmp_path / "disturbed", case) as run:
         run.steps(range(2))
@@ -103,7 +103,7 @@ def test_failed_step_can_be_done_again(
 def test_any_order_of_failures(
     tmp_path: Path, number: int, events: list[str], seed: int, position: int, staged: bool, compressed: bool
 ) -> None:
-    """Whatever fails or is abandoned, and wherever tasklets go meanwhile, committed steps alone count."""
+    """Only committed steps count, under any sequence of failures, abandoned steps and moved tasklets."""
     codec = TopK(0.05) if compressed else None
     case = Case(dtype=torch.bfloat16, staged=staged, num_devices=2, compression=codec)
     folder = tmp_path / f"{number}-{seed}-{len(events)}"
@@ -119,12 +119,12 @@ def test_any_order_of_failures(
                 torch.testing.assert_close(torch.cat(run.partition), before, rtol=0, atol=0)
             finish(run, plan)
         with suppress(StorageError):
-            run.state()  # a fault that was still to come
+            run.state()  # a fault still pending
         assert_equal(run.state(), expected)
 
 
 def abandon(run: Run, plan: StepPlan) -> None:
-    """Begin a step and give it up, whether it failed or not."""
+    """Begin a step and roll it back, whether it failed or not."""
     run.handler.begin_step(plan)
     with suppress(StorageError):
         run.handler.step.wait(slice(0, 2))
@@ -132,7 +132,7 @@ def abandon(run: Run, plan: StepPlan) -> None:
 
 
 def finish(run: Run, plan: StepPlan) -> None:
-    """Commit a step, at the second try if a fault was still to come."""
+    """Commit a step, with a second try if a fault was still pending."""
     run.handler.begin_step(plan)
     try:
         run.handler.commit()
@@ -150,7 +150,7 @@ def roll_back(run: Run) -> None:
 
 
 def test_rollback_that_fails_can_be_tried_again(tmp_path: Path) -> None:
-    """A read error during the rollback is reported; the next try restores the partition."""
+    """A read error during the rollback is reported, and the next try restores the partition."""
     with running(tmp_path, Case()) as run:
         num_reads = run.handler.traffic().read_calls
         run.step(1)
@@ -166,7 +166,7 @@ def test_rollback_that_fails_can_be_tried_again(tmp_path: Path) -> None:
 
 
 def test_one_slot_cannot_roll_back(tmp_path: Path) -> None:
-    """With durability none the error says why and what to use instead."""
+    """With durability none rollback is refused. The error says why and names the alternative."""
     with running(tmp_path, Case(durability="none")) as run:
         assert not run.handler.can_roll_back
         run.handler.begin_step(run.collect(1))
@@ -176,7 +176,7 @@ def test_one_slot_cannot_roll_back(tmp_path: Path) -> None:
 
 
 def test_commit_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generation stays, the partition can be rolled back, and the step succeeds once the disk has recovered."""
+    """If the commit record cannot be written, the step rolls back, and succeeds once the disk has recovered."""
     real, calls = os.pwrite, []
 
     def full_once(descriptor: int, content: bytes, offset: int) -> int:
@@ -203,7 +203,7 @@ def test_commit_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytes
 
 
 def test_commit_record_in_doubt_ends_training(tmp_path: Path) -> None:
-    """A record that can be neither written nor erased may come back after a crash: no further step may begin."""
+    """No step may begin after a record that could be neither written nor erased: it may reappear after a crash."""
     with running(tmp_path, Case()) as run:
         before = run.state()
         run.handler.begin_step(run.collect(1))
@@ -219,14 +219,14 @@ def test_commit_record_in_doubt_ends_training(tmp_path: Path) -> None:
 
 @contextmanager
 def failing_elsewhere() -> Iterator[None]:
-    """What happens here succeeds, and another rank reports that it could not commit."""
+    """Fail on another rank after this one has committed."""
     yield
     raise StorageFullError("Writing the commit record of another rank failed.", "Free space.")
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_step_that_another_rank_could_not_commit(tmp_path: Path, case: Case) -> None:
-    """The generation that was committed here is taken back, to the bit, on storage too; the step can be taken again."""
+    """A step committed here but not on another rank is undone, on storage too, and can be repeated."""
     expected = undisturbed(tmp_path / "undisturbed", case, 3)
     with running(tmp_path / "disturbed", case) as run:
         run.steps(range(2))
@@ -253,7 +253,10 @@ def test_step_that_another_rank_could_not_commit(tmp_path: Path, case: Case) -> 
 
 
 def test_step_whose_agreement_was_interrupted(tmp_path: Path) -> None:
-    """It stays in flight with its record written; when the ranks agree at last, it is taken back all the same."""
+    """An interrupted agreement leaves the step in flight.
+
+    If another rank then fails, the step is undone although its record was written.
+    """
 
     @contextmanager
     def interrupted() -> Iterator[None]:
@@ -275,7 +278,7 @@ def test_step_whose_agreement_was_interrupted(tmp_path: Path) -> None:
 
 
 def test_modification_that_another_rank_could_not_commit(tmp_path: Path) -> None:
-    """Writes from outside are taken back as well."""
+    """A modification that another rank could not commit is undone as well."""
     with running(tmp_path, Case()) as run:
         run.step(1)
         before = run.state()
@@ -291,7 +294,7 @@ def test_modification_that_another_rank_could_not_commit(tmp_path: Path) -> None
 
 
 def test_one_slot_cannot_take_back_what_it_committed(tmp_path: Path) -> None:
-    """With durability none the step stays committed here; undoing it is refused."""
+    """With durability none a committed step cannot be undone, even if another rank failed."""
     with running(tmp_path, Case(durability="none")) as run:
         run.handler.begin_step(run.collect(1))
         with pytest.raises(StorageFullError, match="another rank"):
@@ -302,7 +305,7 @@ def test_one_slot_cannot_take_back_what_it_committed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("offset_in_extent", [100, 20_480 + 9, 40_960 + 4_000, 61_440 + 4_095])
 def test_flipped_bit_is_found(tmp_path: Path, offset_in_extent: int) -> None:
-    """A bit of master, exp_avg, exp_avg_sq or trailer that flipped on the disk is reported with path and remedy."""
+    """A flipped bit of master, exp_avg, exp_avg_sq or trailer is reported with path and remedy."""
     with running(tmp_path, Case()) as run:
         run.step(1)
         extents = run.layout.extents
@@ -313,7 +316,7 @@ def test_flipped_bit_is_found(tmp_path: Path, offset_in_extent: int) -> None:
             run.state()
         assert "checkpoint" in caught.value.remedy
         run.handler.begin_step(run.collect(3))
-        if offset_in_extent == 100:  # a 32-true step does not read the master: the partition is
+        if offset_in_extent == 100:  # a 32-true step reads the partition instead of the master
             run.handler.commit()
             return
         with pytest.raises(StorageCorruptError, match=r"tasklet 2 at offset \d+ of /.*state\.bin is refused"):
@@ -321,7 +324,7 @@ def test_flipped_bit_is_found(tmp_path: Path, offset_in_extent: int) -> None:
 
 
 def test_extents_of_another_job(tmp_path: Path) -> None:
-    """State copied in from another store is refused as foreign."""
+    """State copied from another job's store is refused."""
     foreign = Case(job_id=b"of sixteen bytes")
     with running(tmp_path / "mine", Case()) as run, running(tmp_path / "theirs", foreign) as other:
         Path(run.store.files[0].path).write_bytes(Path(other.store.files[0].path).read_bytes())
@@ -330,7 +333,7 @@ def test_extents_of_another_job(tmp_path: Path) -> None:
 
 
 def test_lost_write(tmp_path: Path) -> None:
-    """An extent of an older generation at the current place (a write the device forgot) is refused."""
+    """An extent of an older generation at the current place, from a write that was lost, is refused."""
     with running(tmp_path, Case()) as run:
         run.steps([1])
         path = Path(run.store.files[0].path)
@@ -346,7 +349,7 @@ def test_lost_write(tmp_path: Path) -> None:
 
 
 def test_truncated_file(tmp_path: Path) -> None:
-    """A state file that lost its end is a StorageError that names it."""
+    """A truncated state file raises a StorageError that names it."""
     with running(tmp_path, Case()) as run:
         os.truncate(run.store.files[0].path, 8192)
         with pytest.raises(StorageError, match=r"state\.bin"):
@@ -354,7 +357,7 @@ def test_truncated_file(tmp_path: Path) -> None:
 
 
 def test_modification_that_fails_changes_nothing(tmp_path: Path) -> None:
-    """Writes from outside go to the other place as well."""
+    """A failed modification changes nothing, because it writes to the other slot."""
     with running(tmp_path, Case()) as run:
         run.step(1)
         before = run.state()

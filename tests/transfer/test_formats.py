@@ -1,4 +1,4 @@
-"""The handler with every state format: what must not change a bit, what comes back exactly, and what it costs."""
+"""The handler with every state format: bits that must not change, exact round trips, and bytes moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_smartinfinity.transfer.windows import Window
 from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, running
 
-# (format, dtype of the parameters): the last one only goes with bf16.
+# (format, dtype of the parameters): int8_remainder needs bf16.
 CASES = [
     ("bf16", torch.float32),
     ("bf16", torch.bfloat16),
@@ -30,7 +30,7 @@ TINY = ((1, 0, 0, 0),) * 300 + ((3, 1, 1, 1),) * 300 + ((300, 0, 0, 1), (255, 0,
 
 @pytest.mark.parametrize(("name", "dtype"), CASES + FP32, ids=IDS)
 def test_settings_do_not_change_a_bit(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """Tasklet size, ring, devices, threads, durability and staging give the same bits."""
+    """Tasklet size, ring, devices, threads, durability and staging do not change a bit."""
     case = Case(dtype=dtype, state_format=name)
     with running(tmp_path / "plain", case) as run:
         run.steps(range(4))
@@ -51,7 +51,7 @@ def test_settings_do_not_change_a_bit(tmp_path: Path, name: str, dtype: torch.dt
 
 @every_format
 def test_neighbours_do_not_change_a_bit(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """Hundreds of tiny parameters, in one segment or in many, are rounded alike: blocks follow parameters."""
+    """Tiny parameters are rounded the same in one segment or in many, because blocks end with parameters."""
     case = Case(dtype=dtype, state_format=name, shapes=TINY)
     other = case.but(options=(case.options[0], case.options[0]))
     states = []
@@ -73,7 +73,7 @@ def test_neighbours_do_not_change_a_bit(tmp_path: Path, name: str, dtype: torch.
 
 @every_format
 def test_masters_follow_torch(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """Rounded moments move masters by no more than a fraction of the learning rate from where torch's are."""
+    """Rounded moments keep masters within a fraction of the learning rate of torch's."""
     with running(tmp_path, Case(dtype=dtype, state_format=name)) as run:
         for number in range(8):
             run.step(number)
@@ -91,7 +91,7 @@ def test_masters_follow_torch(tmp_path: Path, name: str, dtype: torch.dtype) -> 
 
 
 def copied(run: Run, folder: Path, case: Case) -> Run:
-    """Another run with the first one's state, parameters included, as a checkpoint would carry it."""
+    """Return another run with the first one's state and parameters, as after loading a checkpoint."""
     other = Run(folder, case)
     arrays = {key: value.numpy() for key, value in run.state().items() if key not in ("partition", "steps")}
 
@@ -107,7 +107,7 @@ def copied(run: Run, folder: Path, case: Case) -> Run:
 
 @every_format
 def test_resuming_in_the_same_format_is_exact(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """State that was read as fp32 and written again steps on with the same bits, whatever the tasklets."""
+    """State read as fp32 and written back gives the same bits in later steps, for any tasklet size."""
     case = Case(dtype=dtype, state_format=name)
     with running(tmp_path / "whole", case) as run:
         run.steps(range(3))
@@ -123,7 +123,7 @@ def test_resuming_in_the_same_format_is_exact(tmp_path: Path, name: str, dtype: 
 
 @pytest.mark.parametrize("other_name", ["fp32", "bf16", "int8", "int8_remainder"])
 def test_resuming_in_another_format(tmp_path: Path, other_name: str) -> None:
-    """Any format goes on from any other's fp32 state; what the new one can hold is kept."""
+    """State in one format can be continued in any other, which keeps what it can represent."""
     for name in ("fp32", "int8_remainder"):
         case = Case(dtype=torch.bfloat16, state_format=name)
         with running(tmp_path / name / "first", case) as run:
@@ -142,7 +142,7 @@ def test_resuming_in_another_format(tmp_path: Path, other_name: str) -> None:
 @every_format
 @pytest.mark.parametrize("staged", [False, True])
 def test_rollback_is_exact(tmp_path: Path, name: str, dtype: torch.dtype, staged: bool) -> None:
-    """A step that fails half-way leaves parameters and state as they were, and can be taken again."""
+    """A step that fails half-way can be rolled back exactly and repeated."""
     case = Case(dtype=dtype, state_format=name, staged=staged)
     with running(tmp_path / "whole", case) as run:
         run.steps(range(3))
@@ -172,7 +172,7 @@ def test_rollback_is_exact(tmp_path: Path, name: str, dtype: torch.dtype, staged
     ],
 )
 def test_traffic(tmp_path: Path, name: str, dtype: torch.dtype, read_bytes: int, written_bytes: int) -> None:
-    """Bytes per parameter and step; exponents and trailers come on top."""
+    """A step moves the documented bytes per parameter, plus exponents and trailers."""
     numel = 40_960
     case = Case(dtype=dtype, state_format=name, shapes=((numel, 0, 0, 0),), tasklet_bytes=1 << 20)
     with running(tmp_path, case) as run:
@@ -186,7 +186,7 @@ def test_traffic(tmp_path: Path, name: str, dtype: torch.dtype, read_bytes: int,
 
 @every_format
 def test_parameters_read_and_modified(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """One parameter's arrays may be replaced; the other parameters keep every bit of theirs."""
+    """Replacing one parameter's arrays leaves every bit of the other parameters as it was."""
     with running(tmp_path, Case(dtype=dtype, state_format=name)) as run:
         run.steps(range(2))
         before = [run.handler.state.read_parameter(index) for index in range(len(run.parameters))]
@@ -201,7 +201,7 @@ def test_parameters_read_and_modified(tmp_path: Path, name: str, dtype: torch.dt
 
 @every_format
 def test_recovery(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """What a process left is opened in its own format, and refused by name in another."""
+    """A store is recovered in its own format. Asking for another format is refused."""
     case = Case(dtype=dtype, state_format=name, num_devices=2)
     run = Run(tmp_path, case)
     run.steps(range(2))
@@ -219,7 +219,7 @@ def test_recovery(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
 
 
 def test_unknown_format_in_a_manifest(tmp_path: Path) -> None:
-    """A store that a newer version wrote is refused by the name of its format."""
+    """A store in an unknown format, as of a newer version, is refused with the format's name."""
     run = Run(tmp_path, Case())
     run.close(remove=False)
     path = next(tmp_path.rglob("manifest.json"))

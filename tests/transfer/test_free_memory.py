@@ -1,4 +1,4 @@
-"""What dram_cache_bytes="auto" finds free, on machines that the test makes up."""
+"""The free memory that dram_cache_bytes="auto" finds on simulated machines."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ OF_MACHINE = MemoryLimit(64 * GIB, 40 * GIB)
 
 
 def test_a_machine_without_limits(tmp_path: Path) -> None:
-    """MemAvailable counts, not MemFree."""
+    """Without a control group MemAvailable is the free memory, not MemFree."""
     report = measure_memory(reserved=5, root=machine(tmp_path))
     assert (report.machine, report.reserved) == (machine_identity(), 5)
     assert list(report.limits.values()) == [OF_MACHINE]
 
 
 def test_a_container(tmp_path: Path) -> None:
-    """The limit of a control group above counts, too; pages of files that are given back are no use."""
+    """The limit of an outer control group counts too. Inactive file pages count as available."""
     root = machine(
         tmp_path,
         group="/a/b",
@@ -58,7 +58,10 @@ def test_a_container(tmp_path: Path) -> None:
 
 
 def test_a_container_of_version_1(tmp_path: Path) -> None:
-    """The path is that of the host; what counts is mounted at the top. A group without a limit has a huge one."""
+    """With cgroup version 1 the container's limit is at the top of the mounted hierarchy.
+
+    The process's path is the host's. A group without a limit reports a huge one.
+    """
     root = machine(
         tmp_path,
         group="/docker/abc",
@@ -76,12 +79,12 @@ def test_a_container_of_version_1(tmp_path: Path) -> None:
 
 
 def test_containers_see_their_groups_under_one_path(tmp_path: Path) -> None:
-    """Two containers have names of their own for their limits, and the same one for a group that both are in."""
+    """Limits are identified by their group, not by the path under which a container sees it."""
     pod = {"memory.max": f"{16 * GIB}\n", "memory.current": "0\n"}
     groups = {"pod": pod, "pod__first": pod, "pod__second": pod}
     host = machine(tmp_path / "host", group="/", **groups)
     first, second = (machine(tmp_path / name, group="/") for name in ("first", "second"))
-    for root in (first, second):  # what a cgroup namespace shows
+    for root in (first, second):  # as within a cgroup namespace
         (root / "sys/fs").mkdir(parents=True)
         (root / "sys/fs/cgroup").symlink_to(host / "sys/fs/cgroup/pod" / root.name)
     sibling = machine(tmp_path / "sibling", group="/pod/first")
@@ -96,13 +99,13 @@ def test_containers_see_their_groups_under_one_path(tmp_path: Path) -> None:
 
 
 def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
-    """No cache, no error."""
+    """Without any memory information the cache is empty, and there is no error."""
     report = measure_memory(reserved=0, root=tmp_path)
     assert share_of_memory([report], report) == 0
 
 
 def report_of(where: str, /, *, reserved: int = 0, **limits: tuple[int, int]) -> MemoryReport:
-    """A rank under these limits, each with its total and what is available."""
+    """Return the report of a rank under these limits, each given as (total, available)."""
     return MemoryReport(
         machine=where, limits={name: MemoryLimit(*limit) for name, limit in limits.items()}, reserved=reserved
     )
@@ -110,7 +113,10 @@ def report_of(where: str, /, *, reserved: int = 0, **limits: tuple[int, int]) ->
 
 @pytest.mark.parametrize(("reserved", "share"), [(0, 7 * GIB), (GIB, 6 * GIB), (50 * GIB, 0)])
 def test_ranks_share_a_machine(reserved: int, share: int) -> None:
-    """Less a quarter of all memory and what each rank still takes; other machines do not count; in any order."""
+    """Ranks share their machine's memory evenly, less a quarter of it and what they reserve.
+
+    Other machines do not count, and the order of the ranks does not matter.
+    """
     first, other, second = (
         report_of(name, machine=(40 * GIB, available), reserved=reserved)
         for name, available in (("one", 25 * GIB), ("two", GIB), ("one", 24 * GIB))
@@ -120,7 +126,7 @@ def test_ranks_share_a_machine(reserved: int, share: int) -> None:
 
 
 def test_containers_with_limits_of_their_own() -> None:
-    """Each has what its own limit leaves, until they meet at the machine's."""
+    """Each container has what its own limit leaves, as far as the machine's limit allows."""
     ranks = [
         report_of("one", machine=(64 * GIB, 40 * GIB), first=(16 * GIB, 16 * GIB), reserved=GIB),
         report_of("one", machine=(64 * GIB, 40 * GIB), second=(16 * GIB, 14 * GIB), reserved=GIB),
@@ -135,7 +141,7 @@ def test_containers_with_limits_of_their_own() -> None:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> list[MemoryReport]:
-    """Ranks on machines with containers, some of them in a group with a limit of its own; seen at various moments."""
+    """Generate ranks on machines with containers, some in a group with a limit, measured at various moments."""
     totals = {name: draw(st.integers(0, 400)) for name in ("machine", "pod", "first", "second", "third")}
     paths = [(), ("first",), ("pod", "second"), ("pod", "third")]
     ranks = []
@@ -154,7 +160,7 @@ def under(ranks: list[MemoryReport], machine: str, name: str) -> list[MemoryRepo
 @settings(deadline=None)
 @given(jobs(), st.randoms())
 def test_no_limit_is_exceeded(ranks: list[MemoryReport], order: random.Random) -> None:
-    """Below every limit, what ranks take and reserve fits beside a quarter of what each could have."""
+    """Under every limit, caches and reserved memory fit and leave a quarter of each rank's tightest limit."""
     shuffled = list(ranks)
     order.shuffle(shuffled)
     for machine, name in {(rank.machine, name) for rank in ranks for name in rank.limits}:
@@ -175,7 +181,7 @@ def test_no_limit_is_exceeded(ranks: list[MemoryReport], order: random.Random) -
     st.integers(0, 400),
 )
 def test_ranks_of_one_container(seen: list[tuple[int, int, int]], total: int, limit: int) -> None:
-    """Each has an equal part of what the tightest limit leaves."""
+    """Each rank has an equal part of what the tightest limit leaves."""
     ranks = [
         report_of("one", machine=(total, of_machine), group=(limit, of_group), reserved=reserved)
         for of_machine, of_group, reserved in seen
@@ -188,7 +194,10 @@ def test_ranks_of_one_container(seen: list[tuple[int, int, int]], total: int, li
 @settings(deadline=None)
 @given(jobs())
 def test_a_rank_is_charged_for_no_limit_but_its_own(ranks: list[MemoryReport]) -> None:
-    """Some limit alone explains its share: with one more byte for each rank under it, that one would be exceeded."""
+    """A rank's share is as large as its own limits allow.
+
+    With one more byte for each rank under it, one of these limits would be exceeded.
+    """
     for own in ranks:
         share = share_of_memory(ranks, own)
         full = []

@@ -35,7 +35,7 @@ def train_beside_torch(run: Run, num_steps: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [Case(), ADAM_L2, ADAM_DECOUPLED], ids=["adamw", "adam-l2", "adam-decoupled"])
 def test_follows_torch(tmp_path: Path, case: Case, dtype: torch.dtype) -> None:
-    """Master, moments and step counts follow torch through groups, schedules, scaling and skipped parameters."""
+    """Masters, moments and step counts follow torch through groups, schedules, scaling and skipped parameters."""
     with running(tmp_path, case.but(dtype=dtype)) as run:
         train_beside_torch(run, NUM_STEPS)
         for index, parameter in enumerate(run.parameters):
@@ -48,7 +48,7 @@ def test_follows_torch(tmp_path: Path, case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_partition_is_the_rounded_master(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Parameters come out as the master rounded to their dtype; padding stays zero."""
+    """Parameters are the master rounded to their dtype, and padding stays zero."""
     with running(tmp_path, Case(dtype=dtype)) as run:
         run.steps(range(3))
         state = run.state()
@@ -74,7 +74,7 @@ def test_gradients_of_16_bits(tmp_path: Path, gradient_dtype: torch.dtype) -> No
 
 
 def test_traffic_of_fp32_and_16_bit_steps(tmp_path: Path) -> None:
-    """A 32-true step reads 8 and writes 12 bytes per parameter, a 16-bit one reads and writes 12, trailers aside."""
+    """A 32-true step reads 8 and writes 12 bytes per parameter. A 16-bit step reads and writes 12."""
     shapes = ((20_480, 0, 0, 0),)
     blocks = 4 * 4096
     for dtype, read_bytes in ((torch.float32, 8), (torch.bfloat16, 12)):
@@ -89,14 +89,14 @@ def test_traffic_of_fp32_and_16_bit_steps(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """The ring holds num_buffers extents; staging takes no more than the ring again."""
+    """The ring holds num_buffers extents, and staging takes at most as much again."""
     with running(tmp_path, Case(staged=True, num_buffers=4, dtype=torch.bfloat16)) as run:
         assert run.device.ring_bytes == 4 * 64 * 1024
         assert run.device.ring_bytes < run.handler.ring_bytes <= 2 * run.device.ring_bytes
 
 
 def test_tasklets_without_gradient_stay_where_they_are(tmp_path: Path) -> None:
-    """A tasklet none of whose parameters is active keeps its place, its generation and its bytes."""
+    """A tasklet without an active parameter keeps its place and its generation."""
     shapes = ((10_240, 0, 0, 0), (5_120, 0, 0, 0), (10_240, 0, 0, 0))
     with running(tmp_path, Case(shapes=shapes)) as run:
         run.step(2)  # the second parameter has no gradient
@@ -106,7 +106,7 @@ def test_tasklets_without_gradient_stay_where_they_are(tmp_path: Path) -> None:
 
 
 def test_step_without_any_gradient_commits_nothing_but_its_number(tmp_path: Path) -> None:
-    """Generations stay common to all ranks even when nobody has a gradient."""
+    """A step without gradients commits a new generation, so that all ranks stay at the same one."""
     with running(tmp_path, Case()) as run:
         before = run.state()
         plan = run.collect(0)
@@ -122,7 +122,7 @@ def test_step_without_any_gradient_commits_nothing_but_its_number(tmp_path: Path
     "shapes", [(), ((0, 0, 0, 0),), ((0, 0, 0, 0), (5, 5, 1, 1))], ids=["none", "empty", "padding"]
 )
 def test_partitions_of_nothing(tmp_path: Path, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
-    """A rank that holds no element, or only padding, goes through the same motions."""
+    """A rank without elements, or with padding only, can do a step."""
     with running(tmp_path, Case(shapes=shapes)) as run:
         plan = run.collect(0)
         for index in range(len(shapes)):

@@ -1,4 +1,4 @@
-"""Ctrl-C on any line of a step with compressed gradients: gone on with or made again, nothing counts twice."""
+"""Ctrl-C at any line of a step with compressed gradients: the step is continued or repeated without double counting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASE = Case(
     ("staged", "goes_on"), [(False, False), (True, True)], ids=["direct, made again", "staged, gone on with"]
 )
 def test_on_every_line(tmp_path: Path, staged: bool, goes_on: bool) -> None:
-    """All is as if it had not come: parameters, state, and what compression left out."""
+    """After an interrupt, parameters, state and residual are those of an undisturbed step."""
     case = CASE.but(staged=staged)
     with running(tmp_path / "interrupted", case) as run, running(tmp_path / "straight", case) as straight:
         number, came = 0, True
@@ -43,7 +43,7 @@ def test_on_every_line(tmp_path: Path, staged: bool, goes_on: bool) -> None:
 
 
 def test_opening_tasklets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows which tasklets of the incremental step the device has: it is not completed but made again."""
+    """If extend() is interrupted, the device's tasklets are unknown, so the step is rolled back and repeated."""
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
@@ -66,7 +66,7 @@ def test_opening_tasklets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def interrupted_step(run: Run, line: int) -> bool:
-    """Whether there was such a line."""
+    """Interrupt the step at this line and return whether it has such a line."""
     plan = run.collect(line)
     try:
         with Interrupt(line, MODULES).coming():
@@ -80,12 +80,12 @@ def interrupted_step(run: Run, line: int) -> bool:
 
 def finish(run: Run, step: int, *, goes_on: bool) -> None:
     if run.handler.in_flight and goes_on:
-        # Not if nobody knows whether the device was given all of it.
+        # The commit fails if it is unknown whether the device received all tasklets.
         with suppress(StorageError):
             run.handler.commit()
     if run.handler.in_flight:
         run.handler.rollback()
-    if run.handler.generation == step:  # that of the step before it
+    if run.handler.generation == step:  # still the generation before the step
         run.step(step)
 
 

@@ -1,4 +1,4 @@
-"""The layout's arithmetic against brute force over elements."""
+"""The layout's arithmetic agrees with counting element by element."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def layouts(draw: st.DrawFn) -> PartitionLayout:
 @settings(deadline=None)
 @given(layouts())
 def test_parameters_and_sub_groups_lie_behind_one_another(layout: PartitionLayout) -> None:
-    """Offsets are running sums; sub-groups cover exactly their parameters."""
+    """Parameters lie one after the other, and each sub-group covers exactly its parameters."""
     offset = 0
     for parameter in layout.parameters:
         assert parameter.offset == offset
@@ -56,7 +56,7 @@ def test_parameters_and_sub_groups_lie_behind_one_another(layout: PartitionLayou
 @settings(deadline=None)
 @given(layouts())
 def test_tasklets_cover_the_partition_once(layout: PartitionLayout) -> None:
-    """Every element lies in exactly one tasklet; all but the last hold a multiple of 1024 elements."""
+    """Every element lies in exactly one tasklet. All tasklets but the last hold a multiple of 1024 elements."""
     end = 0
     for index, tasklet in enumerate(layout.tasklets):
         assert (tasklet.index, tasklet.offset) == (index, end)
@@ -69,7 +69,10 @@ def test_tasklets_cover_the_partition_once(layout: PartitionLayout) -> None:
 @settings(deadline=None)
 @given(st.integers(1, 200_000), st.integers(64 * 1024, 1 << 20), st.integers(1, 4), st.integers(1, 5))
 def test_extents_fit_a_buffer_and_any_place(numel: int, tasklet_bytes: int, arrays: int, devices: int) -> None:
-    """Extents are at most tasklet_bytes; places are block-aligned and as large, two for each tasklet, dealt evenly."""
+    """Extents fit tasklet_bytes and any place.
+
+    Places are aligned to blocks, two for each tasklet, and divided evenly among the devices.
+    """
     layout = build_layout(
         [ParameterSlice(name="p", numel=numel, real_numel=numel, group=0, sub_group=0)],
         tasklet_bytes=tasklet_bytes,
@@ -93,7 +96,7 @@ def test_extents_fit_a_buffer_and_any_place(numel: int, tasklet_bytes: int, arra
 @settings(deadline=None)
 @given(layouts(), st.data())
 def test_parameters_in_tasklets(layout: PartitionLayout, data: st.DataObject) -> None:
-    """All parameters that any of the tasklets holds an element of, once; and how many each tasklet holds."""
+    """parameters_in() returns each parameter with an element in the tasklets once, and counts are right."""
     holders = [layout.tasklets_of(slice(index, index + 1)) for index in range(len(layout.parameters))]
     for tasklet, count in zip(layout.tasklets, layout.num_parameters_in.tolist(), strict=True):
         assert count == sum(tasklet.index in held_by for held_by in holders)
@@ -106,7 +109,7 @@ def test_parameters_in_tasklets(layout: PartitionLayout, data: st.DataObject) ->
 @settings(deadline=None)
 @given(layouts(), st.data())
 def test_tasklets_of_a_range_of_parameters(layout: PartitionLayout, data: st.DataObject) -> None:
-    """Exactly those tasklets that hold an element of the parameters, when the range has any element."""
+    """tasklets_of() returns exactly the tasklets with an element of the parameters."""
     count = len(layout.parameters)
     first = data.draw(st.integers(0, count))
     last = data.draw(st.integers(first, count))
@@ -131,7 +134,7 @@ def test_tasklets_of_a_range_of_parameters(layout: PartitionLayout, data: st.Dat
 @settings(deadline=None)
 @given(layouts(), st.data())
 def test_parameters_of_a_range_of_elements(layout: PartitionLayout, data: st.DataObject) -> None:
-    """Every parameter with an element in the range is among them, in order; none that lies wholly beside it."""
+    """parameters_between() returns every parameter with an element in the range, in order, and no distant one."""
     begin = data.draw(st.integers(0, layout.numel))
     end = data.draw(st.integers(begin, layout.numel))
     found = layout.parameters_between(begin, end)
@@ -143,7 +146,7 @@ def test_parameters_of_a_range_of_elements(layout: PartitionLayout, data: st.Dat
 @settings(deadline=None)
 @given(layouts(), st.data())
 def test_sub_group_of_an_element(layout: PartitionLayout, data: st.DataObject) -> None:
-    """The sub-group at an offset holds that element."""
+    """sub_group_at() returns the sub-group that holds the element."""
     if layout.numel == 0:
         return
     offset = data.draw(st.integers(0, layout.numel - 1))
@@ -154,7 +157,7 @@ def test_sub_group_of_an_element(layout: PartitionLayout, data: st.DataObject) -
 @settings(deadline=None)
 @given(sizes, st.sampled_from(sorted(STATE_FORMATS)), st.integers(64 * 1024, 200 * 1024), st.integers(1, 3))
 def test_extents_of_every_format(numels: list[int], name: str, tasklet_bytes: int, devices: int) -> None:
-    """Extents fit their buffer and any place, and have room for the blocks that the native core counts."""
+    """Extents fit their buffer and any place, and have room for the native core's number of blocks."""
     slices = [ParameterSlice(name="", numel=n, real_numel=n, group=0, sub_group=0) for n in numels]
     layout = build_layout(
         slices, tasklet_bytes=tasklet_bytes, num_arrays=3, num_devices=devices, places_per_tasklet=2, state_format=name
@@ -179,7 +182,7 @@ def test_extents_of_every_format(numels: list[int], name: str, tasklet_bytes: in
     ("name", "item_bytes"), [("fp32", 12), ("bf16", 8), ("int8", 6 + 2 / 256), ("int8_remainder", 6 + 2 / 256)]
 )
 def test_bytes_per_parameter(name: str, item_bytes: float) -> None:
-    """Large parameters take what the format promises, but for a hundredth."""
+    """Large parameters take the format's documented bytes, within one percent."""
     slices = [ParameterSlice(name="", numel=50_000_000, real_numel=50_000_000, group=0, sub_group=0)]
     layout = build_layout(
         slices, tasklet_bytes=4 << 20, num_arrays=3, num_devices=1, places_per_tasklet=1, state_format=name
@@ -189,7 +192,7 @@ def test_bytes_per_parameter(name: str, item_bytes: float) -> None:
 
 
 def test_crowds_of_tiny_parameters_fit_too() -> None:
-    """Parameters of one element need a block each; where they crowd, tasklets hold fewer."""
+    """Tiny parameters take a block each, so tasklets hold fewer elements where they are many."""
     numels = [1_000_000, *[1] * 5_000, 1_000_000]
     slices = [ParameterSlice(name="", numel=n, real_numel=n, group=0, sub_group=0) for n in numels]
     for name in STATE_FORMATS:
@@ -207,13 +210,13 @@ def test_small_tensors_share_tasklets() -> None:
 
 
 def test_extent_holds_arrays_and_one_trailer_block() -> None:
-    """Adam's 1024 elements take three blocks and the trailer's; one element more takes a block more per array."""
+    """1024 elements of Adam take three blocks and the trailer's block. One more element adds a block per array."""
     assert extent_bytes(1024, 3) == 4 * 4096
     assert extent_bytes(1025, 3) == 7 * 4096
 
 
 def test_layout_is_arithmetic_only() -> None:
-    """The module imports neither os nor torch, and of the native core the formats only: planners can use it."""
+    """The layout imports neither os nor torch, and only the formats of the native core, so planners can use it."""
     tree = ast.parse(Path(layout_module.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -236,7 +239,7 @@ def test_layout_is_arithmetic_only() -> None:
 @settings(deadline=None)
 @given(layout=layouts(), data=st.data())
 def test_tasklets_in_order_of_use(layout: PartitionLayout, data: st.DataObject) -> None:
-    """Sorted by the earliest use of any parameter with an element in the tasklet; ties by index."""
+    """Tasklets are sorted by the earliest use of any of their parameters, and by index if equal."""
     uses = np.array(data.draw(st.permutations(range(len(layout.parameters)))), np.int64)
 
     def earliest(tasklet: int) -> int:

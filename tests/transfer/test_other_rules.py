@@ -1,6 +1,6 @@
-"""Adagrad, SGD and RMSprop through the handler: against torch.optim, and what they keep on storage.
+"""Adagrad, SGD and RMSprop through the handler: results like torch.optim's, and their state on storage.
 
-Tolerance against torch as in test_handler.py, but absolutely 1e-6: a buffer of gradients is several times as large.
+The tolerance is that of test_handler.py, but 1e-6 absolute, since a buffer of gradients is several times as large.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CASES = {
     "sgd with dampening": with_options(SGD, {"dampening": 0.3}, {"maximize": True}),
     "sgd with nesterov": with_options(SGD, {"nesterov": True}, {"nesterov": True, "momentum": 0.5}),
     "sgd without momentum": with_options(SGD, {"momentum": 0.0, "dampening": 0.5}, {"momentum": 0.5}),
-    # The second group is always plain: it keeps fewer arrays than the first.
+    # The second group is always plain, so it keeps fewer arrays than the first.
     **{
         f"rmsprop with {settings}": with_options(RMSPROP, settings, {})
         for settings in (
@@ -57,12 +57,12 @@ CASES = {
 
 
 def begin_momentum(run: Run, number: int) -> None:
-    """From the fourth step on."""
+    """Switch momentum on from the fourth step."""
     run.optimizer.param_groups[0]["momentum"] = 0.0 if number < 3 else 0.8
 
 
 def assert_follows_torch(run: Run, before_step: Callable[[Run, int], object] = lambda run, number: None) -> None:
-    """Masters, arrays and counts, wherever torch has them."""
+    """Assert that masters, arrays and step counts are torch's, wherever torch has them."""
     for number in range(NUM_STEPS):
         before_step(run, number)
         run.step(number)
@@ -73,7 +73,7 @@ def assert_follows_torch(run: Run, before_step: Callable[[Run, int], object] = l
             "master": parameter.detach(),
             **{name: state[name] for name in run.case.rule.arrays if name in state},
         }
-        # RMSprop's buffer sums gradients in units of their mean, of which the first is ten.
+        # RMSprop's buffer sums gradients divided by their root mean square. The first quotient is ten.
         absolute = 1e-5 if isinstance(run.optimizer, torch.optim.RMSprop) else 1e-6
         for name, values in expected.items():
             torch.testing.assert_close(torch.from_numpy(arrays[name]), values, rtol=1e-6, atol=absolute)
@@ -87,19 +87,22 @@ def assert_follows_torch(run: Run, before_step: Callable[[Run, int], object] = l
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_follows_torch(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """Through groups, schedules, scaling and skipped parameters; without momentum, torch keeps nothing."""
+    """Results follow torch through groups, schedules, scaling and skipped parameters."""
     with running(tmp_path, CASES[name].but(dtype=dtype)) as run:
         assert_follows_torch(run)
 
 
 def test_momentum_that_begins_later(tmp_path: Path) -> None:
-    """As in torch, the first step with momentum begins the buffer with its gradient, undamped."""
+    """As in torch, the first step with momentum starts the buffer with its undamped gradient."""
     with running(tmp_path, with_options(SGD, {"dampening": 0.3}, {})) as run:
         assert_follows_torch(run, begin_momentum)
 
 
 def test_momentum_that_pauses_begins_anew(tmp_path: Path) -> None:
-    """Unlike torch, whose buffer waits: what is on storage has been written over."""
+    """Momentum that is switched off and on starts a new buffer, unlike in torch, which keeps the old one.
+
+    The buffer on storage has been overwritten meanwhile.
+    """
     case = with_options(SGD, {"weight_decay": 0.0}, {}).but(shapes=((1_000, 0, 0, 0),))
     with running(tmp_path, case) as run:
         for number, momentum in ((1, 0.9), (2, 0.0), (4, 0.9)):
@@ -112,7 +115,7 @@ def test_momentum_that_pauses_begins_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["adagrad with everything", "sgd", list(CASES)[-1]])
 def test_staged_partitions_give_the_same_bits(tmp_path: Path, name: str) -> None:
-    """Parameters that pass through a buffer are updated as those in host memory are."""
+    """Staged parameters are updated like those in host memory."""
     states = []
     for staged in (False, True):
         with running(
@@ -124,7 +127,10 @@ def test_staged_partitions_give_the_same_bits(tmp_path: Path, name: str) -> None
 
 
 def test_sums_begin_with_the_initial_value(tmp_path: Path, fake_cuda: FakeCuda) -> None:
-    """From host memory, staged and on a device; and once more when the state begins anew."""
+    """Adagrad's sums start with the initial value, in host memory, staged and on a device.
+
+    They do so again when the state is initialized again.
+    """
     case = CASES["adagrad with everything"].but(dtype=torch.bfloat16, num_buffers=2)
     link = FakeLink(fake_cuda)
     runs = [Run(tmp_path / "host", case), Run(tmp_path / "staged", case.but(staged=True))]
@@ -142,7 +148,7 @@ def test_sums_begin_with_the_initial_value(tmp_path: Path, fake_cuda: FakeCuda) 
 
 @pytest.mark.parametrize("case", [ADAGRAD, SGD, RMSPROP], ids=["adagrad", "sgd", "rmsprop"])
 def test_traffic(tmp_path: Path, case: Case) -> None:
-    """A 32-true step writes all arrays and reads all but the master, a 16-bit one reads and writes all."""
+    """A 32-true step writes all arrays and reads all but the master. A 16-bit step reads and writes all."""
     numel, trailer, state_bytes = 16_384, 4096, 4 * len(case.rule.arrays)
     for dtype, read_bytes in ((torch.float32, state_bytes - 4), (torch.bfloat16, state_bytes)):
         one = case.but(dtype=dtype, shapes=((numel, 0, 0, 0),), tasklet_bytes=1 << 20)
@@ -156,7 +162,7 @@ def test_traffic(tmp_path: Path, case: Case) -> None:
 
 @pytest.mark.parametrize("case", [ADAGRAD, SGD, RMSPROP], ids=["adagrad", "sgd", "rmsprop"])
 def test_kept_state_is_converted_to_fp32_only(tmp_path: Path, case: Case) -> None:
-    """Other formats round Adam's moments; into other tasklets and folders every bit goes."""
+    """Formats that round Adam's moments are refused. Converting to other tasklets keeps every bit."""
     run = Run(tmp_path, case)
     run.steps(range(2))
     state = run.state()

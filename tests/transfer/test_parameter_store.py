@@ -19,7 +19,7 @@ from tests.helpers.native_testing import inject
 from tests.native.test_interrupt import interrupted
 
 BLOCK = 4096
-# Two of the small buffers and a piece of a block.
+# Two of the small buffers and a part of a block.
 LARGE = (2 << 20) + 5000
 
 
@@ -35,7 +35,7 @@ def noise(numel: int, seed: int) -> torch.Tensor:
 
 
 class LateReads(ParameterStore):
-    """Reads start when they are waited for: what was written after them overtakes them."""
+    """A store whose reads start only when they are waited for, so that later writes overtake them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__([folder], job="default", rank=0, direct_io="auto")
@@ -55,7 +55,7 @@ class LateReads(ParameterStore):
 
 @pytest.mark.parametrize(("direct_io", "engine"), [("on", "io_uring"), ("off", "plain")])
 def test_engine(tmp_path: Path, direct_io: str, engine: str) -> None:
-    """Files in the page cache get the engine that gives their pages back."""
+    """Direct I/O uses io_uring. Files in the page cache use the plain engine, which frees their pages."""
     store = ParameterStore([tmp_path], job="default", rank=0, direct_io=direct_io)
     assert store.queue.io_engine == engine
     store.close()
@@ -63,7 +63,7 @@ def test_engine(tmp_path: Path, direct_io: str, engine: str) -> None:
 
 @pytest.mark.parametrize("begin", [0, BLOCK, 10])
 def test_a_read_is_not_overtaken_by_a_write(tmp_path: Path, begin: int) -> None:
-    """What was read before it was written again is what was there."""
+    """A read returns the values from before a later write."""
     store = LateReads(tmp_path)
     parts = PartTransfers(store)
     stored, old = store.add(3 * BLOCK), noise(3 * BLOCK, 0)
@@ -79,7 +79,7 @@ def test_a_read_is_not_overtaken_by_a_write(tmp_path: Path, begin: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_parts_in_any_order(store: ParameterStore, seed: int) -> None:
-    """Random writes and reads of random parts of several parameters equal those of plain tensors."""
+    """Writing and reading random parts of several parameters gives the bytes of plain tensors."""
     choose, parts = random.Random(seed), PartTransfers(store)
     inject(store.queue, seed=seed, max_delay_us=50, short_transfer_every=choose.choice([0, 3]))
     plain = [noise(numel, seed) for numel in (LARGE, 3 * BLOCK, 2 * BLOCK + 10, 7)]
@@ -96,7 +96,7 @@ def test_parts_in_any_order(store: ParameterStore, seed: int) -> None:
             whole[begin:end] = noise(end - begin, number)
             source = whole[begin:end].clone()
             parts.put(stored[index], begin, source)
-            source.zero_()  # it has been taken
+            source.zero_()  # put() has copied it
         else:
             values = torch.empty(end - begin, dtype=torch.uint8)
             parts.get(stored[index], begin, values)
@@ -113,7 +113,7 @@ def test_parts_in_any_order(store: ParameterStore, seed: int) -> None:
 
 
 def test_consecutive_parts_read_nothing(store: ParameterStore) -> None:
-    """A parameter written from end to end in odd pieces takes no read, and each block is written once."""
+    """Writing a parameter from end to end in odd pieces reads nothing and writes each block once."""
     parts, parameter, values = PartTransfers(store), store.add(LARGE), noise(LARGE, 0)
     for begin in range(0, LARGE, 77_777):
         parts.put(parameter, begin, values[begin : begin + 77_777])
@@ -128,7 +128,7 @@ def test_consecutive_parts_read_nothing(store: ParameterStore) -> None:
     [({"fail_write_at": 1}, StorageError), ({"fail_write_at": 0, "errno": errno.ENOSPC}, StorageFullError)],
 )
 def test_a_write_that_fails(store: ParameterStore, faults: dict[str, int], error: type[StorageError]) -> None:
-    """It raises, naming the file; nothing stays in flight, and the same write works afterwards."""
+    """A failed write raises with the file's name, leaves nothing in flight, and can be repeated."""
     parts, parameter, values = PartTransfers(store), store.add(LARGE), noise(LARGE, 0)
     inject(store.queue, **faults)
     parts.put(parameter, 0, values)
@@ -144,7 +144,7 @@ def test_a_write_that_fails(store: ParameterStore, faults: dict[str, int], error
 
 
 def test_a_read_that_fails(store: ParameterStore) -> None:
-    """It raises when it is waited for."""
+    """A failed read raises with the file's name when it is waited for."""
     parts, parameter = PartTransfers(store), store.add(BLOCK)
     inject(store.queue, fail_read_at=0)
     parts.get(parameter, 0, torch.empty(BLOCK, dtype=torch.uint8))
@@ -153,7 +153,7 @@ def test_a_read_that_fails(store: ParameterStore) -> None:
 
 
 def test_an_interrupted_wait_keeps_memory_and_order(store: ParameterStore) -> None:
-    """Who gives up after Ctrl-C gives up no buffer in use, and what is read next is what was being written."""
+    """After an interrupted wait, the buffer in use is not handed out, and a read returns what was being written."""
     pool, parameter, values = HostMemory(), store.add(64 * BLOCK), noise(64 * BLOCK, 0)
     pool.limit = 1 << 20
     memory = pool.take(values.numel())
@@ -170,7 +170,7 @@ def test_an_interrupted_wait_keeps_memory_and_order(store: ParameterStore) -> No
 
 
 def test_a_failure_after_an_interrupted_wait_is_raised_by_the_next_transfer(store: ParameterStore) -> None:
-    """Nobody asks again for a write whose wait was interrupted; that it failed is not lost."""
+    """If the wait for a write was interrupted, its failure is raised by the next transfer."""
     parameter, memory = store.add(64 * BLOCK), HostMemory().take(64 * BLOCK)
     inject(store.queue, seed=1, max_delay_us=200_000, short_transfer_every=1, fail_write_at=3)
     ticket = store.write(parameter, memory)
@@ -182,13 +182,13 @@ def test_a_failure_after_an_interrupted_wait_is_raised_by_the_next_transfer(stor
 
 
 def test_parts_after_an_interrupt(store: ParameterStore) -> None:
-    """Buffers that are still being written are not filled again."""
+    """After an interrupt, buffers that are still being written are not filled again."""
     parts, values = PartTransfers(store), noise(5 << 20, 0)
     first, second = store.add(values.numel()), store.add(1 << 20)
     inject(store.queue, seed=1, max_delay_us=200_000, short_transfer_every=1)
     parts.put(first, 0, values[: 4 << 20])
     with interrupted():
-        parts.put(first, 4 << 20, values[4 << 20 :])  # waits for the first buffer
+        parts.put(first, 4 << 20, values[4 << 20 :])  # put() waits for the first buffer
     parts.put(second, 0, torch.ones(1 << 20, dtype=torch.uint8))
     parts.synchronize()
     inject(store.queue)
@@ -199,7 +199,7 @@ def test_parts_after_an_interrupt(store: ParameterStore) -> None:
 
 
 def test_a_parameter_nobody_refers_to_gives_its_place_back(store: ParameterStore) -> None:
-    """The next one of its size lies there."""
+    """A parameter without references gives its place back, and the next one of its size takes it."""
     parameter = store.add(3 * BLOCK)
     place = parameter.place
     del parameter
@@ -208,7 +208,7 @@ def test_a_parameter_nobody_refers_to_gives_its_place_back(store: ParameterStore
 
 
 def test_memory_in_use_is_never_handed_out_again() -> None:
-    """A view that outlives its tensor keeps the buffer; with the last of them it returns, and is used again."""
+    """A view keeps its buffer in use. After the last view is gone the buffer is used again."""
     memory = HostMemory()
     memory.limit = 4 * BLOCK
     first = memory.take(BLOCK - 1)
@@ -222,7 +222,7 @@ def test_memory_in_use_is_never_handed_out_again() -> None:
 
 
 def test_idle_memory_stays_within_the_limit() -> None:
-    """Buffers of sizes that are no longer asked for make room for those that are."""
+    """Idle buffers of other sizes are freed to stay within the limit."""
     memory = HostMemory()
     memory.limit = 10 * BLOCK
     for blocks in (1, 2, 3, 4, 5, 6):

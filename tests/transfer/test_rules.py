@@ -1,4 +1,4 @@
-"""Update rules: which optimizers are taken, and what becomes of their hyperparameters."""
+"""Update rules: the supported optimizers and the use of their hyperparameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_smartinfinity.transfer.rules import rule_for
 
 
 class HomemadeAdamW(torch.optim.AdamW):
-    """A subclass that might step differently."""
+    """A subclass of a supported optimizer, which might step differently."""
 
 
 class HomemadeSGD(torch.optim.SGD):
-    """Another one."""
+    """A subclass of another supported optimizer."""
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -37,14 +37,14 @@ ARRAYS = {
 
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_supported_optimizers(kind: type[torch.optim.Optimizer]) -> None:
-    """They are told by their exact type and keep torch's names of their state."""
+    """A supported optimizer is recognised by its exact type, and its state has torch's names."""
     rule = rule_for(kind(parameters()))
     assert rule.name == kind.__name__
     assert rule.arrays == ARRAYS[kind]
 
 
 class HomemadeOptimizer(torch.optim.Optimizer):
-    """An optimizer that torch does not have."""
+    """An optimizer that is not in torch."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -52,7 +52,7 @@ class HomemadeOptimizer(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_a_setting_tells_an_optimizer_from_the_others(kind: type[torch.optim.Optimizer]) -> None:
-    """A checkpoint's groups are recognised by it: no optimizer with another rule has a setting of that name."""
+    """A checkpoint's groups are recognised by a setting that no optimizer with another rule has."""
     rule = rule_for(kind(parameters(), lr=0.1))
     others = [other(parameters(), lr=0.1) for other in ARRAYS]
     having = [other for other in others if rule.distinctive_setting in other.defaults]
@@ -61,7 +61,7 @@ def test_a_setting_tells_an_optimizer_from_the_others(kind: type[torch.optim.Opt
 
 @pytest.mark.parametrize("kind", [HomemadeAdamW, HomemadeSGD, HomemadeOptimizer, torch.optim.Adamax])
 def test_other_optimizers(kind: type[torch.optim.Optimizer]) -> None:
-    """Others are refused by name, with the list of those that are supported."""
+    """Other optimizers are refused by name, with a list of the supported ones."""
     with pytest.raises(UnsupportedError, match=kind.__name__) as caught:
         rule_for(kind(parameters(), lr=0.1))
     supported = ", ".join(f"torch.optim.{kind.__name__}" for kind in ARRAYS)
@@ -70,7 +70,7 @@ def test_other_optimizers(kind: type[torch.optim.Optimizer]) -> None:
 
 
 def test_amsgrad() -> None:
-    """It needs a fourth array, which is not offered; in any group."""
+    """The setting amsgrad needs a fourth array and is refused in any group."""
     optimizer = torch.optim.AdamW([{"params": parameters()}, {"params": parameters(), "amsgrad": True}])
     with pytest.raises(UnsupportedError, match="amsgrad=True"):
         rule_for(optimizer)
@@ -83,7 +83,7 @@ def test_complex_parameters() -> None:
 
 
 def test_choices_of_implementation_are_ignored() -> None:
-    """foreach, fused and capturable give one result in torch; differentiable has no meaning here and warns."""
+    """foreach, fused and capturable do not change the result and are ignored. differentiable=True warns."""
     rule = rule_for(torch.optim.AdamW(parameters(), foreach=True))
     assert rule.snapshot(torch.optim.AdamW(parameters(), fused=True).param_groups[0]) == rule.snapshot(
         torch.optim.AdamW(parameters(), capturable=True).param_groups[0]
@@ -108,7 +108,7 @@ def test_choices_of_implementation_are_ignored() -> None:
     ],
 )
 def test_values_of_other_rules_out_of_range(kind: type[torch.optim.Optimizer], name: str, value: Any) -> None:
-    """The same for what only they have."""
+    """The settings of Adagrad, SGD and RMSprop are checked like torch checks them."""
     optimizer = kind(parameters())
     optimizer.param_groups[0][name] = value
     with pytest.raises(ConfigError, match=rf"{kind.__name__}\({name}"):
@@ -116,7 +116,7 @@ def test_values_of_other_rules_out_of_range(kind: type[torch.optim.Optimizer], n
 
 
 def test_first_values() -> None:
-    """What arrays begin with: zeros, but for the value that Adagrad was built with, whatever its groups say."""
+    """Arrays start with zeros. Adagrad's starts with the value given to its constructor, not to its groups."""
     for kind in ARRAYS:
         assert set(rule_for(kind(parameters())).first_values(kind(parameters()).defaults)) == {0.0}
     optimizer = torch.optim.Adagrad(
@@ -130,7 +130,7 @@ def test_first_values() -> None:
 
 
 def test_rmsprop_keeps_what_its_groups_use() -> None:
-    """As torch: the buffer with momentum, the average of gradients where centered, in any of the groups."""
+    """As in torch, RMSprop keeps the buffer with momentum and the average of gradients when centered."""
     rule = rule_for(torch.optim.RMSprop(parameters()))
     for momentum, centered in itertools.product((0.0, 0.9), (False, True)):
         parameter = torch.nn.Parameter(torch.ones(3))
@@ -143,14 +143,14 @@ def test_rmsprop_keeps_what_its_groups_use() -> None:
 
 
 def test_scalars_of_rmsprop() -> None:
-    """Computed in double, and rounded once."""
+    """RMSprop's scalars are computed in double and rounded once."""
     scalars = scalars_of(torch.optim.RMSprop(parameters(), alpha=0.99999, centered=True, maximize=True), 7)
     expected = {"gradient_scale": -0.5, "alpha": 0.99999, "one_minus_alpha": 1 - 0.99999, "centered": 1.0}
     assert {name: scalars[name] for name in expected} == {name: np.float32(value) for name, value in expected.items()}
 
 
 def scalars_of(optimizer: torch.optim.Optimizer, step: int) -> dict[str, float]:
-    """Those of one step, at half the gradient."""
+    """Return the scalars of one step, with a gradient scale of 0.5."""
     rule = rule_for(optimizer)
     scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=step, gradient_scale=0.5)
     return {name: getattr(scalars, name) for name in dir(scalars) if name != "words" and not name.startswith("_")}
@@ -162,7 +162,7 @@ def in_fp32(**values: float) -> dict[str, float]:
 
 @pytest.mark.parametrize("step", [1, 7])
 def test_scalars_of_adagrad(step: int) -> None:
-    """Lr decays with the steps before; maximizing negates the gradient."""
+    """Adagrad's lr decays with the number of earlier steps, and maximize negates the gradient."""
     optimizer = torch.optim.Adagrad(parameters(), lr=0.1, lr_decay=0.3, weight_decay=0.2, eps=1e-9, maximize=True)
     assert scalars_of(optimizer, step) == in_fp32(
         gradient_scale=-0.5, weight_decay=0.2, step_size=0.1 / (1 + (step - 1) * 0.3), eps=1e-9
@@ -180,7 +180,7 @@ def test_scalars_of_adagrad(step: int) -> None:
     ],
 )
 def test_scalars_of_sgd(step: int, options: dict[str, Any], coefficients: tuple[float, float, float]) -> None:
-    """The first step with momentum takes the gradient as it is, and so does every step without."""
+    """The first step with momentum takes the undamped gradient, and so does every step without momentum."""
     optimizer = torch.optim.SGD(parameters(), lr=0.1, weight_decay=0.2, **options)
     buffer, gradient, nesterov = coefficients
     assert scalars_of(optimizer, step) == in_fp32(
@@ -194,7 +194,7 @@ def test_scalars_of_sgd(step: int, options: dict[str, Any], coefficients: tuple[
 
 
 def test_updates_of_sgd_are_counted_from_the_first_with_momentum() -> None:
-    """Without momentum the next one begins anew, and there is no state that torch would keep."""
+    """A step without momentum resets SGD's step count, and a count of zero means no state."""
     optimizer = torch.optim.SGD(parameters(), momentum=0.9)
     rule, group = rule_for(optimizer), optimizer.param_groups[0]
     assert rule.count_after(rule.snapshot(group), 3) == 3
@@ -217,7 +217,7 @@ def test_updates_of_sgd_are_counted_from_the_first_with_momentum() -> None:
     ],
 )
 def test_values_out_of_range(name: str, value: Any) -> None:
-    """What torch refuses at construction is refused whenever it turns up in a group."""
+    """Values that torch refuses in the constructor are also refused when they are set in a group later."""
     optimizer = torch.optim.Adam(parameters())
     optimizer.param_groups[0][name] = value
     with pytest.raises(ConfigError, match=rf"Adam\({name}"):
@@ -225,7 +225,7 @@ def test_values_out_of_range(name: str, value: Any) -> None:
 
 
 def test_tensor_hyperparameters() -> None:
-    """Tensors of one element count as numbers."""
+    """Tensors with one element are accepted as hyperparameters."""
     optimizer = torch.optim.AdamW(
         parameters(), lr=torch.tensor(0.01, dtype=torch.float64), betas=(torch.tensor(0.5), torch.tensor(0.25))
     )
@@ -234,7 +234,7 @@ def test_tensor_hyperparameters() -> None:
 
 
 def test_decoupled_weight_decay_of_a_group() -> None:
-    """The group's setting decides; older torch, which has none, decides by type."""
+    """The group's decoupled_weight_decay decides. Without it, as in older torch, the optimizer's type decides."""
     for kind, decoupled in ((torch.optim.Adam, False), (torch.optim.AdamW, True)):
         optimizer = kind(parameters())
         rule, group = rule_for(optimizer), dict(optimizer.param_groups[0])
@@ -246,7 +246,7 @@ def test_decoupled_weight_decay_of_a_group() -> None:
 
 
 def test_scalars_are_computed_in_double() -> None:
-    """Bias corrections of late steps and small differences from one keep double precision until the last rounding."""
+    """Scalars are computed in double and rounded to fp32 once."""
     optimizer = torch.optim.AdamW(parameters(), lr=1e-3, betas=(0.9, 0.99999), weight_decay=1e-5, maximize=True)
     rule = rule_for(optimizer)
     scalars = rule.scalars(rule.snapshot(optimizer.param_groups[0]), step=3, gradient_scale=0.5)

@@ -1,4 +1,4 @@
-"""Several storage folders: tasklets follow measured bandwidth, and no bit depends on where they lie."""
+"""Several storage folders: tasklets follow the measured bandwidth, and results do not depend on their places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.native_testing import Throttle, inject
 from tests.transfer.harness import SHAPES, Case, Run, assert_equal, running
 from tests.transfer.wandering import wander
 
-# 65 tasklets, none without gradient for long.
+# 65 tasklets, and none of them goes long without a gradient.
 LARGE = ((150_000, 0, 0, 0), (100_000, 0, 1, 1), (80_000, 0, 0, 1))
 SLOW = 10e6  # bytes per second
 FAST = 16 * SLOW
@@ -27,7 +27,7 @@ def folder_bytes(run: Run) -> list[int]:
 
 
 def steps(run: Run, numbers: range) -> list[float]:
-    """Part of the bytes that each folder moved in these steps."""
+    """Do these steps and return each folder's part of the bytes that were moved."""
     before = folder_bytes(run)
     run.steps(numbers)
     moved = [now - then for now, then in zip(folder_bytes(run), before, strict=True)]
@@ -35,10 +35,10 @@ def steps(run: Run, numbers: range) -> list[float]:
 
 
 class Metered(HostDevice):
-    """Each folder is busy for as long as its bytes take at a rate of its own: no clock is asked.
+    """A host device whose folders count as busy for their bytes at a given rate, without a clock.
 
     Args:
-        rates: Of each folder, in bytes per second; what is moved from now on counts with what they are then.
+        rates: Bytes per second of each folder. A change applies to bytes moved from then on.
     """
 
     def __init__(self, rates: list[float]) -> None:
@@ -59,7 +59,7 @@ class Metered(HostDevice):
 
 @pytest.mark.parametrize("durability", ["step", "none"])
 def test_a_slow_folder_has_less_to_do(tmp_path: Path, durability: str) -> None:
-    """Its share of tasklets and of bytes falls, and rises again when it is as fast as the others."""
+    """A slow folder gets fewer tasklets and moves fewer bytes until it is as fast as the others again."""
     device = Metered([FAST, FAST])
     case = Case(num_devices=2, num_buffers=8, shapes=LARGE, durability=durability)
     with running(tmp_path, case, device=lambda run: device) as run:
@@ -77,7 +77,7 @@ def test_a_slow_folder_has_less_to_do(tmp_path: Path, durability: str) -> None:
 
 
 class Fixed(HostDevice):
-    """Updates next to the storage: no tasklet can move."""
+    """A host device that does not allow tasklets to move."""
 
     @property
     def moves_tasklets(self) -> bool:
@@ -85,7 +85,7 @@ class Fixed(HostDevice):
 
 
 def test_tasklets_that_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With such a device they stay where they were dealt, however slow that is."""
+    """If the device cannot move tasklets, they stay in their folders however slow these are."""
     monkeypatch.setattr("tests.transfer.harness.HostDevice", Fixed)
     with running(tmp_path, Case(num_devices=2)) as run:
         homes = run.store.placement.devices.copy()
@@ -107,7 +107,7 @@ def test_tasklets_that_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ids=["fp32", "one-slot", "staged", "int8", "cache"],
 )
 def test_no_bit_depends_on_where_tasklets_lie(tmp_path: Path, case: Case) -> None:
-    """The bits of one folder, with other places at every step, modifications and a new beginning in between."""
+    """Moving tasklets at every step gives the bits of one folder, also with modifications and a new initial state."""
     results = []
     for name, its_case in (("one", case.but(num_devices=1)), ("several", case)):
         with running(tmp_path / name, its_case) as run:
@@ -129,7 +129,7 @@ def test_no_bit_depends_on_where_tasklets_lie(tmp_path: Path, case: Case) -> Non
 
 
 def test_full_disk_when_tasklets_are_to_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on where they are, with the same bits."""
+    """If the disk is full, tasklets stay in their folders and training gives the same bits."""
     with running(tmp_path / "one", Case()) as run:
         run.steps(range(3))
         expected = run.state()
@@ -143,7 +143,7 @@ def test_full_disk_when_tasklets_are_to_move(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_folders_moved_is_counted(tmp_path: Path) -> None:
-    """Of every folder, and together all of it; busy no longer than there was time."""
+    """Each folder counts its bytes and its busy time, and the bytes of all folders add up to the total."""
     with running(tmp_path, Case(num_devices=2)) as run:
         run.steps(range(2))
         traffic = run.handler.traffic()

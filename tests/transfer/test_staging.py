@@ -1,4 +1,4 @@
-"""Partitions outside host memory: what passes through the staging buffer, and when it may be used again."""
+"""The staging buffer for partitions outside host memory: its contents, its size and its reuse."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_smartinfinity.transfer.tensors import native_dtype
 from tests.helpers.native_testing import inject
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
 
-# Several waves, so that each half of the buffer is used again.
+# There are several waves, so that each half of the buffer is used again.
 SMALL_RING = Case(staged=True, num_buffers=2, shapes=((60_000, 0, 0, 0), (3, 0, 1, 0), (50_000, 3, 1, 1)))
 
 
 class LatePartition(TensorPartition):
-    """Copies as late as its contract allows: only when it is waited for."""
+    """A partition that copies as late as its contract allows, namely when it is waited for."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__(tensors)
@@ -48,7 +48,7 @@ class LateRun(Run):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_staging_is_not_overwritten_before_it_was_copied(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Copies that take until they are waited for give the bits of the direct way, rollback included."""
+    """Copies delayed until they are waited for give the bits of an unstaged partition, with rollback too."""
     case = SMALL_RING.but(dtype=dtype)
     with running(tmp_path / "direct", case.but(staged=False)) as run:
         run.steps(range(3))
@@ -66,7 +66,7 @@ def test_staging_is_not_overwritten_before_it_was_copied(tmp_path: Path, dtype: 
 
 
 def test_failure_between_waves(tmp_path: Path) -> None:
-    """A wave that fails ends the step; parameters that earlier waves brought are rolled back as well."""
+    """If a wave fails, the parameters of earlier waves are rolled back as well."""
     with running(tmp_path, SMALL_RING) as run:
         before, plan = run.state(), run.collect(1)
         inject(run.device.pipeline, fail_write_at=7)
@@ -81,7 +81,7 @@ def test_failure_between_waves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("nbytes", [0, 90_000, 1 << 30])
 def test_buffer_is_bounded(dtype: torch.dtype, nbytes: int) -> None:
-    """At most the bytes allowed, at most the partition twice, and at least a tasklet in each half."""
+    """The buffer holds at most the allowed bytes or the partition twice, and at least a tasklet in each half."""
     layout = layout_of(Case())
     buffer = StagingBuffer(layout, dtype=native_dtype(dtype), nbytes=nbytes)
     tasklet_bytes = layout.extents.tasklet_numel * dtype.itemsize
@@ -92,8 +92,8 @@ def test_buffer_is_bounded(dtype: torch.dtype, nbytes: int) -> None:
     assert halves[0] == halves[2] != halves[1]
 
 
-def test_masters_from_staging_are_the_partition(tmp_path: Path) -> None:
-    """fp32 parameters that are staged are not the master: what lies in the partition is overwritten, not read."""
+def test_masters_in_fp32_come_from_storage_not_from_the_partition(tmp_path: Path) -> None:
+    """The master of staged fp32 parameters is on storage. The partition is overwritten and never read."""
     with running(tmp_path, SMALL_RING) as run:
         master = run.state()["master"]
         for tensor in run.partition:

@@ -1,4 +1,4 @@
-"""The handler's calls in and out of order, and state read and written outside of steps."""
+"""The handler's calls in and out of order, and access to the state outside of steps."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ NOT_IN_A_STEP: list[tuple[str, Callable[[Run], object]]] = [
 
 @pytest.mark.parametrize("call", [call for _, call in OUT_OF_ORDER], ids=[name for name, _ in OUT_OF_ORDER])
 def test_calls_that_need_a_step(tmp_path: Path, call: Callable[[Run], object]) -> None:
-    """Outside of a step they are a programming error."""
+    """Calling commit, rollback or wait outside of a step is a programming error."""
     with running(tmp_path, Case()) as run, pytest.raises(AssertionError, match="no step has begun"):
         call(run)
 
 
 @pytest.mark.parametrize("call", [call for _, call in NOT_IN_A_STEP], ids=[name for name, _ in NOT_IN_A_STEP])
 def test_calls_that_no_step_may_precede(tmp_path: Path, call: Callable[[Run], object]) -> None:
-    """Within a step they are a programming error, and the step goes on."""
+    """Calls that are not allowed within a step are programming errors, and the step continues."""
     with running(tmp_path, Case()) as run:
         run.handler.begin_step(run.collect(1))
         with pytest.raises(AssertionError, match="a step is in flight"):
@@ -50,7 +50,7 @@ def test_calls_that_no_step_may_precede(tmp_path: Path, call: Callable[[Run], ob
 
 
 def test_drain_without_a_step(tmp_path: Path) -> None:
-    """There is nothing to wait for."""
+    """drain() without a step returns at once, and it may be called twice."""
     with running(tmp_path, Case()) as run:
         run.handler.drain()
         run.handler.begin_step(run.collect(1))
@@ -61,7 +61,7 @@ def test_drain_without_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_wait_for_some_parameters(tmp_path: Path, staged: bool) -> None:
-    """After wait(range) those parameters are updated although later tasklets are still on their way."""
+    """wait(range) returns when those parameters are updated, without waiting for the whole step."""
     case = Case(dtype=torch.bfloat16, num_buffers=2, staged=staged)
     with running(tmp_path / "undisturbed", case) as run:
         run.step(1)
@@ -78,7 +78,7 @@ def test_wait_for_some_parameters(tmp_path: Path, staged: bool) -> None:
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_tasklets_in_order_of_first_use(tmp_path: Path, staged: bool, seed: int) -> None:
-    """In any order of work the same bits, and parameters can be waited for in any other."""
+    """Working the tasklets in any order gives the same bits, and parameters can be waited for in any other order."""
     random = np.random.default_rng(seed)
     case = Case(dtype=torch.bfloat16, num_buffers=2, staged=staged)
     with running(tmp_path / "plain", case) as run:
@@ -95,7 +95,7 @@ def test_tasklets_in_order_of_first_use(tmp_path: Path, staged: bool, seed: int)
 
 
 def test_a_commit_that_was_interrupted_is_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after the record was written: the next commit of the same step finds it done."""
+    """If Ctrl-C comes after the record was written, the next commit does not write a second generation."""
     with running(tmp_path, Case()) as run:
         commit = run.store.commit
 
@@ -117,7 +117,7 @@ def test_a_commit_that_was_interrupted_is_not_made_twice(tmp_path: Path, monkeyp
 
 
 def test_plan_is_a_snapshot(tmp_path: Path) -> None:
-    """Hyperparameters and activity are those of begin_step, whatever schedulers and the next window do after it."""
+    """A step uses the hyperparameters and active parameters of begin_step, whatever changes afterwards."""
     with running(tmp_path / "plain", Case()) as run:
         run.step(1)
         expected = run.state()
@@ -131,7 +131,7 @@ def test_plan_is_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_hyperparameters_out_of_range(tmp_path: Path) -> None:
-    """A scheduler's nonsense is refused before anything begins; groups without gradient are not looked at."""
+    """A bad hyperparameter is refused before the step begins. Groups without gradients are not checked."""
     with running(tmp_path, Case()) as run:
         before, plan = run.state(), run.collect(1)
         run.optimizer.param_groups[0]["lr"] = float("nan")
@@ -145,7 +145,7 @@ def test_hyperparameters_out_of_range(tmp_path: Path) -> None:
 
 
 def test_initial_state(tmp_path: Path) -> None:
-    """Masters are the widened parameters, everything else is zero, and it is generation 0."""
+    """Initially masters are the widened parameters, all else is zero, and the generation is 0."""
     for staged in (False, True):
         with running(tmp_path / str(staged), Case(dtype=torch.bfloat16, staged=staged, num_buffers=2)) as run:
             state = run.state()
@@ -155,7 +155,7 @@ def test_initial_state(tmp_path: Path) -> None:
 
 
 def test_initialize_again_starts_over(tmp_path: Path) -> None:
-    """A trained store becomes a fresh one, as the next generation."""
+    """initialize() on a trained store writes the initial state as the next generation."""
     with running(tmp_path, Case()) as run:
         first = run.state()
         run.steps(range(3))
@@ -169,7 +169,7 @@ def test_initialize_again_starts_over(tmp_path: Path) -> None:
 
 
 def test_one_parameter(tmp_path: Path) -> None:
-    """Reading and replacing some arrays of some parameters leaves everything else alone, as one generation."""
+    """Replacing some arrays of some parameters makes one new generation and leaves all else as it was."""
     with running(tmp_path, Case()) as run:
         run.steps(range(2))
         before = run.state()
@@ -189,7 +189,7 @@ def test_one_parameter(tmp_path: Path) -> None:
 
 
 def test_modified_state_is_stepped_from(tmp_path: Path) -> None:
-    """A step after a modification starts from the replaced arrays, in place of a slot or not."""
+    """A step after a modification starts from the replaced arrays, with one slot or two."""
     for durability in ("none", "step"):
         with running(tmp_path / durability, Case(dtype=torch.bfloat16, durability=durability)) as run:
             run.step(1)
@@ -202,7 +202,7 @@ def test_modified_state_is_stepped_from(tmp_path: Path) -> None:
 
 
 def test_kept_store_goes_on_in_another_handler(tmp_path: Path) -> None:
-    """What one handler leaves, another one recovers and continues from, bit for bit."""
+    """Another handler recovers a closed store and continues with the same bits."""
     with running(tmp_path / "whole", Case()) as run:
         run.steps(range(4))
         expected = run.state()
@@ -219,7 +219,7 @@ def test_kept_store_goes_on_in_another_handler(tmp_path: Path) -> None:
 
 
 def test_close_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    """Closing abandons the step, is idempotent, and leaves the last generation or nothing at all."""
+    """close() abandons the step, is idempotent, and leaves the last committed generation."""
     run = Run(tmp_path, Case())
     run.handler.begin_step(run.collect(1))
     run.close(remove=False)
@@ -231,7 +231,7 @@ def test_close_in_the_middle_of_a_step(tmp_path: Path) -> None:
 
 
 def test_counters_outlive_the_device(tmp_path: Path) -> None:
-    """Traffic and memory can still be asked for after close, by a monitor that comes late."""
+    """Traffic and memory can still be read after close(), for instance by a monitor."""
     run = Run(tmp_path, Case())
     run.step(1)
     traffic, ring = run.handler.traffic(), run.handler.ring_bytes
@@ -241,7 +241,7 @@ def test_counters_outlive_the_device(tmp_path: Path) -> None:
 
 
 def test_power_durability_flushes_state_before_the_record(tmp_path: Path) -> None:
-    """The record that names extents is written only after they are on the medium, on every device."""
+    """With durability power all files are flushed before the commit record is written."""
     with running(tmp_path, Case(durability="power", num_devices=2)) as run:
         events: list[str] = []
         commit_path = Path(run.store.manifest.folders[0]) / "default" / "rank-00000" / "commit.bin"
@@ -265,7 +265,7 @@ def test_power_durability_flushes_state_before_the_record(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("seed", range(6))
 def test_an_incremental_step(tmp_path: Path, seed: int) -> None:
-    """Tasklets opened one after the other and completed later give the bits of a step at once."""
+    """Tasklets opened one by one and completed later give the bits of an ordinary step."""
     random = np.random.default_rng(seed)
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     with running(tmp_path / "plain", Case(dtype=dtype)) as run:
@@ -286,7 +286,7 @@ def test_an_incremental_step(tmp_path: Path, seed: int) -> None:
 
 
 def test_a_completed_step_goes_on_with_what_is_used_first(tmp_path: Path) -> None:
-    """Backward opens the last layers' tasklets first; from the step on the order is that of first use."""
+    """Backward opens the last layers' tasklets first. On completion the order becomes that of first use."""
     with running(tmp_path, Case()) as run:
         plan = run.collect(1)
         uses = np.random.default_rng(0).permutation(len(run.layout.parameters))
@@ -304,7 +304,7 @@ def test_a_completed_step_goes_on_with_what_is_used_first(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("changed", ["a gradient scale", "a learning rate", "a parameter that turns out inactive"])
 def test_a_step_that_began_otherwise_is_undone(tmp_path: Path, changed: str) -> None:
-    """It cannot be completed; rolled back, it has left no bit behind, and the right step follows."""
+    """An incremental step that does not fit the final plan is refused, rolled back and repeated exactly."""
     with running(tmp_path / "plain", Case()) as run:
         plan = run.collect(1)
         run.handler.begin_step(replace(plan, gradient_scale=0.125) if "scale" in changed else plan)
@@ -329,7 +329,7 @@ def test_a_step_that_began_otherwise_is_undone(tmp_path: Path, changed: str) -> 
 
 
 def _complete_tasklets(run: Run, active: Any) -> list[int]:
-    """Tasklets whose every parameter is active; there are some."""
+    """Return the tasklets whose parameters are all active."""
     missing = {
         tasklet
         for index, is_active in enumerate(active)

@@ -1,4 +1,4 @@
-"""The whole state read and replaced window by window, within the ring's memory."""
+"""Reading and replacing the whole state window by window, within the ring's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDS = ["one-tasklet-windows", "one-window", "one-tasklet", "three-devices", "one
 
 
 def scanned(run: Run) -> list[np.ndarray]:
-    """The three arrays as scan hands them over."""
+    """Return the three arrays as scan() gives them."""
     arrays = [np.full(run.layout.numel, np.nan, np.float32) for _ in range(3)]
 
     def keep(window: Window) -> None:
@@ -39,7 +39,7 @@ def scanned(run: Run) -> list[np.ndarray]:
 
 
 def from_arrays(arrays: list[np.ndarray]) -> Callable[[Window], None]:
-    """Fills windows with these."""
+    """Return a function that fills windows with these arrays."""
 
     def fill(window: Window) -> None:
         for array, values in zip(arrays, window.arrays, strict=True):
@@ -54,7 +54,7 @@ def random_arrays(run: Run) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_scan_hands_over_what_single_parameters_hold(tmp_path: Path, case: Case) -> None:
-    """Every array of every parameter comes out to the bit, whatever the tasklets, the ring and the devices."""
+    """scan() gives the same bits as reading each parameter, for any tasklets, ring and devices."""
     with running(tmp_path, case) as run:
         run.steps(range(2))
         arrays = scanned(run)
@@ -67,7 +67,7 @@ def test_scan_hands_over_what_single_parameters_hold(tmp_path: Path, case: Case)
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_replaced_state_is_found_again(tmp_path: Path, case: Case) -> None:
-    """What replace was filled with is the next generation, padding too, and training goes on from it."""
+    """replace() makes the next generation, padding included, and training continues from it."""
     with running(tmp_path, case) as run:
         run.step(1)
         arrays, steps = random_arrays(run), np.arange(len(run.layout.parameters)) + 4
@@ -82,7 +82,7 @@ def test_replaced_state_is_found_again(tmp_path: Path, case: Case) -> None:
 
 @pytest.mark.parametrize("durability", ["none", "step"])
 def test_state_of_another_store_goes_on_from_there(tmp_path: Path, durability: str) -> None:
-    """A checkpoint's arrays and step counts become the state of another store, which goes on from them alike."""
+    """Arrays and step counts of one store continue with the same bits in another store."""
     with running(tmp_path / "first", Case()) as run:
         run.steps(range(2))
         saved, arrays = run.state(), scanned(run)
@@ -100,7 +100,7 @@ def test_state_of_another_store_goes_on_from_there(tmp_path: Path, durability: s
 
 
 def test_transfers_that_overtake_each_other(tmp_path: Path) -> None:
-    """Late and short transfers leave no byte of one window in another."""
+    """Late and short transfers do not mix up the bytes of windows."""
     with running(tmp_path, Case(num_buffers=8, num_devices=2)) as run:
         arrays = random_arrays(run)
         inject(run.device.pipeline, seed=3, max_delay_us=400, short_transfer_every=3)
@@ -111,7 +111,7 @@ def test_transfers_that_overtake_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_windows_are_whole_tasklets_in_order_within_the_ring(tmp_path: Path, case: Case) -> None:
-    """Windows cover the partition once; both halves together take no more than the ring, or than two tasklets."""
+    """Windows cover the partition once. Two of them take at most the ring's memory or two tasklets."""
     with running(tmp_path, case) as run:
         windows: list[tuple[int, int, int]] = []
         run.handler.state.scan(lambda w: windows.append((w.begin, w.end, sum(a.nbytes for a in w.arrays))))
@@ -125,7 +125,7 @@ def test_windows_are_whole_tasklets_in_order_within_the_ring(tmp_path: Path, cas
 
 
 def test_fill_that_raises_changes_nothing(tmp_path: Path) -> None:
-    """The previous generation stays current, to the bit, and the next step finds a free device."""
+    """If fill raises, the previous generation stays current to the bit, and the next step succeeds."""
     with running(tmp_path, Case(num_buffers=2)) as run:
         run.step(1)
         before, calls = run.state(), []
@@ -144,7 +144,7 @@ def test_fill_that_raises_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_visit_that_raises_leaves_the_device_free(tmp_path: Path) -> None:
-    """The window that is being read is waited for before its memory goes."""
+    """If the visitor raises, the read in progress is waited for, and the device takes the next step."""
     with running(tmp_path, Case(num_buffers=2)) as run:
         inject(run.device.pipeline, max_delay_us=2000)
         with pytest.raises(ZeroDivisionError):
@@ -163,7 +163,7 @@ def test_visit_that_raises_leaves_the_device_free(tmp_path: Path) -> None:
 def test_write_error_in_replace_changes_nothing(
     tmp_path: Path, faults: dict[str, int], kind: type[StorageError]
 ) -> None:
-    """The error names the file; the previous generation stays; the second try succeeds."""
+    """The error names the file, the previous generation stays, and a second try succeeds."""
     with running(tmp_path, Case(num_buffers=2)) as run:
         run.step(1)
         before, arrays = run.state(), random_arrays(run)
@@ -176,7 +176,7 @@ def test_write_error_in_replace_changes_nothing(
 
 
 def test_read_error_in_scan_is_reported(tmp_path: Path) -> None:
-    """Scan raises what the device says; a second scan reads everything."""
+    """A read error is raised by scan(), and a second scan reads everything."""
     with running(tmp_path, Case(num_buffers=2)) as run:
         expected = run.state()["master"]
         inject(run.device.pipeline, fail_read_at=3)
@@ -186,7 +186,7 @@ def test_read_error_in_scan_is_reported(tmp_path: Path) -> None:
 
 
 def test_failure_elsewhere_keeps_the_commit_back(tmp_path: Path) -> None:
-    """The agreement ends after the last write and before the commit: if it raises, nothing is committed."""
+    """If the agreement of the ranks raises after all writes, nothing is committed."""
     with running(tmp_path, Case(num_buffers=2)) as run:
         run.step(1)
         before, written = run.state(), []
@@ -208,7 +208,7 @@ def test_failure_elsewhere_keeps_the_commit_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shapes", [(), ((0, 0, 0, 0),)], ids=["none", "empty"])
 def test_partitions_of_nothing(tmp_path: Path, shapes: tuple[tuple[int, int, int, int], ...]) -> None:
-    """A rank without elements visits and fills nothing, and still commits its generation."""
+    """A rank without elements visits and fills no window, and still commits its generation."""
     with running(tmp_path, Case(shapes=shapes)) as run:
         windows: list[Window] = []
         run.handler.state.scan(windows.append)
@@ -220,7 +220,7 @@ def test_partitions_of_nothing(tmp_path: Path, shapes: tuple[tuple[int, int, int
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_run_of_the_partition_is_read_and_modified(tmp_path: Path, case: Case) -> None:
-    """Any run of elements: its master is replaced as one generation, and nothing else; training goes on from it."""
+    """Modifying a range of elements replaces its master only, as one generation, and training continues."""
     with running(tmp_path, case) as run:
         run.steps(range(2))
         before, generation = scanned(run), run.handler.generation
@@ -235,7 +235,7 @@ def test_a_run_of_the_partition_is_read_and_modified(tmp_path: Path, case: Case)
 
 
 def test_a_run_that_fails_elsewhere_is_not_modified(tmp_path: Path) -> None:
-    """If another rank could not write its run, the previous generation stays current here."""
+    """If another rank could not write its range, the previous generation stays current here."""
 
     @contextmanager
     def failing_elsewhere() -> Iterator[None]:
