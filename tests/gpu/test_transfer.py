@@ -91,7 +91,7 @@ def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dty
 
 
 def test_the_arena_is_registered(link: CudaLink) -> None:
-    """torch sees pinned memory until the arena is closed."""
+    """Torch sees pinned memory until the arena is closed."""
     arena = GradientArena(layout_of(Case()), link=link)
     assert link.device.registration_failure == ""
     assert arena.buffer.is_pinned()

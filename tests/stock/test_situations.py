@@ -49,7 +49,7 @@ ERRORS = {
     "skipped_batch": "MisconfigurationException: Skipping backward by returning `None`",
     "strided": r"RuntimeError: self.stride\(-1\) must be 1",
 }
-"""What stock says; everything else goes wrong without an error."""
+"""The errors that stock raises. In the other situations it gives wrong results without an error."""
 
 
 def like_plain() -> list[Any]:

@@ -49,7 +49,7 @@ def test_one_trainer_fits_twice(tmp_path: Path) -> None:
 
 
 def test_evaluation_of_a_checkpoint_in_a_fresh_trainer(tmp_path: Path) -> None:
-    """validate and test load a checkpoint's masters and give the loss of the fitted model."""
+    """Both validate and test load a checkpoint's masters and give the loss of the fitted model."""
     trainer = quiet_trainer(tmp_path, limit_val_batches=1.0)
     module = Evaluated(RECIPE)
     trainer.fit(module)

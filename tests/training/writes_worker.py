@@ -166,7 +166,7 @@ EDITS = [
     Edit(refreshed, refreshed_in_torch),
     Edit(master_set, master_set_in_torch),
 ]
-"""One for each step from the first on."""
+"""The list holds one edit for each step, beginning with the first."""
 
 
 def read_all(params: dict[str, Any], prefix: str) -> dict[str, torch.Tensor | None]:
