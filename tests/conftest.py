@@ -10,10 +10,10 @@ import pytest
 
 from tests.helpers.runif import is_allowed
 
-# Before anything imports a library that would look for files or newer versions on the network.
+# This precedes every import of a library that would look for files or versions on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Several workers share the cores, and two threads that wait for each other on one core wait long.
+# Several workers share the cores, and two threads on one core would wait long for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves long tests out unless they are asked for: deselected, not skipped, they are no gap in a run."""
+    """Deselect long tests unless requested; a deselected test is not reported as skipped."""
     if config.getoption("long"):
         return
     left_out = [item for item in items if item.get_closest_marker("long")]
@@ -41,16 +41,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leaves what is imported by now out of garbage collections, of which every fit makes several.
+    """Exclude all that is imported by now from garbage collection.
 
-    They would take most of a small fit's time. What tests make is collected as ever.
+    Every fit collects several times, which would take most of a small fit's time. Objects that tests make are still
+    collected.
     """
     gc.collect()
     gc.freeze()
 
 
 class _SkipWatch:
-    """Notes every skip whose reason is not on the allow list, at collection and at run time."""
+    """A plugin that records every skip whose reason is not on the allow list, at collection and at run time."""
 
     def __init__(self, forbidden: list[str]) -> None:
         self._forbidden = forbidden
@@ -90,7 +91,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _shared_buffers() -> set[Path]:
-    """Of DeepSpeed's op for collectives in shared memory, which no process of ours or of the tests may use."""
+    """Return the buffers of DeepSpeed's op for collectives in shared memory, which no process may use."""
     return set(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*"))
 
 

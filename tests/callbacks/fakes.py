@@ -1,4 +1,4 @@
-"""A strategy that counts traffic without any, and a model to train with it."""
+"""A strategy that counts made-up traffic, and a model to train with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PER_STEP = Traffic(
     shared_write_bytes=14_000,
     internal_read_bytes=1_000,
     internal_write_bytes=500,
-    storage_write_bytes=12_500,  # not what goes into a device's memory
+    storage_write_bytes=12_500,  # excludes writes to a device's memory
     cached_read_bytes=3_000,
     cached_write_bytes=2_000,
     read_calls=3,
@@ -35,12 +35,12 @@ CHECKPOINT = Traffic(shared_read_bytes=9_000_000, wait_seconds=60.0)
 
 
 def add(one: Traffic, other: Traffic) -> Traffic:
-    """The field-wise sum."""
+    """Return the field-wise sum."""
     return one + other
 
 
 class CountingStrategy(SingleDeviceStrategy):
-    """Plain training whose every optimizer step, checkpoint and fit moves known numbers of bytes."""
+    """Plain training in which every optimizer step, checkpoint and fit counts a known number of bytes."""
 
     def __init__(self, skipped_steps: tuple[int, ...] = ()) -> None:
         super().__init__(device="cpu")
@@ -56,11 +56,11 @@ class CountingStrategy(SingleDeviceStrategy):
         return {"ring": 3_000, "residual": 1_000}
 
     def drain(self) -> None:
-        """Nothing runs beside training."""
+        """Do nothing, since nothing runs beside training."""
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        self.counted = INITIALISATION  # counters start again with every store
+        self.counted = INITIALISATION  # counters restart with every store
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
@@ -75,7 +75,7 @@ class CountingStrategy(SingleDeviceStrategy):
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """A clock that advances only when told to."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -85,7 +85,7 @@ class Clock:
 
 
 class Line(pl.LightningModule):
-    """One linear layer; every batch and every validation takes its time on the clock."""
+    """A model with one linear layer whose batches and validations take fixed time on the clock."""
 
     def __init__(self, clock: Clock | None = None, *, num_batches: int = 8, validation_seconds: float = 100.0) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Metrics of two ranks: ``python -m tests.callbacks.metrics_worker FOLDER``; rank by rank in ``FOLDER/rank<n>.pt``."""
+"""Computes metrics on two ranks: ``python -m tests.callbacks.metrics_worker FOLDER``.
+
+Every rank saves its values to ``FOLDER/rank<n>.pt``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expected values are worked out by hand."""
+"""Metrics of traffic, with expected values worked out by hand."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ TWO = Traffic(steps=1, numel=300, shared_read_bytes=2400, shared_write_bytes=360
 
 
 def test_between_two_readings() -> None:
-    """Every counter is the later minus the earlier reading."""
+    """Every counter is the difference of the two readings."""
     later = Traffic(steps=3, numel=400, shared_read_bytes=1000, shared_write_bytes=1200, wait_seconds=2.0)
     earlier = Traffic(steps=1, numel=100, shared_read_bytes=800, shared_write_bytes=1200, wait_seconds=0.5)
     assert traffic_between(earlier, later) == Traffic(steps=2, numel=300, shared_read_bytes=200, wait_seconds=1.5)
 
 
 def test_between_two_stores() -> None:
-    """Counters that have started again are the traffic since then."""
+    """Counters that restarted count only the traffic since then."""
     assert traffic_between(ONE, Traffic(shared_write_bytes=5)) == Traffic(shared_write_bytes=5)
 
 
@@ -62,7 +62,7 @@ def test_between_two_stores() -> None:
     ],
 )
 def test_bytes_add_up_over_updates(channel: str, direction: str, expected: int) -> None:
-    """Bytes of the chosen channel and direction, in every phase."""
+    """The metric adds the bytes of the chosen channel and direction in every phase."""
     metric = StorageBytes(channel, direction)
     metric.update(ONE)
     metric.update(TWO, phase=Phase.OTHER)
@@ -70,14 +70,14 @@ def test_bytes_add_up_over_updates(channel: str, direction: str, expected: int) 
 
 
 def test_storage_folders() -> None:
-    """Each has what it moved, over all ranks, and its bandwidth while the rank that used it longest used it."""
+    """Bytes of a folder add up over ranks. Its bandwidth uses the longest busy time of a rank."""
     first, second = (StorageCounters(num_folders=2) for _ in range(2))
     slow = FolderTraffic(read_bytes=100, write_bytes=200, busy_seconds=3.0)
     fast = FolderTraffic(read_bytes=1000, write_bytes=500, busy_seconds=1.0)
     first.update(Traffic(steps=1, folders=(slow, fast)))
     first.update(Traffic(folders=(slow, fast)), phase=Phase.OTHER)
     second.update(Traffic(steps=1, folders=(slow, slow)))
-    second.update(Traffic(numel=1))  # of storage that is closed
+    second.update(Traffic(numel=1))  # from storage that is closed
     table = StorageCounters.table(torch.cat([first.compute(), second.compute()]), Phase.STEP)
     assert table.folder_bytes().tolist() == [600, 1800]
     assert table.folder_bandwidth().tolist() == [200.0, 600.0]
@@ -85,7 +85,7 @@ def test_storage_folders() -> None:
 
 
 def test_terabytes_stay_exact() -> None:
-    """Not a byte is lost beyond what float32 and float64 can count."""
+    """The counter is exact beyond the whole numbers of float32 and float64."""
     metric = StorageBytes()
     metric.update(Traffic(shared_write_bytes=2**53))
     metric.update(Traffic(shared_write_bytes=1))
@@ -94,7 +94,7 @@ def test_terabytes_stay_exact() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_a_module_of_16_bits(dtype: torch.dtype) -> None:
-    """Converting the module around a metric takes nothing from its counters."""
+    """Converting the module around a metric does not change its counters."""
     module = nn.ModuleDict({"metric": StorageWait()})
     module["metric"].update(Traffic(wait_seconds=1.000000001))
     module.to(dtype)
@@ -102,7 +102,7 @@ def test_in_a_module_of_16_bits(dtype: torch.dtype) -> None:
 
 
 def test_bandwidth_per_wall_and_per_waited_second() -> None:
-    """Bytes of steps over the intervals' wall time or over the time waited; other phases do not count."""
+    """Bandwidth is the bytes of steps per wall time or per waited time. Other phases do not count."""
     for per, seconds in (("wall", 4.0 + 6.0), ("wait", 0.5 + 1.5)):
         metric = StorageBandwidth("shared", "write", per)
         metric.update(ONE, seconds=4.0)
@@ -112,7 +112,7 @@ def test_bandwidth_per_wall_and_per_waited_second() -> None:
 
 
 def test_bytes_per_parameter() -> None:
-    """Bytes over updated elements."""
+    """The metric is bytes per updated element."""
     metric = BytesPerParameter("shared")
     metric.update(ONE)
     metric.update(TWO)
@@ -120,14 +120,14 @@ def test_bytes_per_parameter() -> None:
 
 
 def test_nothing_updated() -> None:
-    """Without elements or time there is no quotient."""
+    """Without elements or time the value is NaN."""
     for metric in (BytesPerParameter(), StorageBandwidth()):
         metric.update(Traffic())
         assert math.isnan(metric.compute().item())
 
 
 def test_forward_returns_the_interval_alone() -> None:
-    """Calling a metric gives the value of this interval and adds it to the whole."""
+    """Calling a metric returns the value of this interval and adds it to the total."""
     metric = StorageBytes()
     metric(ONE)
     assert metric(TWO).item() == 6000
@@ -138,7 +138,7 @@ def test_forward_returns_the_interval_alone() -> None:
 
 
 def test_table_of_one_rank() -> None:
-    """All counters by name and phase, as they were when they were computed."""
+    """The table holds all counters by name and phase at the time of computing."""
     metric = StorageCounters()
     metric.update(ONE, seconds=1.5)
     metric.update(TWO, phase=Phase.OTHER)

@@ -1,4 +1,4 @@
-"""The monitor in a real Trainer, over a strategy that moves known numbers of bytes per step."""
+"""The monitor in a real Trainer, with a strategy that counts known numbers of bytes per step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INITIALISATION_TB = 12e6 / 1e12
 
 
 class Seen(pl.Callback):
-    """The monitor's values after every batch."""
+    """A callback that keeps the monitor's values after every batch."""
 
     def __init__(self) -> None:
         self.values: list[dict[str, float]] = []
@@ -34,7 +34,7 @@ class Seen(pl.Callback):
 
 
 class StopAfter(pl.Callback):
-    """Ends a run that has no end."""
+    """A callback that ends a run without a limit."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -70,7 +70,7 @@ def build(
 
 
 def test_values_of_one_step(tmp_path: Path) -> None:
-    """Every documented metric, for a step of two seconds whose traffic is known."""
+    """Every documented metric is right for a step of two seconds with known traffic."""
     clock = Clock()
     trainer, _, seen = build(tmp_path, monitor=StorageTrafficMonitor(endurance_tbw=1e-3), clock=clock)
     trainer.fit(Line(clock))
@@ -106,7 +106,7 @@ def test_values_of_one_step(tmp_path: Path) -> None:
 
 
 def test_values_of_storage_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several, what each moved in a step, its part of it, and how fast it was while busy."""
+    """With several folders the monitor gives each one's bytes per step, share, and bandwidth while busy."""
 
     def two_folders(strategy: CountingStrategy) -> Traffic:
         steps = strategy.counted.steps
@@ -131,7 +131,7 @@ def test_values_of_storage_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_values_are_of_the_steps_since_the_last_measurement(tmp_path: Path) -> None:
-    """With four steps between measurements a value is their mean, and a total is since the beginning."""
+    """With four steps between measurements a value is their mean, and a total counts from the beginning."""
     clock = Clock()
     trainer, _, seen = build(tmp_path, clock=clock, log_every_n_steps=4)
     trainer.fit(Line(clock))
@@ -144,7 +144,7 @@ def test_values_are_of_the_steps_since_the_last_measurement(tmp_path: Path) -> N
 
 
 def test_accumulated_micro_batches(tmp_path: Path) -> None:
-    """A step is an optimizer step: four micro-batches of two seconds each."""
+    """A step is an optimizer step, here four micro-batches of two seconds each."""
     clock = Clock()
     trainer, monitor, seen = build(tmp_path, clock=clock, accumulate_grad_batches=4)
     trainer.fit(Line(clock))
@@ -154,7 +154,7 @@ def test_accumulated_micro_batches(tmp_path: Path) -> None:
 
 
 def test_skipped_steps(tmp_path: Path) -> None:
-    """A step that updated nothing moves nothing: bytes per parameter stay, bytes per step fall."""
+    """A skipped step moves nothing: bytes per parameter stay the same, bytes per step fall."""
     trainer, monitor, _ = build(tmp_path, skipped_steps=(0, 5))
     trainer.fit(Line())
     assert monitor.summary["io/bytes_per_parameter"] == pytest.approx(27.5)
@@ -162,7 +162,7 @@ def test_skipped_steps(tmp_path: Path) -> None:
 
 
 def test_only_skipped_steps(tmp_path: Path) -> None:
-    """Without any update there is no figure per parameter, and no error."""
+    """Without any update the value per parameter is NaN, and nothing raises."""
     trainer, _, seen = build(tmp_path, skipped_steps=(0,))
     trainer.fit(Line())
     assert math.isnan(seen.values[0]["io/bytes_per_parameter"])
@@ -170,7 +170,7 @@ def test_only_skipped_steps(tmp_path: Path) -> None:
 
 
 def test_validation_and_checkpoints_between_steps(tmp_path: Path) -> None:
-    """Their time and their traffic are in the totals, not in what a step takes."""
+    """Their traffic counts in the totals, but not in the values of a step."""
     clock = Clock()
     checkpoints = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
     trainer, monitor, _ = build(
@@ -186,12 +186,12 @@ def test_validation_and_checkpoints_between_steps(tmp_path: Path) -> None:
     assert monitor.summary["io/shared_read_GB"] == pytest.approx(12_000 / 1e9)
     assert monitor.summary["io/wait_s"] == pytest.approx(0.125)
     assert monitor.summary["io/GBps"] == pytest.approx(27_500 / 2.0 / 1e9)
-    # The fourth checkpoint falls on the last batch, and its traffic on the end of training.
+    # The fourth checkpoint falls on the last batch, so that its traffic is counted at the end of training.
     assert monitor.summary["io/total_shared_read_TB"] == pytest.approx((8 * 12_000 + 4 * 9_000_000) / 1e12)
 
 
 def test_second_fit_of_one_trainer(tmp_path: Path) -> None:
-    """Each fit counts from the beginning, and projects only what is still to come."""
+    """Each fit counts from the beginning and projects only what remains."""
     trainer, monitor, _ = build(tmp_path)
     trainer.fit(Line())
     first = monitor.summary
@@ -204,7 +204,7 @@ def test_second_fit_of_one_trainer(tmp_path: Path) -> None:
 
 
 def test_totals_continue_after_a_resume(tmp_path: Path) -> None:
-    """A resumed job's totals hold those of the job that was saved, which start no second time."""
+    """The totals of a resumed job continue those of the saved job."""
     trainer, monitor, _ = build(tmp_path)
     trainer.fit(Line())
     before = monitor.summary
@@ -221,7 +221,7 @@ def test_totals_continue_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_saved_totals_stand_for_all_ranks() -> None:
-    """Before any fit the saved totals are those that were loaded."""
+    """Before any fit the monitor saves the totals that it loaded."""
     monitor = StorageTrafficMonitor()
     saved = dict.fromkeys(monitor.state_dict(), 2**60)
     monitor.load_state_dict(saved)
@@ -238,7 +238,7 @@ def test_saved_totals_stand_for_all_ranks() -> None:
     ],
 )
 def test_projection(tmp_path: Path, settings: dict[str, int], expected: int) -> None:
-    """From the first step on the projection is what the whole run will have written."""
+    """From the first step on the projection is the bytes that the whole run will have written."""
     trainer, monitor, seen = build(tmp_path, **settings)
     trainer.fit(Line())
     projections = [values["io/projected_TB"] for values in seen.values if values]
@@ -247,7 +247,7 @@ def test_projection(tmp_path: Path, settings: dict[str, int], expected: int) -> 
 
 
 def test_run_without_an_end(tmp_path: Path) -> None:
-    """Nothing is projected for it."""
+    """A run without a limit has no projection."""
     trainer, monitor, _ = build(tmp_path, max_epochs=-1, callbacks=[StopAfter(20)])
     trainer.fit(Line())
     assert "io/projected_TB" not in monitor.summary
@@ -268,7 +268,7 @@ def test_csv_logger(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("every_n_steps", [2, 8])
 def test_cadence_of_its_own(tmp_path: Path, every_n_steps: int) -> None:
-    """More or less often than the loggers, which take what falls on their steps."""
+    """The monitor can measure more or less often than the loggers log."""
     logger = CSVLogger(tmp_path, name="logs", version=0)
     monitor = StorageTrafficMonitor(every_n_steps=every_n_steps)
     trainer, _, seen = build(tmp_path, monitor=monitor, logger=logger, log_every_n_steps=4)
@@ -278,7 +278,7 @@ def test_cadence_of_its_own(tmp_path: Path, every_n_steps: int) -> None:
 
 @pytest.mark.parametrize("prog_bar", [True, False])
 def test_progress_bar(tmp_path: Path, prog_bar: bool) -> None:
-    """Bandwidth and waiting are shown unless turned off; nothing else is."""
+    """The progress bar shows bandwidth and waiting unless turned off, and no other metric."""
     trainer, _, _ = build(tmp_path, monitor=StorageTrafficMonitor(prog_bar=prog_bar))
     trainer.fit(Line())
     shown = {name for name in trainer.progress_bar_metrics if name.startswith("io/")}
@@ -286,7 +286,7 @@ def test_progress_bar(tmp_path: Path, prog_bar: bool) -> None:
 
 
 def test_without_logger(tmp_path: Path) -> None:
-    """Nothing of ours warns."""
+    """The monitor causes no warning."""
     trainer, monitor, _ = build(tmp_path)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=r".*(io/|logger|sync_dist|batch_size).*")
@@ -296,14 +296,14 @@ def test_without_logger(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{"fast_dev_run": True}, {"log_every_n_steps": 0}, {"max_steps": 0}])
 def test_runs_that_log_little_or_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """They end as they would without the monitor."""
+    """Such runs end as they would without the monitor."""
     trainer, _, _ = build(tmp_path, **settings)
     trainer.fit(Line())
     assert trainer.state.finished
 
 
 def test_evaluation_alone(tmp_path: Path) -> None:
-    """The monitor has nothing to do, and nothing against, whatever the strategy."""
+    """The monitor does nothing in an evaluation, whatever the strategy."""
     trainer = pl.Trainer(
         callbacks=[StorageTrafficMonitor()],
         accelerator="cpu",
@@ -316,7 +316,7 @@ def test_evaluation_alone(tmp_path: Path) -> None:
 
 
 def test_strategy_without_storage(tmp_path: Path) -> None:
-    """The error names the strategy and the one to use."""
+    """The error names the strategy and the one to use instead."""
     trainer = pl.Trainer(
         callbacks=[StorageTrafficMonitor()], accelerator="cpu", logger=False, default_root_dir=tmp_path
     )

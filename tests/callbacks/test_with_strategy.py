@@ -1,4 +1,4 @@
-"""The monitor over the real strategy, in processes of their own."""
+"""The monitor with the real strategy, in processes of their own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NUM_STEPS = 6
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A run of one process: its folder and what it saw."""
+    """Run the worker on one process and return its folder and values."""
     folder = tmp_path_factory.mktemp("alone")
     return folder, launch(folder)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_values_are_those_of_the_strategy_on_all_ranks(devices: int, alone: Any, tmp_path: Path) -> None:
-    """Six steps: every rank has the same values, which follow from the state's layout on storage."""
+    """After six steps every rank has the same values, which follow from the state's layout on storage."""
     folder, ranks = alone if devices == 1 else (tmp_path, launch(tmp_path, devices=devices))
     summary = ranks[0]["summary"]
     assert all(rank["summary"] == summary for rank in ranks)
@@ -38,13 +38,13 @@ def test_values_are_those_of_the_strategy_on_all_ranks(devices: int, alone: Any,
     assert summary["io/projected_TB"] == pytest.approx(written / 1e12)
     assert summary["io/GBps"] > 0
     assert 0 < summary["io/wait_share"] < 1
-    # One collective per logged step and one at the end; a single process needs none, but may well take them.
+    # One collective runs per logged step and one at the end. A single process does not need them, but runs them too.
     assert [rank["gathers"] for rank in ranks] == [NUM_STEPS // 2 + 1] * devices
     assert_logged(folder, summary)
 
 
 def test_resume_in_a_new_process(alone: Any, tmp_path: Path) -> None:
-    """Totals go on from those in the checkpoint; a step's values do not notice."""
+    """Totals continue from the checkpoint, and values of a step do not change."""
     folder, (first,) = alone
     (second,) = launch(tmp_path, resume=folder / "saved.ckpt")
     own = second["traffic"]["shared_write_bytes"] / 1e12
@@ -53,7 +53,10 @@ def test_resume_in_a_new_process(alone: Any, tmp_path: Path) -> None:
 
 
 def extent_bytes(numel: int) -> int:
-    """One tasklet of fp32 Adam: three arrays, each padded to a page, and a page that ends in the trailer."""
+    """Return the bytes of one tasklet of fp32 Adam.
+
+    Each of three arrays is padded to a page, and another page ends in the trailer.
+    """
     return 3 * (-(-4 * numel // PAGE) * PAGE) + PAGE
 
 

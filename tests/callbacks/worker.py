@@ -1,6 +1,6 @@
-"""Training with the monitor in processes of their own: ``python -m tests.callbacks.worker OUT DEVICES [CKPT]``.
+"""Trains with the monitor in processes of their own: ``python -m tests.callbacks.worker OUT DEVICES [CKPT]``.
 
-Every rank writes what it saw into ``OUT/rank-<rank>.json``; the logger's files and a checkpoint lie beside it.
+Every rank writes what it saw to ``OUT/rank-<rank>.json``, next to the logger's files and a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.helpers.processes import run_module
 
 
 def launch(out: Path, *, devices: int = 1, resume: Path | None = None) -> list[dict[str, Any]]:
-    """Trains in fresh processes; what each rank saw."""
+    """Train in fresh processes and return what each rank saw."""
     arguments = [str(out), str(devices), *([str(resume)] if resume else [])]
     done = run_module("tests.callbacks.worker", *arguments, ranks=devices)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -28,7 +28,7 @@ def launch(out: Path, *, devices: int = 1, resume: Path | None = None) -> list[d
 
 
 class Witness(pl.Callback):
-    """Notes this rank's own counters, and the collectives with a shape that only the metrics have."""
+    """A callback that records this rank's counters, and the collectives with the shape of the metrics."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {"gathers": 0}

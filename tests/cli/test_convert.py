@@ -21,7 +21,7 @@ def convert(folder: Path, *more: str) -> int:
 
 
 def test_converts_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The new state is in the format asked for, and kept; progress goes to stderr, the result to stdout."""
+    """The new state has the requested format and is kept. Progress goes to stderr, the result to stdout."""
     for rank in range(2):
         kept(tmp_path, Case(keep=True, rank=rank))
     assert convert(tmp_path, "--state-format", "int8") == 0
@@ -39,7 +39,7 @@ def test_one_rank_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_an_error_ends_in_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No traceback: what failed, and what to do about it."""
+    """The message says what failed and what to do, without a traceback."""
     assert convert(tmp_path, "--state-format", "bf16") == 1
     said = capsys.readouterr().err
     assert said.startswith("smart-infinity: Looking for optimizer state in") and said.count("\n") == 1
@@ -47,7 +47,7 @@ def test_an_error_ends_in_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C ends it as a shell expects, and leaves nothing."""
+    """Ctrl-C ends the command with a shell's status."""
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -59,7 +59,7 @@ def test_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 @pytest.mark.parametrize("arguments", [[], ["convert", "a"], ["convert", "a", "--into", "b", "--state-format", "int2"]])
 def test_what_argparse_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """No command, nowhere to write to, an unknown format: usage, and status 2."""
+    """A missing command, a missing destination or an unknown format prints the usage and gives status 2."""
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: smart-infinity" in capsys.readouterr().err
@@ -76,7 +76,7 @@ finally:
 
 
 def test_help_without_torch() -> None:
-    """``python -m lightning_smartinfinity.cli`` is the command, and its help comes at once."""
+    """``python -m lightning_smartinfinity.cli`` is the command, and its help does not import torch."""
     done = subprocess.run(
         [sys.executable, "-c", HELP], capture_output=True, text=True, env=fresh_environment(), timeout=PROCESS_LIMIT
     )

@@ -1,4 +1,4 @@
-"""Output that cannot be written: no traceback, whichever the command."""
+"""Output that cannot be written causes no traceback in any command."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_output_that_fails(
     status: int,
     reason: str,
 ) -> None:
-    """Says why, with status 1; nothing where the reader has gone, with a shell's status for it. Exit fails no more."""
+    """The command says why with status 1, or silently gives a shell's status if the reader is gone."""
     stream = output()
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(command) == status
@@ -63,7 +63,7 @@ def test_output_that_fails(
 
 
 def test_nowhere_to_say_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither output: the status still tells."""
+    """If neither stdout nor stderr works, the status still reports the failure."""
     for stream in (None, full(1)):
         monkeypatch.setattr(sys, "stdout", None)
         monkeypatch.setattr(sys, "stderr", stream)
@@ -72,7 +72,7 @@ def test_nowhere_to_say_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_errors_of_other_files_are_not_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not said to be."""
+    """An error of another file is not reported as an error of the output."""
 
     def failing(options: argparse.Namespace) -> int:
         raise BrokenPipeError

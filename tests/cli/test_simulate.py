@@ -29,7 +29,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 
 def test_prints_a_row_for_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of what the systems have: the seconds are those of the simulator."""
+    """Combinations that a system lacks are left out. The seconds are those of the simulator."""
     arguments = ["--parameters", "1e9", "2e9", "--devices", "2", "4", "--systems", "zero-infinity", "smartssd"]
     assert main(["simulate", *arguments, "--overlap", "none", "forward"]) == 0
     head, *lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
@@ -48,7 +48,7 @@ def test_prints_a_row_for_every_combination(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_memory_of_this_package(capsys: pytest.CaptureFixture[str]) -> None:
-    """By purpose, once for all overlaps, in GiB and as JSON in bytes; four bytes per parameter with error feedback."""
+    """Memory is listed by purpose, once for all overlaps, in GiB, and in JSON in bytes."""
     of = ["--parameters", "1073741824", "--devices", "2", "--systems", "su+o", "smartssd", "host"]
     of += ["--compression", "none", "0.01", "--overlap", "none", "forward"]
     assert main(["simulate", *of]) == 0
@@ -67,7 +67,10 @@ def test_memory_of_this_package(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_not_sent_is_kept_after_the_update(capsys: pytest.CaptureFixture[str]) -> None:
-    """By 0.8 ns of a core per parameter, on eight cores at most, of this package's cards with error feedback only."""
+    """Keeping the residual takes 0.8 ns of a core per parameter, on at most eight cores.
+
+    This holds only for this package's cards with error feedback.
+    """
     of = ["--parameters", "1e9", "--devices", "2", "--systems", "smartssd", "su+o"]
     of += ["--compression", "none", "0.01", "1"]
 
@@ -83,19 +86,19 @@ def test_what_is_not_sent_is_kept_after_the_update(capsys: pytest.CaptureFixture
             assert seconds["step"] == pytest.approx(without[case]["step"] + extra)
     hidden = times("--cores", "1", "--overlap", "forward")["smartssd", 0.01]["step"]
     serial = times("--cores", "1")["smartssd", 0.01]
-    # Forward is hidden, backward is not: its gradients wait.
+    # Forward is hidden, but backward is not, because its gradients wait.
     assert serial["update"] + serial["backward"] - 1e-9 <= hidden < serial["step"]
 
 
 def test_sizes_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without an exponent where there is nothing to shorten."""
+    """Sizes print without an exponent where it shortens nothing."""
     sizes = ["1", "1000", "124e6", "8.4e9", "1e12"]
     assert main(["simulate", "--parameters", *sizes, "--devices", "1", "--systems", "zero-infinity"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == sizes
 
 
 def test_json_is_as_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field stands in docs/simulation.md, and none else does."""
+    """docs/simulation.md lists exactly the fields of the JSON output."""
     of = ["--parameters", "1e6", "--devices", "2", "--systems", "zero-infinity", "smartssd", "host"]
     of += ["--optimizer", "sgd"]
     found = simulated(capsys, *of, "--compression", "none", "0.01", "--gpu", "A100", "--dtype", "fp16")
@@ -125,7 +128,7 @@ def test_json_is_as_documented(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_has_seconds_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    """And the machine that was simulated."""
+    """The output has the machine, seconds and bytes."""
     found = simulated(capsys, "--parameters", "1e9", "--devices", "3", "--systems", "su+o", "smartssd")
     assert found["machine"]["device"]["read"] == 2.8e9
     published, ours = found["rows"]
@@ -137,7 +140,7 @@ def test_json_has_seconds_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compression_and_formats_where_they_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    """SmartSSDs have fp32 state, the host dense gradients."""
+    """SmartSSDs run only fp32 state, and the host only dense gradients."""
     arguments = ("--parameters", "1e8", "--devices", "2", "--state-formats", "fp32", "int8")
     found = simulated(capsys, *arguments, "--systems", "smartssd", "host", "--compression", "none", "0.01")
     assert [(row["system"], row["state_format"], row["ratio"]) for row in found["rows"]] == [
@@ -151,7 +154,7 @@ def test_compression_and_formats_where_they_exist(capsys: pytest.CaptureFixture[
 
 
 def test_rates_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice as fast in all that an update waits for: half the seconds."""
+    """Doubling every rate that an update waits for halves its seconds."""
     of = ("--parameters", "1e8", "--devices", "1", "--systems", "host")
     slow = simulated(capsys, *of, "--read", "1", "--write", "1", "--channel", "8", "--cpu", "1")
     fast = simulated(capsys, *of, "--read", "2", "--write", "2", "--channel", "16", "--cpu", "2", "--kernel", "3")
@@ -162,7 +165,7 @@ def test_rates_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_options_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
-    """GPU, dtype, optimizer, duplex SSDs and the gradients' way."""
+    """GPU, dtype, optimizer, duplex SSDs and the gradients' route change the simulation."""
     of = ("--parameters", "1e9", "--devices", "2", "--systems", "smartssd")
 
     def row(*more: str) -> Any:
@@ -180,7 +183,7 @@ def test_options_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("devices", [("1", "2"), ("2",)])
 def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: tuple[str, ...]) -> None:
-    """A line for each series: against devices, or model size if there is one number of devices."""
+    """Each series is a line against devices, or against model size if there is one number of devices."""
     plot = tmp_path / "steps.svg"
     arguments = ["--parameters", "1e8", "2e8", "--devices", *devices, "--systems", "su+o", "smartssd"]
     assert main(["simulate", *arguments, "--compression", "0.01", "--plot", str(plot)]) == 0
@@ -197,7 +200,7 @@ def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: tupl
 def test_a_plot_that_cannot_be_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What to install or to name, no traceback, and nothing is simulated before."""
+    """The error says what to install or to name, and nothing is simulated before it."""
     few = ["simulate", "--parameters", "1e8", "--devices", "1"]
     (tmp_path / "folder.svg").mkdir()
     assert main([*few, "--plot", str(tmp_path / "folder.svg")]) == 1

@@ -1,4 +1,4 @@
-"""Options of ``smart-infinity simulate``, and what cannot be had with them."""
+"""Options of ``smart-infinity simulate``, and combinations that are unavailable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SWITCHES = {"--duplex", "--error-feedback", "--json", "--plot"}
 
 
 def test_help_says_what_every_option_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """None is without words, and but for switches each has its default in them: passing it changes nothing."""
+    """Every option has a description and, except for switches, its true default in it."""
     monkeypatch.setenv("COLUMNS", "2000")
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
@@ -60,7 +60,7 @@ TRAINED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("optimizer", TRAINED)
 def test_what_training_refuses_is_not_simulated(state: str, dtype: str, optimizer: str) -> None:
-    """Formats of the state that do not go with a dtype, an optimizer or SmartSSDs."""
+    """The simulator refuses the state formats that training refuses for a dtype, an optimizer or SmartSSDs."""
     from lightning_smartinfinity.zero3.validation import check_optimizer, check_state_format
 
     kind, settings = TRAINED[optimizer]
@@ -91,7 +91,7 @@ def test_what_training_refuses_is_not_simulated(state: str, dtype: str, optimize
     ],
 )
 def test_nothing_to_simulate(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    """No empty table and no empty plot: what was asked, and what there is."""
+    """Instead of an empty table or plot an error says what was asked and what exists."""
     plot = tmp_path / "steps.svg"
     for more in ([], ["--json"], ["--plot", str(plot)]):
         assert main(["simulate", *arguments, *more]) == 1
@@ -103,7 +103,7 @@ def test_nothing_to_simulate(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 
 def test_listed_values_that_are_left_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """On standard error, once; the rest is simulated."""
+    """One message on standard error names the omitted value, and the rest is simulated."""
     few = ["--parameters", "1e6", "--devices", "1", "2", "--systems", "zero-infinity", "smartssd"]
     found = [*few, "--compression", "none", "0.01", "--state-formats", "fp32", "int8"]
     assert main(["simulate", *found]) == 0

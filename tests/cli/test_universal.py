@@ -25,7 +25,7 @@ def test_converts_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_an_error_ends_in_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No traceback: what failed, and what to do about it."""
+    """The message says what failed and what to do, without a traceback."""
     assert main(["universal", str(tmp_path / "nowhere"), "--into", str(tmp_path / "new"), "--quiet"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("smart-infinity: The checkpoint") and said.endswith("does not exist. Check the path.\n")

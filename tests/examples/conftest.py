@@ -17,7 +17,7 @@ _MODULES = ("byte_lm", "finetune_text", "finetune_text_cli", "report", "text_fol
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a module of the examples, which are scripts and no package."""
+    """Import a module of the examples, which are scripts and not a package."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     for name in _MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -26,7 +26,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 @pytest.fixture
 def run_example(tmp_path: Path) -> Callable[..., str]:
-    """Runs a script of the examples in an empty folder; what it printed. It must end as ``status`` says."""
+    """Run an example script in an empty folder, assert its exit status, and return its output."""
 
     def run(script: str, *arguments: str, status: int = 0) -> str:
         done = subprocess.run(

@@ -14,7 +14,7 @@ Example = Callable[[str], ModuleType]
 
 @pytest.mark.parametrize(("size", "expected"), [("124m", 124e6), ("355m", 355e6), ("774m", 774e6), ("1.5b", 1558e6)])
 def test_sizes_hold_what_their_names_say(example: Example, size: str, expected: float) -> None:
-    """GPT-2's parameter counts, within two percent."""
+    """The sizes have GPT-2's parameter counts, within two percent."""
     with torch.device("meta"):
         model = example("byte_lm").ByteLM(size, block_size=1024)
         model.configure_model()
@@ -28,7 +28,7 @@ def test_unknown_size(example: Example) -> None:
 
 
 def test_only_matrices_decay(example: Example) -> None:
-    """Names tell matrices from vectors and embeddings, since ZeRO-3 leaves no shapes."""
+    """Names distinguish matrices from vectors and embeddings, since ZeRO-3 leaves no shapes."""
     byte_lm = example("byte_lm")
     model = byte_lm.ByteLM("nano")
     model.configure_model()
@@ -38,7 +38,7 @@ def test_only_matrices_decay(example: Example) -> None:
 
 
 def test_learning_rate(example: Example) -> None:
-    """Rises linearly to its peak, then falls to a tenth and stays there."""
+    """The rate rises linearly to its peak, then falls to a tenth and stays there."""
     factors = [example("byte_lm").warmup_cosine(step, num_warmup=4, num_steps=12) for step in range(15)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4:] == sorted(factors[4:], reverse=True)
@@ -47,7 +47,7 @@ def test_learning_rate(example: Example) -> None:
 
 
 def test_no_look_ahead(example: Example) -> None:
-    """What is predicted at a place does not change with the bytes after it."""
+    """A prediction does not depend on later bytes."""
     torch.manual_seed(0)
     model = example("byte_lm").Decoder(2, 32, 2, block_size=8)
     tokens = torch.randint(0, 256, (1, 8))
@@ -58,7 +58,7 @@ def test_no_look_ahead(example: Example) -> None:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A folder of 40 files of one sentence, over and over."""
+    """A folder of 40 files that repeat one sentence."""
     folder = tmp_path / "text"
     folder.mkdir()
     for index in range(40):
@@ -67,7 +67,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_learns_and_generates(example: Example, text: Path, tmp_path: Path) -> None:
-    """In plain torch, one sentence is learnt by heart."""
+    """In plain torch the model learns one sentence by heart."""
     L.seed_everything(0, verbose=False)
     model = example("byte_lm").ByteLM("nano", block_size=32, lr=1e-2)
     trainer = fit(model, example("text_folder").TextFolder(str(text), "*.txt", block_size=32), tmp_path, max_steps=120)
@@ -77,7 +77,7 @@ def test_learns_and_generates(example: Example, text: Path, tmp_path: Path) -> N
 
 
 def test_initial_weights_from_a_checkpoint(example: Example, text: Path, tmp_path: Path) -> None:
-    """A new model begins with the weights that were saved."""
+    """A new model begins with the saved weights."""
     byte_lm = example("byte_lm")
     model = byte_lm.ByteLM("nano", block_size=32)
     trainer = fit(model, example("text_folder").TextFolder(str(text), "*.txt", block_size=32), tmp_path, max_steps=1)
@@ -89,7 +89,7 @@ def test_initial_weights_from_a_checkpoint(example: Example, text: Path, tmp_pat
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small are slowed down by threads, the more so on a busy machine."""
+    """Run on one thread, since more threads slow down models this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

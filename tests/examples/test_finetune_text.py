@@ -28,7 +28,7 @@ SMALL = (
 
 
 def test_trains_saves_and_goes_on(run_example: Run, tmp_path: Path) -> None:
-    """Table, held-out loss, traffic, memory and sample are printed; the checkpoint resumes and starts new runs."""
+    """The output has all reports, and the checkpoint resumes and starts new runs."""
     output = run_example("finetune_text.py", *SMALL, "--max-steps", "4", "--storage", "disk0", "disk1")
     assert [int(step) for step in re.findall(r"^ +(\d+) +\d\.\d{3} {6,}", output, re.MULTILINE)] == [1, 2, 3, 4]
     losses = [float(loss) for loss in re.findall(r"(\d\.\d{3}) at step", output)]
@@ -47,7 +47,7 @@ def test_trains_saves_and_goes_on(run_example: Run, tmp_path: Path) -> None:
 
 
 def test_two_processes(run_example: Run, tmp_path: Path) -> None:
-    """Both take part to the end, sample and checkpoint included; only the first prints."""
+    """Both processes take part to the end, and only the first prints."""
     options = ("--max-steps", "2", "--devices", "2", "--accumulate", "2", "--precision", "bf16-true")
     output = run_example("finetune_text.py", *SMALL, *options)
     assert output.count("held-out loss") == 1
@@ -56,14 +56,14 @@ def test_two_processes(run_example: Run, tmp_path: Path) -> None:
 
 
 def test_plain_torch_for_comparison(run_example: Run) -> None:
-    """Another strategy prints the same without the traffic."""
+    """Another strategy prints no traffic."""
     output = run_example("finetune_text.py", *SMALL, "--max-steps", "2", "--strategy", "auto")
     assert "SingleDeviceStrategy" in output
     assert "bytes per parameter" not in output
 
 
 def test_lightning_cli(run_example: Run, tmp_path: Path) -> None:
-    """The configuration file trains the same; the strategy is found by name, the traffic is in the logger's file."""
+    """The configuration file trains, finds the strategy by name, and logs the traffic."""
     options = {
         "trainer.max_steps": "4",
         "trainer.val_check_interval": "2",
@@ -84,13 +84,13 @@ def test_lightning_cli(run_example: Run, tmp_path: Path) -> None:
 
 
 def test_precision_follows_the_hardware(example: Callable[[str], ModuleType]) -> None:
-    """On a CPU: bfloat16 if it has instructions for it, else float32."""
+    """On a CPU the example chooses bfloat16 if there are instructions for it, else float32."""
     has_instructions = re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", Path("/proc/cpuinfo").read_text()) is not None
     assert example("finetune_text").choose_precision("cpu") == ("bf16-mixed" if has_instructions else "32-true")
 
 
 def test_cli_imports_no_strategy() -> None:
-    """The CLI and its model know nothing of the package."""
+    """The CLI and its model do not mention the package."""
     for name in ("finetune_text_cli.py", "byte_lm.py", "text_folder.py"):
         assert "lightning_smartinfinity" not in (EXAMPLES / name).read_text()
 

@@ -1,4 +1,4 @@
-"""What a loop in Fabric may get wrong: an error of our own, with a remedy."""
+"""Bad input in a Fabric loop raises our own error with a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.training.test_bad_input import assert_helpful
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fabric, Any, Any, Any]]:
-    """A Fabric, a model with optimizer that has taken a step, and one without."""
+    """Yield a Fabric, a trained model, its optimizer, and a model without one."""
     fabric = quiet_fabric(tmp_path_factory.mktemp("storage"))
     net = nn.Linear(8, 2)
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
@@ -112,7 +112,7 @@ MISUSES: dict[str, tuple[Misuse, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("misuse", MISUSES)
 def test_misuse_is_refused(misuse: str, trained: tuple[Fabric, Any, Any, Any]) -> None:
-    """What cannot work raises before it does anything."""
+    """A misuse raises an error before it does anything."""
     act, named = MISUSES[misuse]
     with pytest.raises((CheckpointError, UnsupportedError)) as caught:
         act(*trained)
@@ -121,7 +121,7 @@ def test_misuse_is_refused(misuse: str, trained: tuple[Fabric, Any, Any, Any]) -
 
 
 def test_keys_that_the_checkpoint_has_not(trained: tuple[Fabric, Any, Any, Any], tmp_path: Path) -> None:
-    """An error, unless strict=False: then what is missing stays as it is."""
+    """A missing key raises an error. With strict=False its value stays unchanged."""
     fabric, model, optimizer, _ = trained
     fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer, "step": 1})
     state = {"model": model, "optimizer": optimizer, "step": 0, "epoch": 7}
@@ -132,7 +132,7 @@ def test_keys_that_the_checkpoint_has_not(trained: tuple[Fabric, Any, Any, Any],
 
 
 def test_folders_that_are_no_checkpoint(trained: tuple[Fabric, Any, Any, Any], tmp_path: Path) -> None:
-    """A path that is missing, a file, an empty folder, one that cannot be looked at: an error that names it."""
+    """A missing path, a file, an empty folder or an unreadable path raises an error that names it."""
     fabric, model, optimizer, _ = trained
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
@@ -142,7 +142,7 @@ def test_folders_that_are_no_checkpoint(trained: tuple[Fabric, Any, Any, Any], t
 
 
 def test_plain_weights_that_do_not_fit(trained: tuple[Fabric, Any, Any, Any], tmp_path: Path) -> None:
-    """No state dict, or that of another model: an error that names what is wrong."""
+    """A file without a state dict, or with another model's, raises an error that names the fault."""
     fabric, model, *_ = trained
     torch.save([1], tmp_path / "list.pt")
     torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "other.pt")
@@ -152,7 +152,7 @@ def test_plain_weights_that_do_not_fit(trained: tuple[Fabric, Any, Any, Any], tm
 
 
 def test_after_close(tmp_path: Path) -> None:
-    """Steps and saves say that the training's state is gone; closing again does nothing."""
+    """Steps and saves after close raise an error, and closing again does nothing."""
     fabric = quiet_fabric(tmp_path)
     net = nn.Linear(2, 1)
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
@@ -168,14 +168,14 @@ def test_after_close(tmp_path: Path) -> None:
     [({"storage": 3}, "3"), ({"stage": 2}, "'stage'"), ({"precision_plugin": None}, "precision_plugin")],
 )
 def test_unknown_settings_raise_in_the_constructor(settings: dict[str, Any], named: str) -> None:
-    """As for the Trainer's strategy."""
+    """The constructor refuses unknown settings, as the Trainer's strategy does."""
     with pytest.raises(ConfigError) as caught:
         SmartInfinityFabricStrategy(**settings)
     assert_helpful(caught.value, named)
 
 
 def test_precision_plugins() -> None:
-    """Ours stands in for DeepSpeed's, keeps its own kind, and refuses others."""
+    """Our plugin replaces DeepSpeed's, keeps its precision, and refuses other plugins."""
     for precision in ("bf16-true", "16-mixed"):
         fabric = Fabric(strategy=SmartInfinityFabricStrategy(), accelerator="cpu", devices=1, precision=precision)
         assert type(fabric.strategy.precision) is SmartInfinityFabricPrecision
@@ -187,7 +187,7 @@ def test_precision_plugins() -> None:
 
 
 def test_a_complex_tensor(tmp_path: Path) -> None:
-    """Refused before its imaginary part is lost."""
+    """A complex tensor is refused before its imaginary part is lost."""
     net = nn.Linear(2, 1)
     net.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
     fabric = quiet_fabric(tmp_path, precision="bf16-true")

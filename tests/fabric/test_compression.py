@@ -1,4 +1,4 @@
-"""Compressed gradients in a loop of the user's own."""
+"""Compressed gradients in a user's own Fabric loop."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def batch_of(number: int) -> torch.Tensor:
 
 
 class Training:
-    """One process: a model of two layers, its optimizer, and one batch for each step.
+    """A training on one process, with a model of two layers, its optimizer, and one batch per step.
 
     Args:
-        root: For the state.
-        precision: Fabric's.
-        error_feedback: Of the codec.
-        **settings: Of the strategy.
+        root: Folder for the state.
+        precision: Fabric's precision.
+        error_feedback: The codec's setting.
+        **settings: Settings of the strategy.
     """
 
     def __init__(self, root: Path, *, precision: str = "32-true", error_feedback: bool = True, **settings: Any) -> None:
@@ -50,25 +50,25 @@ class Training:
         self.model, self.optimizer = self.fabric.setup(module, optimizer)
 
     def step(self, number: int, factor: float = 1.0) -> None:
-        """Forward, backward and the update."""
+        """Run forward, backward and the update."""
         self.fabric.backward(self.model(batch_of(number)).square().mean() * factor)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     @property
     def residual(self) -> torch.Tensor:
-        """A copy."""
+        """A copy of the residual."""
         held: Any = self.fabric.strategy
         return held._near_storage_optimizer.rank_state.compressed.residual.clone()  # type: ignore[no-any-return]
 
     @property
     def state(self) -> dict[str, Any]:
-        """As Fabric saves it."""
+        """The state that Fabric saves."""
         return {"model": self.model, "optimizer": self.optimizer}
 
 
 def test_a_step_that_overflows_leaves_the_residual(tmp_path: Path) -> None:
-    """In fp16, where the loss scale falls by it; what is kept has no part of the scale."""
+    """A step that overflows in fp16 leaves the residual, which does not contain the loss scale."""
     training = Training(tmp_path, precision="16-mixed")
     training.step(0)
     before = training.residual
@@ -83,7 +83,7 @@ def test_a_step_that_overflows_leaves_the_residual(tmp_path: Path) -> None:
 
 
 def test_loading_replaces_the_residual(tmp_path: Path) -> None:
-    """By that of the checkpoint, in a training that has one of its own; by zero, if it has none."""
+    """Loading replaces the residual by the checkpoint's, or by zero if the checkpoint has none."""
     without = Training(tmp_path / "without", error_feedback=False)
     without.step(0)
     without.fabric.save(tmp_path / "without.ckpt", without.state)
@@ -104,14 +104,14 @@ def set_gradient(training: Training) -> None:
 
 
 def go_backward_elsewhere(training: Training) -> None:
-    training.model.module(batch_of(1)).square().mean().backward()  # nobody is told: the step would refuse it
+    training.model.module(batch_of(1)).square().mean().backward()  # bypasses the engine: the step would refuse it
 
 
 @pytest.mark.parametrize("write", [set_gradient, go_backward_elsewhere])
 def test_gradients_that_come_beside_the_update(
     write: Callable[[Training], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the step in flight left out is of its own gradients, not of those that take their place."""
+    """The residual comes from the gradients of the step in flight, not from those that replace them."""
     monkeypatch.setattr(GradientPath, "bypasses_buckets", False)  # as on a GPU, or with several processes
     expected = Training(tmp_path / "expected")
     expected.step(0)

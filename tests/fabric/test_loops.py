@@ -1,4 +1,4 @@
-"""What a loop in Fabric may do between setup and close."""
+"""Operations that a Fabric loop may use between setup and close."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.fabric.worker import quiet_fabric
 from tests.helpers.damage import flip_bit_behind
 from tests.helpers.initialised import Initialised
 
-EPS = 1e-4  # as in tests.helpers.models: no full steps from rounding noise
+EPS = 1e-4  # as in tests.helpers.models: a small eps would turn rounding noise into full steps
 
 
 def build_net() -> nn.Sequential:
-    """The same small network every time."""
+    """Return the same small network every time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
@@ -57,7 +57,7 @@ def losses_of(model: nn.Module) -> list[float]:
 
 
 def test_clipping_changes_the_gradients_there_are_as_in_torch(fabric: Fabric) -> None:
-    """By norm and by value, in any order and more than once; gradients that arrive later are added whole."""
+    """Clipping by norm and by value works in any order and repeatedly, and later gradients are added unclipped."""
     model, optimizer = set_up(fabric)
     plain = build_net()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS)
@@ -78,7 +78,7 @@ def test_clipping_changes_the_gradients_there_are_as_in_torch(fabric: Fabric) ->
 
 
 def test_clipping_a_gradient_that_is_not_finite(fabric: Fabric) -> None:
-    """The error of torch, or with error_if_nonfinite=False the norm as it is; the step is skipped."""
+    """Clipping raises torch's error, or returns the norm with error_if_nonfinite=False. The step is skipped."""
     model, optimizer = set_up(fabric)
     before = losses_of(model)
     fabric.backward(loss_of(model, 0) * float("inf"))
@@ -93,7 +93,7 @@ def test_clipping_a_gradient_that_is_not_finite(fabric: Fabric) -> None:
 
 
 def test_clipping_takes_the_loss_scale_into_account(tmp_path: Path) -> None:
-    """fp16: the norm returned and the limits are those of unscaled gradients."""
+    """In fp16 the returned norm and the limits apply to unscaled gradients."""
     fabric = quiet_fabric(tmp_path, precision="16-true", options={"loss_scale": 2.0**10})
     model, optimizer = set_up(fabric)
     plain = build_net()
@@ -115,7 +115,7 @@ def test_clipping_takes_the_loss_scale_into_account(tmp_path: Path) -> None:
 
 
 def test_micro_batches_add_up_in_fp32(tmp_path: Path) -> None:
-    """In bf16, too, a small gradient is not lost beside a large one, and nothing is divided by their number."""
+    """In bf16, too, small gradients add up beside a large one, and the sum is not divided by their number."""
     fabric = quiet_fabric(tmp_path, precision="bf16-true")
     net = nn.Linear(1, 1, bias=False)
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
@@ -127,7 +127,7 @@ def test_micro_batches_add_up_in_fp32(tmp_path: Path) -> None:
 
 
 def test_zero_grad_drops_what_backward_left(fabric: Fabric) -> None:
-    """Gradients before zero_grad are in no step; a step without gradients changes nothing."""
+    """A step does not use gradients from before zero_grad, and a step without gradients changes nothing."""
     model, optimizer = set_up(fabric)
     before = losses_of(model)
     fabric.backward(loss_of(model, 0))
@@ -141,7 +141,7 @@ def test_zero_grad_drops_what_backward_left(fabric: Fabric) -> None:
 
 @pytest.mark.parametrize("when", ["before setup", "in setup", "after setup"])
 def test_scheduler_is_the_loops_own(when: str, fabric: Fabric) -> None:
-    """Whenever it was built, it acts on the optimizer, and nobody but the loop steps it."""
+    """The scheduler acts on the optimizer, whenever it was built, and only the loop steps it."""
     net, plain = build_net(), build_net()
     given = torch.optim.AdamW(net.parameters(), lr=0.1, eps=EPS)
     scheduler: Any = None if when == "after setup" else torch.optim.lr_scheduler.StepLR(given, 1, 0.5)
@@ -164,7 +164,7 @@ def test_scheduler_is_the_loops_own(when: str, fabric: Fabric) -> None:
 
 
 def test_state_beside_the_model_is_saved_and_loaded(fabric: Fabric, tmp_path: Path) -> None:
-    """Numbers, arrays, modules and schedulers of the loop come back; the second save to a path is what counts."""
+    """Numbers, arrays and modules of the loop are restored, from the second save to the path."""
     model, optimizer = set_up(fabric)
     other = nn.Linear(2, 2)
     state = {"model": model, "optimizer": optimizer, "step": 1, "array": batch(1).numpy(), "tensor": batch(2)}
@@ -186,7 +186,7 @@ def test_state_beside_the_model_is_saved_and_loaded(fabric: Fabric, tmp_path: Pa
 
 
 def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric: Fabric, tmp_path: Path) -> None:
-    """A model that only evaluates takes them; one that trains takes them and leaves its optimizer as it is."""
+    """A model without an optimizer takes the weights. A training model takes them and keeps its optimizer's state."""
     model, optimizer = set_up(fabric)
     for step in range(2):
         fabric.backward(loss_of(model, step))
@@ -208,7 +208,7 @@ def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric:
 
 
 def test_weights_of_a_damaged_checkpoint_leave_a_training_as_it_was(fabric: Fabric, tmp_path: Path) -> None:
-    """A bit at the end of the masters: the error names the file, and what was written before it is put back."""
+    """An error names the file with a flipped bit in the last master, and the weights written before are restored."""
     model, optimizer = set_up(fabric)
     fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer})
     fabric.backward(loss_of(model, 0))
@@ -223,7 +223,7 @@ def test_weights_of_a_damaged_checkpoint_leave_a_training_as_it_was(fabric: Fabr
 
 
 def test_plain_weights_reach_the_model_and_its_masters(fabric: Fabric, tmp_path: Path) -> None:
-    """load_raw takes what torch.save(module.state_dict()) wrote; training goes on from there."""
+    """load_raw takes a file of torch.save(module.state_dict()), and training continues from these weights."""
     source = build_net()
     nn.init.normal_(source[0].weight)
     torch.save(source.state_dict(), tmp_path / "weights.pt")
@@ -241,7 +241,7 @@ def test_plain_weights_reach_the_model_and_its_masters(fabric: Fabric, tmp_path:
 
 
 def test_full_weights_are_loaded_from_one_file(tmp_path: Path) -> None:
-    """load_full_weights: a file with the state's keys, as Lightning's strategies take it; no optimizer is in one."""
+    """load_full_weights takes one file with the state's keys, as in Lightning's strategies, but no optimizer."""
     source = build_net()
     nn.init.normal_(source[0].weight)
     torch.save({"model": source.state_dict(), "step": 7, "more": 1}, tmp_path / "whole.pt")
@@ -261,7 +261,7 @@ def test_full_weights_are_loaded_from_one_file(tmp_path: Path) -> None:
 
 
 def test_random_states_go_on_where_they_were_saved(fabric: Fabric, tmp_path: Path) -> None:
-    """torch, numpy and Python draw after loading what they drew after saving; without RandomStates nothing is kept."""
+    """torch, numpy and Python repeat the draws that followed the save. Without RandomStates they do not."""
 
     def draws() -> tuple[float, float, float]:
         return torch.rand(()).item(), float(np.random.rand()), random.random()
@@ -278,7 +278,7 @@ def test_random_states_go_on_where_they_were_saved(fabric: Fabric, tmp_path: Pat
 
 
 def test_random_states_of_other_processes_are_left_out() -> None:
-    """A warning says that draws do not go on; the generators are as they were."""
+    """A warning says that the draws differ, and the generators stay unchanged."""
     saved = {**RandomStates().state_dict(), "world_size": 2}
     torch.rand(())
     before = torch.get_rng_state()
@@ -288,7 +288,7 @@ def test_random_states_of_other_processes_are_left_out() -> None:
 
 
 def test_a_second_model_evaluates_beside_the_one_that_trains(fabric: Fabric) -> None:
-    """Setting it up, before or in mid-training, changes nothing for the other."""
+    """Setting up a second model changes nothing for the first, and training leaves the second unchanged."""
     teacher = fabric.setup_module(build_net())
     model, optimizer = set_up(fabric)
     second = fabric.setup(build_net())
@@ -301,14 +301,14 @@ def test_a_second_model_evaluates_beside_the_one_that_trains(fabric: Fabric) -> 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
 def test_a_model_evaluates_in_sixteen_bit(precision: str, tmp_path: Path) -> None:
-    """Without optimizer, too, 16 bit runs on a CPU."""
+    """A model without an optimizer runs in 16 bit on a CPU."""
     fabric = quiet_fabric(tmp_path, precision=precision)
     torch.testing.assert_close(losses_of(fabric.setup(build_net())), losses_of(build_net()), rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("empty_init", [None, True])
 def test_model_built_in_init_module_trains_like_any(empty_init: bool | None, fabric: Fabric) -> None:
-    """ZeRO-3 partitions every layer as it is built; the values and the training are the same."""
+    """ZeRO-3 partitions every layer as it is built, and training gives the same values."""
     with fabric.init_module(empty_init=empty_init):
         net = build_net()
     assert all(p.numel() == 0 for p in net.parameters())
@@ -325,7 +325,7 @@ def test_model_built_in_init_module_trains_like_any(empty_init: bool | None, fab
 
 
 def test_layers_initialised_again_in_init_module_have_the_values_of_torch(fabric: Fabric, tmp_path: Path) -> None:
-    """In every way that plain torch knows, as in configure_model; tied parameters stay tied."""
+    """Every way to initialise gives torch's values, as in configure_model, and tied parameters stay tied."""
     with fabric.init_module():
         torch.manual_seed(0)
         net = Initialised()
@@ -345,7 +345,7 @@ def test_layers_initialised_again_in_init_module_have_the_values_of_torch(fabric
 
 
 def test_tensors_of_init_tensor_are_whole(tmp_path: Path) -> None:
-    """They have the precision's dtype and are not partitioned; a module built there is like any other."""
+    """Tensors have the precision's dtype and are not partitioned. A module built there trains."""
     fabric = quiet_fabric(tmp_path, precision="bf16-true")
     with fabric.init_tensor():
         tensor, net = torch.ones(3), build_net()
@@ -359,7 +359,7 @@ def test_tensors_of_init_tensor_are_whole(tmp_path: Path) -> None:
 
 
 def test_traffic_counts_until_the_storage_is_closed(fabric: Fabric, tmp_path: Path) -> None:
-    """Counters and sizes as in the Trainer; close removes the state, and a model may be set up again after it."""
+    """Counters and sizes work as in the Trainer. close() removes the state, and a model can be set up again."""
     strategy = fabric.strategy
     assert isinstance(strategy, SmartInfinityFabricStrategy)
     for _ in range(2):
@@ -377,7 +377,7 @@ def test_traffic_counts_until_the_storage_is_closed(fabric: Fabric, tmp_path: Pa
 
 
 def test_a_forgotten_fabric_does_not_hold_its_folder(tmp_path: Path) -> None:
-    """A function that trains may be called twice in one process, without close."""
+    """A function that trains without close can be called twice in one process."""
 
     def call() -> float:
         fabric = quiet_fabric(tmp_path)

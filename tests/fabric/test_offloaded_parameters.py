@@ -1,4 +1,4 @@
-"""Parameters on storage, and compiled modules: a loop in Fabric gets the bits that it gets without."""
+"""Parameters on storage and compiled modules do not change the bits of a Fabric loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECIPE = Recipe(
 
 
 def test_parameters_on_storage_train_and_resume_to_the_same_bits(tmp_path: Path) -> None:
-    """Losses and masters of the loop with its parameters in memory, straight on and from a checkpoint."""
+    """Losses and masters equal those with parameters in memory, uninterrupted and resumed."""
     plain = train(Run(out=str(tmp_path / "a"), recipe=RECIPE))
     options = {"zero": {**NVME, "sub_group_size": 3000}}
     straight = train(Run(out=str(tmp_path / "b"), recipe=RECIPE, options=options, save_at=(2,)))
@@ -37,21 +37,21 @@ def test_parameters_on_storage_train_and_resume_to_the_same_bits(tmp_path: Path)
 
 
 def wide() -> nn.Sequential:
-    """Weights of at least a block, which go to storage."""
+    """Return a model whose weights take at least one block, so that they go to storage."""
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(256, 256), nn.Tanh())
     return nn.Sequential(nn.Linear(8, 256), inner, nn.Linear(256, 8))
 
 
 def compiled() -> nn.Sequential:
-    """The same, with a submodule compiled in place."""
+    """Return the same model with a submodule compiled in place."""
     net = wide()
     net[1].compile(backend="eager")
     return net
 
 
 def losses_of_steps(build: Callable[[], nn.Module], root: Path, *, partitioned: bool = False, **options: Any) -> Any:
-    """Three steps, and whether parameters lay on storage."""
+    """Train for three steps and return the losses, and whether parameters were on storage."""
     fabric = quiet_fabric(root, options=options)
     with fabric.init_module() if partitioned else nullcontext():
         net = build()
@@ -68,14 +68,14 @@ def losses_of_steps(build: Callable[[], nn.Module], root: Path, *, partitioned: 
 
 
 def test_a_model_built_into_storage_trains_to_the_same_bits(tmp_path: Path) -> None:
-    """Under init_module parameters go to storage as they are made."""
+    """Under init_module parameters go to storage as they are built."""
     expected, _ = losses_of_steps(wide, tmp_path / "a")
     assert losses_of_steps(wide, tmp_path / "b", partitioned=True, zero=NVME) == (expected, True)
 
 
 @pytest.mark.parametrize("options", [{}, {"zero": NVME}], ids=["memory", "storage"])
 def test_a_submodule_compiled_in_place_trains_to_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
-    """With its parameters in memory and on storage."""
+    """The bits are the same with parameters in memory and on storage."""
     torch._dynamo.reset()
     expected, _ = losses_of_steps(wide, tmp_path / "a")
     assert losses_of_steps(compiled, tmp_path / "b", **options) == (expected, bool(options))

@@ -1,4 +1,4 @@
-"""A loop in Fabric trains like plain torch, and a resumed one as if it had never stopped."""
+"""A Fabric loop trains like plain torch, and a resumed loop equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
 from tests.training.worker import Outcome
 
 PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
-# Parameter groups, a scheduler by step, windows of two micro-batches and of one, clipping, unused parameters.
+# The recipe has parameter groups, a step scheduler, windows of two micro-batches and of one, clipping, and unused
+# parameters.
 EVERYTHING = Recipe(
     groups=True, scheduler="step", clip=0.3, accumulate=2, epoch_batches=3, skip_side_at=(1, 2), max_steps=5, depth=1
 )
@@ -25,15 +26,15 @@ RESUME_AT = 2
 
 def _run(out: Path, precision: str, *, devices: int = 1) -> Run:
     recipe = dataclasses.replace(EVERYTHING, precision=precision)
-    # fp16 with a scale that settles after the checkpoint, so that it is one of the things to resume.
+    # In fp16 the scale settles after the checkpoint, so that it must be resumed, too.
     options: dict[str, Any] = {"initial_scale_power": 22, "hysteresis": 1} if precision.startswith("16") else {}
-    # How state is stored must not matter to what is resumed.
+    # The state format must not affect what is resumed.
     options["state_format"] = "bf16" if precision == "bf16-true" else "fp32"
     return Run(out=str(out), recipe=recipe, devices=devices, save_at=(RESUME_AT,), options=options)
 
 
 def _resumed(run: Run) -> Run:
-    """What goes on from the checkpoint of a run, with another ring."""
+    """Return a run that resumes from another run's checkpoint with another ring."""
     return dataclasses.replace(
         run,
         out=f"{run.out}-resumed",
@@ -44,7 +45,7 @@ def _resumed(run: Run) -> Run:
 
 
 def assert_equals_torch(outcome: Outcome, recipe: Recipe, *, world_size: int = 1) -> None:
-    """Losses and masters are those of a plain torch loop that skips the same steps."""
+    """Assert that losses and masters equal a plain torch loop that skips the same steps."""
     expected = reference.train(recipe, world_size=world_size, skipped=outcome.extra["skipped"])
     kind = recipe.precision.split("-")[0]
     torch.testing.assert_close(
@@ -57,7 +58,7 @@ def assert_equals_torch(outcome: Outcome, recipe: Recipe, *, world_size: int = 1
 
 
 def assert_goes_on(resumed: Outcome, straight: Outcome) -> None:
-    """Everything after the checkpoint is equal to the bit."""
+    """Assert that everything after the checkpoint is equal bit for bit."""
     assert resumed.losses == straight.losses[-len(resumed.losses) :]
     assert 0 < len(resumed.losses) < len(straight.losses)
     for name, master in straight.masters.items():
@@ -68,7 +69,7 @@ def assert_goes_on(resumed: Outcome, straight: Outcome) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Outcome]]:
-    """One process, every precision."""
+    """Train on one process in every precision."""
     root = tmp_path_factory.mktemp("alone")
     runs = [_run(root / precision, precision) for precision in PRECISIONS]
     return {run.recipe.precision: (run, train(run)) for run in runs}
@@ -76,7 +77,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Outc
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Outcome]]:
-    """Two processes; the last run sees a NaN on one rank."""
+    """Train on two processes; the last run sees a NaN on one rank."""
     root = tmp_path_factory.mktemp("together")
     runs = [_run(root / precision, precision, devices=2) for precision in ("16-mixed",)]
     not_finite = Recipe(precision="bf16-mixed", eps=1e-3, nan_at=(1,), nan_rank=1, max_steps=3, depth=1)
@@ -87,7 +88,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, O
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_trains_like_torch(precision: str, alone: dict[str, tuple[Run, Outcome]]) -> None:
-    """Accumulated, clipped and scheduled by the user's loop: the losses and masters of plain torch."""
+    """A loop that accumulates, clips and schedules gets the losses and masters of plain torch."""
     run, outcome = alone[precision]
     assert_equals_torch(outcome, run.recipe)
     assert bool(outcome.extra["skipped"]) == precision.startswith("16"), "the scale was to overflow in fp16"
@@ -95,21 +96,21 @@ def test_every_precision_trains_like_torch(precision: str, alone: dict[str, tupl
 
 @pytest.mark.parametrize("name", ["16-mixed", "nan"])
 def test_two_processes_train_like_torch(name: str, together: dict[str, tuple[Run, Outcome]]) -> None:
-    """Two ranks equal plain torch on the batches of both; a NaN on one rank skips the step on both."""
+    """Two ranks equal plain torch on the batches of both, and a NaN on one rank skips the step on both."""
     run, outcome = together[name]
     assert_equals_torch(outcome, run.recipe, world_size=2)
     assert name != "nan" or outcome.extra["skipped"] == [1]
 
 
 def test_resume_in_a_fresh_process_is_bit_exact(alone: dict[str, tuple[Run, Outcome]]) -> None:
-    """One process, every precision: model, optimizer, scheduler, loss scale and the loop's own counter go on."""
+    """Model, optimizer, scheduler, loss scale and the loop's own counter resume in every precision."""
     resumed = launch(*(_resumed(run) for run, _ in alone.values()))
     for outcome, (_, straight) in zip(resumed, alone.values(), strict=True):
         assert_goes_on(outcome, straight)
 
 
 def test_resume_in_two_fresh_processes_is_bit_exact(together: dict[str, tuple[Run, Outcome]]) -> None:
-    """The same with two ranks."""
+    """Two ranks resume bit for bit."""
     pairs = [pair for name, pair in together.items() if name != "nan"]
     resumed = launch(*(_resumed(run) for run, _ in pairs))
     for outcome, (_, straight) in zip(resumed, pairs, strict=True):

@@ -1,4 +1,4 @@
-"""Fabric loads universal checkpoints, with the optimizer or without."""
+"""Fabric loads universal checkpoints with or without the optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECIPE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), max_steps=4)
 
 
 def test_fabric_resumes_from_a_universal_checkpoint_to_the_bit(tmp_path: Path) -> None:
-    """Losses, masters, step counts and the user's own state are those of the loop that never stopped."""
+    """Losses, masters, step counts and the user's own state equal those of an uninterrupted loop."""
     straight = train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_at=(2,)))
     universal = convert(tmp_path / "a" / "step-2.ckpt")
     resumed = train(Run(out=str(tmp_path / "b"), recipe=RECIPE, resume=str(universal)))
@@ -25,7 +25,7 @@ def test_fabric_resumes_from_a_universal_checkpoint_to_the_bit(tmp_path: Path) -
 
 
 def test_fabric_loads_the_weights_of_a_universal_checkpoint_alone(tmp_path: Path) -> None:
-    """Masters and parameters are the checkpoint's; moments and step counts stay as they were."""
+    """Masters and parameters take the checkpoint's values, and step counts stay at zero."""
     saved = train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_at=(4,)))
     fabric = quiet_fabric(tmp_path / "storage")
     module = RECIPE.build_model()

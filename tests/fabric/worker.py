@@ -1,4 +1,4 @@
-"""A user's own loop in Fabric; ``python -m tests.fabric.worker RUNS.json`` runs it in processes of its own."""
+"""Runs a user's own Fabric loop in processes of its own: ``python -m tests.fabric.worker RUNS.json``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Run:
 
 
 def launch(*runs: Run) -> list[Outcome]:
-    """Train one after the other in fresh processes."""
+    """Train runs in turn in fresh processes."""
     return launch_runs(*runs, worker="tests.fabric.worker")
 
 
 def quiet_fabric(storage: Path | str | None = None, **settings: Any) -> Fabric:
-    """A launched Fabric on one CPU, or as the settings say."""
+    """Return a launched Fabric on one CPU, or with the given settings."""
     from lightning_smartinfinity import SmartInfinityFabricStrategy
 
     options = settings.pop("options", {})
@@ -48,7 +48,7 @@ def quiet_fabric(storage: Path | str | None = None, **settings: Any) -> Fabric:
 
 
 def train(run: Run) -> Outcome:
-    """The loop, in this process (and those that Fabric launches)."""
+    """Run the loop in this process and in those that Fabric launches."""
     from lightning_smartinfinity import TransferConfig
 
     recipe = run.recipe
@@ -99,7 +99,7 @@ def train(run: Run) -> Outcome:
 
 
 def _window(fabric: Fabric, model: Any, recipe: Recipe, step: int) -> list[float]:
-    """Forward and backward of a step's micro-batches, scaled by the loop itself."""
+    """Run forward and backward for a step's micro-batches, scaled by the loop itself."""
     losses = []
     num_micro = recipe.window(step)
     for micro in range(num_micro):

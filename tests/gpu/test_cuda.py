@@ -1,6 +1,7 @@
-"""Training on a CUDA device: parameters leave tasklet by tasklet, gradients arrive in registered memory.
+"""Training on a CUDA device: parameters leave by tasklet, gradients arrive in registered memory.
 
-Every run is a process of its own: DeepSpeed chooses CPU or CUDA once per process, and other tests choose the CPU.
+Every run has a process of its own, because DeepSpeed chooses CPU or CUDA once per process and other tests choose the
+CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 
 @RunIf(cuda_devices=1)
 def test_every_precision_trains_like_torch_on_a_gpu(tmp_path: Path) -> None:
-    """Losses follow plain torch's on the CPU within the differences of two matrix libraries."""
+    """Losses follow plain torch's on the CPU, up to the differences between two matrix libraries."""
     base = Recipe(groups=True, scheduler="step", clip=0.5, accumulate=2, skip_side_at=(1,))
     recipes = [dataclasses.replace(base, precision=precision) for precision in PRECISIONS]
     outcomes = launch(*(_run(tmp_path / recipe.precision, recipe) for recipe in recipes))
@@ -32,7 +33,7 @@ def test_every_precision_trains_like_torch_on_a_gpu(tmp_path: Path) -> None:
 
 @RunIf(cuda_devices=1)
 def test_resume_on_a_gpu_is_bit_exact(tmp_path: Path) -> None:
-    """Stop and resume in a new process, with another ring: nothing differs."""
+    """A run resumed in a new process with another ring equals an uninterrupted one bit for bit."""
     recipe = Recipe(precision="bf16-mixed", groups=True, scheduler="step", clip=0.5, max_steps=6)
     straight = _run(tmp_path / "straight", recipe, save_at=(3,), deterministic=True)
     resumed = _run(

@@ -1,4 +1,4 @@
-"""A loop in Fabric on a CUDA device, in processes of its own."""
+"""A Fabric loop on a CUDA device, in processes of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 
 @RunIf(cuda_devices=1)
 def test_every_precision_trains_like_torch_in_fabric_on_a_gpu(tmp_path: Path) -> None:
-    """Accumulated and clipped by the loop: losses follow plain torch's on the CPU."""
+    """A loop that accumulates and clips has losses that follow plain torch's on the CPU."""
     base = Recipe(groups=True, scheduler="step", clip=0.5, accumulate=2, skip_side_at=(1,))
     runs = []
     for precision in PRECISIONS:

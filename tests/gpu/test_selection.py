@@ -1,4 +1,4 @@
-"""What a real CUDA device selects is what the host selects, to the bit."""
+"""A real CUDA device selects the same gradients as the host, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = RunIf(cuda_devices=1)
 
 
 def values_of(numel: int, seed: int) -> torch.Tensor:
-    """With ties, zeros, subnormals, and what no 16-bit type holds."""
+    """Return values with ties, zeros, subnormals, and numbers that no 16-bit type holds."""
     generator = torch.Generator().manual_seed(seed)
     special = torch.tensor([0.5, -0.5, 0.0, -0.0, 1e-40, 7e4, -3.4e38, math.inf])
     picked = special[torch.randint(len(special), (numel,), generator=generator)]
@@ -39,7 +39,7 @@ def test_payloads_are_those_of_the_host(numel: int, ratio: float, dtype: torch.d
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 3.0])
 def test_what_was_not_sent_is_added_as_on_the_host(scale: float) -> None:
-    """Rounded after each operation, nothing fused."""
+    """The device rounds after each operation, without fusing them."""
     gradient, residual = values_of(100_000, seed=1), values_of(100_000, seed=2).clamp(-1e30, 1e30)
     total = with_residual(gradient.cuda(), residual.cuda(), scale).cpu()
     assert torch.equal(total.view(torch.int32), with_residual(gradient, residual, scale).view(torch.int32))
@@ -47,7 +47,7 @@ def test_what_was_not_sent_is_added_as_on_the_host(scale: float) -> None:
 
 @pytest.mark.parametrize("offload", [{}, {"offload_param": {"device": "cpu"}}])
 def test_a_training_is_the_same_wherever_is_selected(offload: dict[str, Any], tmp_path: Path) -> None:
-    """With exact=False the host selects, and of so few elements exactly."""
+    """With exact=False the host selects, and it selects exactly among so few elements."""
     recipe = Recipe(precision="bf16-mixed", clip=0.5, accumulate=2, max_steps=4)
     by_device, by_host = (
         launch(

@@ -1,4 +1,4 @@
-"""Arena, parameters and streams on a real CUDA device; the same without one is in tests/transfer/test_cuda.py."""
+"""Arena, parameters and streams on a real CUDA device. tests/transfer/test_cuda.py covers them without one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CudaRun(Run):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_partition_on_the_device(tmp_path: Path, link: CudaLink, dtype: torch.dtype) -> None:
-    """It takes the bits of one in host memory, through commits and rollbacks."""
+    """A partition on the device takes the same bits as one in host memory, through commits and rollbacks."""
     with running(tmp_path / "host", SMALL_RING.but(dtype=dtype)) as host:
         host.steps(range(3))
         expected = host.state()
@@ -74,7 +74,7 @@ def test_partition_on_the_device(tmp_path: Path, link: CudaLink, dtype: torch.dt
 @pytest.mark.parametrize("arena_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """First, later and mixed with the host's, on several streams: the bits of the host."""
+    """First and later gradients from several streams, some from the host, give the host's bits."""
     layout = layout_of(Case(shapes=((1_200_000, 1, 0, 0), (7, 0, 0, 0)), tasklet_bytes=1 << 20))
     host, device = GradientArena(layout, dtype=arena_dtype), GradientArena(layout, dtype=arena_dtype, link=link)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -91,7 +91,7 @@ def test_gradients_from_the_device(link: CudaLink, arena_dtype: torch.dtype, dty
 
 
 def test_the_arena_is_registered(link: CudaLink) -> None:
-    """Torch sees pinned memory, until the arena is closed."""
+    """Torch sees pinned memory until the arena is closed."""
     arena = GradientArena(layout_of(Case()), link=link)
     assert link.device.registration_failure == ""
     assert arena.buffer.is_pinned()
@@ -100,10 +100,10 @@ def test_the_arena_is_registered(link: CudaLink) -> None:
 
 
 def test_arrivals_do_not_wait_for_a_busy_stream(link: CudaLink) -> None:
-    """First and later gradients return while the stream still works; the norm then is that of both."""
+    """Gradients are accepted while the stream still works, and the norm then counts them."""
     arena = GradientArena(layout_of(Case()), link=link)
     gradient = torch.ones(12_000, device="cuda")
-    for _ in range(2):  # what is allocated once
+    for _ in range(2):  # makes allocations that happen only once
         arena.arrive(1, gradient)
     arena.reset()
     torch.cuda.synchronize()
@@ -119,7 +119,10 @@ def test_arrivals_do_not_wait_for_a_busy_stream(link: CudaLink) -> None:
 
 
 def test_copies_keep_their_order_with_the_users_stream(tmp_path: Path, link: CudaLink) -> None:
-    """What reads parameters before the step sees the old ones however late it runs, and after wait() the new ones."""
+    """Reads of parameters before the step see the old values, however late they run.
+
+    Reads after wait() see the new ones.
+    """
     run = CudaRun(tmp_path, Case(), link)
     old = [tensor.clone() for tensor in run.on_device]
     plan = run.collect(1)
@@ -138,7 +141,7 @@ def test_copies_keep_their_order_with_the_users_stream(tmp_path: Path, link: Cud
 def test_a_step_never_waits_for_the_whole_device(
     tmp_path: Path, link: CudaLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends while another stream of the device is busy."""
+    """A step ends while another stream of the device is busy."""
     run = CudaRun(tmp_path, Case(), link)
     run.step(0)
     other, busy = torch.cuda.Stream(), torch.cuda.Event()

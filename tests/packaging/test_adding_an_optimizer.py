@@ -1,4 +1,4 @@
-"""The page that shows how to add an optimizer names the files that RMSprop, its worked example, takes."""
+"""The page on adding an optimizer lists the files that RMSprop, its example, needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUFFIXES = (".cpp", ".hpp", ".inl", ".py", ".txt")
 
 
 def test_the_page_lists_the_files_that_name_its_example() -> None:
-    """A further file that has to know an optimizer belongs on the page, or should derive what it needs."""
+    """A new file that names an optimizer must be added to the page, or must derive what it needs."""
     page = (ROOT / "docs/adding_an_optimizer.md").read_text()
     listed = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in SUFFIXES]

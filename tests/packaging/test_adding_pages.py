@@ -1,4 +1,4 @@
-"""The pages that show how to add something list the files that the tree has."""
+"""The pages on adding something list the files of the source tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SOURCES = {".py", ".cpp", ".hpp", ".inl", ".pyi"}
 
 
 def product_files(pattern: str) -> set[str]:
-    """The product files in which a pattern occurs."""
+    """Return the product files in which a pattern occurs."""
     return {
         str(path.relative_to(ROOT))
         for folder in PRODUCT
@@ -21,7 +21,7 @@ def product_files(pattern: str) -> set[str]:
 
 
 def test_a_state_format_touches_the_files_on_its_page() -> None:
-    """The worked example is in no other product file: its name, its codes and the kernel that rounds to them."""
+    """The page lists every product file with the example's name, its codes or the kernel that rounds to them."""
     page = (ROOT / "docs" / "adding_a_state_format.md").read_text()
     listed = re.findall(r"`((?:lightning_smartinfinity|hls)/[\w/.]+)`", page)
     assert sorted(listed) == sorted(product_files(r"int8_remainder|kCodes|round_int8"))

@@ -1,4 +1,4 @@
-"""The page that tells how something new comes to live on storage names what there is."""
+"""The page on keeping something new on storage names existing code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_THE_STANDARD_LIBRARY = {"os.write", "os.getpid", "weakref.finalize"}
 
 
 def found(name: str) -> object:
-    """Returns what a dotted name below the package stands for."""
+    """Return the object of a dotted name below the package."""
     value: object = importlib.import_module("lightning_smartinfinity")
     for part in name.removeprefix("lightning_smartinfinity.").split("."):
         if not hasattr(value, part) and isinstance(value, ModuleType):
@@ -30,13 +30,13 @@ def found(name: str) -> object:
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - OF_THE_STANDARD_LIBRARY))
 def test_names_are_importable(name: str) -> None:
-    """Each module, class, function and method that the page names is there."""
+    """Each module, class, function and method that the page names exists."""
     assert found(name) is not None
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_named_alone_are_named_in_full_elsewhere(name: str) -> None:
-    """A class without its module is one that the page has with it."""
+    """The page also names each class together with its module."""
     assert any(name in dotted.split(".") for dotted in NAMES)
 
 

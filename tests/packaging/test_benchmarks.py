@@ -1,4 +1,4 @@
-"""Benchmarks run, at their smallest size."""
+"""Benchmarks run at their smallest size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.native.builds import run
 from tests.training.worker import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
-# Arguments of a run that takes seconds, and what the lines of its table begin with.
+# Arguments of a run that takes seconds, and how the lines of its table begin.
 RUNS = {
     "backward.py": (
         ["--size", "tiny", "--runs", "1"],
@@ -58,7 +58,7 @@ RUNS = {
         ["| tensors 20 |", "| folders 2 |", "| processes 1 |", "| processes 2 |"],
     ),
     "step.py": (
-        # A system of each kind but those whose Adam would have to be built.
+        # One system of each kind, except those whose Adam would have to be built.
         [
             *("--size", "tiny", "--steps", "4", "--clip", "on", "--stock-io", "glue", "--json", "figures.json"),
             *("--systems", "zero_infinity_tuned", "int8/backward"),
@@ -70,12 +70,12 @@ RUNS = {
         ["| state format, engine |", "| fp32, io_uring |", "| fp32, plain |", "| int8_remainder, threads |"],
     ),
 }
-# Those that run where XRT is there.
+# Scripts that run only where XRT is installed.
 ON_CARDS = {
     "calibration.py": (["--tiny", "--folder", "."], ["| update by |", "| host | 2 | 4 |", "| cards | 1 | 4 |"]),
     "xrt_bindings.py": (["--tiny", "--folder", "."], ["| binding |", "| native |", "| pyxrt |"]),
 }
-# What plots.py makes of what these wrote, and what stands in it.
+# The plots that plots.py makes of these figures, and texts in them.
 PLOTTED = {
     "scaling.py": {"figures.svg": ["tensors", "folders", "processes", "seconds per step"]},
     "step.py": {
@@ -86,7 +86,7 @@ PLOTTED = {
 }
 
 
-# Scripts that need what the machines that run the tests lack, and what they say without it.
+# Scripts that need what test machines lack, and their messages without it.
 REFUSALS = {"gpu_step.py": "measures copies from and to a CUDA device; torch finds none here"}
 
 
@@ -106,7 +106,7 @@ def test_benchmark_prints_its_table_with_the_machine(
 
 
 def begin_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, as if no test had trained in this process."""
+    """Change to a folder and restore the environment from before any training in this process."""
     for name in set(os.environ) - set(fresh_environment()):
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(core.__file__).parents[2]), str(REPOSITORY)]))
@@ -114,7 +114,7 @@ def begin_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part of a benchmark that wants pretrained weights, with others; figures that are there are not made again."""
+    """Fine-tuning works with other pretrained weights, and existing figures are not computed again."""
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     weights = tmp_path / "weights"
@@ -139,7 +139,7 @@ def test_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_plotted(figures: Path, plots: dict[str, list[str]]) -> None:
-    """plots.py makes these of the figures; all of it is removed again."""
+    """Assert that plots.py makes these plots of the figures, and remove them all."""
     output = figures.with_name("plots")
     printed = run(sys.executable, BENCHMARKS / "plots.py", figures, "--output", output).stdout.splitlines()
     assert " cores, " in printed[0]
@@ -152,7 +152,7 @@ def assert_plotted(figures: Path, plots: dict[str, list[str]]) -> None:
 
 
 def test_plots_refuse_other_figures(tmp_path: Path) -> None:
-    """A file that none of the plotted benchmarks wrote is named."""
+    """The error names a file that no plotted benchmark wrote."""
     other = tmp_path / "other.json"
     other.write_text('{"benchmark": "formats"}')
     refused = run(sys.executable, BENCHMARKS / "plots.py", other, "--output", tmp_path, expect_success=False)
@@ -162,7 +162,7 @@ def test_plots_refuse_other_figures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", REFUSALS)
 def test_benchmark_refuses_where_it_cannot_measure(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what is missing and measures nothing."""
+    """The script says what is missing and measures nothing."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     refused = run(sys.executable, BENCHMARKS / script, expect_success=False)
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -170,7 +170,7 @@ def test_benchmark_refuses_where_it_cannot_measure(script: str, monkeypatch: pyt
 
 
 def test_every_benchmark_is_run_here_and_named_in_the_readme() -> None:
-    """A new script has to be added to both."""
+    """A new script must be added to both."""
     scripts = {path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
     assert scripts == set(RUNS) | set(ON_CARDS) | set(REFUSALS) | {"plots.py"}
     readme = (BENCHMARKS / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""The layer contracts have teeth: each planted violation breaks the contract that forbids it."""
+"""Each planted violation breaks the layer contract that forbids it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VIOLATIONS = {
     "store/_planted.py": ("import torch", "native and store know no torch"),
     "native/_planted.py": ("import torch", "native and store know no torch"),
     "transfer/_planted.py": ("import deepspeed.runtime", "Only zero3 imports deepspeed"),
-    "_planted.py": ("", "Imports go one way"),  # a new room that found no place in the layers
+    "_planted.py": ("", "Imports go one way"),  # a new room without a place in the layers
     "devices/_planted.py": ("import lightning_smartinfinity.transfer", "Imports go one way"),
     "config.py": ("import lightning_smartinfinity.store", "Imports go one way"),
-    "zero3/_planted.py": ("", "The rooms of zero3 import one way"),  # a new module that found no place in the layers
+    "zero3/_planted.py": ("", "The rooms of zero3 import one way"),  # a new module without a place in the layers
     "zero3/parameters/_planted.py": ("import lightning_smartinfinity.zero3.step", "The rooms of zero3 import one way"),
     "zero3/step/_planted.py": (
         "import lightning.pytorch",
@@ -43,7 +43,7 @@ def copy_of_package(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# An editable installation finds the package before the folder that the linter is told to look in.
+# An editable installation would find the package before the linter's folder.
 LINT = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__name__.startswith("ScikitBuild")]
@@ -54,7 +54,7 @@ lint_imports_command(["--no-cache", "--no-logo"])
 
 
 def broken_contracts(folder: Path) -> list[str]:
-    """Names of the contracts that import-linter finds broken in a copy of the package."""
+    """Return the contracts that import-linter finds broken in a copy of the package."""
     completed = subprocess.run(
         [sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True, timeout=PROCESS_LIMIT
     )
@@ -65,13 +65,13 @@ def broken_contracts(folder: Path) -> list[str]:
 
 
 def test_package_keeps_all_contracts(copy_of_package: Path) -> None:
-    """The package as it is breaks none."""
+    """The package breaks no contract."""
     assert broken_contracts(copy_of_package) == []
 
 
 @pytest.mark.parametrize("file", VIOLATIONS)
 def test_violation_is_found(file: str, copy_of_package: Path) -> None:
-    """One forbidden import breaks the contract that names it."""
+    """One forbidden import breaks its contract."""
     line, contract = VIOLATIONS[file]
     with (copy_of_package / "lightning_smartinfinity" / file).open("a") as source:
         source.write(f"\n{line}\n")

@@ -26,25 +26,25 @@ UNNAMED = {name: told for name, told in ROWS if not name.endswith("/")}
     ],
 )
 def test_a_name_is_found(source: str, name: str) -> None:
-    """However a test names a module."""
+    """A module is found in every way that a test can name it."""
     assert name in names_in(source)
 
 
 def test_every_folder_of_tests_is_on_the_page() -> None:
-    """And no other; helpers are no tests."""
+    """The page names no other folder. Helpers are not tests."""
     folders = {folder.name for folder in TESTS.iterdir() if list(folder.glob("*.py"))}
     assert set(FOLDERS) == folders - {"helpers"}
 
 
 def test_every_room_is_tested_by_a_folder() -> None:
-    """Every module and folder at the package's top stands beside a folder of tests."""
+    """Every module and folder at the package's top has a row with a folder of tests."""
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     named = {name.split(".")[0] for told in FOLDERS.values() for name in re.findall(r"`([\w.]+)`", told)}
     assert rooms - {"__init__", "lightning_options"} <= named
 
 
 def test_modules_that_no_test_imports_are_on_the_page() -> None:
-    """Exactly these, in the order of the alphabet: a new module has a test that names it, or a row."""
+    """The page lists exactly these in alphabetical order. A new module needs a test that names it, or a row."""
     unnamed = {name.removeprefix(f"{PACKAGE.name}.") for name in untested(TESTS.parent)}
     assert {"missing": sorted(unnamed - set(UNNAMED)), "too many": sorted(set(UNNAMED) - unnamed)} == {
         "missing": [],
@@ -55,6 +55,6 @@ def test_modules_that_no_test_imports_are_on_the_page() -> None:
 
 @pytest.mark.parametrize("module", UNNAMED)
 def test_the_test_that_covers_a_module_exists(module: str) -> None:
-    """It is a file of tests."""
+    """The named file is a file of tests."""
     (file,) = re.findall(r"`([^`]+)`", UNNAMED[module])
     assert (TESTS / file).name.startswith("test_") and (TESTS / file).is_file()

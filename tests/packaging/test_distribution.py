@@ -1,4 +1,4 @@
-"""The source distribution and the wheel built from it: what they hold, and that they need no torch."""
+"""The contents of the source distribution and of the wheel built from it, which need no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGE = "lightning_smartinfinity"
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution of this checkout and the wheel built from that."""
+    """Build the source distribution of this checkout and the wheel from that, and return their folder."""
     folder = tmp_path_factory.mktemp("dist")
     completed = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT],
@@ -49,7 +49,7 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    """Every module, one extension with its stub, and the mark of types; no sources of the core, no tests."""
+    """The wheel has every module, one extension with its stub, and py.typed, but no sources or tests."""
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     python = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).rglob("*.py")}
     extensions = {name for name in names if name.endswith(".so")}
@@ -59,7 +59,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
 
 
 def test_wheel_injects_no_faults(wheel: zipfile.ZipFile) -> None:
-    """Built by default, the extension and its stub have none of the names that are for tests, nor their engines."""
+    """By default the extension and its stub lack the names and engines that exist for tests."""
     stub = wheel.read(f"{PACKAGE}/native/_core.pyi").decode()
     body = ast.parse(stub).body
     names = {node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
@@ -67,12 +67,12 @@ def test_wheel_injects_no_faults(wheel: zipfile.ZipFile) -> None:
     assert names - {"__all__"} == set(_core.__all__)
     assert not names & set(native_testing.__all__)
     extension = wheel.read(next(name for name in wheel.namelist() if name.endswith(".so")))
-    assert b"FileQueue" in extension  # the names of classes that throw or are bound can be read
+    assert b"FileQueue" in extension  # proves that class names can be read in the file
     assert not re.search(rb"FaultInjectingEngine|HoldingEngine|ThrottledEngine|use_cuda_library", extension)
 
 
 def test_source_distribution_holds_what_a_build_and_the_tests_need(distributions: Path) -> None:
-    """The sources of the core, documents and tests are there; no environment, no build, no binary."""
+    """The distribution has the core's sources and the tests, but no environment, build or binary."""
     with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     core = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE / "native" / "src").rglob("*") if path.is_file()}
@@ -82,7 +82,7 @@ def test_source_distribution_holds_what_a_build_and_the_tests_need(distributions
 
 
 def test_entry_points(wheel: zipfile.ZipFile) -> None:
-    """The group and the function by which discovery works, and the command."""
+    """The wheel declares the entry points for discovery and for the command."""
     name = next(name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
@@ -91,7 +91,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
 
 
 def test_requirements(metadata: Message) -> None:
-    """What users get with the package, and nothing that only developers need."""
+    """Users get the package's own requirements, and none that only developers need."""
     always = {line.replace(" ", "") for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     names = {re.split(r"[<>=!\[;]", requirement)[0] for requirement in always}
     assert names == {"torch", "lightning", "deepspeed", "torchmetrics", "numpy", "typing-extensions"}
@@ -101,7 +101,7 @@ def test_requirements(metadata: Message) -> None:
 
 
 def test_build_needs_no_torch() -> None:
-    """The core knows no torch, so that a wheel fits every torch and builds without one."""
+    """The core does not use torch, so that one wheel fits every torch and builds without one."""
     requires = re.search(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert requires is not None
     names = re.findall(r'"([\w-]+)', requires[1])
@@ -109,7 +109,7 @@ def test_build_needs_no_torch() -> None:
 
 
 def test_installed_core_runs_alone(distributions: Path, tmp_path: Path) -> None:
-    """The wheel's extension loads and computes without torch, or any other installed package."""
+    """The wheel's extension loads and computes without torch or any other installed package."""
     wheel = next(distributions.glob("*.whl"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path, wheel]
     subprocess.run(pip, check=True, timeout=PROCESS_LIMIT)
@@ -122,7 +122,7 @@ def test_installed_core_runs_alone(distributions: Path, tmp_path: Path) -> None:
         assert not {set(native_testing.__all__)!r} & vars(native._core).keys()
         print(native.__file__, hex(native.crc32c(data.address, 9)))
     """
-    # -S: no site-packages at all.
+    # With -S there are no site-packages.
     completed = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=PROCESS_LIMIT
     )

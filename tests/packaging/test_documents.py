@@ -1,4 +1,4 @@
-"""Documents that point somewhere."""
+"""Documents refer to existing files and make targets."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_links_within_the_project_lead_to_files(document: Path) -> None:
 
 
 def test_make_targets_named_in_documents_exist() -> None:
-    """Every ``make something`` that a reader is told to run is a target."""
+    """Every ``make something`` in a document is a target."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "\n".join(document.read_text() for document in DOCUMENTS)
     assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= targets
 
 
 def test_hooks_before_a_commit_fetch_nothing() -> None:
-    """Each runs one of the Makefile's targets, by what is installed."""
+    """Each hook runs one of the Makefile's targets with installed tools."""
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert repository["repo"] == "local"
     assert {hook["language"] for hook in repository["hooks"]} == {"system"}

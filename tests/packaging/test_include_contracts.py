@@ -1,4 +1,4 @@
-"""The direction of the core's rooms has teeth: each planted violation is found, and is the only one."""
+"""Each planted violation of the include direction between the core's rooms is found, and no other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def copy_of_sources(tmp_path: Path) -> Path:
 
 
 def test_the_core_keeps_its_direction() -> None:
-    """The checkout as it is breaks no rule."""
+    """The checkout breaks no rule."""
     completed = check(ROOT)
     assert (completed.returncode, completed.stderr) == (0, "")
 

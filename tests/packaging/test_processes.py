@@ -1,4 +1,4 @@
-"""Forked processes are like new ones, and what happens to them is seen."""
+"""Forked processes behave like new ones, and their failures are reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKER = "tests.helpers.reporting_worker"
 
 
 def test_ranks_are_like_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has this environment and its rank, numbers of its own, and its output and the end of an interpreter."""
+    """Each rank has the expected environment, its own random numbers, its output, and a normal interpreter exit."""
     monkeypatch.setenv("SOMETHING", "set since the server started")
     done = run_module(WORKER, tmp_path, "well", ranks=2)
     assert (done.returncode, done.stderr) == (0, "")
@@ -34,7 +34,7 @@ def test_ranks_are_like_new_processes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("how", "status"), [("badly", 1), ("never", -signal.SIGKILL)])
 def test_a_rank_that_fails_ends_the_others(how: str, status: int, tmp_path: Path) -> None:
-    """The status is that of the rank at fault, whose traceback is there to be shown."""
+    """The status is that of the failing rank, whose traceback is printed."""
     done = run_module(WORKER, tmp_path, how, ranks=2, timeout=60)
     assert done.returncode == status
     assert ("RuntimeError: told to" in done.stderr) == (how == "badly")

@@ -1,4 +1,4 @@
-"""Docstrings are sentences: none begins with a word that begins no sentence."""
+"""Docstrings are sentences and begin with no word that only fragments begin with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools import house
 
 
 def test_no_docstring_begins_with_a_fragment() -> None:
-    """Such as "Of each rank." or "What it holds."."""
+    """No docstring begins like "Of each rank." or "What it holds."."""
     found = [
         f"{path}:{node.lineno}"
         for path in house.sources(house.ROOT)
@@ -23,6 +23,6 @@ def test_no_docstring_begins_with_a_fragment() -> None:
 
 @pytest.mark.parametrize("first", house.FRAGMENTS)
 def test_a_fragment_is_found(first: str) -> None:
-    """In functions, classes and below attributes."""
+    """Fragments are found in functions, classes and below attributes."""
     text = f'def f():\n    """{first} it."""\n\n\nclass A:\n    """A sentence."""\n\n    x = 1\n    """{first} x."""\n'
     assert house.python_room(text).fragments == 2

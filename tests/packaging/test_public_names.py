@@ -1,4 +1,4 @@
-"""What ``import lightning_smartinfinity`` offers."""
+"""The public names of ``import lightning_smartinfinity``."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_all_is_sorted_and_complete() -> None:
 
 
 def test_dir_lists_names_that_are_not_loaded_yet() -> None:
-    """Completion in a shell offers the lazy names."""
+    """dir() lists lazy names, so that a shell can complete them."""
     assert set(dir(lightning_smartinfinity)) >= PUBLIC
 
 
 def test_type_checkers_see_every_lazy_name() -> None:
-    """What is loaded on first use is also imported under TYPE_CHECKING, from the same module."""
+    """Names loaded on first use are also imported under TYPE_CHECKING, from the same module."""
     seen = {
         alias.name: statement.module
         for block in ast.walk(ast.parse(inspect.getsource(lightning_smartinfinity)))
@@ -55,13 +55,13 @@ def test_type_checkers_see_every_lazy_name() -> None:
 
 
 def test_unknown_name() -> None:
-    """A misspelt name raises what every module raises."""
+    """A misspelt name raises an ordinary AttributeError."""
     with pytest.raises(AttributeError, match=r"'lightning_smartinfinity' has no attribute 'SmartInfinity'"):
         lightning_smartinfinity.SmartInfinity  # noqa: B018
 
 
 def test_import_loads_nothing_but_the_standard_library(tmp_path: Path) -> None:
-    """The package costs nothing until one of its names is used."""
+    """Importing the package loads no heavy library until one of its names is used."""
     code = """
     import sys
     before = set(sys.modules)
@@ -77,12 +77,12 @@ def test_import_loads_nothing_but_the_standard_library(tmp_path: Path) -> None:
 
 
 def test_version_is_that_of_the_installed_package() -> None:
-    """One place holds the version."""
+    """The version is defined in one place."""
     assert importlib.metadata.version("lightning-smartinfinity") == lightning_smartinfinity.__version__
 
 
 def test_changelog_says_what_is_released_and_when() -> None:
-    """Changes that are in no release come first, and every release has its date."""
+    """Unreleased changes come first, and every release has its date."""
     changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
     unreleased, *releases = re.findall(r"^## .*$", changelog, re.MULTILINE)
     assert unreleased == "## [Unreleased]"

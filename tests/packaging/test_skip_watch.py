@@ -1,4 +1,4 @@
-"""In CI a test that does not run is a failure, unless the machine cannot run it; so is memory that is left behind."""
+"""In CI a skipped test fails the session unless the machine cannot run it, and so does memory left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXPECTED_FAILURE = "import pytest\n@pytest.mark.xfail\ndef test_known_bug(): ass
 
 
 def run(folder: Path, source: str, *, ci: str) -> tuple[int, str]:
-    """Runs pytest with this project's conftest on one test file: its exit status and what it printed."""
+    """Run pytest with this project's conftest on one test file and return its exit status and output."""
     shutil.copytree(TESTS / "helpers", folder / "tests" / "helpers", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "shm").mkdir()
     conftest = (TESTS / "conftest.py").read_text().replace("/dev/shm", str(folder / "shm"))
@@ -65,27 +65,27 @@ def test_skip_without_a_good_reason_fails_in_ci(source: str, tmp_path: Path) -> 
 
 
 def test_skip_for_want_of_a_device_passes_in_ci(tmp_path: Path) -> None:
-    """No CUDA device is a good reason; it is printed."""
+    """A missing CUDA device is a good reason, and the reason is printed."""
     status, output = run(tmp_path, LACKS_CUDA, ci="true")
     assert status == 0
     assert "no CUDA device" in output
 
 
 def test_skip_outside_ci_only_prints(tmp_path: Path) -> None:
-    """A developer may skip; the reason is printed."""
+    """A developer may skip a test, and the reason is printed."""
     status, output = run(tmp_path, SKIPS, ci="")
     assert status == 0
     assert "did not feel like it" in output
 
 
 def test_expected_failure_is_no_skip(tmp_path: Path) -> None:
-    """An xfail did run."""
+    """An expected failure counts as a test that ran."""
     assert run(tmp_path, EXPECTED_FAILURE, ci="true")[0] == 0
 
 
 @pytest.mark.parametrize(("ci", "expected"), [("true", 1), ("", 0)])
 def test_memory_left_behind_fails_in_ci(ci: str, expected: int, tmp_path: Path) -> None:
-    """A buffer of DeepSpeed's op for collectives stays in /dev/shm for ever; the session names it."""
+    """The session names a buffer of DeepSpeed's op for collectives, which would stay in /dev/shm."""
     source = LEAVES_MEMORY.replace("{shared}", str(tmp_path / "shm"))
     status, output = run(tmp_path, source, ci=ci)
     assert status == expected
@@ -93,5 +93,5 @@ def test_memory_left_behind_fails_in_ci(ci: str, expected: int, tmp_path: Path) 
 
 
 def test_no_tests_at_all_fail(tmp_path: Path) -> None:
-    """A session that collects nothing has checked nothing."""
+    """A session that collects no tests fails."""
     assert run(tmp_path, "", ci="true")[0] == 5

@@ -1,4 +1,4 @@
-"""``tools/system_packages.sh`` on systems that lack something, played by stand-ins for id, apt-get and Python."""
+"""``tools/system_packages.sh`` on incomplete systems, simulated by stand-ins for id, apt-get and Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.waiting import PROCESS_LIMIT
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "system_packages.sh"
-# What the script itself runs.
+# The script itself runs these.
 TOOLS = ("bash", "env", "xargs", "cat", "touch", "chmod", "echo")
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
@@ -24,7 +24,7 @@ exit {no_headers}
 
 
 class System:
-    """A folder of commands that stands for the whole PATH."""
+    """A folder of commands that replaces the whole PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class System:
         self.add("id", f"#!/usr/bin/env bash\necho {0 if root else 1000}\n")
 
     def add_apt(self, *, installs: str) -> None:
-        """An apt-get that creates one command when it is asked to install something."""
+        """Add an apt-get that creates one command when it is asked to install something."""
         command = f'{{ echo "apt-get $*"; [ "$1" != install ] || {{ touch {self.folder}/{installs}; '
         command += f"chmod +x {self.folder}/{installs}; }}; }}"
         self.add("apt-get", f"#!/usr/bin/env bash\n{command}\n")
@@ -64,7 +64,7 @@ def system(tmp_path: Path) -> System:
 
 
 def test_complete_system_is_left_alone(system: System) -> None:
-    """Nothing is installed and nothing printed when all is there, even as root."""
+    """A complete system gets no installation and no message, even as root."""
     system.add_apt(installs="never")
     assert system.run() == (0, "")
 
@@ -84,7 +84,7 @@ exit 1
 
 
 def test_missing_liburing_is_installed_as_root(system: System) -> None:
-    """Root on a system with apt-get gets io_uring, too."""
+    """Root on a system with apt-get also gets liburing."""
     system.add("g++", COMPILER_WITHOUT_LIBURING)
     system.add_apt(installs="liburing")
     status, output = system.run()
@@ -94,7 +94,7 @@ def test_missing_liburing_is_installed_as_root(system: System) -> None:
 
 @pytest.mark.parametrize("root", [True, False], ids=["without apt-get", "not root"])
 def test_missing_liburing_is_no_error(root: bool, system: System) -> None:
-    """The build goes on without it, and says what that means."""
+    """The script succeeds without it and names the package."""
     system.add("g++", COMPILER_WITHOUT_LIBURING)
     system.be(root=root)
     if not root:
@@ -105,7 +105,7 @@ def test_missing_liburing_is_no_error(root: bool, system: System) -> None:
 
 
 def test_liburing_that_cannot_be_installed_is_no_error(system: System) -> None:
-    """As on a system whose packages are too old to have it."""
+    """A failed installation is not an error, as on a system with older packages."""
     system.add("g++", COMPILER_WITHOUT_LIBURING)
     system.add("apt-get", '#!/usr/bin/env bash\n[ "$1" != install ]\n')
     status, output = system.run()
@@ -115,7 +115,7 @@ def test_liburing_that_cannot_be_installed_is_no_error(system: System) -> None:
 
 @pytest.mark.parametrize("root", [True, False], ids=["without apt-get", "not root"])
 def test_missing_compiler_is_named_where_it_cannot_be_installed(root: bool, system: System) -> None:
-    """The message names the package; nothing is installed."""
+    """The message names the package, and nothing is installed."""
     (system.folder / "g++").unlink()
     system.be(root=root)
     if not root:
@@ -128,7 +128,7 @@ def test_missing_compiler_is_named_where_it_cannot_be_installed(root: bool, syst
 
 
 def test_missing_venv_and_headers_are_named_together(system: System) -> None:
-    """One message for all that is missing."""
+    """One message names all that is missing."""
     system.add("python3", PYTHON.format(too_old=0, no_venv=1, no_headers=1))
     system.be(root=False)
     status, output = system.run()
@@ -137,7 +137,7 @@ def test_missing_venv_and_headers_are_named_together(system: System) -> None:
 
 
 def test_installation_that_does_not_help_is_an_error(system: System) -> None:
-    """A Python of one's own does not get its headers from the system's packages."""
+    """A Python that the user built does not get its headers from the system's packages."""
     system.add("python3", PYTHON.format(too_old=0, no_venv=0, no_headers=1))
     system.add_apt(installs="unrelated")
     status, output = system.run()
@@ -146,7 +146,7 @@ def test_installation_that_does_not_help_is_an_error(system: System) -> None:
 
 
 def test_old_python_is_refused(system: System) -> None:
-    """The message says which version it is and how to name another one."""
+    """The message gives the version and says how to name another Python."""
     system.add("python3", PYTHON.format(too_old=1, no_venv=0, no_headers=0))
     status, output = system.run()
     assert status == 1

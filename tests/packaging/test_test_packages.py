@@ -1,4 +1,4 @@
-"""``tools/test_packages.sh`` on systems with and without XRT, played by stand-ins for id and apt-get."""
+"""``tools/test_packages.sh`` on systems with and without XRT, simulated by stand-ins for id and apt-get."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = ("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.13.0", "usr/include/xrt/vers
 
 
 class System:
-    """A folder that holds a system's files, and one with commands that stands for the whole PATH."""
+    """A folder with a system's files, and one with commands that replaces the whole PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.root, self.commands = folder / "root", folder / "commands"
@@ -31,7 +31,7 @@ class System:
         self.add("id", f"echo {0 if root else 1000}")
 
     def add_apt(self, *files: str) -> None:
-        """An apt-get whose packages hold these files."""
+        """Add an apt-get whose packages hold these files."""
         paths = [self.root / file for file in files]
         install = "".join(f"\nmkdir -p {path.parent}; touch {path}" for path in paths)
         self.add("apt-get", f'echo "apt-get $*"\n[ "$1" = install ] || exit 0{install}')
@@ -54,7 +54,7 @@ def system(tmp_path: Path) -> System:
 
 
 def test_system_with_xrt_is_left_alone(system: System) -> None:
-    """Nothing is installed and nothing printed, even as root."""
+    """A complete system gets no installation and no message, even as root."""
     for file in FILES:
         (system.root / file).parent.mkdir(parents=True, exist_ok=True)
         (system.root / file).touch()
@@ -64,7 +64,7 @@ def test_system_with_xrt_is_left_alone(system: System) -> None:
 
 @pytest.mark.parametrize("missing", FILES)
 def test_missing_xrt_is_installed_as_root(system: System, missing: str) -> None:
-    """Nothing but what tests need, if any of it is missing."""
+    """The packages that tests need are installed if any file is missing."""
     for file in set(FILES) - {missing}:
         (system.root / file).parent.mkdir(parents=True, exist_ok=True)
         (system.root / file).touch()
@@ -76,7 +76,7 @@ def test_missing_xrt_is_installed_as_root(system: System, missing: str) -> None:
 
 @pytest.mark.parametrize("root", [True, False], ids=["without apt-get", "not root"])
 def test_missing_xrt_is_named_where_it_cannot_be_installed(root: bool, system: System) -> None:
-    """Tests go on without, and the note says which are skipped."""
+    """The script succeeds, and the note says which tests are skipped."""
     system.be(root=root)
     if not root:
         system.add_apt(*FILES)
@@ -86,12 +86,12 @@ def test_missing_xrt_is_named_where_it_cannot_be_installed(root: bool, system: S
 
 
 def test_xrt_that_cannot_be_installed_is_no_error(system: System) -> None:
-    """As on a system that has no such package."""
+    """A failed installation is not an error, as on a system without such a package."""
     system.add("apt-get", '[ "$1" != install ]')
     assert "could not be installed" in system.run()
 
 
 def test_xrt_of_another_version_is_no_error(system: System) -> None:
-    """As on a newer system."""
+    """Another version is not an error, as on a newer system."""
     system.add_apt("usr/lib/x86_64-linux-gnu/libxrt_noop.so.2.17.0", *FILES[1:])
     assert "not of version 2.13" in system.run()

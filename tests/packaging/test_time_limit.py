@@ -1,4 +1,4 @@
-"""Tests that never end: one fails, the others run."""
+"""A test that never ends fails, and the other tests run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_hangs():
     time.sleep(1000)
 def test_passes(): pass
 """
-# Holds the interpreter's lock: no signal handler of Python's gets to run.
+# This holds the interpreter's lock, so that no Python signal handler runs.
 IN_NATIVE_CODE = """
 import ctypes
 def test_hangs():
@@ -37,7 +37,7 @@ def test_passes(): pass
     ids=["in Python", "in native code"],
 )
 def test_a_test_that_hangs_fails_alone(tmp_path: Path, source: str, told: list[str]) -> None:
-    """It is told where it stood, also in a process of xdist's, and the next test passes."""
+    """The output shows where the test hung, also in a process of xdist, and the next test passes."""
     (tmp_path / "test_it.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
     limits = ["--numprocesses=1", "-otimeout=1", "-ofaulthandler_timeout=3", "-opythonpath="]
@@ -50,7 +50,7 @@ def test_a_test_that_hangs_fails_alone(tmp_path: Path, source: str, told: list[s
 
 
 def test_the_limits_of_this_project() -> None:
-    """A test fails before its process is ended, and waits in tests give up before that."""
+    """A test fails before its process is killed, and waits in tests end before that."""
     limits = dict(
         line.split(" = ") for line in (ROOT / "pyproject.toml").read_text().splitlines() if "timeout = " in line
     )

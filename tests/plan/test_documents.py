@@ -1,4 +1,4 @@
-"""The pages on simulation show what is simulated."""
+"""The pages on simulation show the simulator's results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPRODUCTION = (ROOT / "docs" / "reproduction.md").read_text()
 
 
 def test_tables_are_as_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every title and every row that the benchmark prints stands in docs/reproduction.md."""
+    """docs/reproduction.md has every title and table that the benchmark prints."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.setattr(sys, "argv", ["paper_tables.py"])
     import paper_tables
@@ -35,14 +35,14 @@ def test_tables_are_as_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_the_example_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """To the letter."""
+    """The command prints exactly the example's output."""
     arguments, printed = PAGE.partition("```console\n$ smart-infinity ")[2].partition("\n```")[0].split("\n", 1)
     assert main(arguments.split()) == 0
     assert capsys.readouterr().out == printed + "\n"
 
 
 def test_the_library_prints_what_its_example_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    """To the letter, too; with names that the package offers."""
+    """The example prints exactly what the page shows, and uses public names."""
     code, printed = PAGE.partition("```python\n")[2].partition("\n```")[0::2]
     exec(compile(code, "docs/simulation.md", "exec"), {})
     assert capsys.readouterr().out == printed.partition("\n```\n")[2].partition("```")[0]
@@ -53,7 +53,7 @@ def test_the_library_prints_what_its_example_shows(capsys: pytest.CaptureFixture
 
 
 def test_gains_are_as_predicted() -> None:
-    """Of the top percent, by the cost model."""
+    """The table of gains for the top percent equals the cost model."""
     head, _, *rows = (line.strip("| ").split(" | ") for line in PAGE.rpartition("64 cores:\n\n")[2].splitlines())
     assert len(rows) == 12
     for route, bits, error_feedback, *gains in rows:

@@ -1,4 +1,4 @@
-"""The handler in virtual time does what the native state machine says, and moves the bytes that the documents list."""
+"""The handler in virtual time follows the native state machine and moves the documented bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_smartinfinity.plan.workload import NUM_ARRAYS, Workload
 from lightning_smartinfinity.transfer import compressed_gradients
 
 MIB = 1 << 20
-NUMEL = 6 * MIB  # whole tasklets of half a MiB of elements, as many on two devices
+NUMEL = 6 * MIB  # whole tasklets of half a MiB of elements, as many on each of two devices
 
 
 def machine(*, num_devices: int = 2, duplex: bool = False, channel: float = 4e9) -> Machine:
@@ -39,7 +39,7 @@ def machine(*, num_devices: int = 2, duplex: bool = False, channel: float = 4e9)
 
 
 def workload(gradients: GradientForm = Dense(2), **settings: int | str | None) -> Workload:  # noqa: B008
-    # Tasklets of half a MiB of elements, with Adam's state in fp32.
+    # Tasklets hold half a MiB of elements, with Adam's state in fp32.
     return Workload(**{"numel": NUMEL, "gradients": gradients, "tasklet_bytes": 6 * MIB + 4096} | settings)  # type: ignore[arg-type]
 
 
@@ -54,7 +54,7 @@ def on_cards(simulation: Simulation, of: Workload, route: Route, **figures: floa
 def test_actions_start_in_the_order_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, num_buffers: int, route: Route
 ) -> None:
-    """A second machine that is told what ended, in that order, wants the same actions started."""
+    """A second state machine that gets the same completions in order starts the same actions."""
     events: list[tuple[str, str, int]] = []
 
     class Watched:
@@ -91,17 +91,17 @@ def test_actions_start_in_the_order_of_the_machine(
 
 
 def test_buffers_bound_what_is_under_way() -> None:
-    """With one buffer nothing overlaps: the update is the sum of its parts."""
+    """With one buffer nothing overlaps, and the update takes the sum of its parts."""
     simulation = Simulation()
     on_cards(simulation, workload(num_buffers=1), Route.HOST)
     numel = NUMEL // 2
-    # Two devices share the channel, and the host.
+    # Two devices share the channel and the host.
     parts = 12 / 2.8e9 + 12 / 1.62e9 + 16 / 8.2e9 + 2 * (2 + 2) / 4e9 + 2 * 1e-10
     assert simulation.run() == pytest.approx(numel * parts)
 
 
 def test_a_ring_is_bound_by_the_ssd() -> None:
-    """With buffers enough the SSD is always busy, but for the first tasklets' kernel and transfers."""
+    """With enough buffers the SSD is always busy, except for the first tasklets' kernel and transfers."""
     simulation, numel = Simulation(), 16 * NUMEL
     on_cards(simulation, workload(numel=2 * numel), Route.HOST)
     assert 1 <= simulation.run() / (numel * (12 / 2.8e9 + 12 / 1.62e9)) < 1.005
@@ -110,7 +110,7 @@ def test_a_ring_is_bound_by_the_ssd() -> None:
 @pytest.mark.parametrize("route", Route)
 @pytest.mark.parametrize("duplex", [False, True])
 def test_one_device_stands_for_all(route: Route, duplex: bool) -> None:
-    """Each of three devices that are simulated side by side ends when the one does that stands for three."""
+    """One simulated device that stands for three ends when each of three simulated devices does."""
     of, figures = workload(Dense(4), parameter_bytes=4, numel=9 * MIB), machine(num_devices=3, duplex=duplex)
     ends = []
     for lanes in (1, 3):
@@ -128,7 +128,7 @@ def test_one_device_stands_for_all(route: Route, duplex: bool) -> None:
 @pytest.mark.parametrize("item_bytes", [2, 4])
 @pytest.mark.parametrize("route", Route)
 def test_traffic_is_that_of_the_documents(optimizer: str, num_arrays: int, item_bytes: int, route: Route) -> None:
-    """Bytes per parameter as in the table of docs/smartssd.md, by optimizer, dtype and route."""
+    """Bytes per parameter equal the table of docs/smartssd.md for every optimizer, dtype and route."""
     of = workload(Dense(item_bytes), num_arrays=num_arrays, parameter_bytes=item_bytes)
     traffic = simulate_step(machine(), of, System.CARDS, route=route).traffic
     arrays = {"adamw": 12, "adagrad": 8, "sgd": 8, "rmsprop": 16}[optimizer]
@@ -138,7 +138,7 @@ def test_traffic_is_that_of_the_documents(optimizer: str, num_arrays: int, item_
 
 
 def test_compressed_gradients_travel_compressed() -> None:
-    """TopK(0.01) sends at most 0.045 B per parameter in 16 bit and 0.065 in fp32; all else is as it was."""
+    """TopK(0.01) sends at most 0.045 B per parameter in 16 bit and 0.065 in fp32. Other traffic stays the same."""
     for value_bytes, most in ((2, 0.045), (4, 0.065)):
         of = workload(TopKPayload(0.01, value_bytes), tasklet_bytes=12 * MIB + 4096)  # tasklets of 1M elements
         for route, down in ((Route.HOST, 0), (Route.STORAGE, 1), (Route.BACKWARD, 1)):
@@ -154,7 +154,7 @@ def test_compressed_gradients_travel_compressed() -> None:
     dtype=st.sampled_from([("bf16", 2), ("fp32", 4)]),
 )
 def test_payloads_are_those_of_the_codec(numel: int, ratio: float, dtype: tuple[str, int]) -> None:
-    """To the byte."""
+    """The simulator's payload sizes equal the codec's to the byte."""
     name, value_bytes = dtype
     codec = TopK(ratio, value_dtype=name).native()
     assert TopKPayload(ratio, value_bytes).nbytes(numel) == codec.payload_bytes(numel)
@@ -171,7 +171,7 @@ PUBLISHED = {  # shared read, shared write, SSD to accelerator, accelerator to S
 
 @pytest.mark.parametrize(("system", "compressed"), PUBLISHED)
 def test_published_traffic(system: System, compressed: bool) -> None:
-    """Bytes per parameter as the paper counts them, for Adam in fp32."""
+    """Bytes per parameter equal the paper's for Adam in fp32."""
     of = workload(Pairs(0.02) if compressed else Dense(4), parameter_bytes=4)
     traffic = simulate_step(machine(), of, system).traffic
     moved = (traffic.shared_up, traffic.shared_down, traffic.internal_read, traffic.internal_write)
@@ -180,7 +180,7 @@ def test_published_traffic(system: System, compressed: bool) -> None:
 
 @pytest.mark.parametrize("state_format", STATE_FORMATS)
 def test_the_host_moves_extents(state_format: str) -> None:
-    """Every tasklet's extent is read and written once; what the parameters hold is not read."""
+    """Every tasklet's extent is read and written once, except that the part held by parameters is not read."""
     of = workload(state_format=state_format, tasklet_bytes=None)
     traffic = simulate_step(machine(), of, System.HOST).traffic
     extents = of.host_layout(2).extents.extents
@@ -199,7 +199,7 @@ def test_the_host_reads_no_masters_that_are_parameters() -> None:
 
 
 def test_the_host_uses_all_devices() -> None:
-    """Two devices take half the seconds of one, where the channel and the CPU have room."""
+    """Two devices take half the seconds of one if the channel and the CPU have room."""
     seconds = []
     for num_devices in (1, 2):
         simulation = Simulation()
@@ -213,10 +213,7 @@ def test_the_host_uses_all_devices() -> None:
 
 @pytest.mark.parametrize(("system", "duplex"), [*product((System.CARDS, System.HOST), (False, True))])
 def test_forward_hides_the_update(system: System, duplex: bool) -> None:
-    """With overlap "forward" the longer of both counts, and the bytes are the same; no layer comes before its tasklets.
-
-    An update far longer than forward leaves at most one layer of it to wait for at its end.
-    """
+    """With overlap="forward" a step is shorter, but no shorter than its update allows, and moves the same bytes."""
     of = workload()
     none = simulate_step(machine(duplex=duplex), of, system)
     both = simulate_step(machine(duplex=duplex), of, system, overlap=Overlap.FORWARD)
@@ -226,7 +223,7 @@ def test_forward_hides_the_update(system: System, duplex: bool) -> None:
 
 
 def test_gradients_are_stored_in_backward_where_published() -> None:
-    """They take their way through the channel and into the SSDs after they were computed."""
+    """In the published system backward also takes the time to write gradients to the SSDs."""
     published = simulate_step(machine(), workload(Dense(4)), System.PUBLISHED)
     ours = simulate_step(machine(), workload(Dense(4)), System.CARDS)
     assert ours.backward == pytest.approx(NUMEL * 7e-10)
@@ -235,26 +232,26 @@ def test_gradients_are_stored_in_backward_where_published() -> None:
 
 @pytest.mark.parametrize("num_devices", [1, 10])
 def test_a_duplex_ssd_reads_while_it_writes(num_devices: int) -> None:
-    """However many requests are waiting in its queue, neither direction waits for the other."""
+    """Reads and writes of a duplex SSD do not wait for each other, however many requests are queued."""
     of = workload(numel=64 * NUMEL)
     update = simulate_step(machine(num_devices=num_devices, duplex=True, channel=1e12), of, System.CARDS).update
     assert update == pytest.approx(64 * NUMEL / num_devices * 12 / 1.62e9, rel=0.25)
 
 
 def test_threads_are_those_of_the_device() -> None:
-    """A card's pipeline and its simulation have the same, and so does what feeds residuals."""
+    """The simulated numbers of threads equal those of a card's pipeline and of the residual."""
     assert handler.CARD_COMPUTE_THREADS == device._COMPUTE_THREADS
     assert handler.MOST_FEED_BACK_THREADS == compressed_gradients._MOST_THREADS
 
 
 def test_a_simulation_is_the_same_every_time() -> None:
-    """To the last bit."""
+    """Two simulations are equal bit for bit."""
     first, second = (simulate_step(machine(), workload(), System.CARDS) for _ in range(2))
     assert first == second
 
 
 def test_an_empty_batch_ends_at_once() -> None:
-    """As the native one does."""
+    """An empty batch ends at once, as in the native state machine."""
     simulation = Simulation()
 
     def nothing(tasklet: int) -> Process:
@@ -267,7 +264,7 @@ def test_an_empty_batch_ends_at_once() -> None:
 
 @pytest.mark.parametrize("system", System)
 def test_large_models_have_larger_tasklets(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
-    """However large, what begins is bounded; and a step takes what it takes in tasklets as they are cut in training."""
+    """The number of simulated operations is bounded for any size, and a step takes about the time of exact tasklets."""
     begun = 0
     work = Simulation.work
 
@@ -290,7 +287,7 @@ def test_large_models_have_larger_tasklets(monkeypatch: pytest.MonkeyPatch, syst
 
 
 def test_tasklets_of_usual_models_are_those_of_training() -> None:
-    """Up to 4096 on each card."""
+    """Up to 4096 tasklets per card equal those of training."""
     for numel in (10**9, 20 * 10**9):
         of = workload(numel=numel, tasklet_bytes=None)
         assert of.simulated_card_layout(1) == of.card_layout(1)

@@ -1,4 +1,4 @@
-"""Memory that is predicted is memory that is held."""
+"""The memory predicted equals the memory held."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DENSE = Workload(
 
 
 def test_on_the_host(tmp_path: Path) -> None:
-    """The ring and the arena."""
+    """The prediction for the host is the ring and the arena."""
     run = Run(tmp_path, CASE)
     held = {"ring": run.handler.ring_bytes, "gradient_arena": run.arena.buffer.nbytes}
     assert host_bytes(DENSE, arena_item_bytes=4) == held
@@ -29,7 +29,7 @@ def test_on_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_compressed(tmp_path: Path, error_feedback: bool) -> None:
-    """Payloads of every tasklet, and four bytes of residual per parameter."""
+    """The prediction adds payloads of every tasklet, and four bytes of residual per parameter."""
     run = Run(tmp_path, CASE)
     codec = TopK(0.05, error_feedback=error_feedback)
     made = CompressedGradients(run.layout, codec, gradients=run.arena.buffer, num_threads=1)

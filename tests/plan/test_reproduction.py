@@ -1,4 +1,4 @@
-"""The paper's numbers and the bars of this project's own handler beside the published one."""
+"""Predictions of the paper's numbers, and the gains of this project's handler over the published one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_smartinfinity.plan.fit import FITTED_DEVICES, fit
 from lightning_smartinfinity.plan.paper import FIGURES, SCALING, SECONDS
 from lightning_smartinfinity.plan.reproduction import headroom, mean_error, predictions, relative_to_one_device
 
-# As printed in the paper: how much faster SU+O+C is than the baseline.
+# The speed-ups of SU+O+C over the baseline as printed in the paper.
 PRINTED = {
     ("GPT-2", 4.0, 6, "A5000"): 1.53,
     ("GPT-2", 4.0, 10, "A5000"): 1.94,
@@ -23,7 +23,7 @@ PRINTED = {
 
 
 def test_seconds_give_the_printed_ratios() -> None:
-    """What was measured from bars and what is printed beside them agree to about 1 %, and phases with their sum."""
+    """Seconds measured from bars agree with the printed ratios to about 1 %, and phases with their sum."""
     for row in SECONDS:
         printed = PRINTED[row.model, row.billions, row.num_devices, row.gpu]
         assert row.baseline / row.compressed == pytest.approx(printed, rel=0.011)
@@ -32,7 +32,7 @@ def test_seconds_give_the_printed_ratios() -> None:
 
 
 def test_scaling_gives_the_seconds() -> None:
-    """The figures of scaling and of seconds show the same runs at 6 and 10 devices."""
+    """The figures of scaling and of seconds agree for the same runs at 6 and 10 devices."""
     for row in SECONDS:
         if (row.model, row.billions) == ("GPT-2", 4.0):
             scaling = SCALING[row.gpu]
@@ -43,7 +43,7 @@ def test_scaling_gives_the_seconds() -> None:
 
 @pytest.mark.parametrize("duplex", [False, True])
 def test_mean_errors(duplex: bool) -> None:
-    """At most 7 % for the baseline and SU+O, of the numbers that nothing was fitted to."""
+    """Mean errors of the baseline and SU+O are at most 7 % for numbers that no parameter was fitted to."""
     found = predictions(fit(duplex=duplex))
     for system in ("ZeRO-Infinity", "SU+O"):
         assert mean_error(found, system, fitted=False) <= 0.07
@@ -53,7 +53,7 @@ def test_mean_errors(duplex: bool) -> None:
 
 
 def test_scaling_in_the_unit_of_the_paper() -> None:
-    """What is printed there; and one that is simulated too slow on one device makes all others too fast."""
+    """The speeds equal the printed ones, and an error on one device affects all relative speeds."""
     found = predictions(fit(duplex=False))
     relative = relative_to_one_device(found)
     for gpu, scaling in SCALING.items():
@@ -83,7 +83,7 @@ def test_scaling_in_the_unit_of_the_paper() -> None:
 
 @pytest.mark.parametrize("duplex", [False, True])
 def test_every_parameter_has_a_source(duplex: bool) -> None:
-    """Those of the devices are the paper's, unchanged; the others say what they were fitted to."""
+    """Parameters of the devices are the paper's, and the others say what they were fitted to."""
     machine = fit(duplex=duplex)
     device = machine.machine(10).device
     for name, figure in FIGURES.items():
@@ -95,7 +95,7 @@ def test_every_parameter_has_a_source(duplex: bool) -> None:
     assert all("fitted at 6 and 10 devices" in machine.parameters[name].source for name in fitted)
 
 
-BARS = {  # SSD time shared, duplex
+BARS = {  # with SSD time shared, and duplex
     "update": (1.5, 2.4),
     "step": (1.25, 1.5),
     "step, next forward hidden": (1.3, 1.6),
@@ -105,7 +105,7 @@ BARS = {  # SSD time shared, duplex
 
 @pytest.mark.parametrize("duplex", [False, True])
 def test_headroom_over_the_published_handler(duplex: bool) -> None:
-    """Ten devices, 8.4B parameters, the same bytes: what overlap alone gains."""
+    """With ten devices and 8.4B parameters overlap alone gains at least these factors with the same bytes."""
     found = headroom(fit(duplex=duplex).machine(10))
     for name, bars in BARS.items():
         assert found.ratios[name] >= bars[duplex], name
@@ -116,6 +116,6 @@ def test_headroom_over_the_published_handler(duplex: bool) -> None:
         (found.hidden_compressed, found.published_compressed),
     ):
         assert astuple(ours.traffic) == pytest.approx(astuple(published.traffic), rel=1e-6)
-        # The device that is simulated has one of the last tasklets.
+        # The simulated device has one of the last tasklets.
         assert ours.backward == pytest.approx(published.backward, rel=0.003)
         assert ours.forward == published.forward

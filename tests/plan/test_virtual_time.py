@@ -1,4 +1,4 @@
-"""Virtual time against sums that can be done by hand."""
+"""Virtual time equals sums worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lightning_smartinfinity.plan.virtual_time import Path, Pool, Process, Resou
 
 
 def ends_of(works: list[tuple[float, Path, float]]) -> list[float]:
-    """When works end that begin at these times, with this path and so many units.
+    """Return when works end that have these beginnings, paths and units.
 
-    A wait is work on a resource that nobody else has.
+    A wait is work on a resource of its own.
     """
     simulation = Simulation()
     ends = [0.0] * len(works)
@@ -35,7 +35,7 @@ def test_one_after_the_other() -> None:
 
 
 def test_what_overlaps_shares_evenly() -> None:
-    """The second begins when the first is half done: both go at half the rate until the first has ended."""
+    """The second begins when the first is half done, and both run at half the rate until the first ends."""
     disk = Path(((Resource("disk"), 1.0),))
     assert ends_of([(0, disk, 4), (2, disk, 4)]) == [6, 8]
 
@@ -48,13 +48,13 @@ def test_reads_and_writes_that_share_a_disk_get_equal_time() -> None:
 
 
 def test_reads_and_writes_of_a_duplex_disk_do_not_meet() -> None:
-    """Each has the rate that it has alone."""
+    """Reads and writes each have the rate that they have alone."""
     read, write = Path(((Resource("reads"), 0.25),)), Path(((Resource("writes"), 1.0),))
     assert ends_of([(0, read, 4), (0, write, 4)]) == [1, 4]
 
 
 def test_a_path_goes_at_the_rate_of_its_slowest_resource() -> None:
-    """On a shared channel each gets the same part of the rate that it has alone; what one leaves, others take."""
+    """On a shared channel each gets the same part of its own rate, and others use what one leaves."""
     channel, slow = Resource("channel"), Resource("slow")
     through = Path(((channel, 1.0), (slow, 4.0)))  # 0.25 per second alone
     other = Path(((channel, 1.0),))
@@ -65,7 +65,7 @@ def test_a_path_goes_at_the_rate_of_its_slowest_resource() -> None:
 
 
 def test_copies_count_on_what_they_share() -> None:
-    """One of four alike takes as long on a shared resource as four of them, and no longer on its own."""
+    """One of four copies takes as long on a shared resource as all four, and no longer on its own resource."""
     shared, own = Path(((Resource("shared", copies=4), 1.0),)), Path(((Resource("own"), 1.0),))
     assert ends_of([(0, shared, 1)]) == [4]
     assert ends_of([(0, own, 1)]) == [1]
@@ -73,14 +73,14 @@ def test_copies_count_on_what_they_share() -> None:
 
 @given(units=st.lists(st.floats(0.01, 100), min_size=1, max_size=6), copies=st.integers(1, 4))
 def test_a_busy_resource_is_never_idle(units: list[float], copies: int) -> None:
-    """However many share it, the last ends when all of the work could have been done one after the other."""
+    """However many share a resource, the last ends after the total time of the work."""
     disk = Path(((Resource("disk", copies), 0.5),))
     assert max(ends_of([(0, disk, each) for each in units])) == pytest.approx(0.5 * copies * sum(units))
 
 
 @given(units=st.lists(st.floats(0.01, 100), min_size=1, max_size=6), rate=st.floats(0.1, 10))
 def test_a_copy_ends_with_what_it_stands_for(units: list[float], rate: float) -> None:
-    """One of three devices that do the same on a channel ends when each of three that are simulated does."""
+    """One device that stands for three on a channel ends when each of three simulated devices does."""
     channel = Resource("channel")
     together = ends_of([(0, Path(((channel, rate), (Resource("own"), 1.0))), each) for each in units for _ in range(3)])
     alone = Resource("channel", copies=3)
@@ -90,7 +90,7 @@ def test_a_copy_ends_with_what_it_stands_for(units: list[float], rate: float) ->
 
 
 def test_a_pool_works_in_order() -> None:
-    """Two threads take three jobs: the third begins when the first of the others ends."""
+    """Two threads take three jobs, and the third begins when the first of the others ends."""
     simulation = Simulation()
     pool, ends = Pool(simulation, 2), []
 
@@ -105,5 +105,5 @@ def test_a_pool_works_in_order() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    """No units, and work that needs nothing, end at once."""
+    """Work of no units, or on no resource, ends at once."""
     assert ends_of([(0, Path(((Resource("disk"), 1.0),)), 0), (0, Path(()), 5)]) == [0, 0]

@@ -1,4 +1,4 @@
-"""What the simulator is asked that does not exist."""
+"""The simulator refuses values that make no sense."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ BAD: list[tuple[Callable[..., Any], str, str, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("make", "owner", "name", "values"), BAD, ids=[f"{owner}-{name}" for _, owner, name, _ in BAD])
 def test_out_of_range(make: Callable[..., Any], owner: str, name: str, values: tuple[Any, ...]) -> None:
-    """An error of this package names the class, the field and the value, and says what to pass."""
+    """Our own error names the class, the field and the value, and says what to pass."""
     others = {"down": 1e9, "up": 1e9} if make is Channel else {"forward": 0, "backward": 0} if make is Gpu else {}
     others |= {"num_devices": 1} if owner == "PaperMachine.machine" else {}
     for value in values:
@@ -97,13 +97,13 @@ def test_out_of_range(make: Callable[..., Any], owner: str, name: str, values: t
 
 
 def test_numbers_of_other_types() -> None:
-    """NumPy's are numbers, and a whole one may be a rate."""
+    """NumPy numbers are accepted, and a whole number can be a rate."""
     assert device(read=np.float32(1e9), write=10**9, depth=np.int64(2)).write == 10**9
     assert TopKPayload(1, 2).nbytes(10) == TopKPayload(1.0, 2).nbytes(10)
 
 
 def test_half_a_master_is_a_parameter_in_16_bit() -> None:
-    """In no other there is that format, as in training."""
+    """int8_remainder exists only for 16-bit parameters, as in training."""
     assert workload(state_format="int8_remainder")
     with pytest.raises(ConfigError, match=r"parameter_bytes=4\) does not exist.*state_format=.*'int8'"):
         workload(state_format="int8_remainder", parameter_bytes=4)
@@ -112,7 +112,7 @@ def test_half_a_master_is_a_parameter_in_16_bit() -> None:
 @pytest.mark.parametrize("seconds", [1e-18, 1e6])
 @pytest.mark.parametrize("rate", [1.0, 1e18])
 def test_the_ends_of_the_ranges_are_simulated(rate: float, seconds: float) -> None:
-    """Slow beside fast, none is lost, and each ends."""
+    """Extreme rates and seconds simulate to finite times that lose nothing."""
     figures = Machine(
         device=Device(read=rate, write=rate, kernel=rate),
         num_devices=3,

@@ -1,7 +1,7 @@
 """DeepSpeed's ``async_io`` op for the comparison with stock: its own C++ I/O code under a thin layer of ours.
 
-``torch.utils.cpp_extension`` needs minutes for the op's pybind11 layer; the code below it compiles in seconds. What the
-layer does (one operation per call, ``wait`` returns how many were pending) is repeated here.
+``torch.utils.cpp_extension`` takes minutes for the op's pybind11 layer, while the code below it compiles in seconds.
+This module replaces that layer: one operation per call, and ``wait`` returns how many were pending.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALIGNMENT = 4096
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compile DeepSpeed's files and the glue."""
+    """Compile and load DeepSpeed's files and the glue."""
     import deepspeed
 
     theirs = Path(deepspeed.__file__).parent / "ops" / "csrc" / "aio" / "common"
@@ -49,10 +49,10 @@ def library() -> ctypes.CDLL:
 
 
 class AioHandle:
-    """What ``async_io.aio_handle`` is to DeepSpeed's Python code; ``bytes_moved`` counts what all of them moved."""
+    """A replacement for ``async_io.aio_handle``. ``bytes_moved`` counts the bytes of all handles."""
 
     bytes_moved = 0
-    _pinned: ClassVar[set[int]] = set()  # storages handed out, by address
+    _pinned: ClassVar[set[int]] = set()  # addresses of the allocated storages
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class AioHandle:
 
     def _run(self, buffer: torch.Tensor, path: str, offset: int, *, read: bool) -> int:
         nbytes = buffer.numel() * buffer.element_size()
-        # As in cpu_op_desc_t: memory that direct I/O cannot use goes over a bounce buffer.
+        # Memory that direct I/O cannot use goes through a bounce buffer, as in cpu_op_desc_t.
         memory = buffer
         if buffer.data_ptr() % 512:
             memory = self.new_cpu_locked_tensor(buffer.numel(), buffer)
@@ -112,7 +112,7 @@ class AioHandle:
 
 
 def install(handle: type[AioHandle] = AioHandle) -> Any:
-    """Let DeepSpeed's swappers find this op instead of compiling their own."""
+    """Make DeepSpeed's swappers use this op instead of compiling their own."""
     library()
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

@@ -1,7 +1,7 @@
 """Saves checkpoints with stock DeepSpeed: ``python -m tests.stock.checkpoint_worker FOLDER DEVICES``.
 
-For each of ``KINDS`` a run of six steps saves ``<kind>.ckpt`` after three, and by DeepSpeed's engine alone, without
-Lightning, into ``<kind>.engine``; rank 0 writes its losses to ``<kind>.json``.
+A run of six steps for each of ``KINDS`` saves ``<kind>.ckpt`` after the third step. DeepSpeed's engine alone, without
+Lightning, also saves ``<kind>.engine`` then. Rank 0 writes its losses to ``<kind>.json``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[Recipe, dict[str, Any]]] = {
         Recipe(precision="16-mixed", max_steps=NUM_STEPS),
         {"initial_scale_power": 19, "hysteresis": 1, "offload_optimizer": True},
     ),
-    # Without groups, of which stock loses all but one with Adagrad.
+    # There are no groups, since stock loses all but one of them with Adagrad.
     "adagrad": (
         Recipe(
             optimizer="Adagrad",
@@ -80,7 +80,7 @@ def save(kind: str, folder: Path, devices: int) -> None:
 
 
 def main() -> None:
-    # torch has fp16 kernels for every CPU; DeepSpeed asks for those of oneDNN.
+    # torch has fp16 kernels for every CPU, but DeepSpeed asks for oneDNN's.
     get_accelerator().is_fp16_supported = lambda: True
     for kind in KINDS:
         save(kind, Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Marks for tests that run for stock and for ours."""
+"""Marks for tests that run with stock and with our strategy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ OURS = "smart_infinity"
 
 
 def stock_fails(reason: str, *values: object) -> object:
-    """A parameter set for stock, which is documented to fail an assertion.
+    """Return a parameter set for stock that is documented to fail an assertion.
 
-    Strictly: the day that it passes, the reason is gone.
+    The mark is strict: if stock passes, the test fails, since the reason no longer holds.
     """
     mark = pytest.mark.xfail(reason=f"stock: {reason}", strict=True, raises=AssertionError)
     return pytest.param("stock", *values, marks=mark)

@@ -1,7 +1,7 @@
-"""Runs situations: ``python -m tests.stock.forked FOLDER``; every one, for every system, in processes of its own.
+"""Runs every situation for every system in processes of its own: ``python -m tests.stock.forked FOLDER``.
 
-They are forked from this one, which has imported everything. Rank 0 leaves in ``FOLDER/<devices>/<system>/<name>.pt``
-what the situation returned or the error that it ended with.
+The processes are forked from this one, which has imported everything. Rank 0 saves the result or the error to
+``FOLDER/<devices>/<system>/<name>.pt``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-# One thread: a process that has more must not be forked.
+# One thread only, since a process with more must not be forked.
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 import torch
@@ -27,7 +27,7 @@ from tests.stock.systems import maker
 SITUATIONS = {1: ON_ONE, 2: ON_TWO}
 SYSTEMS = {1: ("plain", "stock", "smart_infinity"), 2: ("stock", "smart_infinity")}
 TIMEOUT_SECONDS = 120
-# What a first fit would import.
+# A first fit would import these.
 LATE = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.ops.op_builder.all_ops",
@@ -38,7 +38,7 @@ LATE = (
 
 
 def run(system: str, name: str, folder: Path, devices: int) -> None:
-    """In this process."""
+    """Run a situation in this process and save its outcome."""
     root = folder / name
     root.mkdir(parents=True, exist_ok=True)
     outcome: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def run(system: str, name: str, folder: Path, devices: int) -> None:
 
 
 def fork(system: str, name: str, folder: Path, **environment: str) -> int:
-    """The number of the process that runs one rank."""
+    """Fork a process that runs one rank, and return its number."""
     child = os.fork()
     if child:
         return child
@@ -67,7 +67,7 @@ def fork(system: str, name: str, folder: Path, **environment: str) -> int:
 
 
 def fork_ranks(system: str, name: str, folder: Path, devices: int) -> None:
-    """Lightning launches none itself where it finds these variables."""
+    """Fork all ranks and wait for them; with these variables Lightning launches none itself."""
     port = _free_port()
     children = []
     for rank in range(devices):
@@ -88,7 +88,7 @@ def _free_port() -> int:
 def main() -> None:
     for module in LATE:
         importlib.import_module(module)
-    # DeepSpeed collects garbage in every set-up; what is imported need not be looked at again.
+    # DeepSpeed collects garbage in every set-up. Freezing excludes all that is imported.
     gc.freeze()
     for devices, situations in SITUATIONS.items():
         for system in SYSTEMS[devices]:

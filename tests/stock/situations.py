@@ -1,6 +1,6 @@
-"""Situations that users get into, the same for plain Lightning, for stock DeepSpeed and for smart_infinity.
+"""Situations that users meet, the same for plain Lightning, stock DeepSpeed and smart_infinity.
 
-A situation takes a maker of Trainers and an empty folder; what it returns is what a user sees.
+A situation takes a maker of Trainers and an empty folder, and returns what a user sees.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def situation(scenario: Scenario) -> Scenario:
 
 
 def hard(case: Case, make: Any, root: Path) -> Any:
-    """Losses and final masters of a hard module."""
+    """Train a hard module and return its losses and masters."""
     module = case.module()
     trainer = make(zero=case.zero, max_steps=case.steps, gradient_clip_val=case.clip)
     trainer.fit(module)
@@ -57,14 +57,14 @@ ON_ONE["penalty"] = functools.partial(hard, Case(Penalty))
 
 
 def fitted(module: Callable[[], Everything], make: Any, root: Path, **settings: Any) -> Any:
-    """Losses of two epochs, the number of steps, and what is validated afterwards."""
+    """Fit for two epochs and return the losses, the number of steps, and a validation."""
     trainer, trained = make(max_epochs=2, **settings), module()
     trainer.fit(trained)
     return trained.losses, trainer.global_step, trainer.validate(trained, verbose=False)
 
 
 class OneBackward(Manual):
-    """One backward pass a step."""
+    """A module with one manual backward pass per step."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -75,7 +75,7 @@ class OneBackward(Manual):
 
 
 class OneBackwardClipped(OneBackward):
-    """Clips by hand."""
+    """A module that clips by hand."""
 
     def finish(self, optimizer: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
@@ -104,7 +104,7 @@ def scheduled_accumulation(make: Any, root: Path) -> Any:
 
 @situation
 def gathered_writes(make: Any, root: Path) -> Any:
-    """Halves a parameter on rank 0 after the first step."""
+    """Halve a parameter on rank 0 after the first step and return the losses."""
 
     def halve(trainer: pl.Trainer) -> None:
         import deepspeed
@@ -120,7 +120,7 @@ def gathered_writes(make: Any, root: Path) -> Any:
 
 
 class Initialising(nn.Module):
-    """Draws its layers' weights when all of them are there."""
+    """A module that draws its layers' weights when all layers exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Initialising(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """By ``nn.Module.apply``."""
+        """Initialise with ``nn.Module.apply``."""
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -141,7 +141,7 @@ class Initialising(nn.Module):
 
 
 class InitialisingByItself(Initialising):
-    """Walks over its modules itself, as transformers does."""
+    """A module that walks over its modules itself, as transformers does."""
 
     def initialise(self) -> None:
         for module in self.modules():
@@ -149,7 +149,7 @@ class InitialisingByItself(Initialising):
 
 
 def built(build: Callable[[], nn.Module], make: Any, root: Path) -> Any:
-    """Losses of a model built in configure_model."""
+    """Build a model in configure_model and return its losses."""
     module = Built(build, squares)
     make(max_steps=2).fit(module)
     return module.losses
@@ -161,7 +161,7 @@ ON_ONE["init_like_transformers"] = functools.partial(built, InitialisingByItself
 
 @situation
 def random_states(make: Any, root: Path) -> Any:
-    """A resume at an epoch's end, in a process that drew other numbers."""
+    """Resume at an epoch's end with other random states and return the losses of both runs."""
     losses = []
     for number, resume in enumerate((None, root / "epoch-0-4.ckpt")):
         seed(number)
@@ -175,7 +175,7 @@ def random_states(make: Any, root: Path) -> Any:
 
 @situation
 def two_fits(make: Any, root: Path) -> Any:
-    """With one Trainer."""
+    """Fit twice with one Trainer."""
     trainer, module = make(max_steps=3), Everything()
     trainer.fit(module)
     trainer.fit_loop.epoch_loop.max_steps = 6
@@ -185,7 +185,7 @@ def two_fits(make: Any, root: Path) -> Any:
 
 @situation
 def fit_after_failed_start(make: Any, root: Path) -> Any:
-    """A module whose first fit failed between set-up and training goes into another Trainer."""
+    """Fit a module in another Trainer after its first fit failed between set-up and training."""
 
     class Fails(pl.Callback):
         def on_train_start(self, *_: Any) -> None:
@@ -199,7 +199,7 @@ def fit_after_failed_start(make: Any, root: Path) -> Any:
 
 @situation
 def fit_after_exception(make: Any, root: Path) -> Any:
-    """An exception in the middle of a backward pass, and a second fit by the same Trainer."""
+    """Fit again with the same Trainer after an exception in the middle of a backward pass."""
     trainer, module = make(max_epochs=1), Breaking("backward")
     broken(trainer, module)
     module.place = None
@@ -217,7 +217,7 @@ def broken(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 @situation
 def evaluated_checkpoint(make: Any, root: Path) -> Any:
-    """By a fresh Trainer, with a module never fitted."""
+    """Validate a checkpoint in a fresh Trainer with an unfitted module."""
     first = make(max_steps=3)
     first.fit(Everything())
     first.save_checkpoint(root / "a.ckpt")
@@ -226,7 +226,7 @@ def evaluated_checkpoint(make: Any, root: Path) -> Any:
 
 @situation
 def flipped_bit(make: Any, root: Path) -> Any:
-    """In the middle of a checkpoint's largest file."""
+    """Flip a bit in the middle of a checkpoint's largest file and return the error of a resume."""
     path, trainer = root / "a.ckpt", make(max_steps=2)
     trainer.fit(Everything())
     trainer.save_checkpoint(path)
@@ -239,7 +239,7 @@ def flipped_bit(make: Any, root: Path) -> Any:
 
 @situation
 def failed_save(make: Any, root: Path) -> Any:
-    """The disk is full when a second checkpoint is saved to one path; then a resume from there."""
+    """Save over a checkpoint on a full disk, and then resume from that path."""
 
     def save(trainer: pl.Trainer) -> None:
         trainer.save_checkpoint(root / "a.ckpt")
@@ -258,7 +258,7 @@ def failed_save(make: Any, root: Path) -> Any:
 
 
 def error_of(action: Callable[[], object]) -> str:
-    """Empty where there is none."""
+    """Return the action's error as text, or an empty string."""
     try:
         action()
     except Exception as error:
@@ -267,7 +267,7 @@ def error_of(action: Callable[[], object]) -> str:
 
 
 def own_batches(recipe: Recipe, make: Any, root: Path) -> Any:
-    """Losses where every rank has batches of its own."""
+    """Return the losses of a run whose ranks have batches of their own."""
     module = LitTiny(recipe)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""The three systems that :mod:`tests.stock.situations` is run on, and how Trainers for them are made."""
+"""The three systems that run :mod:`tests.stock.situations`, and makers of their Trainers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_smartinfinity.zero3.environment import forbid_jit_builds
 from tests.helpers.trainers import quiet_trainer
 
-# Every parameter is gathered and released around its modules, however small.
+# Gather and release every parameter around its modules, however small.
 _NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 
 
 class StockOnCpu(DeepSpeedStrategy):
-    """Lightning's strategy as it is, but for what keeps it from starting on a CPU."""
+    """Lightning's strategy with the changes that it needs to start on a CPU."""
 
     @property
     def root_device(self) -> torch.device:
@@ -30,7 +30,7 @@ class StockOnCpu(DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         os.environ["LOCAL_SIZE"] = str(self.num_processes)
-        forbid_jit_builds()  # of an op for collectives in shared memory, which changes no result
+        forbid_jit_builds()  # an op for collectives in shared memory, which changes no result
         super(DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:
@@ -40,7 +40,7 @@ class StockOnCpu(DeepSpeedStrategy):
 
 
 def _stock(zero: dict[str, Any]) -> Any:
-    """Optimizer state in memory, updated by torch's AdamW."""
+    """Return stock's strategy with optimizer state in memory and torch's AdamW."""
     strategy = StockOnCpu(stage=3, offload_optimizer=True, zero_allow_untested_optimizer=True)
     assert isinstance(strategy.config, dict)
     strategy.config["zero_force_ds_cpu_optimizer"] = False
@@ -49,7 +49,7 @@ def _stock(zero: dict[str, Any]) -> Any:
 
 
 def maker(system: str, root: Path, devices: int) -> Callable[..., pl.Trainer]:
-    """Makes Trainers: settings as for ``quiet_trainer``, and ``zero`` with those of ZeRO-3."""
+    """Return a maker of Trainers that takes ``quiet_trainer``'s settings and ``zero`` with those of ZeRO-3."""
 
     def make(*, zero: dict[str, Any] | None = None, **settings: Any) -> pl.Trainer:
         strategy: Any = "auto"
@@ -66,7 +66,7 @@ def maker(system: str, root: Path, devices: int) -> Callable[..., pl.Trainer]:
 
 
 class Hook(pl.Callback):
-    """Calls a function when a given number of steps is done."""
+    """A callback that calls a function after a given number of steps."""
 
     def __init__(self, step: int, action: Callable[[pl.Trainer], None]) -> None:
         self.step, self.action = step, action
@@ -77,7 +77,7 @@ class Hook(pl.Callback):
 
 
 def masters(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, torch.Tensor]:
-    """The fp32 weights by name."""
+    """Return the fp32 weights by name."""
     optimizer: Any = trainer.strategy.optimizers[0]
     full = getattr(optimizer, "get_full_hp_param", lambda param: param)
     return {name: full(param).detach().clone() for name, param in module.named_parameters()}

@@ -1,7 +1,7 @@
-"""What stock DeepSpeed gets wrong with optimizer state on NVMe, beside what this strategy does.
+"""Defects of stock DeepSpeed with optimizer state on NVMe, beside this strategy.
 
-Every test runs twice: once for stock, where it passes or is expected to fail for the reason given (strictly: the day
-that it passes, the reason is gone), and once for ours.
+Every test runs with our strategy and with stock. If stock is expected to fail, the mark is strict: the test fails once
+stock passes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Outcomes: TypeAlias = "dict[str, dict[str, Any]]"
 
 
 def both(reason: str) -> pytest.MarkDecorator:
-    """Ours passes, stock is documented to fail."""
+    """Return a mark that runs our strategy, which passes, and stock, which is documented to fail."""
     return pytest.mark.parametrize("outcomes", [OURS, stock_fails(reason)], indirect=True)
 
 
@@ -40,7 +40,7 @@ def cache() -> dict[str, Outcomes]:
 
 @pytest.fixture
 def outcomes(request: pytest.FixtureRequest, folders: dict[str, Path], cache: dict[str, Outcomes]) -> Outcomes:
-    """What every scenario of :mod:`tests.stock.worker` came to; one process for each system."""
+    """Run all scenarios of :mod:`tests.stock.worker` once per system and return their outcomes."""
     system: str = request.param
     if system not in cache:
         cache[system] = run(system, folders[system])
@@ -55,7 +55,7 @@ def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
 
 def run(system: str, folder: Path) -> Outcomes:
     done = run_module("tests.stock.worker", system, folder)
-    # Not an assertion: that would pass for stock's documented failure.
+    # An assertion here would count as stock's documented failure.
     if done.returncode != 0:
         raise RuntimeError((done.stdout + done.stderr)[-6000:])
     lines = [line.split(" ", 2)[1:] for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
@@ -64,14 +64,14 @@ def run(system: str, folder: Path) -> Outcomes:
 
 @pytest.mark.parametrize("outcomes", [OURS, "stock"], indirect=True)
 def test_both_train_alike_while_nothing_happens(outcomes: Outcomes) -> None:
-    """Undisturbed, both systems learn: what follows compares two that work."""
+    """Without disturbance both systems learn, so that the other tests compare two working systems."""
     losses = outcomes["straight"]["losses"]
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0] / 2
 
 
 @both("moments and step are not in the checkpoint, and resume goes on from zeros without a word")
 def test_resume_goes_on_as_if_never_stopped(outcomes: Outcomes) -> None:
-    """The losses after a resume are those of the training that did not stop."""
+    """A resumed run has the losses of the uninterrupted one."""
     assert outcomes["resume"].get("losses") == outcomes["resume"].get("expected") != []
 
 
@@ -104,7 +104,7 @@ def test_validating_a_checkpoint_in_a_fresh_trainer(outcomes: Outcomes) -> None:
 
 @both("writes that fail are not noticed, training goes on with what was never stored")
 def test_full_disk_is_noticed(outcomes: Outcomes) -> None:
-    """When files cannot grow any further the training stops with an error that names file and remedy."""
+    """When files cannot grow any further, training stops with an error that names the file."""
     assert outcomes["full_disk"]["noticed"] in ("StorageError", "StorageFullError")
     assert "state.bin" in outcomes["full_disk"]["message"]
 
@@ -120,14 +120,14 @@ def test_state_in_16_bit_trains(outcomes: Outcomes) -> None:
 
 @both("the second job writes into the first one's files, and its losses change")
 def test_second_job_on_one_folder_is_refused(outcomes: Outcomes) -> None:
-    """A second job with the same folder is locked out, the first one does not notice."""
+    """A second job in the same folder is locked out, and the first one's losses do not change."""
     assert outcomes["two_jobs"]["locked"]
     assert outcomes["two_jobs"]["losses"] == outcomes["straight"]["losses"]
 
 
 @both("its files stay for ever")
 def test_no_state_is_left_on_storage(outcomes: Outcomes, folder: Path) -> None:
-    """After the process there is nothing left in the storage folders."""
+    """After the process ends, no file is left in the storage folders."""
     assert outcomes
     assert [path for path in (folder / "storage").rglob("*") if path.is_file()] == []
 
@@ -140,25 +140,25 @@ def test_defaults_hold_no_buffer_of_the_models_size(outcomes: Outcomes) -> None:
 
 @both("Lightning passes thread_count under a name that DeepSpeed does not read")
 def test_setting_of_parallelism_arrives(outcomes: Outcomes) -> None:
-    """What the user sets is what runs."""
+    """A user's setting is in effect."""
     assert outcomes["preset"]["setting"] == THREADS
 
 
 @both("a parameter without gradient is stepped again with its last one")
 def test_unused_parameter_is_left_alone(outcomes: Outcomes) -> None:
-    """Steps that do not use a parameter leave it alone, as torch's optimizers do."""
+    """Steps that do not use a parameter leave it unchanged, as torch's optimizers do."""
     _assert_like_torch(outcomes["unused_parameter"]["losses"], UNUSED)
 
 
 @pytest.mark.parametrize("outcomes", [OURS, "stock"], indirect=True)
 def test_accumulation_is_clipped_like_torch(outcomes: Outcomes) -> None:
-    """Clipped steps over windows of two micro-batches are torch's."""
+    """Clipped steps over windows of two micro-batches equal torch's."""
     _assert_like_torch(outcomes["accumulation"]["losses"], ACCUMULATED)
 
 
 @both("gradients travel to the disk and back with the state")
 def test_only_state_travels(outcomes: Outcomes) -> None:
-    """A step reads and writes 12 bytes per parameter each, and up to 2 % for trailers and alignment."""
+    """A step reads and writes 12 bytes per parameter each, plus up to 2 % for trailers and alignment."""
     assert 24 <= outcomes["straight"]["bytes_per_parameter"] < 24.5
 
 

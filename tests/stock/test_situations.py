@@ -1,6 +1,6 @@
-"""Situations of :mod:`tests.stock.situations` with stock's optimizer state in memory, where stock is at its best.
+"""Situations of :mod:`tests.stock.situations` with stock's optimizer state in memory, where stock works best.
 
-Every test runs twice: for stock, where it passes or is expected to fail for the reason given, and for ours.
+Every test runs with our strategy and with stock, which passes or is expected to fail for the reason given.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ ERRORS = {
     "skipped_batch": "MisconfigurationException: Skipping backward by returning `None`",
     "strided": r"RuntimeError: self.stride\(-1\) must be 1",
 }
-"""What stock says; everything else goes wrong without an error."""
+"""The errors that stock raises. In the other situations it gives wrong results without an error."""
 
 
 def like_plain() -> list[Any]:
-    """Every situation, for ours and for stock."""
+    """Return every situation for our strategy and for stock."""
     ours = [pytest.param(OURS, name) for name in (*EQUAL, *UNLIKE_PLAIN)]
     equal = [pytest.param("stock", name) for name in EQUAL]
     return ours + equal + [stock_fails(reason, name) for name, reason in UNLIKE_PLAIN.items()]
 
 
 def both(reason: str) -> pytest.MarkDecorator:
-    """Ours passes, stock is documented to fail."""
+    """Return a mark that runs our strategy, which passes, and stock, which is documented to fail."""
     return pytest.mark.parametrize("system", [OURS, stock_fails(reason)])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one process and its children leave the outcomes of every situation."""
+    """Run every situation in one process and its children and return the folder of outcomes."""
     folder = tmp_path_factory.mktemp("situations")
     done = subprocess.run(
         [sys.executable, "-m", "tests.stock.forked", str(folder)],
@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         timeout=900,
     )
-    # Not an assertion: that would pass for stock's documented failures.
+    # An assertion here would count as one of stock's documented failures.
     if done.returncode != 0:
         raise RuntimeError((done.stdout + done.stderr)[-6000:])
     return folder
@@ -88,30 +88,30 @@ def outcomes_in(folder: Path) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def on_one(folder: Path) -> dict[str, Outcomes]:
-    """By system and situation."""
+    """Return the outcomes on one process by system and situation."""
     return {system: outcomes_in(folder / "1" / system) for system in ("plain", "stock", OURS)}
 
 
 @pytest.fixture(scope="module")
 def on_two(folder: Path) -> dict[str, Outcomes]:
-    """The same of two processes."""
+    """Return the outcomes on two processes by system and situation."""
     return {system: outcomes_in(folder / "2" / system) for system in ("stock", OURS)}
 
 
 def result(outcome: dict[str, Any]) -> Any:
-    """Of a situation that ended without an error."""
+    """Return the result of a situation that must not have raised."""
     assert "error" not in outcome, outcome["error"]
     return outcome["result"]
 
 
 @pytest.mark.parametrize(("system", "name"), like_plain())
 def test_like_plain_lightning(system: str, name: str, on_one: dict[str, Outcomes]) -> None:
-    """What the user sees is what Lightning's own strategy for one CPU gives, numbers to rounding."""
+    """The user sees the same as with Lightning's own strategy for one CPU, up to rounding."""
     assert_alike(result(on_one[system][name]), on_one["plain"][name]["result"])
 
 
 def test_stock_fails_in_the_way_that_is_described(on_one: dict[str, Outcomes], on_two: dict[str, Outcomes]) -> None:
-    """An expected failure is the one meant: these errors and no others."""
+    """Stock raises exactly the documented errors."""
     outcomes = on_one["stock"]
     assert {name for name, outcome in outcomes.items() if "error" in outcome} == ERRORS.keys()
     for name, error in ERRORS.items():
@@ -121,20 +121,20 @@ def test_stock_fails_in_the_way_that_is_described(on_one: dict[str, Outcomes], o
 
 @both("as plain Lightning, it saves no random states: after a resume others are drawn")
 def test_random_numbers_go_on_after_a_resume(system: str, on_one: dict[str, Outcomes]) -> None:
-    """Shuffling, augmentation and dropout after an epoch's end are those of the run that did not stop."""
+    """Shuffling, augmentation and dropout after an epoch's end equal those of the uninterrupted run."""
     losses = result(on_one[system]["random_states"])
     assert losses["resumed"] == losses["straight"] != []
 
 
 @both("trains on with what it read")
 def test_a_flipped_bit_is_noticed(system: str, on_one: dict[str, Outcomes]) -> None:
-    """A checkpoint with one bit changed is refused."""
+    """A fit refuses a checkpoint with one bit changed."""
     assert "damaged" in result(on_one[system]["flipped_bit"])["noticed"]
 
 
 @both("it writes over the checkpoint that is there: neither the old nor the new one is left")
 def test_a_failed_save_leaves_the_checkpoint_before_it(system: str, on_one: dict[str, Outcomes]) -> None:
-    """When the disk is full in the middle of a save the older checkpoint at that path still resumes."""
+    """When the disk is full during a save, the older checkpoint at that path still resumes."""
     seen = result(on_one[system]["failed_save"])
     if not seen["saving"]:
         raise RuntimeError("the save did not fail")
@@ -145,7 +145,7 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(system: str, on_one: dict
 @pytest.mark.parametrize("system", [OURS, "stock"])
 @pytest.mark.parametrize("name", OWN_BATCHES)
 def test_two_processes_are_one_torch_process(name: str, system: str, on_two: dict[str, Outcomes]) -> None:
-    """Both train on the batches of both; a step that is not finite on one rank is left out on both."""
+    """Both train on the batches of both. Both skip a step that is not finite on one rank."""
     recipe = OWN_BATCHES[name]
     expected = reference.train(recipe, world_size=2, skipped=recipe.nan_at)
     assert_alike(result(on_two[system][name]), expected.losses)
@@ -153,6 +153,6 @@ def test_two_processes_are_one_torch_process(name: str, system: str, on_two: dic
 
 @pytest.mark.parametrize("system", [OURS, stock_fails(UNLIKE_PLAIN["checkpointing"])])
 def test_two_processes_share_weights_under_checkpoints(system: str, on_two: dict[str, Outcomes]) -> None:
-    """Losses and masters are plain torch's, however the buckets fall."""
+    """Losses and masters equal plain torch's, however gradients fall into buckets."""
     expected = train_plainly(SHARED_WEIGHTS, world_size=2)
     assert_alike(result(on_two[system]["checkpointing"]), (expected.losses, expected.masters))

@@ -1,4 +1,4 @@
-"""The table of docs/beside_stock.md is that of the tests."""
+"""The table of docs/beside_stock.md matches the tests."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def defined_in(file: str) -> set[str]:
 
 
 def test_every_test_in_the_table_exists() -> None:
-    """No row names a test that is gone."""
+    """No row names a test that does not exist."""
     assert CITED
     assert [(file, test) for file, test in CITED if test not in defined_in(file)] == []
 
 
 def test_every_comparison_has_a_row() -> None:
-    """Nothing that stock is run for is left out, whatever came of it."""
+    """Every comparison with stock has a row, whatever its result."""
     about_the_comparison = {"test_like_plain_lightning", "test_stock_fails_in_the_way_that_is_described"}
     assert {(file, test) for file in SHORT.values() for test in defined_in(file) - about_the_comparison} <= CITED
     assert set(re.findall(r"like_plain\[(\w+)\]", TABLE)) == {*EQUAL, *UNLIKE_PLAIN}
 
 
 def test_rows_say_equal_where_stock_is_right() -> None:
-    """The word stands in the rows of the situations that stock passes, and in no row of one that it fails."""
+    """The word "equal" stands only in the rows of situations that stock passes."""
     rows = {name: row for row in TABLE.splitlines() for name in re.findall(r"like_plain\[(\w+)\]", row)}
     assert {name for name, row in rows.items() if row.split("|")[2].strip().startswith("equal")} == set(EQUAL)

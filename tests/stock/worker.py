@@ -1,7 +1,7 @@
-"""Runs the scenarios of the comparison with stock: ``python -m tests.stock.worker SYSTEM FOLDER``, one JSON line each.
+"""Runs the scenarios of the comparison with stock: ``python -m tests.stock.worker SYSTEM FOLDER``.
 
-SYSTEM is ``smart_infinity`` or ``stock``: Lightning's DeepSpeedStrategy with optimizer state on NVMe, DeepSpeed's own
-swappers and DeepSpeed's own I/O code.
+It prints one JSON line for each. SYSTEM is ``smart_infinity`` or ``stock``: Lightning's DeepSpeedStrategy with
+optimizer state on NVMe, DeepSpeed's own swappers and DeepSpeed's own I/O code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.helpers.waiting import PROCESS_LIMIT
 from tests.stock.systems import Hook, StockOnCpu
 from tests.training.worker import REPOSITORY
 
-# Wide enough that DeepSpeed swaps at all: it keeps tensors below 1 MiB in memory.
+# The width makes DeepSpeed swap at all: it keeps tensors below 1 MiB in memory.
 RECIPE = Recipe(precision="bf16-true", lr=1e-3, width=256, depth=1, max_steps=6)
 UNUSED = dataclasses.replace(RECIPE, precision="32-true", skip_side_at=(2, 3))
 ACCUMULATED = dataclasses.replace(RECIPE, precision="32-true", accumulate=2, clip=0.5)
@@ -36,7 +36,7 @@ TASKLET_BYTES = 256 * 1024
 
 
 def stock_strategy(folder: Path, **config: Any) -> Any:
-    """ZeRO-Infinity as Lightning configures it, with torch's AdamW instead of an op that would have to be compiled."""
+    """Return ZeRO-Infinity as Lightning configures it, with torch's AdamW instead of an op that must be compiled."""
     from tests.stock.async_io import install
 
     install()
@@ -66,7 +66,7 @@ def our_strategy(folder: Path, **settings: Any) -> Any:
 
 
 class Scenarios:
-    """What a user of either system does; a method's result is what the tests judge."""
+    """Scenarios for a user of either system. The tests judge the result of each method."""
 
     def __init__(self, system: str, folder: Path) -> None:
         self.system, self.folder = system, folder
@@ -101,13 +101,13 @@ class Scenarios:
         return module.losses
 
     def straight(self) -> dict[str, Any]:
-        """Train, save on the way, and count the bytes that the steps after it move."""
+        """Train, save on the way, and count the bytes that later steps move."""
 
         def save(trainer: pl.Trainer) -> None:
             trainer.save_checkpoint(self.checkpoint)
             for name, param in trainer.lightning_module.model.named_parameters():  # type: ignore[union-attr]
                 self.masters[name] = param._z3_optimizer.get_full_hp_param(param).clone()
-            # Between two steps nothing is moved but by the steps.
+            # Between two steps only the steps move bytes.
             moved["before"] = self._moved(trainer)
 
         def count(trainer: pl.Trainer) -> None:
@@ -168,7 +168,7 @@ class Scenarios:
         return {"loss": metrics["val_loss"]}
 
     def full_disk(self) -> dict[str, Any]:
-        """Every file may grow to 1 MiB and no further, as on a disk that is full."""
+        """Limit every file to 1 MiB, as on a full disk."""
 
         def limit(trainer: pl.Trainer) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
@@ -184,7 +184,7 @@ class Scenarios:
         return {"noticed": None}
 
     def two_jobs(self) -> dict[str, Any]:
-        """In the middle of a training another one starts with the same settings, and ends."""
+        """Start a second training with the same settings in the middle of the first."""
         other: list[str] = []
 
         def start_another(trainer: pl.Trainer) -> None:
@@ -222,7 +222,7 @@ class Scenarios:
         return {"losses": module.losses, "bytes_per_parameter": strategy.state_bytes / strategy.state_numel}
 
     def preset(self) -> dict[str, Any]:
-        """What the defaults of the strategy hold in memory for the update, and whether settings arrive."""
+        """Return the memory that the update holds by default, and a setting in effect."""
         module = LitTiny(RECIPE)
         trainer = self.trainer("preset")
         seen: dict[str, Any] = {}
@@ -242,7 +242,7 @@ class Scenarios:
         return {**seen, "numel": sum(p.ds_numel for p in module.parameters())}
 
 
-# Two jobs come first: stock names its files by counting parameters, so that only equally young processes collide.
+# Two jobs come first. Stock names its files by counting parameters, so that only processes of the same age collide.
 ORDER = (
     "two_jobs",
     "straight",
@@ -260,7 +260,7 @@ ORDER = (
 
 
 def _cpu_adam(module: torch.nn.Module) -> Any:
-    """The optimizer that DeepSpeed asks for; its compiled op is a name only, as the set-up never reaches a step."""
+    """Return the optimizer that DeepSpeed asks for. Its op is a mock, since the set-up never reaches a step."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.ops.op_builder import CPUAdamBuilder
 

@@ -1,6 +1,6 @@
-"""Tries bad input, case after case, in one of two processes: ``... bad_input_worker FOLDER``.
+"""Tries cases of bad input in one of two processes: ``... bad_input_worker FOLDER``.
 
-Every rank writes what it caught as ``FOLDER/<case>-<rank>.json``; the test prepares what stands in the way.
+Every rank writes the error that it caught to ``FOLDER/<case>-<rank>.json``. The test prepares the obstacles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy
 from tests.helpers.models import LitTiny, Recipe
 from tests.training.test_bad_input import fit
 
-# More than one rank's state and less than that of both.
+# This is more than the state of one rank and less than the state of both.
 ROOM_FOR_ONE_BYTES = 2 * 1024 * 1024
 
 
@@ -31,7 +31,7 @@ def _this_rank() -> int:
 
 
 def free_bytes(count: int) -> Any:
-    """Make every file system seem to have this much room."""
+    """Return a patch that makes every file system report ``count`` free bytes."""
     real = os.statvfs
 
     def statvfs(path: Any) -> os.statvfs_result:
@@ -44,12 +44,12 @@ def free_bytes(count: int) -> Any:
 
 
 def disk_full() -> Any:
-    """Make every allocation fail."""
+    """Return a patch that makes every allocation fail."""
     return mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
 def on_rank_1(patch: Callable[[], Any]) -> Any:
-    """The patch on rank 1, nothing on rank 0."""
+    """Apply the patch on rank 1 only."""
     return patch() if _this_rank() == 1 else contextlib.nullcontext()
 
 
@@ -65,7 +65,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def attempt(case: str, root: Path) -> dict[str, Any]:
-    """One fit of the case; what it raised."""
+    """Fit the case once and return the error that it raised."""
     module = LitTiny(Recipe(width=64))
     if case == "unsupported-optimizer":
         module.configure_optimizers = lambda: torch.optim.NAdam(module.parameters())  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""Models built in configure_model: ``python -m tests.training.configure_model_worker OUT PRECISION...``.
+"""Builds models in configure_model: ``python -m tests.training.configure_model_worker OUT PRECISION...``.
 
-As a program it builds and trains one on two processes and leaves what each saw in ``OUT/<precision>-<rank>.pt``.
+As a program it trains them on two processes and saves what each rank saw to ``OUT/<precision>-<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class Built(pl.LightningModule):
-    """Builds its model in configure_model; ``weights`` are those before the first step, ``losses`` one per step."""
+    """A module that builds its model in configure_model.
+
+    ``weights`` holds the values before the first step, ``losses`` one loss per step.
+    """
 
     def __init__(self, build: Callable[[], nn.Module], loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.build, self.loss = build, loss
         self.weights: dict[str, torch.Tensor] = {}
         self.losses: list[float] = []
-        # Of each parameter, whether ZeRO-3 had it when configure_model ended.
+        # Whether ZeRO-3 had partitioned each parameter when configure_model ended.
         self.partitioned: list[bool] = []
 
     def configure_model(self) -> None:
-        torch.manual_seed(self.global_rank)  # what rank 0 draws is what counts
+        torch.manual_seed(self.global_rank)  # only the values of rank 0 count
         self.model = self.build()
 
         self.partitioned = [hasattr(param, "ds_id") for param in self.model.parameters()]
@@ -56,17 +59,17 @@ class Built(pl.LightningModule):
 
 
 def inputs() -> torch.Tensor:
-    """Four samples."""
+    """Return four samples."""
     return torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """A loss for :class:`Initialised`."""
+    """Return a loss for :class:`Initialised`."""
     return model(batch.to(next(model.parameters()).dtype)).float().square().mean()
 
 
 def fit(module: Built, root: Path, **settings: Any) -> Built:
-    """One step."""
+    """Fit for one step."""
     trainer = quiet_trainer(root, **{"precision": "32-true", "max_steps": 1, **settings})
     trainer.fit(module)
     trainer.strategy.close()  # type: ignore[attr-defined]
@@ -76,7 +79,7 @@ def fit(module: Built, root: Path, **settings: Any) -> Built:
 def main() -> None:
     from lightning_smartinfinity.zero3.parameters import gather_on_use
 
-    # Parameters are partitioned again as soon as others are touched.
+    # ZeRO-3 partitions parameters again as soon as others are used.
     gather_on_use._GATHERED_BYTES = 0
     out = Path(sys.argv[1])
     for precision in sys.argv[2:]:

@@ -1,4 +1,4 @@
-"""What every test that trains leaves behind it."""
+"""Fixtures for every test that trains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def sigint() -> Iterator[None]:
-    """Lightning ignores Ctrl-C once it has noticed one, and so does what a shell starts in the background."""
+    """Set Python's own Ctrl-C handler for each test.
+
+    Lightning ignores Ctrl-C after the first one, and so does a process that a shell starts in the background.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

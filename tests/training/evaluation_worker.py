@@ -1,4 +1,7 @@
-"""Two processes train, save, and evaluate what one process saved: ``... evaluation_worker ROOT CHECKPOINT``."""
+"""Trains, saves and evaluates on two processes: ``... evaluation_worker ROOT CHECKPOINT``.
+
+The evaluated checkpoint was saved by one process.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ RECIPE = Recipe(precision="bf16-mixed", groups=True, frozen=True, odd=True, vali
 
 
 class Buffered(LitTiny):
-    """Counts its steps in a buffer, and keeps what was loaded."""
+    """A module that counts its steps in a buffer and keeps the values that it loaded."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -36,7 +39,7 @@ class Buffered(LitTiny):
 def train_and_save(
     trainer: pl.Trainer, path: Path, recipe: Recipe = RECIPE, *, module_class: type[Buffered] = Buffered
 ) -> None:
-    """A few steps, and a checkpoint."""
+    """Train for a few steps and save a checkpoint."""
     trainer.fit(module_class(recipe))
     trainer.save_checkpoint(path)
     trainer.strategy.close()  # type: ignore[attr-defined]
@@ -50,7 +53,7 @@ def evaluated_values(
     strict: bool = True,
     module_class: type[Buffered] = Buffered,
 ) -> dict[str, torch.Tensor]:
-    """Every value of a module that was validated from a checkpoint and held only zeros before."""
+    """Validate a zeroed module from a checkpoint and return all its values."""
     module: Any = module_class(recipe)
     for tensor in (*module.parameters(), *module.buffers()):
         torch.nn.init.zeros_(tensor)

@@ -1,11 +1,11 @@
-"""Two ranks train; storage fails on rank 1.
+"""Trains on two ranks while storage fails on rank 1.
 
 ``python -m tests.training.failing_rank_worker FOLDER OVERLAP``
 
-First a write of state fails, then, in a second fit, that of the commit record. With ``none`` there is a fit before them
-whose compressed gradients are damaged in memory; with ``backward`` one in which a wrong guess cannot be undone; with
-``forward`` a loop in Fabric behind them that ends with a step in flight. Every rank writes what it met into
-``rank-<n>.json``.
+In the first fit a write of state fails; in the second fit the write of the commit record fails. With ``none`` an
+earlier fit damages its compressed gradients in memory. With ``backward`` an earlier fit cannot roll back a speculative
+update. With ``forward`` a loop in Fabric follows that ends with a step in flight. Every rank writes the errors that it
+caught to ``rank-<n>.json``.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from tests.helpers.models import LitTiny, Recipe
 
 
 class FailOnRankOne(pl.Callback):
-    """Lets rank 1 fail once, in the third step if not in another one."""
+    """A callback that makes rank 1 fail once, by default in the third step."""
 
     def __init__(self, fail: Callable[[Any], None], step: int = 2) -> None:
         self.fail, self.step = fail, step
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
-            trainer.strategy.drain()  # the step before may still be in flight
+            trainer.strategy.drain()  # the previous step may still be in flight
             if trainer.global_rank == 1:
                 self.fail(trainer.strategy.optimizers[0])
 
 
 def fail_write(optimizer: Any) -> None:
-    """The next write of state fails."""
+    """Make the next write of state fail."""
     testing.inject(optimizer.rank_state.handler._device._pipeline, fail_write_at=0)
 
 
 def fail_commit(optimizer: Any) -> None:
-    """The next commit record cannot be written."""
+    """Make the next write of the commit record fail."""
     real = os.pwrite
 
     def full(*_: Any) -> int:
@@ -58,7 +58,7 @@ def fail_commit(optimizer: Any) -> None:
 
 
 def fail_undo(optimizer: Any) -> None:
-    """The state of the step before cannot be read back any more."""
+    """Make a rollback fail because the previous state is unreadable."""
 
     def unreadable() -> None:
         raise StorageError("rank-00001 cannot be read.", "Use another disk.")
@@ -67,12 +67,12 @@ def fail_undo(optimizer: Any) -> None:
 
 
 def damage_payload(optimizer: Any) -> None:
-    """The next step is committed, and then nobody knows what it has sent."""
+    """Corrupt the payload of the next step just before the step is committed."""
     state = optimizer.rank_state
     commit = state.handler._store.commit
 
     def damaging(**settings: Any) -> None:
-        state.compressed._payloads.tensor[4] ^= 1  # the version, in the header of the first
+        state.compressed._payloads.tensor[4] ^= 1  # flips a bit of the version in the first header
         commit(**settings)
 
     state.handler._store.commit = damaging
@@ -81,12 +81,12 @@ def damage_payload(optimizer: Any) -> None:
 def fit(
     root: Path, failure: FailOnRankOne, clip: float | None = None, compression: TopK | None = None
 ) -> tuple[pl.Trainer, str]:
-    """Train and note the error of this rank."""
+    """Train and return the Trainer and the error of this rank."""
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
         precision="bf16-mixed",
-        # Gradients leave within backward.
+        # The small bucket makes gradients leave during backward.
         strategy=SmartInfinityStrategy(
             root / "storage", overlap=sys.argv[2], compression=compression, zero={"reduce_bucket_size": 4000}
         ),
@@ -108,7 +108,7 @@ def fit(
 
 
 def close_in_flight(root: Path) -> bool:
-    """Whether a step that fails on rank 1 while a loop in Fabric closes its storage leaves all parameters as before."""
+    """Tell whether a step that fails on rank 1 while a Fabric loop closes leaves all parameters as before."""
     recipe = Recipe()
     fabric = quiet_fabric(root / "closed", devices=2, precision="32-true", options={"overlap": "forward"})
     module = recipe.build_model()
@@ -133,13 +133,13 @@ def _gathered(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    """All fits; what the last has left is saved."""
+    """Run all fits, and save what the last one leaves."""
     root = Path(sys.argv[1])
     seen: dict[str, Any] = {}
     if sys.argv[2] == "none":
         _, seen["damage_payload"] = fit(root, FailOnRankOne(damage_payload, step=1), compression=TopK(0.05))
     if sys.argv[2] == "backward":
-        # Every guess is wrong, for every step is clipped; the third would be the last for a while.
+        # Clipping makes every speculative update wrong. After the third one speculation pauses.
         _, seen["fail_undo"] = fit(root, FailOnRankOne(fail_undo, step=1), clip=1e-3)
     for fail in (fail_write, fail_commit):
         trainer, met = fit(root, FailOnRankOne(fail))

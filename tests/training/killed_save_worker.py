@@ -1,8 +1,8 @@
-"""Is killed while it saves: ``python -m tests.training.killed_save_worker FOLDER DEVICES WHEN``.
+"""Kills itself during a save: ``python -m tests.training.killed_save_worker FOLDER DEVICES WHEN``.
 
-It saves to ``last.ckpt`` after the first step, keeps a copy of that in ``first.ckpt``, and saves to the same path after
-the second; WHEN names the moment of the second save at which the last rank that gets there kills itself. What
-compressed gradients have left out is saved, too.
+It saves to ``last.ckpt`` after the first step, copies that to ``first.ckpt``, and saves to ``last.ckpt`` again after
+the second step. WHEN names the moment of the second save at which one rank kills itself. The checkpoints also hold the
+residual of compressed gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRANSFER = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
 
 
 def die_before(owner: Any, name: str, *, rank: int, count: int = 0) -> None:
-    """Kill this process, if it has this rank, at a call of a function after so many that return."""
+    """Kill the process of this rank at a call of a function, after ``count`` calls that return."""
     call: Callable[..., Any] = getattr(owner, name)
     calls = iter(range(count))
 
@@ -44,13 +44,13 @@ def die_before(owner: Any, name: str, *, rank: int, count: int = 0) -> None:
 MOMENTS: dict[str, Callable[[int], None]] = {
     "writing": lambda devices: die_before(tensor_file.TensorStream, "write", rank=devices - 1, count=4),
     "swapping": lambda devices: die_before(folder_swap, "_put_in_place", rank=0),
-    # Two leftovers are looked for before.
+    # The save first removes two possible leftovers.
     "removing": lambda devices: die_before(shutil, "rmtree", rank=0, count=2),
 }
 
 
 class SaveTwice(pl.Callback):
-    """After the first and the second step."""
+    """A callback that saves after the first and the second step."""
 
     def __init__(self, folder: Path, devices: int, when: str) -> None:
         self.folder, self.devices, self.when = folder, devices, when

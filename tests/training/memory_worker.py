@@ -21,7 +21,7 @@ TASKLET_BYTES, NUM_BUFFERS = 1024 * 1024, 8
 
 
 def status(key: str) -> int:
-    """A memory figure of this process from /proc, in bytes."""
+    """Return a memory figure of this process from /proc, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
@@ -36,7 +36,7 @@ def reset_peak() -> None:
 class Wide(pl.LightningModule):
     def __init__(self, depth: int) -> None:
         super().__init__()
-        # In 16 bit from the start: an fp32 model would be most of the peak, and hide what comes after it.
+        # The model starts in 16 bit: an fp32 model would dominate the peak and hide the memory used later.
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(depth)))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Wide(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    """Peak resident size from the first training step to the last, and our own accounting."""
+    """A callback that records the peak resident size of training and the strategy's own accounting."""
 
     def __init__(self) -> None:
         self.figures: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def trainer_of(folder: str, *, steps: int, callbacks: Any = None) -> pl.Trainer:
 
 
 def growth(action: Callable[[], object]) -> int:
-    """Of the resident size, at its peak while something runs."""
+    """Return how much the resident size grows at its peak during the action."""
     before = status("VmRSS")
     reset_peak()
     action()
@@ -107,7 +107,7 @@ def growth(action: Callable[[], object]) -> int:
 
 
 def watched_trainer(folder: str, figures: dict[str, Any], name: str) -> pl.Trainer:
-    """Notes under ``name`` how much memory loading a checkpoint takes."""
+    """Return a Trainer that records under ``name`` the memory that loading a checkpoint takes."""
     trainer = trainer_of(folder, steps=STEPS)
     strategy: Any = trainer.strategy
     load = strategy.load_checkpoint

@@ -1,4 +1,4 @@
-"""The hard modules by name, as tests at one and two processes train them."""
+"""Named cases of hard modules, for the tests on one and on two processes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.helpers.hard_structures import (
     UsedLate,
 )
 
-# 16 bit: a difference in the last bit of an update now and then turns into one rounding of a parameter.
+# In 16 bit a difference in the last bit of an update sometimes changes how a parameter is rounded.
 IN_16_BIT = {"masters": 5e-3}
-# Smaller than the weights, which therefore leave between the arrivals of the biases.
+# The bucket is smaller than the weights, so that they leave before the next bias arrives.
 SMALL_BUCKET = {"reduce_bucket_size": 16}
 
 
 def keep_products() -> Any:
-    """A policy of selective checkpointing: matrix products are kept, everything else is computed again."""
+    """Return a selective checkpointing policy that keeps matrix products and recomputes everything else."""
     return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
 
 

@@ -1,7 +1,7 @@
-"""Trainings of hard modules by smart_infinity, held against plain torch.
+"""Trains hard modules with smart_infinity and compares them with plain torch.
 
 ``python -m tests.training.model_runs CASES.json`` runs named cases of :mod:`tests.training.model_cases` in processes of
-their own; rank 0 writes what :class:`Trained` holds of each into its folder.
+their own. Rank 0 writes the fields of :class:`Trained` for each case to its folder.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.helpers.hard_models import Case, HardModule, Trained, train_plainly
 from tests.helpers.processes import run_module
 from tests.helpers.trainers import quiet_trainer
 
-# Every parameter is gathered and released around its modules, however small: DeepSpeed would keep these all in memory.
+# Gather and release every parameter around its modules. DeepSpeed would keep parameters this small in memory.
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
 
 
 class Collect(pl.Callback):
-    """Collects masters and numbers of updates by parameter name when training ends."""
+    """A callback that collects masters and update counts by parameter name when training ends."""
 
     def __init__(self) -> None:
         self.masters: dict[str, torch.Tensor] = {}
@@ -44,7 +44,7 @@ class Collect(pl.Callback):
 
 
 def trainer_for(case: Case, root: Path, *callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
-    """A quiet Trainer with the case's settings."""
+    """Return a quiet Trainer with the case's settings."""
     options = {"loss_scale": 2.0**10} if case.precision.startswith("16") else {}
     strategy = SmartInfinityStrategy(
         root / "storage", transfer=TransferConfig(**case.transfer), zero={**NOTHING_PERSISTS, **case.zero}, **options
@@ -61,14 +61,14 @@ def trainer_for(case: Case, root: Path, *callbacks: pl.Callback, **settings: Any
 def train_near_storage(
     case: Case, root: Path, *, module: HardModule | None = None, ckpt_path: str | None = None, **settings: Any
 ) -> Trained:
-    """The case by smart_infinity.
+    """Train the case with smart_infinity.
 
     Args:
-        case: What to train.
-        root: Folder for everything.
-        module: Instead of the case's own.
-        ckpt_path: Resume from there.
-        **settings: Of the Trainer, instead of the case's.
+        case: The case to train.
+        root: Folder for all files.
+        module: Replaces the case's own module.
+        ckpt_path: Checkpoint to resume from.
+        **settings: Trainer settings that replace the case's.
     """
     module = module if module is not None else case.module()
     collect = Collect()
@@ -79,7 +79,7 @@ def train_near_storage(
 
 
 def assert_trains_like_torch(case: Case, trained: Trained, *, world_size: int = 1) -> None:
-    """Losses, masters and numbers of updates are plain torch's."""
+    """Assert that losses, masters and update counts equal those of plain torch."""
     expected = train_plainly(case, world_size=world_size)
     torch.testing.assert_close(
         torch.tensor(trained.losses), torch.tensor(expected.losses), atol=case.masters / 4, rtol=case.masters / 4
@@ -87,7 +87,7 @@ def assert_trains_like_torch(case: Case, trained: Trained, *, world_size: int = 
     assert trained.masters.keys() == expected.masters.keys()
     for name, master in expected.masters.items():
         torch.testing.assert_close(trained.masters[name], master, atol=case.masters, rtol=0, msg=name)
-    # torch counts updates of parameters without elements, too.
+    # torch also counts updates of parameters without elements.
     held = {name for name, master in expected.masters.items() if master.numel()}
     assert {name: trained.steps[name] for name in held} == {name: expected.steps[name] for name in held}
     assert all(math.isfinite(loss) for loss in trained.losses) and len(set(trained.losses)) > 1

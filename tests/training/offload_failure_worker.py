@@ -1,6 +1,6 @@
-"""A read of a parameter fails on rank 1 of two: ``python -m tests.training.offload_failure_worker FOLDER``.
+"""Makes a parameter read fail on rank 1 of two: ``python -m tests.training.offload_failure_worker FOLDER``.
 
-Every rank writes what it met into ``rank-<n>.json``.
+Every rank writes the error that it caught to ``rank-<n>.json``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class FailOnRankOne(pl.Callback):
-    """Makes a read of rank 1 fail."""
+    """A callback that makes a read on rank 1 fail."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 1 and trainer.global_rank == 1:
@@ -27,7 +27,7 @@ class FailOnRankOne(pl.Callback):
 
 
 def main() -> None:
-    """Train and note the error and what is left on storage."""
+    """Train, and record the error and the files left on storage."""
     root = Path(sys.argv[1])
     zero = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
     strategy = SmartInfinityStrategy(root / "storage", zero=zero)

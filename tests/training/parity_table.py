@@ -23,7 +23,7 @@ PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 
 
 def main() -> None:
-    """Train, compare, print."""
+    """Train, compare and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50)
     steps = parser.parse_args().steps
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _run(folder: Path, recipe: Recipe, devices: int) -> Run:
-    # DeepSpeed's own linear rounds once more in 16 bit (it adds the bias after the product); torch's is used here.
+    # In 16 bit DeepSpeed's own linear rounds once more, because it adds the bias after the product. This uses torch's.
     options: dict[str, Any] = {"zero": {"memory_efficient_linear": False}}
     if recipe.precision.startswith("16"):
         options["loss_scale"] = 2.0**10

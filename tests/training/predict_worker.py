@@ -1,4 +1,4 @@
-"""Two processes predict, fit and predict again: ``python -m tests.training.predict_worker ROOT``."""
+"""Predicts, fits and predicts again on two processes: ``python -m tests.training.predict_worker ROOT``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class SameOnEveryRank(Everything):
-    """All ranks train with the first batch, so that the weights do not depend on their number."""
+    """A module that trains every rank on the first batch, so that the weights do not depend on the number of ranks."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.model(self.recipe.batch(0))  # type: ignore[no-any-return]
 
 
 def predict_around_a_fit(trainer: pl.Trainer) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's predictions before and after a step."""
+    """Return this rank's predictions before and after a fit."""
     module = SameOnEveryRank()
     before = torch.cat(trainer.predict(module))  # type: ignore[arg-type]
     trainer.fit(module)

@@ -1,4 +1,4 @@
-"""Fits of a LitRandom in processes of their own: ``python -m tests.training.random_worker JOBS.json``."""
+"""Fits a LitRandom in processes of their own: ``python -m tests.training.random_worker JOBS.json``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.trainers import quiet_trainer
 
 @dataclass(frozen=True)
 class Job:
-    """A fit; every rank leaves its losses and warnings in ``out``, with the checkpoints of ``save`` beside them."""
+    """A fit whose ranks write their losses and warnings to ``out``, next to the checkpoints named in ``save``."""
 
     out: str
     seed: int
@@ -30,14 +30,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Left:
-    """What one rank of a job left behind."""
+    """The losses and warnings of one rank of a job."""
 
     losses: list[float]
     warnings: list[str]
 
 
 def run(job: Job) -> Left:
-    """The fit itself, in this process (and those that Lightning launches)."""
+    """Run the fit in this process and those that Lightning launches."""
     out = Path(job.out)
     seed(job.seed)
     module = LitRandom(**job.module)
@@ -59,7 +59,10 @@ def run(job: Job) -> Left:
 
 
 def launch(*jobs: Job, timeout: float = 600) -> list[list[Left]]:
-    """Run jobs of equally many devices one after the other in fresh processes; what every rank left behind of each."""
+    """Run jobs in turn in fresh processes and return each rank's result.
+
+    All jobs must use the same number of devices.
+    """
     assert len({job.devices for job in jobs}) == 1
     config = Path(jobs[0].out) / "jobs.json"
     config.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a user may get wrong: an error of our own, with a remedy, and nothing left behind."""
+"""Bad input raises one of our own errors with a remedy and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.training.worker import REPOSITORY
 
 
 def fit(module: pl.LightningModule, strategy: SmartInfinityStrategy, root: Path, **trainer: Any) -> pl.Trainer:
-    """One step in fp32."""
+    """Fit for one step in fp32."""
     return trainers.fit(module, root, strategy, **{"precision": "32-true", "max_steps": 1, **trainer})
 
 
 def assert_helpful(error: SmartInfinityError, *values: str) -> None:
-    """The message names the values at fault and ends in a remedy."""
+    """Assert that the message names the values at fault and ends in a remedy."""
     assert error.remedy.endswith("."), error
     for value in values:
         assert value in str(error), f"{value!r} is not named in: {error}"
@@ -86,7 +86,7 @@ def assert_helpful(error: SmartInfinityError, *values: str) -> None:
     ],
 )
 def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: dict[str, Any], named: str) -> None:
-    """Nothing is created: the strategy refuses at construction, naming the value."""
+    """The constructor raises an error that names the value."""
     for strategy in (SmartInfinityStrategy, SmartInfinityFabricStrategy):
         with pytest.raises((ConfigError, UnsupportedError)) as caught:
             strategy(**settings)
@@ -118,14 +118,14 @@ def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: di
     ],
 )
 def test_transfer_settings_out_of_range_raise(settings: dict[str, Any]) -> None:
-    """TransferConfig validates once, at construction."""
+    """TransferConfig validates its settings at construction."""
     with pytest.raises(ConfigError) as caught:
         TransferConfig(**settings)
     assert_helpful(caught.value, next(iter(settings)))
 
 
 def test_zero_settings_are_validated_before_anything_is_written(tmp_path: Path) -> None:
-    """A key that DeepSpeed does not know is refused by our own error, and no folder appears."""
+    """Our own error refuses a key that DeepSpeed does not know, and no folder is created."""
     with pytest.raises(ConfigError) as caught:
         fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s", zero={"reduce_bucketsize": 5}), tmp_path)
     assert_helpful(caught.value, "reduce_bucketsize")
@@ -133,8 +133,8 @@ def test_zero_settings_are_validated_before_anything_is_written(tmp_path: Path) 
 
 
 def test_a_bucket_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The setting is named, and no folder appears."""
-    monkeypatch.setattr(GradientPath, "bypasses_buckets", False)  # one process on a CPU has none
+    """The error names the setting, and no folder is created."""
+    monkeypatch.setattr(GradientPath, "bypasses_buckets", False)  # one process on a CPU uses no buckets
     with pytest.raises(ConfigError) as caught:
         fit(LitTiny(Recipe()), SmartInfinityStrategy(tmp_path / "s", zero={"reduce_bucket_size": 10**16}), tmp_path)
     assert_helpful(caught.value, "'reduce_bucket_size': 10000000000000000")
@@ -142,7 +142,7 @@ def test_a_bucket_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 class Custom(torch.optim.AdamW):
-    """A subclass may do anything in its step()."""
+    """A subclass, which may do anything in its step()."""
 
 
 def _two(module: LitTiny) -> Any:
@@ -162,7 +162,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[LitTiny], Any], str]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_unsupported_optimizers_are_refused(name: str, tmp_path: Path) -> None:
-    """The message names the optimizer and lists the supported ones; nothing is written."""
+    """The message names the optimizer and lists the supported ones. Nothing is written."""
     configure, named = OPTIMIZERS[name]
     module = LitTiny(Recipe())
     module.configure_optimizers = lambda: configure(module)  # type: ignore[method-assign]
@@ -175,7 +175,7 @@ def test_unsupported_optimizers_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
-    """Embedding(sparse=True) is found before training."""
+    """Embedding(sparse=True) is refused before training."""
     module = LitTiny(Recipe(tied=False))
     module.model.tokens = nn.Embedding(64, 32, sparse=True)
     with pytest.raises(UnsupportedError) as caught:
@@ -185,7 +185,7 @@ def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
-    """All parameters frozen: a clear error instead of DeepSpeed's."""
+    """A model whose parameters are all frozen raises our own error instead of DeepSpeed's."""
     module = LitTiny(Recipe())
     optimizer = torch.optim.AdamW(module.parameters())
     module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
@@ -196,7 +196,7 @@ def test_a_model_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
 
 
 class Manual(LitTiny):
-    """Manual optimization that passes a closure."""
+    """A module with manual optimization that passes a closure."""
 
     automatic_optimization = False
 
@@ -209,7 +209,7 @@ class Manual(LitTiny):
 
 
 def test_closures_are_refused(tmp_path: Path) -> None:
-    """optimizer.step(closure) raises, and the storage of the aborted fit is released."""
+    """optimizer.step(closure) raises, and close() removes the storage of the aborted fit."""
     strategy = SmartInfinityStrategy(tmp_path / "s")
     with pytest.raises(UnsupportedError) as caught:
         fit(Manual(Recipe()), strategy, tmp_path)
@@ -220,7 +220,7 @@ def test_closures_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["file/below", "/proc/nowhere/storage"])
 def test_a_folder_that_cannot_be_made_is_named(folder: str, tmp_path: Path) -> None:
-    """A file in the way or a file system that takes no folders: StorageError naming the path."""
+    """StorageError names the path if a file is in the way or the file system allows no folders."""
     (tmp_path / "file").write_text("in the way")
     storage = Path(folder) if folder.startswith("/") else tmp_path / folder
     with pytest.raises(StorageError) as caught:
@@ -229,7 +229,7 @@ def test_a_folder_that_cannot_be_made_is_named(folder: str, tmp_path: Path) -> N
 
 
 def test_a_memory_file_system_warns_or_refuses() -> None:
-    """tmpfs: a warning by default, an error with direct_io="on"."""
+    """On tmpfs the strategy warns by default and raises with direct_io="on"."""
     folder = Path("/dev/shm") / f"smart-infinity-test-{os.getpid()}"
     try:
         strategy = SmartInfinityStrategy(folder)
@@ -246,7 +246,7 @@ def test_a_memory_file_system_warns_or_refuses() -> None:
 def test_too_little_space_is_found_before_anything_is_allocated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message has the bytes needed and the bytes free; no state file is left."""
+    """The message has the bytes needed and the bytes free, and no state file is left."""
     real = os.statvfs
 
     def nearly_full(path: Any) -> Any:
@@ -268,7 +268,7 @@ def test_too_little_space_is_found_before_anything_is_allocated(
 
 
 def test_two_jobs_on_one_folder_are_kept_apart(tmp_path: Path) -> None:
-    """A second process on the same storage and job is told who holds it; under another job name both run."""
+    """A second process with the same storage and job gets the holder's pid; with another job name both run."""
     holder = subprocess.Popen(
         [sys.executable, "-m", "tests.training.holder", str(tmp_path / "s")],
         cwd=REPOSITORY,
@@ -293,7 +293,7 @@ def test_two_jobs_on_one_folder_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_two_fits_in_one_process_share_a_folder(tmp_path: Path) -> None:
-    """The next fit on the same storage ends the finished one, of the same strategy or another."""
+    """The next fit on the same storage closes the store of the finished fit."""
     first = SmartInfinityStrategy(tmp_path / "s")
     fit(LitTiny(Recipe()), first, tmp_path)
     assert first.state_numel > 0
@@ -306,7 +306,7 @@ def test_two_fits_in_one_process_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_keep_leaves_the_state_and_protects_it(tmp_path: Path) -> None:
-    """keep=True leaves the files after close; a later job refuses to overwrite them."""
+    """keep=True leaves the files after close, and a later job refuses to overwrite them."""
     keep = SmartInfinityStrategy(tmp_path / "s", transfer=TransferConfig(keep=True))
     fit(LitTiny(Recipe()), keep, tmp_path)
     keep.close()

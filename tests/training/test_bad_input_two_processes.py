@@ -1,4 +1,4 @@
-"""Bad input that only one of two processes meets: both raise, end by themselves, and leave nothing behind."""
+"""Bad input on one of two processes makes both raise and end by themselves, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _tree(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def attempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case tried by one pair of processes; what was on storage before is in ``before.json``."""
+    """Try every case in one pair of processes; ``before.json`` lists the files that were on storage before."""
     root = tmp_path_factory.mktemp("two")
     for case in CASES:
         (root / case / "storage").mkdir(parents=True)
@@ -54,7 +54,7 @@ def _outcomes(root: Path, case: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", EXPECTED)
 def test_every_rank_raises_our_own_error(case: str, attempted: Path) -> None:
-    """The rank at fault and the other raise the same class, which names the value and ends in a remedy."""
+    """Both ranks raise the same class, which names the value at fault and ends in a remedy."""
     error, named = EXPECTED[case]
     for outcome in _outcomes(attempted, case):
         assert outcome["error"] == error, outcome
@@ -64,20 +64,20 @@ def test_every_rank_raises_our_own_error(case: str, attempted: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_left_on_storage(case: str, attempted: Path) -> None:
-    """Storage holds what it held before, the user's own files included."""
+    """Storage holds the same files as before, the user's own files included."""
     before = json.loads((attempted / "before.json").read_text())[case]
     assert sorted(_tree(attempted / case / "storage")) == before
 
 
 def test_space_is_summed_over_ranks(attempted: Path) -> None:
-    """Either rank's state alone would fit: the verdict is about both."""
+    """The check adds up the state of both ranks: each alone would fit."""
     for outcome in _outcomes(attempted, "no-space-for-both"):
         needed, free = map(float, re.findall(r"([\d.]+) MiB", outcome["message"]))
         assert needed / 2 < free < needed
 
 
 def test_the_same_processes_train_afterwards(attempted: Path) -> None:
-    """After six refused fits the two processes are in step, and the seventh trains."""
+    """After six refused fits the two processes still work together, and the seventh fit trains."""
     for outcome in _outcomes(attempted, "nothing-wrong"):
         assert outcome["error"] is None
         assert len(outcome["losses"]) == 1

@@ -1,4 +1,4 @@
-"""One process on a CPU has nothing to reduce: its gradients bypass DeepSpeed's buckets, and nothing else changes."""
+"""One process on a CPU has nothing to reduce, so its gradients bypass DeepSpeed's buckets without changing results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.training.test_overlap import BF16
 
 
 class RandomShapes(HardModule):
-    """Tensors of shapes drawn by a seed, in a random order, some of them used twice."""
+    """A module with tensors of random shapes, used in random order, some of them twice."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits_with_and_without_buckets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses, masters and numbers of updates."""
+    """Losses, masters and update counts are the same bit for bit."""
     straight = train_near_storage(CASES[name], tmp_path / "straight")
     reduced: list[int] = []
     reduce = GradientPath.partition_grads
@@ -68,7 +68,7 @@ def test_same_bits_with_and_without_buckets(name: str, tmp_path: Path, monkeypat
 
 
 class Manual(LitTiny):
-    """Two backward passes to a step, by hand."""
+    """A module with two manual backward passes per step."""
 
     automatic_optimization = False
 
@@ -86,7 +86,7 @@ class Manual(LitTiny):
 
 
 class FirstDirect(Manual):
-    """The first of them past the engine."""
+    """A module whose first backward pass bypasses the engine."""
 
     def first(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class FirstDirect(Manual):
 def test_manual_optimization_gives_the_same_bits(
     build: type[Manual], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later passes add to what the first one wrote, or left, and clipping scales all of it."""
+    """Later backward passes add to the first one's gradients, and clipping scales their sum."""
     losses = []
     for bypasses in (True, False):
         monkeypatch.setattr(GradientPath, "bypasses_buckets", bypasses)
@@ -109,7 +109,7 @@ def test_manual_optimization_gives_the_same_bits(
 
 
 def test_overlap_learns_of_gradients_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a model smaller than a bucket, too, every gradient is told alone, and the guesses are right."""
+    """Even in a model smaller than a bucket every gradient is reported alone, and the speculative updates are kept."""
     told: list[int] = []
     arrived = Speculation.arrived
     monkeypatch.setattr(Speculation, "arrived", lambda self, params: (told.append(len(params)), arrived(self, params)))
@@ -122,7 +122,7 @@ def test_overlap_learns_of_gradients_at_once(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_bucket_of_any_size_takes_no_memory(tmp_path: Path) -> None:
-    """There is none."""
+    """No bucket is allocated."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", zero={"reduce_bucket_size": 10**16})
     module = LitTiny(BF16)
     quiet_trainer(tmp_path, strategy, precision=BF16.precision, max_steps=1).fit(module)

@@ -1,4 +1,4 @@
-"""Checkpoints are DeepSpeed's own format, and say clearly when they do not fit."""
+"""Checkpoints use DeepSpeed's own format, and an error names what does not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.worker import Run, launch, train
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_zero_to_fp32_reads_our_checkpoints(devices: int, tmp_path: Path) -> None:
-    """DeepSpeed's own converter, run on a saved folder, returns the masters to the bit, tied and frozen ones too."""
+    """DeepSpeed's converter returns the masters of a saved folder bit for bit, including tied and frozen parameters."""
     recipe = Recipe(precision="bf16-mixed", groups=True, frozen=True, max_steps=3)
     path = tmp_path / "last.ckpt"
     (outcome,) = launch(Run(out=str(tmp_path / "run"), recipe=recipe, devices=devices, save_after_fit=str(path)))
@@ -39,7 +39,7 @@ def test_saving_leaves_training_undisturbed(tmp_path: Path) -> None:
 
 
 def test_resume_survives_another_sub_group_size(tmp_path: Path) -> None:
-    """Sub-groups are DeepSpeed's unit in memory; a checkpoint can be loaded under another cut."""
+    """A checkpoint loads with another size of DeepSpeed's sub-groups and buckets."""
     recipe = Recipe(max_steps=4, groups=True)
     straight, _, a = train(Run(out=str(tmp_path / "a"), recipe=recipe, save_at=(2,)))
     again = Run(
@@ -61,7 +61,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_checkpoints_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
-    """The message names the first difference; the run stops before a step."""
+    """The error names the first difference."""
     recipe = Recipe(max_steps=2)
     train(Run(out=str(tmp_path / "a"), recipe=recipe, save_after_fit=str(tmp_path / "a.ckpt")))
     changes, named = MISFITS[name]
@@ -73,7 +73,7 @@ def test_checkpoints_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["optim_states", "model_states"])
 def test_a_flipped_bit_in_a_checkpoint_is_reported(name: str, tmp_path: Path) -> None:
-    """A single bit in the middle of a file: the error names the file, and the run stops before a step."""
+    """A single flipped bit in the middle of a file raises an error that names the file."""
     recipe = Recipe(max_steps=2)
     path = tmp_path / "a.ckpt"
     train(Run(out=str(tmp_path / "a"), recipe=recipe, save_after_fit=str(path)))

@@ -1,4 +1,4 @@
-"""A save that is killed leaves the checkpoint before it, or itself, whole."""
+"""A killed save leaves either the previous checkpoint or the new one intact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def killed(folder: Path, devices: int, when: str) -> None:
 
 
 def content(checkpoint: Path) -> dict[str, bytes]:
-    """Of every file but those of an unfinished save."""
+    """Return every file of a checkpoint except those of an unfinished save."""
     files = (file for file in checkpoint.rglob("*") if file.is_file())
     return {
         name: file.read_bytes()
@@ -40,7 +40,10 @@ def content(checkpoint: Path) -> dict[str, bytes]:
 @pytest.mark.filterwarnings("ignore:.*is predicted to bring no gain")
 @pytest.mark.parametrize(("devices", "when"), [(1, "removing"), (2, "writing")])
 def test_a_killed_save_leaves_a_whole_checkpoint(devices: int, when: str, tmp_path: Path) -> None:
-    """While one rank writes, or before the swap: the old one, byte by byte. After the swap: the new one, to resume."""
+    """A kill during writing leaves the old checkpoint byte for byte.
+
+    A kill after the swap leaves the new one, which resumes.
+    """
     killed(tmp_path, devices, when)
     path = tmp_path / "last.ckpt"
     if when != "removing":

@@ -1,4 +1,4 @@
-"""Compressed gradients in a Trainer: what is sent, what is kept, and that neither depends on anything else."""
+"""Compressed gradients in a Trainer: what is sent and what is kept do not depend on other settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.trainers import fit
 from tests.training.test_overlap import SMALL_RING, assert_same, result
 from tests.training.worker import Run, launch
 
-# Groups, a schedule, accumulation, a parameter that is not used in some steps, and clipping.
+# The recipe has groups, a schedule, accumulation, clipping, and a parameter that some steps do not use.
 BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), depth=1, max_steps=4, accumulate=2, clip=0.3)
 CODECS = {
     "top 5 %": TopK(0.05),
@@ -37,7 +37,7 @@ Result = tuple[Any, dict[str, torch.Tensor]]
 
 
 def run_of(root: Path, precision: str, codec: Any, *, overlap: str = "none", **settings: Any) -> Run:
-    """With updates of several tasklets."""
+    """Return a run whose updates take several tasklets."""
     recipe = dataclasses.replace(BASE, precision=precision)
     options = {"overlap": overlap, "compression": codec}
     return Run(out=str(root), recipe=recipe, transfer=SMALL_RING, options=options, **settings)
@@ -45,7 +45,7 @@ def run_of(root: Path, precision: str, codec: Any, *, overlap: str = "none", **s
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str | None], tuple[Result, Path]]:
-    """What a training gives without overlap, and its checkpoint after two steps; each trained once."""
+    """Return a function that trains a case once without overlap and gives its result and its checkpoint at step 2."""
     known: dict[tuple[str, str | None], tuple[Result, Path]] = {}
 
     def trained(precision: str, name: str | None) -> tuple[Result, Path]:
@@ -62,7 +62,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str | N
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_sending_everything_changes_no_bit(precision: str, error_feedback: bool, straight: Any, tmp_path: Path) -> None:
-    """ratio=1 is no compression, whatever else is asked for."""
+    """With ratio=1 nothing is compressed, and the other settings are ignored."""
     with pytest.warns(UserWarning, match="value_dtype and exact are ignored"):
         codec = TopK(1.0, error_feedback=error_feedback, value_dtype="bf16")
     assert_same(result(run_of(tmp_path, precision, codec)), straight(precision, None)[0])
@@ -70,14 +70,14 @@ def test_sending_everything_changes_no_bit(precision: str, error_feedback: bool,
 
 @pytest.mark.parametrize("name", CODECS)
 def test_compression_changes_training(name: str, straight: Any) -> None:
-    """So that the tests beside this one compare something."""
+    """Compression changes the losses, so that the comparisons in the other tests mean something."""
     assert straight("32-true", name)[0][0][0] != straight("32-true", None)[0][0][0]
 
 
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 @pytest.mark.parametrize("name", CODECS)
 def test_overlap_changes_no_bit(name: str, overlap: str, straight: Any, tmp_path: Path) -> None:
-    """Guesses that are undone leave the residual alone."""
+    """A speculative update that is rolled back leaves the residual unchanged."""
     run = run_of(tmp_path, "32-true", CODECS[name], overlap=overlap, delays=0)
     assert_same(result(run), straight("32-true", name)[0])
 
@@ -85,7 +85,7 @@ def test_overlap_changes_no_bit(name: str, overlap: str, straight: Any, tmp_path
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["top 5 %", "8 bits"])
 def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_path: Path) -> None:
-    """A checkpoint carries the residual."""
+    """A checkpoint restores the residual."""
     (expected, expected_masters), checkpoint = straight(precision, name)
     run = run_of(tmp_path, precision, CODECS[name], resume=str(checkpoint))
     (losses, _, _), masters = result(run)
@@ -99,7 +99,7 @@ def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_pat
 def test_selecting_on_a_device_changes_no_bit(
     name: str, precision: str, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's selection, which GPUs make, is the native core's; tasklets are chosen from while others are updated."""
+    """Torch's selection, as on GPUs, equals the native core's. Tasklets are selected while others are updated."""
     select_on_cpu(monkeypatch)
     done: list[str] = []
 
@@ -118,7 +118,7 @@ def test_selecting_on_a_device_changes_no_bit(
 
 
 def select_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch, as on a GPU."""
+    """Select with torch on the CPU, as on a GPU."""
 
     def on_device(*args: Any, **kwargs: Any) -> CompressedGradients:
         return CompressedGradients(*args, **{**kwargs, "device": torch.device("cpu")})
@@ -128,7 +128,7 @@ def select_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("begun", [0, 1])
 def test_no_memory_to_select_on_a_device(begun: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of ours; what has begun is undone, and the training can be saved."""
+    """Running out of memory raises our own error, and no step is committed."""
     select_on_cpu(monkeypatch)
     select, selected = device_selection.top_k_payload, []
 
@@ -150,7 +150,7 @@ def test_no_memory_to_select_on_a_device(begun: int, tmp_path: Path, monkeypatch
 
 
 def sent(gradients: dict[str, torch.Tensor], ratio: float) -> dict[str, torch.Tensor]:
-    """The largest of all, zero elsewhere."""
+    """Return the largest gradients of all parameters, with zeros elsewhere."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
     chosen = flat.abs().topk(math.ceil(ratio * len(flat))).indices
     kept = torch.zeros_like(flat).index_copy(0, chosen, flat[chosen])
@@ -161,9 +161,9 @@ def sent(gradients: dict[str, torch.Tensor], ratio: float) -> dict[str, torch.Te
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_trains_like_torch_with_the_same_compression(error_feedback: bool, clip: float | None, tmp_path: Path) -> None:
-    """In one tasklet: the largest of all gradients, and of what was left out before, which clipping does not touch.
+    """With one tasklet, training equals a torch loop that applies the largest sums of gradient and residual.
 
-    The norm that clips is that of the gradients before any of this.
+    Clipping does not scale the residual. It uses the norm of the gradients before compression.
     """
     recipe = Recipe(max_steps=5, depth=1, precision="32-true", accumulate=2)
     residual: dict[str, torch.Tensor] = {}
@@ -190,7 +190,7 @@ def test_trains_like_torch_with_the_same_compression(error_feedback: bool, clip:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """Sending everything changes no bit, nor does overlap, nor a resume; partitions have padding."""
+    """Sending everything, overlap and resuming change no bit on two processes whose partitions have padding."""
     recipe = dataclasses.replace(BASE, odd=True)
 
     def run(name: str, codec: TopK | None, overlap: str = "none", **settings: Any) -> Run:

@@ -1,4 +1,4 @@
-"""``TransferConfig(compute_threads=...)``: as many threads update, and to the same bits."""
+"""``TransferConfig(compute_threads=...)`` sets the number of updating threads and changes no bit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.helpers.models import LitTiny
 from tests.helpers.trainers import quiet_trainer
 from tests.training.test_overlap import BF16
 
-# Clipping and formats that round at random: whatever could depend on who updates what.
+# Clipping and a format with stochastic rounding: both could depend on which thread updates what.
 RECIPE = dataclasses.replace(BF16, groups=True, clip=0.3)
 
 
 def num_updating() -> int:
-    """Threads of this process that update."""
+    """Return how many threads of this process update."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return sum(name == "smart-inf-cpu" for name in names)
 
 
 class Count(pl.Callback):
-    """Counts threads when training starts."""
+    """A callback that counts updating threads when training starts."""
 
     counted = 0
 
@@ -34,7 +34,7 @@ class Count(pl.Callback):
 
 
 def train(root: Path, compute_threads: int) -> tuple[int, list[float], list[torch.Tensor]]:
-    """How many threads updated, the losses, and the masters."""
+    """Return the number of updating threads, the losses, and the masters."""
     transfer = TransferConfig(tasklet_bytes=64 * 1024, num_buffers=6, compute_threads=compute_threads)
     strategy = SmartInfinityStrategy(root, overlap="backward", state_format="int8", transfer=transfer)
     count, module, before = Count(), LitTiny(RECIPE), num_updating()
@@ -48,7 +48,7 @@ def train(root: Path, compute_threads: int) -> tuple[int, list[float], list[torc
 
 
 def test_the_same_bits_from_one_thread_and_from_three(tmp_path: Path) -> None:
-    """Losses and masters; and the threads are there."""
+    """One and three threads give the same losses and masters, and that many threads run."""
     one, losses, masters = train(tmp_path / "one", 1)
     three, losses_of_three, masters_of_three = train(tmp_path / "three", 3)
     assert (one, three) == (1, 3)

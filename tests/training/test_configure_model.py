@@ -1,4 +1,4 @@
-"""Weights initialised after the constructor of the module that owns them have the values of plain torch."""
+"""Weights initialised after their module's constructor have the values of plain torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.training.configure_model_worker import Built, fit, inputs, squares
 
 
 def built_whole() -> Initialised:
-    """The same model, of plain torch."""
+    """Return the same model built by plain torch."""
     torch.manual_seed(0)
     return Initialised()
 
 
 def assert_same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> None:
-    """To the bit, after rounding to the dtype of the weights."""
+    """Assert that the weights equal the model's bit for bit, after rounding to their dtype."""
     expected = dict(model.named_parameters())
     assert weights.keys() == expected.keys()
     different = [name for name, value in weights.items() if not torch.equal(value, expected[name].to(value.dtype))]
@@ -32,9 +32,10 @@ def assert_same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> N
 def test_every_way_to_initialise_gives_the_values_of_torch(
     gathered_bytes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In place, by data, views, copies, assignments, state dicts and tying: same bits, same first loss, same buffer.
+    """Weights, buffers and the first loss equal torch's, however the model initialises its weights.
 
-    Whether parameters are partitioned again at once or stay gathered until the model is built.
+    This covers in-place writes, ``.data``, views, copies, assignments, state dicts and tying. It holds whether
+    parameters are partitioned again at once or stay gathered until the model is built.
     """
     monkeypatch.setattr("lightning_smartinfinity.zero3.parameters.gather_on_use._GATHERED_BYTES", gathered_bytes)
     module, expected = fit(Built(Initialised, squares), tmp_path), built_whole()
@@ -46,7 +47,7 @@ def test_every_way_to_initialise_gives_the_values_of_torch(
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the worker left."""
+    """Run the worker on two processes and return its output folder."""
     out = tmp_path_factory.mktemp("two")
     done = run_module("tests.training.configure_model_worker", out, "32-true", "bf16-mixed", ranks=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -54,23 +55,23 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_processes_take_the_values_of_the_first(two_processes: Path) -> None:
-    """Each rank draws other numbers; both have those of rank 0, to the bit those of plain torch."""
+    """Each rank draws other numbers, and both get the weights of rank 0, which equal plain torch's bit for bit."""
     for rank in range(2):
         seen = torch.load(two_processes / f"32-true-{rank}.pt", weights_only=True)
         assert_same_weights(seen["weights"], built_whole())
 
 
 def test_mixed_precision_builds_in_fp32(two_processes: Path) -> None:
-    """bf16-mixed: weights are drawn in fp32 and rounded when they are partitioned, whatever comes in between."""
+    """With bf16-mixed weights are drawn in fp32 and rounded when they are partitioned."""
     weights = torch.load(two_processes / "bf16-mixed-1.pt", weights_only=True)["weights"]
     for name, value in built_whole().named_parameters():
         assert weights[name].dtype is torch.bfloat16
-        # Twice rounded, where something is computed from what was partitioned before.
+        # Values computed from a partitioned weight are rounded twice.
         torch.testing.assert_close(weights[name].float(), value.detach(), rtol=2**-7, atol=1e-6, msg=name)
 
 
 class Reshaped(nn.Module):
-    """Gives a child's weight another shape."""
+    """A module that gives a child's weight another shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class Reshaped(nn.Module):
 
 
 class Scalar(nn.Module):
-    """Has a parameter without a dimension."""
+    """A module with a parameter without a dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +89,8 @@ class Scalar(nn.Module):
 
 @pytest.mark.parametrize(("build", "named"), [(Reshaped, "table.weight"), (Scalar, "'scale'")])
 def test_what_cannot_be_partitioned_is_refused(build: type[nn.Module], named: str, tmp_path: Path) -> None:
-    """A parameter without a dimension, or of another shape than the partitioned one: an error that names it."""
+    """A scalar parameter, or one with another shape than its partitioned one, raises an error that names it."""
     with pytest.raises(UnsupportedError, match=named) as caught:
         fit(Built(build, squares), tmp_path)
     assert caught.value.remedy.endswith(".")
-    fit(Built(Table, squares), tmp_path)  # nothing of torch stays patched
+    fit(Built(Table, squares), tmp_path)  # torch is no longer patched

@@ -1,4 +1,4 @@
-"""Models of transformers built in configure_model have the weights that they have in plain torch."""
+"""Models of transformers built in configure_model have the same weights as in plain torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pytestmark = RunIf(package="transformers")
 
 
 def constructed_whole(kind: str) -> nn.Module:
-    """In plain torch, from the same seed."""
+    """Construct the model in plain torch from the same seed."""
     torch.manual_seed(0)
     return construct(kind)
 
 
 def saved_whole(folder: Path) -> nn.Module:
-    """Weights as after a training, saved to a folder."""
+    """Save a model with changed weights, as after a training, to a folder."""
     torch.manual_seed(5)
     model: Any = construct("gpt2")
     with torch.no_grad():
@@ -35,7 +35,7 @@ def saved_whole(folder: Path) -> nn.Module:
 
 
 def assert_same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> None:
-    """To the bit, rounded to the dtype of the weights."""
+    """Assert that the weights equal the model's bit for bit, after rounding to their dtype."""
     expected = dict(model.named_parameters())
     assert weights.keys() == expected.keys()
     assert not [name for name, value in weights.items() if not torch.equal(value, expected[name].to(value.dtype))]
@@ -43,7 +43,7 @@ def assert_same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> N
 
 @pytest.mark.parametrize(("kind", "precision"), [("gpt2", "bf16-mixed"), ("llama", "32-true")])
 def test_constructed_models_are_those_of_torch(kind: str, precision: str, tmp_path: Path) -> None:
-    """Weights that post_init draws, tied ones and buffers: same bits, same first loss; stock leaves them empty."""
+    """Weights, tied weights, buffers and the first loss equal plain torch's. Stock leaves such weights empty."""
     module = fit(BuiltOnTokens(lambda: construct(kind)), tmp_path, precision=precision)
     expected = constructed_whole(kind)
     assert_same_weights(module.weights, expected)
@@ -54,7 +54,7 @@ def test_constructed_models_are_those_of_torch(kind: str, precision: str, tmp_pa
 
 
 def test_pretrained_weights_are_loaded(tmp_path: Path) -> None:
-    """from_pretrained of a local folder: the saved values, in parameters that ZeRO-3 holds; later models stay whole."""
+    """from_pretrained puts a folder's weights into partitioned parameters. Models built later are not partitioned."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     expected = saved_whole(tmp_path / "weights")
@@ -66,7 +66,7 @@ def test_pretrained_weights_are_loaded(tmp_path: Path) -> None:
 
 
 def test_two_processes_have_the_same_weights(tmp_path: Path) -> None:
-    """Constructed and loaded, both ranks have what plain torch has."""
+    """Both ranks have the weights of plain torch, constructed or loaded."""
     expected = {"constructed": constructed_whole("gpt2"), "loaded": saved_whole(tmp_path / "weights")}
     done = run_module("tests.training.transformers_worker", tmp_path, ranks=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

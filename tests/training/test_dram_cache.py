@@ -1,4 +1,4 @@
-"""dram_cache_bytes in training: the same bits, in memory that the strategy tells of."""
+"""dram_cache_bytes in training changes no bit, and the strategy reports the memory of the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.test_overlap import BF16, SMALL_RING, assert_same, result
 from tests.training.worker import Run, train
 
 RECIPE = dataclasses.replace(BF16, groups=True, validate=True, accumulate=2, clip=0.3, max_steps=3)
-BUCKET = {"reduce_bucket_size": 4000}  # gradients leave within backward
+BUCKET = {"reduce_bucket_size": 4000}  # gradients leave during backward
 
 
 def run_of(root: Path, cache: int | str, **settings: Any) -> Run:
@@ -26,7 +26,7 @@ def run_of(root: Path, cache: int | str, **settings: Any) -> Run:
 
 
 def memory_of(available: int) -> Any:
-    """A measurement of a machine with so much free beyond the margin and what training takes."""
+    """Return a fake measurement of a machine with ``available`` free bytes."""
 
     def measure(*, reserved: int) -> MemoryReport:
         return MemoryReport(machine=machine_identity(), limits={"machine": MemoryLimit(0, available)}, reserved=0)
@@ -50,7 +50,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ids=["backward", "forward-none", "none-all", "nvme"],
 )
 def test_same_bits(tmp_path: Path, settings: dict[str, Any], straight: Any) -> None:
-    """With every overlap and durability; resumed from a checkpoint that state in memory was saved into."""
+    """A cache changes no bit with any overlap or durability, nor after a resume from a checkpoint of cached state."""
     assert_same(result(run_of(tmp_path / "cached", **settings)), straight)
     if "save_at" in settings:
         resume = str(tmp_path / "cached" / "step-2.ckpt")
@@ -60,7 +60,7 @@ def test_same_bits(tmp_path: Path, settings: dict[str, Any], straight: Any) -> N
 
 @pytest.mark.parametrize("durability", ["step", "none"])
 def test_what_is_free_becomes_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str) -> None:
-    """With "auto" whole tasklets of it; the strategy tells how much, and what is on storage."""
+    """With "auto" the cache holds as many whole tasklets as fit into free memory, and the strategy reports it."""
     monkeypatch.setattr(storage, "measure_memory", memory_of(100_000))
     _, trainer, _ = train(run_of(tmp_path, "auto", durability=durability, recipe=BF16))
     strategy: Any = trainer.strategy

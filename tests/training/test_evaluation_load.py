@@ -1,4 +1,4 @@
-"""Loading a checkpoint to evaluate: the values of DeepSpeed's converter, whoever saved them, and all of it verified."""
+"""Loading a checkpoint for evaluation gives the values of DeepSpeed's converter and verifies all that is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.training.worker import REPOSITORY
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process saved."""
+    """Return a checkpoint that one process saved."""
     folder = tmp_path_factory.mktemp("one")
     train_and_save(quiet_trainer(folder, max_steps=2), folder / "one.ckpt")
     return folder / "one.ckpt"
@@ -32,12 +32,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def universal(saved: Path) -> Path:
-    """The same, converted."""
+    """Return the same checkpoint, converted to a universal one."""
     return convert(saved)
 
 
 def converted(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """By DeepSpeed's own converter, which reads everything into memory."""
+    """Return the weights that DeepSpeed's own converter reads."""
     return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))  # type: ignore[no-any-return]
 
 
@@ -51,7 +51,7 @@ def assert_loaded(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 def test_values_are_those_of_the_converter(
     kind: str, saved: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Trained, frozen and tied parameters, ones of few elements, and buffers, though another seed built the model."""
+    """Trained, frozen, tied and small parameters and buffers take the saved values, whatever the model's own seed."""
     expected = converted(saved)
     loaded = evaluated_values(quiet_trainer(tmp_path), request.getfixturevalue(kind))
     assert_loaded(loaded, expected)
@@ -59,7 +59,10 @@ def test_values_are_those_of_the_converter(
 
 
 def test_weights_that_are_tied_there_and_not_here(saved: Path, tmp_path: Path) -> None:
-    """Both take the values; and the other way round the name that comes last counts, as in load_state_dict."""
+    """Untied weights both take the saved tied values.
+
+    Tied weights take the later name's values, as in load_state_dict.
+    """
     untied = dataclasses.replace(RECIPE, tied=False)
     loaded = evaluated_values(quiet_trainer(tmp_path / "a"), saved, untied)
     assert_loaded(loaded, converted(saved))
@@ -71,7 +74,7 @@ def test_weights_that_are_tied_there_and_not_here(saved: Path, tmp_path: Path) -
 
 
 def test_other_numbers_of_processes(saved: Path, tmp_path: Path) -> None:
-    """Two processes load what one saved, and one what two saved."""
+    """Two processes load a checkpoint of one, and one process loads a checkpoint of two."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.evaluation_worker", str(tmp_path), str(saved)],
         cwd=REPOSITORY,
@@ -88,7 +91,7 @@ def test_other_numbers_of_processes(saved: Path, tmp_path: Path) -> None:
 
 
 def test_models_of_other_parameters(saved: Path, tmp_path: Path) -> None:
-    """The first difference is named; with strict_loading=False what both have is loaded."""
+    """The error names the first difference. With strict_loading=False the parameters that both have are loaded."""
     deeper = dataclasses.replace(RECIPE, depth=3)
     with pytest.raises(CheckpointError, match=r"'model\.blocks\.2\..*' is missing there") as caught:
         evaluated_values(quiet_trainer(tmp_path / "a"), saved, deeper)
@@ -102,7 +105,7 @@ def test_models_of_other_parameters(saved: Path, tmp_path: Path) -> None:
 
 
 class Grown(Buffered):
-    """A later version of the model: a module has another name, and load_state_dict takes the old one too."""
+    """A later version of the model that renames a module and also accepts the old name in load_state_dict."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -111,7 +114,7 @@ class Grown(Buffered):
         self._register_load_state_dict_pre_hook(self.rename)
 
     def rename(self, state: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
-        """Of keys that an older version saved."""
+        """Rename the keys of a module that an older version saved."""
         for name in ("weight", "bias"):
             if (old := f"{prefix}model.side.{name}") in state:
                 state[f"{prefix}branch.{name}"] = self.value(state.pop(old))
@@ -121,7 +124,7 @@ class Grown(Buffered):
 
 
 class Halved(Grown):
-    """Its hook wants values."""
+    """A module whose load hook also changes values."""
 
     def value(self, saved: torch.Tensor) -> torch.Tensor:
         return saved / 2
@@ -132,7 +135,7 @@ class Halved(Grown):
 def test_hooks_that_rename_keys(
     kind: str, strict: bool, saved: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Renamed parameters take the values that were saved under the old names."""
+    """Renamed parameters take the values saved under their old names."""
     expected = converted(saved)
     for name in ("weight", "bias"):
         expected[f"branch.{name}"] = expected.pop(f"model.side.{name}")
@@ -141,7 +144,7 @@ def test_hooks_that_rename_keys(
 
 
 class Published(Buffered):
-    """Its keys are not its attributes' names, neither in a state dict nor, as strictly, when it loads one."""
+    """A module whose hooks rename keys both when it saves and when it loads a state dict."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -154,7 +157,7 @@ class Published(Buffered):
 
 
 def test_hooks_that_rename_keys_both_ways(tmp_path: Path) -> None:
-    """Values are found whatever a state dict calls them."""
+    """Parameters take the saved values although the state dict uses other names."""
     train_and_save(quiet_trainer(tmp_path, max_steps=1), tmp_path / "one.ckpt", module_class=Published)
     expected = converted(tmp_path / "one.ckpt")
     for name in ("weight", "bias"):
@@ -164,14 +167,14 @@ def test_hooks_that_rename_keys_both_ways(tmp_path: Path) -> None:
 
 
 def test_hooks_that_compute_values_are_refused(saved: Path, tmp_path: Path) -> None:
-    """By the parameter's name, also where names may differ: nothing stays as it was without a word."""
+    """An error names the parameter whose value a hook would compute, even with strict_loading=False."""
     with pytest.raises(CheckpointError, match=r"Halved computes 'branch\.bias'") as caught:
         evaluated_values(quiet_trainer(tmp_path), saved, strict=False, module_class=Halved)
     assert "load_full_weights" in caught.value.remedy
 
 
 def test_a_buffer_that_the_checkpoint_lacks(saved: Path, tmp_path: Path) -> None:
-    """An error that names it."""
+    """The error names the missing buffer."""
 
     class More(Buffered):
         def __init__(self, recipe: Recipe) -> None:
@@ -190,7 +193,7 @@ def damaged_copy(checkpoint: Path, file: str, saved: Path, root: Path, name: str
 
 
 def test_a_training_outlives_a_damaged_checkpoint(saved: Path, tmp_path: Path) -> None:
-    """After a fit its module keeps the weights of that fit when those of a checkpoint cannot be loaded."""
+    """A module keeps the weights of its fit when loading a damaged checkpoint fails."""
     file = "checkpoint/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     folder = damaged_copy(saved, file, saved, tmp_path, name="model.side.weight")
     trainer, module = quiet_trainer(tmp_path, max_steps=1), Buffered(RECIPE)
@@ -214,7 +217,7 @@ def test_a_training_outlives_a_damaged_checkpoint(saved: Path, tmp_path: Path) -
 def test_a_flipped_bit_in_the_masters_is_reported(
     kind: str, damaged: str, saved: Path, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """By the name of the file."""
+    """The error names the damaged file."""
     folder = damaged_copy(request.getfixturevalue(kind), damaged, saved, tmp_path)
     with pytest.raises(CheckpointError, match=Path(damaged).name.replace(".", r"\.")) as caught:
         quiet_trainer(tmp_path).validate(Buffered(RECIPE), ckpt_path=folder, verbose=False)
@@ -222,7 +225,7 @@ def test_a_flipped_bit_in_the_masters_is_reported(
 
 
 def test_frozen_parameters_that_were_left_out(tmp_path: Path) -> None:
-    """Whoever loads such a checkpoint is told how; then they keep the values that the model was built with."""
+    """The error says how to load such a checkpoint. Then frozen parameters keep their initial values."""
     path = tmp_path / "trained.ckpt"
     strategy = SmartInfinityStrategy(tmp_path / "state", exclude_frozen_parameters=True)
     trainer, module = quiet_trainer(tmp_path, strategy, max_steps=2), Buffered(RECIPE)

@@ -1,4 +1,4 @@
-"""Storage that fails in the middle of training: a clear error, the parameters of the last committed step, no loss."""
+"""A storage failure during training raises a clear error and keeps the parameters of the last committed step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPE = Recipe(precision="bf16-mixed", max_steps=6)
 
 
 class Disturb(pl.Callback):
-    """Calls a function with the optimizer before a given step."""
+    """A callback that calls a function with the optimizer before a given step."""
 
     def __init__(self, step: int, action: Any) -> None:
         self.step = step
@@ -38,7 +38,7 @@ class Disturb(pl.Callback):
 
 
 def fail_io(**faults: Any) -> Any:
-    """An action that makes the device's next transfers fail."""
+    """Return an action that makes the device's next transfers fail."""
     return lambda optimizer: testing.inject(optimizer.drained_handler()._device._pipeline, **faults)
 
 
@@ -63,7 +63,7 @@ FAULTS: dict[str, tuple[Any, type[StorageError], str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_failed_step_raises_with_path_and_remedy(name: str, tmp_path: Path) -> None:
-    """The error has the class of the fault, names the file, and says what to do."""
+    """The error has the class of the fault, names the file, and has a remedy."""
     action, expected, named = FAULTS[name]
     trainer = quiet_trainer(tmp_path, callbacks=[Disturb(3, action)], max_steps=RECIPE.max_steps)
     with pytest.raises(expected) as caught:
@@ -73,7 +73,7 @@ def test_a_failed_step_raises_with_path_and_remedy(name: str, tmp_path: Path) ->
 
 
 def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(tmp_path: Path) -> None:
-    """The parameters are rolled back; a checkpoint saved then resumes as if the step had never been tried."""
+    """The parameters are rolled back, and a checkpoint saved then resumes as if the step had never been tried."""
     straight, _, a = train(Run(out=str(tmp_path / "straight"), recipe=RECIPE))
     trainer = quiet_trainer(tmp_path, callbacks=[Disturb(3, fail_io(fail_write_at=0))], max_steps=RECIPE.max_steps)
     with pytest.raises(StorageError):
@@ -87,10 +87,11 @@ def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(tmp
 
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap: str, tmp_path: Path) -> None:
-    """Rank 0, whose storage is sound, raises rank 1's error and stays at the generation that both have.
+    """Rank 0, whose storage works, raises rank 1's error and stays at the generation that both have.
 
-    Also where rank 0 has committed when rank 1 fails to; what is left can be saved. Where rank 1 cannot undo a wrong
-    guess, or does not know what compression left out, its state is lost, and both ranks are told.
+    This also holds if rank 0 has committed when the commit of rank 1 fails, and the remaining state can be saved. If
+    rank 1 cannot roll back a speculative update, or cannot keep what compression left out, its state is lost and both
+    ranks raise.
     """
     done = run_module("tests.training.failing_rank_worker", tmp_path, overlap, ranks=2, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -116,7 +117,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap:
 
 
 def test_delayed_transfers_change_nothing(tmp_path: Path) -> None:
-    """Random delays in every transfer, a ring of two and tiny tasklets: the same bits as without."""
+    """Random delays in every transfer, with a ring of two small tasklets, change no loss."""
     straight, _, _ = train(Run(out=str(tmp_path / "straight"), recipe=RECIPE))
     for seed in range(12):
         module = LitTiny(RECIPE)

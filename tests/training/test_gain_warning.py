@@ -1,4 +1,4 @@
-"""Who is warned that compression brings nothing, on SmartSSDs: by the prediction for all cards of the machine."""
+"""The warning that compression brings no gain on SmartSSDs uses the prediction for all cards of the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUICK = TopK(0.01, error_feedback=False)
 
 @pytest.fixture
 def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """What rank 0 is warned of, on a machine of 64 cores and gradients in fp32."""
+    """Return a function that gives the warnings of rank 0 on a machine with 64 cores and fp32 gradients."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
 
@@ -43,13 +43,13 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_silent_where_it_gains(reasons: Any) -> None:
-    """Gradients by way of storage, or as many cards as make the channel what is waited for."""
+    """No warning appears if gradients pass through the SSDs or if enough cards share the channel."""
     assert reasons(QUICK, 4, gradient_route="storage") == []
     assert reasons(QUICK, 14) == []
 
 
 def test_warns_where_it_does_not(reasons: Any) -> None:
-    """Few cards wait for their SSDs; one thread takes its time for the residual."""
+    """A warning appears if few cards wait for their SSDs, and if one thread takes too long for the residual."""
     (few,) = reasons(QUICK, 4)
     assert "predicted to bring no gain" in few
     assert "to 4 device(s)" in few
@@ -60,19 +60,19 @@ def test_warns_where_it_does_not(reasons: Any) -> None:
 
 @pytest.mark.parametrize(("compute", "processes", "threads"), [(1, 1, 8), (1, 4, 2), (1, 100, 1), (12, 1, 12)])
 def test_all_cores_feed_the_residual(compute: int, processes: int, threads: int, reasons: Any) -> None:
-    """At most eight of a machine; never fewer than update."""
+    """The residual uses at most eight cores of a machine, and never fewer threads than the update."""
     assert feed_back_threads(compute, processes) == threads
 
 
 def test_processes_share_the_channel(reasons: Any) -> None:
-    """It is that of all cards of the machine, each counted once."""
+    """The prediction counts all cards that share the channel once each."""
     assert reasons(QUICK, 2, num_processes=7) == []
     (shared,) = reasons(QUICK, 2, num_processes=7, sharers=7)
     assert "to 2 device(s)" in shared
 
 
 def test_choosing_on_the_gpu_takes_no_core(reasons: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow a core would be."""
+    """Selection on the GPU brings a gain even where a CPU core would be too slow."""
     monkeypatch.setattr(cost, "_TOP_K", replace(cost._TOP_K, compress={False: 1e-7, True: 1e-7}))
     (slow,) = reasons(QUICK, 14)
     assert "takes longer than it saves" in slow

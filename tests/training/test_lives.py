@@ -1,4 +1,4 @@
-"""More than one fit, and what comes after a fit: validation, tests, checkpoints."""
+"""Several fits in a row, and validation, tests and checkpoints after a fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPE = Recipe(precision="bf16-mixed", max_steps=3)
 
 
 class Evaluated(LitTiny):
-    """Can be validated and tested."""
+    """A module that can be validated and tested."""
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("loss", self.model(batch))
@@ -35,7 +35,7 @@ class Evaluated(LitTiny):
 
 
 def test_one_trainer_fits_twice(tmp_path: Path) -> None:
-    """The second fit goes on from the first one's weights with a new optimizer, as in Lightning; storage is reused."""
+    """The second fit continues from the first one's weights with a new optimizer, as in Lightning."""
     trainer = quiet_trainer(tmp_path)
     module = LitTiny(RECIPE)
     trainer.fit(module)
@@ -49,7 +49,7 @@ def test_one_trainer_fits_twice(tmp_path: Path) -> None:
 
 
 def test_evaluation_of_a_checkpoint_in_a_fresh_trainer(tmp_path: Path) -> None:
-    """Validate and test load a checkpoint's masters, and give the loss that the fitted model gives."""
+    """Both validate and test load a checkpoint's masters and give the loss of the fitted model."""
     trainer = quiet_trainer(tmp_path, limit_val_batches=1.0)
     module = Evaluated(RECIPE)
     trainer.fit(module)
@@ -62,7 +62,7 @@ def test_evaluation_of_a_checkpoint_in_a_fresh_trainer(tmp_path: Path) -> None:
 
 
 def test_saving_where_nothing_was_trained_is_refused(tmp_path: Path) -> None:
-    """After an evaluation alone there is no state to save; nothing is written."""
+    """After an evaluation alone there is no state to save, and nothing is written."""
     trainer = quiet_trainer(tmp_path)
     trainer.validate(LitTiny(Recipe(validate=True)), verbose=False)
     with pytest.raises(UnsupportedError, match="trained nothing") as caught:
@@ -72,7 +72,7 @@ def test_saving_where_nothing_was_trained_is_refused(tmp_path: Path) -> None:
 
 
 def test_saving_after_a_validation_that_followed_the_fit(tmp_path: Path) -> None:
-    """Validation replaces the engine; a checkpoint saved afterwards still holds the optimizer's state."""
+    """Validation replaces the engine. A checkpoint saved afterwards still holds the optimizer's state."""
     straight, _, a = train(Run(out=str(tmp_path / "straight"), recipe=dataclasses.replace(RECIPE, max_steps=5)))
     trainer = quiet_trainer(tmp_path, limit_val_batches=1.0)
     module = Evaluated(RECIPE)
@@ -114,7 +114,7 @@ def _lose_the_tag(folder: Path) -> None:
     "damage", [_truncate, _lose_a_file, _lose_the_tag, _damage], ids=lambda damage: damage.__name__.strip("_")
 )
 def test_damaged_checkpoints_are_refused(damage: Any, tmp_path: Path) -> None:
-    """A file cut short, missing or overwritten: CheckpointError naming the folder."""
+    """A truncated, missing or overwritten file raises a CheckpointError that names the folder."""
     train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_after_fit=str(tmp_path / "a.ckpt")))
     damage(tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"a\.ckpt") as caught:
@@ -123,7 +123,7 @@ def test_damaged_checkpoints_are_refused(damage: Any, tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_another_kind_are_refused(tmp_path: Path) -> None:
-    """A path that does not exist, a plain file, another precision: CheckpointError with a remedy."""
+    """A missing path, a plain file or another precision raises a CheckpointError with a remedy."""
     train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_after_fit=str(tmp_path / "a.ckpt")))
     (tmp_path / "plain.ckpt").write_bytes(b"not a folder")
     misfits = {"nothing.ckpt": RECIPE, "plain.ckpt": RECIPE, "a.ckpt": dataclasses.replace(RECIPE, precision="32-true")}
@@ -134,7 +134,7 @@ def test_checkpoints_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 class FailingWrites(pl.Callback):
-    """Makes the next write fail before the second step."""
+    """A callback that makes the next write fail before the second step."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 1:
@@ -142,7 +142,7 @@ class FailingWrites(pl.Callback):
 
 
 def test_with_one_slot_a_failed_step_loses_the_state_and_says_so(tmp_path: Path) -> None:
-    """durability="none": the step's error is raised, and saving afterwards refuses instead of saving a mixture."""
+    """With durability="none" a failed step raises, and saving afterwards raises instead of saving mixed steps."""
     trainer = quiet_trainer(tmp_path, transfer={"durability": "none"}, callbacks=[FailingWrites()])
     with pytest.raises(StorageError):
         trainer.fit(LitTiny(RECIPE))
@@ -151,7 +151,7 @@ def test_with_one_slot_a_failed_step_loses_the_state_and_says_so(tmp_path: Path)
 
 
 def test_saving_reads_the_state_once(tmp_path: Path) -> None:
-    """A checkpoint reads each extent once: 12 B per parameter."""
+    """A checkpoint reads each extent of the state once."""
     trainer = quiet_trainer(tmp_path)
     trainer.fit(LitTiny(RECIPE))
     strategy: Any = trainer.strategy
@@ -163,7 +163,7 @@ def test_saving_reads_the_state_once(tmp_path: Path) -> None:
 
 
 class TakesTheModule(pl.Callback):
-    """In the middle of a fit, gives its module to another Trainer."""
+    """A callback that gives its module to another Trainer in the middle of a fit."""
 
     def __init__(self, root: Path, use: str) -> None:
         self.trainer, self.use = quiet_trainer(root, max_steps=1), use
@@ -175,7 +175,7 @@ class TakesTheModule(pl.Callback):
 
 @pytest.mark.parametrize("use", ["validate", "fit"])
 def test_a_module_in_a_fit_is_not_given_to_another_trainer(use: str, tmp_path: Path) -> None:
-    """It is refused by name before it is taken out of the fit's hands, which can be saved and has lost nothing."""
+    """The other Trainer raises an error, and the module's own fit can still be saved and loses nothing."""
     module, taker = Evaluated(RECIPE), TakesTheModule(tmp_path / "other", use)
     trainer = quiet_trainer(tmp_path, max_steps=3, callbacks=[taker])
     with pytest.raises(UnsupportedError, match="is being fitted by another Trainer"):

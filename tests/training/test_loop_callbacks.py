@@ -1,4 +1,4 @@
-"""Callbacks, hooks and logging that work as with plain Lightning."""
+"""Callbacks, hooks and logging work as with plain Lightning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tests.helpers.trainers import quiet_trainer
 
 
 def test_model_checkpoint_keeps_the_best_and_deletes_the_others(tmp_path: Path) -> None:
-    """Top two of three, a link to the last, every third step, weights alone: the same names, and those that stay."""
+    """The checkpoints kept and their names equal plain Lightning's.
+
+    This covers the top two of three, a link to the last, every third step, and weights alone.
+    """
 
     def scenario(make: Any, root: Path) -> Any:
         best = callbacks.ModelCheckpoint(root / "best", monitor="val_loss", mode="min", save_top_k=2, save_last="link")
@@ -39,7 +42,7 @@ def test_model_checkpoint_keeps_the_best_and_deletes_the_others(tmp_path: Path) 
 
 
 def test_early_stopping(tmp_path: Path) -> None:
-    """It stops in the same epoch; the fit may be saved and goes on from there."""
+    """Training stops in the same epoch as in plain Lightning, and the fit can be saved."""
 
     def scenario(make: Any, root: Path) -> Any:
         stopping = callbacks.EarlyStopping("val_loss", mode="max", patience=2)
@@ -52,7 +55,7 @@ def test_early_stopping(tmp_path: Path) -> None:
 
 
 class Logging(Everything):
-    """Logs in every way, with a scheduler whose rate a callback follows."""
+    """A module that logs in every way and has a scheduler whose rate a callback records."""
 
     def __init__(self, width: int = 3) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class Logging(Everything):
 
 
 def test_logging_and_monitors(tmp_path: Path) -> None:
-    """What a logger gets: values, rates, hyperparameters; callbacks that time, print and measure run along."""
+    """The logger gets the same values, rates and hyperparameters as in plain Lightning, beside other callbacks."""
 
     def scenario(make: Any, root: Path) -> Any:
         logger = CSVLogger(root, version=0)
@@ -86,7 +89,7 @@ def test_logging_and_monitors(tmp_path: Path) -> None:
             callbacks.RichProgressBar(),
         ]
         trainer, module = make(max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=watching), Logging(width=5)
-        # The progress bar is a callback, which quiet Trainers do without.
+        # The progress bar is a callback. Quiet Trainers leave it out.
         trainer.fit(module)
         table = (root / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
         rows = [[float(cell) if cell else None for cell in line.split(",")] for line in table[1:]]
@@ -101,7 +104,7 @@ def test_logging_and_monitors(tmp_path: Path) -> None:
 
 
 def test_device_stats_monitor_and_tqdm(tmp_path: Path) -> None:
-    """They run; the values are the machine's."""
+    """DeviceStatsMonitor and TQDMProgressBar run, and the statistics are logged."""
     trainer = quiet_trainer(
         tmp_path,
         logger=CSVLogger(tmp_path, version=0),
@@ -115,7 +118,7 @@ def test_device_stats_monitor_and_tqdm(tmp_path: Path) -> None:
 
 
 class Built(Everything):
-    """Its model is built in configure_model, partitioned from the beginning."""
+    """A module whose model is built in configure_model, partitioned from the beginning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +142,7 @@ class Built(Everything):
 @pytest.mark.parametrize("module", [Everything, Built])
 @pytest.mark.parametrize("summary", [callbacks.ModelSummary, callbacks.RichModelSummary])
 def test_model_summary_has_the_real_sizes(module: Any, summary: Any, tmp_path: Path) -> None:
-    """Parameters per layer, in total, trainable and in megabytes, as of the model that is not partitioned."""
+    """The numbers of parameters and the megabytes are those of the unpartitioned model."""
 
     def scenario(make: Any, root: Path) -> Any:
         seen: dict[str, Any] = {}
@@ -166,7 +169,7 @@ CALLBACK_HOOKS = [name for name in vars(callbacks.Callback) if name.startswith("
 
 
 def record_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
-    """The order in which hooks of the module and of a callback are called."""
+    """Record the order in which hooks of the module and of a callback are called."""
     order: list[str] = []
 
     def note(label: str, *_: Any, **__: Any) -> None:
@@ -182,7 +185,7 @@ def record_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_hooks_are_called_in_the_order_of_plain_lightning(accumulate: int, tmp_path: Path) -> None:
-    """Fit with validation, then validate, test and predict."""
+    """fit, validate, test and predict call hooks in the order of plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
         trainer, module = make(max_epochs=2, limit_train_batches=3, accumulate_grad_batches=accumulate), Everything()

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning's: those that cannot work are refused before anything happens, one is let in."""
+"""Callbacks of Lightning that cannot work are refused at the start. GradientAccumulationScheduler works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class Own(callbacks.BaseFinetuning):
-    """A user's subclass."""
+    """A user's subclass of a refused callback."""
 
     def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
         raise AssertionError("it should not come to this")
@@ -42,7 +42,7 @@ REFUSED: dict[str, Callable[[], callbacks.Callback]] = {
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("given_by", ["Trainer", "configure_callbacks"])
 def test_refused_callbacks_are_named_before_anything_is_written(name: str, given_by: str, tmp_path: Path) -> None:
-    """Subclasses as well, from the Trainer or the module: before the callback's own set-up, with a remedy."""
+    """The error names the callback and has a remedy, whether the Trainer or the module provides it."""
     callback, module = REFUSED[name](), Everything()
     if given_by == "configure_callbacks":
         module.configure_callbacks = lambda: [callback]  # type: ignore[method-assign]
@@ -54,13 +54,13 @@ def test_refused_callbacks_are_named_before_anything_is_written(name: str, given
 
 
 def test_every_refusal_is_tested() -> None:
-    """The table above covers the strategy's."""
+    """The table above covers all callbacks that the strategy refuses."""
     made = [make() for make in REFUSED.values()]
     assert all(any(isinstance(callback, refusal.callback) for callback in made) for refusal in REFUSED_CALLBACKS)
 
 
 def test_the_tuner_is_refused(tmp_path: Path) -> None:
-    """Its searches are callbacks; the message names the method. Lightning itself refuses the other one."""
+    """The error names lr_find, whose search is a callback. Lightning itself refuses scale_batch_size."""
     module = Everything()
     module.batch_size = module.lr = 1  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match=r"Tuner\.lr_find"):
@@ -71,9 +71,9 @@ def test_the_tuner_is_refused(tmp_path: Path) -> None:
 
 
 def test_gradient_accumulation_scheduler(tmp_path: Path) -> None:
-    """Windows of one, two and three micro-batches by epoch, the last ones of an epoch incomplete: as plain Lightning.
+    """Windows of one, two and three micro-batches by epoch, some incomplete, train as in plain Lightning.
 
-    The callback may serve another Trainer afterwards.
+    The callback can serve another Trainer afterwards.
     """
 
     def scenario(make: Any, root: Path) -> Any:
@@ -91,7 +91,7 @@ def test_gradient_accumulation_scheduler(tmp_path: Path) -> None:
 
 
 def test_a_scheduled_accumulation_is_in_fp32(tmp_path: Path) -> None:
-    """With windows to come, gradients of a 16-bit model add up in fp32 from the first epoch on; then no longer."""
+    """Gradients of a 16-bit model add up in fp32 from the start if the schedule will accumulate, and else in bf16."""
     dtypes = []
     for scheduling in ({0: 1, 1: 2}, {0: 1}):
         scheduler = callbacks.GradientAccumulationScheduler(scheduling)
@@ -102,7 +102,7 @@ def test_a_scheduled_accumulation_is_in_fp32(tmp_path: Path) -> None:
 
 
 def test_the_schedulers_other_checks_stay(tmp_path: Path) -> None:
-    """Together with Trainer(accumulate_grad_batches=2) Lightning itself refuses it."""
+    """Lightning itself refuses the callback together with Trainer(accumulate_grad_batches=2)."""
     scheduler = callbacks.GradientAccumulationScheduler({0: 2})
     with pytest.raises(ValueError, match="accumulate_grad_batches"):
         quiet_trainer(tmp_path, callbacks=[scheduler], accumulate_grad_batches=2).fit(Everything())

@@ -1,4 +1,4 @@
-"""Validate, test and predict: inside a fit, before any, after it, and from a checkpoint."""
+"""validate, test and predict work during, before and after a fit, and from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.training.predict_worker import predict_around_a_fit
 
 
 def evaluate(trainer: Any, module: Any = None, **options: Any) -> list[Any]:
-    """What all three give."""
+    """Return the results of validate, test and predict."""
     return [
         trainer.validate(module, verbose=False, **options),
         trainer.test(module, verbose=False, **options),
@@ -27,7 +27,7 @@ def evaluate(trainer: Any, module: Any = None, **options: Any) -> list[Any]:
 
 
 def test_before_after_and_between_fits(tmp_path: Path) -> None:
-    """Evaluation of a module never fitted, then a fit, evaluation, and a second fit: as plain Lightning."""
+    """Evaluation before, between and after two fits equals plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
         trainer, module = make(max_epochs=1), Everything()
@@ -44,13 +44,13 @@ def test_before_after_and_between_fits(tmp_path: Path) -> None:
 
 
 def test_checkpoints_by_path_best_and_last(tmp_path: Path) -> None:
-    """ckpt_path= a path in a fresh Trainer with an unfitted module; "best" and "last" after the fit."""
+    """ckpt_path= takes a path in a fresh Trainer with an unfitted module, and "best" and "last" after the fit."""
 
     def scenario(make: Any, root: Path) -> Any:
         keeper = ModelCheckpoint(root / "kept", monitor="val_loss", mode="max", save_last=True, save_top_k=-1)
         trainer, module = make(max_epochs=2, callbacks=[keeper], enable_checkpointing=True), Everything()
         trainer.fit(module)
-        # Loading a checkpoint sets the callback back, too.
+        # Loading a checkpoint also resets the callback.
         best, last = keeper.best_model_path, keeper.last_model_path
         seen = [evaluate(trainer, ckpt_path=which) for which in ("last", "best", best)]
         return seen + [evaluate(make(), Everything(), ckpt_path=path) for path in (best, last)]
@@ -61,7 +61,7 @@ def test_checkpoints_by_path_best_and_last(tmp_path: Path) -> None:
 
 
 def test_loading_for_evaluation_does_not_touch_a_later_fit(tmp_path: Path) -> None:
-    """Validating a checkpoint and then fitting the same module goes on from the checkpoint's weights, as plain."""
+    """A fit after validating a checkpoint continues from the checkpoint's weights, as in plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
         first = make(max_epochs=1)
@@ -78,7 +78,7 @@ def test_loading_for_evaluation_does_not_touch_a_later_fit(tmp_path: Path) -> No
 
 
 def test_what_was_loaded_for_evaluation_is_what_is_saved(tmp_path: Path) -> None:
-    """After validate(ckpt_path=...) a checkpoint of the same Trainer holds those weights and buffers, as plain."""
+    """A checkpoint saved after validate(ckpt_path=...) holds the loaded weights and buffers, as in plain Lightning."""
 
     class Counting(Everything):
         def __init__(self) -> None:
@@ -104,7 +104,7 @@ def test_what_was_loaded_for_evaluation_is_what_is_saved(tmp_path: Path) -> None
 
 
 def test_another_module_between_fits_leaves_the_first_ones_state_alone(tmp_path: Path) -> None:
-    """Validating module B after fitting A: A can still be saved, and resumes to the bit."""
+    """Module A can still be saved after another module was validated, and a fit resumes from that checkpoint."""
     recipe = dataclasses.replace(RECIPE, precision="bf16-mixed", max_steps=3)
     trainer = quiet_trainer(tmp_path)
     trainer.fit(Everything(recipe))
@@ -122,7 +122,7 @@ def test_another_module_between_fits_leaves_the_first_ones_state_alone(tmp_path:
 
 
 def test_user_hooks_survive_evaluation(tmp_path: Path) -> None:
-    """Forward hooks that the user registered fire in fit and in evaluation, once per forward, as plain."""
+    """The user's forward hooks run once per forward in fit and in evaluation, as in plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
         module, calls = Everything(), [0]
@@ -145,7 +145,7 @@ def test_user_hooks_survive_evaluation(tmp_path: Path) -> None:
 
 
 def test_engines_of_earlier_runs_leave_no_hooks(tmp_path: Path) -> None:
-    """However often one module is fitted and validated, the number of hooks on it stays that of one engine."""
+    """Repeated fits and validations of one module leave only the hooks of one engine."""
 
     def num_hooks() -> int:
         modules = list(module.modules())
@@ -162,7 +162,7 @@ def test_engines_of_earlier_runs_leave_no_hooks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_another_precision_for_the_same_module_is_refused(precision: Any, tmp_path: Path) -> None:
-    """A module that bf16-mixed partitioned cannot go on in fp32; in bf16-true it can."""
+    """A module that bf16-mixed partitioned cannot be used in fp32, but it can in bf16-true."""
     from lightning_smartinfinity import UnsupportedError
 
     module = Everything()
@@ -179,7 +179,7 @@ def test_another_precision_for_the_same_module_is_refused(precision: Any, tmp_pa
 
 
 def test_two_processes_predict_what_one_does(tmp_path: Path) -> None:
-    """Each rank predicts its share of the samples, before a fit and with the weights of a fit; together one's."""
+    """The predictions of two ranks together equal those of one process, before and after a fit."""
     before, after = predict_around_a_fit(quiet_trainer(tmp_path, precision="32-true", max_steps=1))
     done = run_module("tests.training.predict_worker", tmp_path, ranks=2, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""A fit that is broken off, by an exception anywhere or by Ctrl-C: what is left is the last committed step."""
+"""A fit that an exception or Ctrl-C ends leaves the last committed step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.helpers.waiting import join
 
 
 class Broken(Exception):
-    """What goes wrong in a user's code."""
+    """An exception in the user's code."""
 
 
 class Breaking(Everything):
-    """Raises at one place of the third step."""
+    """A module that raises at one place of the third step."""
 
     def __init__(self, place: str | None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Breaking(Everything):
 
 
 class _BreakOff(torch.autograd.Function):
-    """The loss itself, whose backward pass fails half-way: in the middle of the model's."""
+    """An identity for the loss whose backward pass fails in the middle of the model's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, module: Breaking) -> torch.Tensor:
@@ -81,7 +81,7 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_leaves_the_last_step(place: str, tmp_path: Path) -> None:
-    """Saved afterwards, the state resumes; the same Trainer fits on; no gradient of the broken window is left."""
+    """The saved state resumes, the same Trainer continues, and no gradient of the interrupted window is left."""
 
     def scenario(make: Any, root: Path) -> Any:
         trainer, module = make(max_epochs=1, accumulate_grad_batches=1), Breaking(place)
@@ -98,7 +98,7 @@ def test_an_exception_leaves_the_last_step(place: str, tmp_path: Path) -> None:
 
 
 def test_an_exception_saves_a_checkpoint(tmp_path: Path) -> None:
-    """OnExceptionCheckpoint: its file resumes as plain Lightning's does."""
+    """The file of OnExceptionCheckpoint resumes as in plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
         keeper = OnExceptionCheckpoint(root, filename="broken")
@@ -117,7 +117,7 @@ def num_threads() -> int:
 
 
 def test_nothing_is_left_of_a_broken_fit(tmp_path: Path) -> None:
-    """After close() no thread and no file of the storage remains, and its lock is free for the next fit."""
+    """After close() no thread and no file of the storage remains, and the next fit can lock it."""
     strategies = [SmartInfinityStrategy(tmp_path / "storage") for _ in range(3)]
     threads = []
     for strategy in strategies:
@@ -131,7 +131,7 @@ def test_nothing_is_left_of_a_broken_fit(tmp_path: Path) -> None:
 
 
 class InterruptTheWait(pl.Callback):
-    """Makes the storage slow for the second step, and presses Ctrl-C while it is waited for."""
+    """A callback that slows storage down in the second step and sends Ctrl-C while the update is waited for."""
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step == 1:
@@ -144,7 +144,7 @@ class InterruptTheWait(pl.Callback):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_ctrl_c_during_the_update_abandons_the_step(precision: Any, tmp_path: Path) -> None:
-    """Parameters and state are those of the step before, to the bit; the checkpoint saved then resumes like any."""
+    """Parameters equal those of the previous step bit for bit, and the checkpoint saved then resumes."""
     straight = Everything()
     settings: dict[str, Any] = {"precision": precision, "use_distributed_sampler": False, "max_steps": 3}
     quiet_trainer(tmp_path / "straight", **settings).fit(straight)
@@ -179,7 +179,7 @@ def test_ctrl_c_during_the_update_abandons_the_step(precision: Any, tmp_path: Pa
 def test_ctrl_c_while_parameters_are_gathered(
     owner: Any, call: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Just started, or about to be waited for: what was trained can be saved, and the same Trainer fits on."""
+    """After Ctrl-C at the start or the wait of a gather the state can be saved, and the same Trainer continues."""
     module = Everything()
     strategy = SmartInfinityStrategy(
         tmp_path / "storage", overlap=overlap, zero={"stage3_param_persistence_threshold": 0}
@@ -204,7 +204,7 @@ def test_ctrl_c_while_parameters_are_gathered(
 
 
 def test_a_module_whose_set_up_failed_can_be_fitted(tmp_path: Path) -> None:
-    """Nothing of an aborted set-up stays on the module: storage that cannot be had, an optimizer that is refused."""
+    """A failed set-up leaves no trace on the module, whether the storage or the optimizer was refused."""
     (tmp_path / "file").write_text("in the way")
     expected, module = Everything(), Everything()
     settings: dict[str, Any] = {"use_distributed_sampler": False}

@@ -1,4 +1,4 @@
-"""Manual optimization and what modules do to gradients, against plain Lightning."""
+"""Manual optimization and gradient clipping by modules equal plain Lightning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class Manual(Everything):
-    """Two backward passes a step; subclasses say what else."""
+    """A module with two backward passes per step, for subclasses to extend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,10 @@ class Manual(Everything):
 
 
 class Clipping(Manual):
-    """Clips between the backward passes, so that the second one's gradients come on top, and again at the end."""
+    """A module that clips after each backward pass and again before the step.
+
+    The second gradients thus add to clipped ones.
+    """
 
     def between(self, optimizer: Any, loss: torch.Tensor) -> None:
         self.manual_backward(loss)
@@ -50,7 +53,7 @@ class Clipping(Manual):
 
 
 class Toggling(Manual):
-    """As the documentation of Lightning has it for GANs."""
+    """A module that toggles its optimizer, as Lightning's documentation shows for GANs."""
 
     def between(self, optimizer: Any, loss: torch.Tensor) -> None:
         self.toggle_optimizer(optimizer)
@@ -59,7 +62,7 @@ class Toggling(Manual):
 
 
 class EveryOther(Manual):
-    """Steps after every second batch, with a scheduler; drops the gradients of the third batch."""
+    """A module that steps after every second batch with a scheduler and drops the gradients of the third batch."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
@@ -76,7 +79,7 @@ class EveryOther(Manual):
 
 @pytest.mark.parametrize("module", [Manual, Clipping, Toggling, EveryOther])
 def test_manual_optimization(module: type[Manual], tmp_path: Path) -> None:
-    """Losses of every forward pass, the number of steps and what is validated afterwards."""
+    """All losses, the number of steps and the validation afterwards equal plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
         trainer, trained = make(max_epochs=2), module()
@@ -87,14 +90,14 @@ def test_manual_optimization(module: type[Manual], tmp_path: Path) -> None:
 
 
 class Direct(Manual):
-    """Does not go through manual_backward."""
+    """A module that does not use manual_backward."""
 
     def between(self, optimizer: Any, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
 class ByHand(Manual):
-    """Puts gradients in place of those that ZeRO-3 reduced."""
+    """A module that replaces the gradients that ZeRO-3 reduced."""
 
     def finish(self, optimizer: Any) -> None:
         for parameter in self.parameters():
@@ -105,7 +108,7 @@ class ByHand(Manual):
 @pytest.mark.parametrize("module", [Direct, ByHand])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_gradients_that_no_rank_reduced_are_refused(module: type[Manual], precision: Any, tmp_path: Path) -> None:
-    """loss.backward() and assigned gradients: the step says so, and changes nothing."""
+    """The step refuses gradients of loss.backward() and assigned gradients, and changes nothing."""
     trainer = quiet_trainer(tmp_path, precision=precision)
     with pytest.raises(UnsupportedError, match=r"manual_backward") as caught:
         trainer.fit(module())
@@ -114,7 +117,7 @@ def test_gradients_that_no_rank_reduced_are_refused(module: type[Manual], precis
 
 
 class OwnClipping(Everything):
-    """Overrides the hook, with a limit of its own in every second step and none in the others."""
+    """A module whose own hook clips every second step."""
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if self.trainer.global_step % 2 == 0:
@@ -127,7 +130,7 @@ class OwnClipping(Everything):
     ids=["none", "norm", "value"],
 )
 def test_clipping_by_the_trainer(settings: dict[str, Any], tmp_path: Path, recwarn: Any) -> None:
-    """By norm, by value or not at all, over windows of two."""
+    """Clipping by norm, by value or not at all over windows of two equals plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
         trainer, module = make(max_epochs=2, accumulate_grad_batches=2, **settings), Everything()
@@ -138,7 +141,7 @@ def test_clipping_by_the_trainer(settings: dict[str, Any], tmp_path: Path, recwa
 
 
 def test_clipping_by_the_module(tmp_path: Path, recwarn: Any) -> None:
-    """configure_gradient_clipping clips, and no warning says that it does not."""
+    """configure_gradient_clipping clips as in plain Lightning, and no warning mentions clipping."""
 
     def scenario(make: Any, root: Path) -> Any:
         trainer, module = make(max_epochs=2), OwnClipping()
@@ -150,14 +153,14 @@ def test_clipping_by_the_module(tmp_path: Path, recwarn: Any) -> None:
 
 
 class SkipsBatches(Everything):
-    """Returns None from training_step for some batches, as Lightning allows."""
+    """A module that returns None from training_step for some batches, as Lightning allows."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
 def test_a_training_step_that_returns_nothing_skips_its_batch(tmp_path: Path) -> None:
-    """Nothing is updated for it, moments and step counts included."""
+    """A skipped batch updates nothing, as in plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
         trainer, module = make(max_epochs=2), SkipsBatches()
@@ -168,7 +171,7 @@ def test_a_training_step_that_returns_nothing_skips_its_batch(tmp_path: Path) ->
 
 
 def test_automatic_after_manual_in_one_trainer(tmp_path: Path) -> None:
-    """Each fit accumulates in the dtype that its own module asks for."""
+    """Each fit accumulates gradients in the dtype that its own module needs."""
     trainer = quiet_trainer(tmp_path, max_steps=1)
     dtypes = []
     for steps, module in enumerate((Everything(RECIPE), Manual(), Everything(RECIPE)), 1):
@@ -179,7 +182,7 @@ def test_automatic_after_manual_in_one_trainer(tmp_path: Path) -> None:
 
 
 def test_hyperparameters_of_nn_modules_stay_theirs(tmp_path: Path) -> None:
-    """A module whose loss goes through an nn.Module of its own trains as plain."""
+    """A module whose loss passes through an nn.Module of its own trains as in plain Lightning."""
 
     class WithLoss(Everything):
         def __init__(self) -> None:

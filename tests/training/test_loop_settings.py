@@ -1,4 +1,4 @@
-"""Settings of the Trainer that change how its loops run, against plain Lightning."""
+"""Trainer settings that change how loops run give the results of plain Lightning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Counting(Everything):
-    """Counts how often each loader was asked for."""
+    """A module that counts how often each loader was requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Counting(Everything):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_setting(name: str, tmp_path: Path) -> None:
-    """A fit, a test and predictions: losses, metrics, progress and how often loaders were made."""
+    """Losses, metrics, predictions, progress and the number of loaders made equal plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
         trainer, module = make(**{"max_steps": -1, **SETTINGS[name]}), Counting()
@@ -71,7 +71,7 @@ def test_setting(name: str, tmp_path: Path) -> None:
 
 
 def test_barebones(tmp_path: Path) -> None:
-    """Trainer(barebones=True) trains the same losses."""
+    """Trainer(barebones=True) gives the same losses as plain Lightning."""
     losses = []
     for strategy in ("auto", SmartInfinityStrategy(tmp_path / "storage")):
         module = Everything()
@@ -85,14 +85,14 @@ def test_barebones(tmp_path: Path) -> None:
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Batches of an unknown number."""
+    """A dataset of batches without a length."""
 
     def __iter__(self) -> Any:
         return iter(Tokens().data[:8].split(2))
 
 
 def test_a_loader_without_batch_sampler(tmp_path: Path) -> None:
-    """DataLoader(batch_size=None) over an iterable dataset of unknown length."""
+    """DataLoader(batch_size=None) over an iterable dataset of unknown length works as in plain Lightning."""
 
     def scenario(make: Any, root: Path) -> Any:
         trainer, module = make(max_epochs=2), Everything()

@@ -1,4 +1,4 @@
-"""What surrounds the step: validation, logging, checkpoint callbacks, traffic."""
+"""Validation, logging, checkpoint callbacks and traffic around the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.training.worker import Run, train
 
 
 class WithValidation(LitTiny):
-    """Also validates, and records what it saw there."""
+    """A module that also validates and records its validation losses."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -62,7 +62,7 @@ def test_validation_inside_fit_leaves_training_undisturbed(tmp_path: Path) -> No
 
 
 class SystemBytes(pl.Callback):
-    """What the kernel says this process read from and wrote to storage during the steps."""
+    """A callback that reads how many bytes the kernel counts for this process during the steps."""
 
     def __init__(self) -> None:
         self.marks: list[dict[str, int]] = []
@@ -110,13 +110,13 @@ def _traffic_per_parameter(precision: str, tmp_path: Path) -> tuple[float, float
 
 
 def test_sixteen_bit_steps_move_twelve_bytes_each_way(tmp_path: Path) -> None:
-    """By the kernel's own counters and by ours: 12 B read and 12 B written per parameter and step, little more."""
+    """The kernel's counters and ours show 12 to 12.5 B read and written per parameter and step."""
     for figure in _traffic_per_parameter("bf16-mixed", tmp_path):
         assert 12 <= figure < 12.5
 
 
 def test_fp32_steps_do_not_read_the_masters(tmp_path: Path) -> None:
-    """In fp32 the partition is the master: 8 B read, 12 B written per parameter and step."""
+    """In fp32 the partition is the master, so that a step reads 8 B and writes 12 B per parameter."""
     system_read, system_write, read, write = _traffic_per_parameter("32-true", tmp_path)
     assert 8 <= system_read < 8.5
     assert 8 <= read < 8.5

@@ -17,23 +17,23 @@ MIB = 1024 * 1024
 DEPTHS = (10, 30)
 WINDOW_BYTES = 16 * MIB
 RING_BYTES = NUM_BUFFERS * TASKLET_BYTES
-# A 16-bit parameter and a 16-bit place in the arena; optimizer state in memory would add 12.
+# Training holds a 16-bit parameter and its 16-bit gradient; optimizer state in memory would add 12 bytes.
 BYTES_PER_PARAMETER = 4
-# 4.02 to 4.04 were measured, on an idle machine and on a busy one.
+# Measurements gave 4.02 to 4.04, on an idle and on a busy machine.
 TOLERANCE = 0.5
-# Thread stacks and library pages first touched by training, a bucket and a gradient: 70 MB were seen. A quarter of the
-# smaller state would not fit in beside them.
+# This covers thread stacks and library pages that training touches first, a bucket and a gradient. 70 MB were seen. A
+# quarter of the smaller state would not fit beside them.
 CONSTANT_BYTES = 128 * MIB
-# By default glibc learns from what is freed: from then on tensors of that size lie in its heaps, and stay there when
-# they are freed, below what is still in use. What that comes to depends on the order in which threads ran: between
-# nothing and 2 B for each parameter (DeepSpeed's copy while it partitions) were seen, most on a busy machine, which
-# drowns what is to be found out. With a threshold that is set, tensors are mapped alone and given back at once.
+# By default glibc learns from freed blocks and then keeps tensors of that size in its heaps, below memory still in use.
+# The amount depends on the order of threads: between nothing and 2 B per parameter were seen (DeepSpeed's copy while it
+# partitions), most on a busy machine, which hides the effect under test. With a fixed threshold each tensor is mapped
+# alone and returned at once.
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What models of two depths took, each in a process of its own, both at the same time."""
+    """Measure models of two depths at the same time, each in a process of its own."""
     runs = [
         subprocess.Popen(
             [
@@ -58,33 +58,33 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_peak_grows_with_parameters_only(figures: list[dict[str, Any]]) -> None:
-    """A deeper model takes 4 B more per parameter: none of the 12 B of its optimizer state."""
+    """A deeper model takes 4 B more per parameter, and none of the 12 B of its optimizer state."""
     small, large = figures
     slope = (large["peak"] - small["peak"]) / (large["state_numel"] - small["state_numel"])
     assert abs(slope - BYTES_PER_PARAMETER) < TOLERANCE
 
 
 def test_ring_does_not_depend_on_the_model(figures: list[dict[str, Any]]) -> None:
-    """Whatever the depth, the update holds the configured ring and a 16-bit arena, by its own accounting."""
+    """The strategy reports the configured ring and a 16-bit gradient arena for every depth."""
     for of_depth in figures:
         assert of_depth["host_bytes"] == {"ring": RING_BYTES, "gradient_arena": 2 * of_depth["state_numel"]}
 
 
 def test_training_with_a_state_many_times_the_ring_stays_in_fixed_memory(figures: list[dict[str, Any]]) -> None:
-    """Beyond the bytes per parameter there are the ring and a constant: no room for even a part of the state."""
+    """The growth beyond the parameters is the ring and a constant, too little for even a part of the state."""
     for of_depth in figures:
         numel, growth = of_depth["state_numel"], of_depth["peak"] - of_depth["before"]
         state_bytes = 12 * numel
         assert of_depth["traffic_steps"] == STEPS
         assert state_bytes > 50 * RING_BYTES
-        # The 16-bit model itself was there before.
+        # The 16-bit model itself was there before training.
         assert growth < (BYTES_PER_PARAMETER - 2) * numel + RING_BYTES + CONSTANT_BYTES
         assert growth < state_bytes, "the state fits into what was allocated: nothing would be shown"
 
 
 @pytest.mark.parametrize("what", ["saving", "loading"])
 def test_checkpoints_pass_through_a_window(what: str, figures: list[dict[str, Any]]) -> None:
-    """Either takes the ring once more and a constant, of which a sixth of the state would be more."""
+    """Saving and loading each take twice the ring and a constant, less than a sixth of the state."""
     small = figures[0]
     allowed = 2 * RING_BYTES + 64 * MIB
     assert 12 * small["state_numel"] > 6 * allowed
@@ -92,7 +92,7 @@ def test_checkpoints_pass_through_a_window(what: str, figures: list[dict[str, An
 
 
 def test_a_checkpoint_is_evaluated_through_a_window(figures: list[dict[str, Any]]) -> None:
-    """Loading it takes a window and a constant, of which half of the masters would be more."""
+    """Loading takes a window and a constant, less than half of the masters."""
     small = figures[0]
     allowed = WINDOW_BYTES + 64 * MIB
     assert 4 * small["state_numel"] > 2 * allowed

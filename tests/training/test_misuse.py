@@ -1,4 +1,4 @@
-"""Calls that make no sense with the strategy: an error of our own that says what to call instead."""
+"""Calls that make no sense with the strategy raise our own error, which says what to call instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPE = Recipe(depth=1)
 
 
 class RawOptimizer(LitTiny):
-    """Manual optimization on what Lightning says is the optimizer."""
+    """A module that steps the object that Lightning returns as the optimizer."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -32,14 +32,14 @@ class RawOptimizer(LitTiny):
 
 
 def test_the_list_of_optimizers_taken_for_an_optimizer(tmp_path: Path) -> None:
-    """Lightning returns a list, since DeepSpeed's optimizer is none of torch's; the message says what to call."""
+    """Lightning returns a list, since DeepSpeed's optimizer is no torch optimizer. The error says what to call."""
     with pytest.raises(UnsupportedError) as caught:
         fit(RawOptimizer(RECIPE), tmp_path)
     assert_helpful(caught.value, "use_pl_optimizer=False", "self.optimizers().step")
 
 
 class WithoutOptimizer(LitTiny):
-    """Returns nothing from configure_optimizers."""
+    """A module that returns nothing from configure_optimizers."""
 
     def configure_optimizers(self) -> None:
         pass
@@ -58,7 +58,7 @@ def test_saving_after_a_fit_that_failed_in_set_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", ".", Path(), None, 7, "a\0b"])
 def test_saving_into_no_folder_of_its_own(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty path is not taken for the current folder."""
+    """An error names the path, and an empty path does not mean the current folder."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError) as caught:
         fit(LitTiny(RECIPE), tmp_path, max_steps=1).save_checkpoint(path)
@@ -67,7 +67,7 @@ def test_saving_into_no_folder_of_its_own(path: Any, tmp_path: Path, monkeypatch
 
 
 def test_another_strategy_after_ours(tmp_path: Path) -> None:
-    """A partitioned module evaluates anywhere; an optimizer of torch's cannot train it, but every other module."""
+    """A partitioned module can be evaluated but not trained by another strategy. A new module can be trained."""
     module = LitTiny(RECIPE)
     fit(module, tmp_path, precision="32-true")
     plain = quiet_trainer(tmp_path, "auto", precision="32-true")

@@ -12,8 +12,8 @@ from tests.training.model_runs import assert_trains_like_torch, train_near_stora
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_shared_weights_under_checkpoints_train_like_torch(name: str, tmp_path: Path) -> None:
-    """A shared weight's gradient arrives once per segment, before or after its bucket has left: all of it counts, once.
+    """Each arrival of a shared weight's gradient counts once, before or after its bucket has left.
 
-    Stock DeepSpeed keeps the last arrival only, or fails on an assertion if two fall into one bucket.
+    Stock DeepSpeed keeps the last arrival only, or fails an assertion if two fall into one bucket.
     """
     assert_trains_like_torch(CHECKPOINTS[name], train_near_storage(CHECKPOINTS[name], tmp_path))

@@ -1,4 +1,4 @@
-"""torch.compile: in place it trains like plain torch; wrappers are refused."""
+"""A module compiled in place trains like plain torch, and wrappers of torch.compile are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.training.model_runs import assert_trains_like_torch, train_near_stora
 
 
 class Inner(nn.Module):
-    """Something worth compiling."""
+    """A submodule to compile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Inner(nn.Module):
 
 
 class Eager(Stack):
-    """Nothing is compiled."""
+    """A module without compilation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Eager(Stack):
 
 
 class CompiledInPlace(Eager):
-    """A submodule is compiled in place."""
+    """A module that compiles its submodule in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class CompiledInPlace(Eager):
 
 
 class CompiledWrapper(Eager):
-    """A submodule is replaced by a wrapper."""
+    """A module that replaces its submodule by a compiled wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class CompiledWrapper(Eager):
 
 
 def test_a_module_compiled_in_place_trains_like_torch(tmp_path: Path) -> None:
-    """The graphs break at ZeRO-3's hooks, which gather and release; what lies between them is compiled."""
+    """Graphs break at ZeRO-3's hooks, which gather and release parameters. The parts between the hooks are compiled."""
     torch._dynamo.reset()
     trained = train_near_storage(Case(CompiledInPlace), tmp_path)
     assert torch._dynamo.utils.counters["stats"]["calls_captured"] > 0
@@ -61,13 +61,13 @@ def test_a_module_compiled_in_place_trains_like_torch(tmp_path: Path) -> None:
 
 
 def test_a_compiled_wrapper_within_the_module_is_refused(tmp_path: Path) -> None:
-    """It hides the parameters from ZeRO-3's hooks; stock fails on an attribute in the first forward."""
+    """The wrapper hides the parameters from ZeRO-3's hooks. Stock fails on an attribute in the first forward."""
     with pytest.raises(UnsupportedError, match=r"'inner' is wrapped by torch.compile.*module.compile"):
         train_near_storage(Case(CompiledWrapper), tmp_path)
 
 
 def test_a_compiled_lightning_module_is_refused_by_lightning(tmp_path: Path) -> None:
-    """Lightning allows it for strategies on its own list only."""
+    """Lightning allows compiled modules only for strategies on its own list."""
     case = Case(Eager)
     with pytest.raises(RuntimeError, match="compiled model is incompatible"):
         trainer_for(case, tmp_path).fit(torch.compile(case.module(), backend="eager"))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Graphs that autograd goes through more than once, or not as a whole, train like plain torch."""
+"""Graphs that autograd traverses more than once, or in part, train like plain torch."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from tests.training.model_runs import assert_trains_like_torch, train_near_stora
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_unusual_graphs_train_like_torch(name: str, tmp_path: Path) -> None:
-    """Retained graphs and gradients of gradients find their parameters gathered.
+    """Parameters are gathered for retained graphs and for gradients of gradients.
 
-    Stock ZeRO-3 has released them: it fails on shapes in the middle of the second backward.
+    Stock ZeRO-3 has released them by then, and fails on shapes in the middle of the second backward.
     """
     assert_trains_like_torch(GRAPHS[name], train_near_storage(GRAPHS[name], tmp_path))
 
 
 class Differentiable(Penalty):
-    """Wants gradients of its parameters that can be differentiated."""
+    """A module that asks for differentiable gradients of its parameters."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
         self.manual_backward(self.loss(self.case.batch(0), 0), create_graph=True)
 
 
 def test_differentiable_gradients_of_parameters_are_refused(tmp_path: Path) -> None:
-    """They leave for the arena as soon as they are there; torch.autograd.grad is named as the way."""
+    """Gradients move to the arena as soon as they arrive. The error names torch.autograd.grad instead."""
     with pytest.raises(UnsupportedError, match=r"backward\(create_graph=.*torch.autograd.grad"):
         train_near_storage(Case(manual(Differentiable)), tmp_path)
 
 
 def manual(kind: type[Penalty]) -> Any:
-    """Builds a module that optimizes by hand."""
+    """Return a function that builds a module with manual optimization."""
 
     def build() -> Penalty:
         module = kind()

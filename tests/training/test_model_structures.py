@@ -18,12 +18,12 @@ from tests.training.model_runs import assert_trains_like_torch, train_near_stora
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_hard_structures_train_like_torch(name: str, tmp_path: Path) -> None:
-    """Modules used several times, tied, nested, frozen in part, or of tensors of awkward sizes."""
+    """Modules used several times, tied, nested, partly frozen, or with tensors of unusual sizes train like torch."""
     assert_trains_like_torch(STRUCTURES[name], train_near_storage(STRUCTURES[name], tmp_path))
 
 
 class Expanded(Reused):
-    """A parameter that was one element, expanded."""
+    """A module whose parameter is one element, expanded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Expanded(Reused):
 
 
 class Copied(Reused):
-    """The same, with memory of its own from the start."""
+    """The same module with a parameter that has memory of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class Copied(Reused):
 
 
 def test_an_expanded_parameter_gets_elements_of_its_own(tmp_path: Path) -> None:
-    """Torch's optimizers refuse to update such a parameter in place; here it trains as its copy would."""
+    """Torch's optimizers refuse to update such a parameter in place. Here it trains as its copy would."""
     assert_trains_like_torch(Case(Copied), train_near_storage(Case(Expanded), tmp_path))
 
 
 class TiedByData(Reused):
-    """Two parameters over one memory, which a plain optimizer would update twice."""
+    """A module with two parameters that share one memory, which a plain optimizer would update twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class TiedByData(Reused):
 
 
 def test_parameters_over_the_same_memory_are_refused(tmp_path: Path) -> None:
-    """ZeRO-3 would untie them without a word; the message names both and says how to tie them."""
+    """ZeRO-3 would untie them silently. The error names both."""
     with pytest.raises(UnsupportedError, match=r"'back.weight' and 'front.weight' lie in the same memory"):
         train_near_storage(Case(TiedByData), tmp_path)
 
 
 def test_empty_parameters_are_refused_at_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's gather fails on them in the middle of the first forward."""
+    """DeepSpeed's gather would fail on them in the middle of the first forward."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(UnsupportedError, match=r"'empties.0' has no elements"):
@@ -67,7 +67,7 @@ def test_empty_parameters_are_refused_at_several_processes(monkeypatch: pytest.M
 
 
 def test_parameters_of_several_dtypes_are_reported() -> None:
-    """DeepSpeed casts an fp32 norm in a bf16 model; the user hears of it, once and with an example of each."""
+    """DeepSpeed casts an fp32 norm in a bf16 model. A warning gives an example of each dtype."""
     module = Reused().bfloat16()
     check_model(module)
     module.layer.float()

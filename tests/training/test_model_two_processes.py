@@ -1,4 +1,4 @@
-"""The hard modules at two processes: ranks hold halves, some of them padding only, and still train like plain torch."""
+"""The hard modules train like plain torch on two processes, where some partitions are padding only."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """Every case, one after the other in one pair of processes."""
+    """Train every case in turn in one pair of processes."""
     return launch_cases(NAMES, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_train_like_torch(name: str, trained: dict[str, Trained]) -> None:
-    """Losses of rank 0, masters and numbers of updates are those of one torch process on both ranks' batches."""
+    """Rank 0's losses, the masters and the update counts equal those of one torch process on both ranks' batches."""
     assert_trains_like_torch(CASES[name], trained[name], world_size=2)

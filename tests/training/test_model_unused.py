@@ -1,4 +1,4 @@
-"""Parameters that some steps do not use are left alone in those, as torch leaves parameters whose grad is None."""
+"""Steps that do not use a parameter leave it unchanged, as torch does if its grad is None."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from tests.training.model_runs import assert_trains_like_torch, train_near_stora
 
 @pytest.mark.parametrize("name", UNUSED)
 def test_parameters_unused_for_some_steps_train_like_torch(name: str, tmp_path: Path) -> None:
-    """No decay, no moment, no count in a step without gradient: alternately used, used late, by one micro-batch, never.
+    """A step without a gradient applies no decay, no moment and no count to a parameter.
 
-    Stock DeepSpeed updates them with their last gradient again, and decays them.
+    This covers parameters used alternately, late, by one micro-batch, or never. Stock DeepSpeed applies the last
+    gradient again, and weight decay.
     """
     assert_trains_like_torch(UNUSED[name], train_near_storage(UNUSED[name], tmp_path))
 
 
 @pytest.mark.parametrize("name", ["by one micro-batch in bf16", "a thousand tiny tensors"])
 def test_resuming_keeps_every_count(name: str, tmp_path: Path) -> None:
-    """Stopped after three steps, a run goes on with the masters and counts of one that never stopped, to the bit."""
+    """A run resumed after three steps has the losses, masters and counts of an uninterrupted run, bit for bit."""
     case = CASES[name]
     straight = train_near_storage(case, tmp_path / "straight")
     first = dataclasses.replace(case, steps=3)

@@ -1,4 +1,4 @@
-"""From installation to the first step nothing is compiled."""
+"""Nothing is compiled between installation and the first step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.training.worker import Run, launch
 
 
 def test_training_compiles_nothing(tmp_path: Path) -> None:
-    """Without any compiler on the machine a fit runs, and torch's extension cache stays empty."""
+    """A fit runs without a compiler on the machine, and torch's extension cache stays empty."""
     cache = tmp_path / "extensions"
     cache.mkdir()
     tools = dict.fromkeys(("CC", "CXX", "CUDAHOSTCXX"), "/nonexistent")

@@ -1,4 +1,4 @@
-"""Parameters offloaded to host memory or to storage: the same bits as without, and memory that does not grow."""
+"""Parameters offloaded to host memory or storage change no bit, and their buffers do not grow with the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.training.test_lives import Evaluated
 from tests.training.worker import Recorder, Run, train
 
 ENOSPC = 28
-# Everything of at least a block goes to storage.
+# Parameters of at least one block go to storage.
 NVME: dict[str, Any] = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 SMALL_RING = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
 FULL = Recipe(groups=True, accumulate=2, skip_side_at=(1,), frozen=True, odd=True, max_steps=3)
@@ -32,7 +32,7 @@ def run_of(root: Path, recipe: Recipe, zero: dict[str, Any] | None, **settings: 
 
 
 def result(run: Run) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, validation losses and masters; nothing is left on storage."""
+    """Train, assert that nothing is left on storage, and return losses, validation losses and masters."""
     module, trainer, recorder = train(run)
     trainer.strategy.close()  # type: ignore[attr-defined]
     assert not list((Path(run.out) / "storage").rglob("*.bin"))
@@ -48,7 +48,7 @@ def assert_same(ours: tuple[Any, Any, dict[str, torch.Tensor]], theirs: tuple[An
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a recipe gives with its parameters in memory, each trained once."""
+    """Return a function that trains a recipe once with its parameters in memory."""
     known: dict[str, tuple[list[float], list[float], dict[str, torch.Tensor]]] = {}
 
     def trained(recipe: Recipe) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -73,7 +73,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_every_precision_trains_to_the_same_bits(
     precision: str, zero: dict[str, Any], plain: Any, tmp_path: Path
 ) -> None:
-    """Accumulation, parameter groups, unused and frozen parameters; a ring of two small buffers."""
+    """Accumulation, parameter groups, unused and frozen parameters and a ring of two small buffers change no bit."""
     recipe = dataclasses.replace(FULL, precision=precision)
     assert_same(result(run_of(tmp_path, recipe, zero, transfer=SMALL_RING)), plain(recipe))
 
@@ -90,13 +90,13 @@ def test_every_precision_trains_to_the_same_bits(
     ids=["no prefetch", "parameters stay gathered", "some persistent", "overlap_comm", "one slot"],
 )
 def test_settings_change_nothing(zero: dict[str, Any], settings: Any, plain: Any, tmp_path: Path) -> None:
-    """However DeepSpeed gathers, keeps and reads ahead, the bits are the same."""
+    """Settings for gathering, keeping and prefetching parameters change no bit."""
     recipe = Recipe(precision="bf16-mixed", epoch_batches=2, max_steps=3, validate=True)
     assert_same(result(run_of(tmp_path, recipe, {**NVME, **zero}, **settings)), plain(recipe))
 
 
 class ReadAhead(pl.Callback):
-    """Starts to read parameters right before the step that changes them."""
+    """A callback that starts to read parameters right before the step that changes them."""
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         swapper = trainer.strategy._parameters  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ class ReadAhead(pl.Callback):
 
 
 def test_what_was_read_before_a_step_is_not_used_after_it(plain: Any, tmp_path: Path) -> None:
-    """Parameters on their way, and read but not gathered, when the step begins: the bits are the same."""
+    """Parameters that are being read, or are read but not gathered, when the step begins change no bit."""
     recipe = Recipe(precision="bf16-mixed", max_steps=2)
     module, recorder = LitTiny(recipe), Recorder(run_of(tmp_path, recipe, None))
     strategy = SmartInfinityStrategy(tmp_path / "storage", zero=NVME)
@@ -117,7 +117,7 @@ def test_what_was_read_before_a_step_is_not_used_after_it(plain: Any, tmp_path: 
 
 
 def test_the_default_threshold_keeps_small_parameters_in_memory(plain: Any, tmp_path: Path) -> None:
-    """Without further settings only what DeepSpeed does not keep gathered is on storage; the bits are the same."""
+    """By default only parameters that DeepSpeed does not keep gathered are on storage, and no bit changes."""
     recipe = Recipe(precision="bf16-mixed", width=192, depth=1, tied=False, max_steps=2)
     module, trainer, recorder = train(run_of(tmp_path, recipe, {"offload_param": {"device": "nvme"}}))
     large = [p.ds_numel for p in module.parameters() if p.ds_numel > 100_000]
@@ -128,7 +128,7 @@ def test_the_default_threshold_keeps_small_parameters_in_memory(plain: Any, tmp_
 
 @pytest.mark.parametrize(("saved_with", "resumed_with"), [(NVME, NVME), (NVME, None), (None, NVME)])
 def test_resuming(saved_with: Any, resumed_with: Any, plain: Any, tmp_path: Path) -> None:
-    """A checkpoint goes on exactly, whether parameters were, or are, on storage."""
+    """A resumed run equals an uninterrupted one, with parameters on storage before, after, or both."""
     recipe = Recipe(precision="bf16-mixed", frozen=True, max_steps=2)
     first = dataclasses.replace(recipe, max_steps=1)
     result(run_of(tmp_path / "first", first, saved_with, save_at=(1,)))
@@ -139,7 +139,7 @@ def test_resuming(saved_with: Any, resumed_with: Any, plain: Any, tmp_path: Path
 
 
 class Configured(LitTiny):
-    """Builds its model in configure_model, and notes how much of it is on storage then."""
+    """A module that builds its model in configure_model and records how many bytes are on storage then."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -153,7 +153,7 @@ class Configured(LitTiny):
 
 
 def test_a_model_built_in_configure_model_goes_to_storage_as_it_is_built(tmp_path: Path) -> None:
-    """Parameters are on storage before the optimizer exists, in the default folder too; the bits are the same."""
+    """Parameters are on storage before the optimizer exists, also in the default folder, and no bit changes."""
     recipe = Recipe(precision="bf16-mixed", tied=False, max_steps=2)
     outcomes = []
     for zero in (None, NVME):
@@ -171,7 +171,7 @@ def test_a_model_built_in_configure_model_goes_to_storage_as_it_is_built(tmp_pat
 
 
 def test_the_life_of_a_model_on_storage(tmp_path: Path) -> None:
-    """Fits, validation, tests and a checkpoint, by the same and by a new strategy; after close() it is gone."""
+    """Fits, validation, tests and a checkpoint equal those in memory, and close() removes the model from storage."""
     recipe = Recipe(precision="bf16-mixed", max_steps=2)
     module, other = Evaluated(recipe), Evaluated(recipe)
     expected, found = [], []
@@ -197,7 +197,7 @@ def test_the_life_of_a_model_on_storage(tmp_path: Path) -> None:
 
 
 def test_buffers_do_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most host memory ever taken for parameters is the same for a model of more layers, and within the limit."""
+    """The peak host memory for parameters is the same for a deeper model, and within the limit."""
     most, original = [0], HostMemory.take
 
     def take(memory: HostMemory, nbytes: int) -> torch.Tensor:
@@ -224,10 +224,10 @@ def test_buffers_do_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.
 def test_free_space_is_checked_for_parameters_and_state_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that would hold the state alone is refused before anything is written."""
+    """A disk with room for the state alone is refused before anything is written."""
     module = LitTiny(Recipe(precision="bf16-mixed"))
     numel = sum(param.numel() for param in module.parameters())
-    # The state, lock, manifest and commit record, and a little of the parameters.
+    # This is enough for the state, lock, manifest and commit record, and for a few of the parameters.
     free = numel * 24 + 256 * 1024
     real = os.statvfs(tmp_path)
     blocks = SimpleNamespace(f_bavail=free // real.f_frsize, f_frsize=real.f_frsize)
@@ -240,7 +240,7 @@ def test_free_space_is_checked_for_parameters_and_state_together(
 
 
 def test_too_few_buffers_say_so(plain: Any, tmp_path: Path) -> None:
-    """Parameters that are needed at once are held, with one warning, though the settings have less room."""
+    """Parameters needed at the same time are held beyond the configured buffers, with one warning."""
     recipe = Recipe(precision="bf16-mixed", max_steps=2)
     zero = {**NVME, "offload_param": {"device": "nvme", "buffer_count": 1, "buffer_size": 2048}}
     with pytest.warns(UserWarning, match=r"'buffer_count': 1, 'buffer_size': 2048.*has 4096\.") as seen:
@@ -249,7 +249,7 @@ def test_too_few_buffers_say_so(plain: Any, tmp_path: Path) -> None:
 
 
 class Faulty(pl.Callback):
-    """Makes transfers of parameters fail from a step on."""
+    """A callback that makes transfers of parameters fail in the third step."""
 
     def __init__(self, **faults: int) -> None:
         self.faults = faults
@@ -269,7 +269,7 @@ class Faulty(pl.Callback):
     ids=["a read", "a write", "a full disk"],
 )
 def test_a_transfer_that_fails(faults: dict[str, int], error: type[StorageError], tmp_path: Path) -> None:
-    """The fit raises, naming the file; the parameters are those of the last committed step, and can be saved."""
+    """The error names the file. The parameters are those of the last committed step and can be saved."""
     module = LitTiny(Recipe(precision="bf16-mixed", max_steps=4))
     strategy = SmartInfinityStrategy(tmp_path / "s", zero=NVME)
     trainer = quiet_trainer(tmp_path, strategy, callbacks=[Faulty(**faults)], max_steps=4)

@@ -1,4 +1,4 @@
-"""Offloaded parameters of two processes: the same bits, nothing compiled, and errors on both."""
+"""Offloaded parameters on two processes change no bit and compile nothing, and errors reach both ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAVED = 2
 
 
 def test_two_processes_train_to_the_same_bits_and_compile_nothing(tmp_path: Path) -> None:
-    """Without a compiler, in bf16, fp16 and fp32; also resumed from a checkpoint of each other."""
+    """Runs in bf16, fp16 and fp32 without a compiler change no bit, also after resuming each other's checkpoints."""
     runs = {}
     for precision, name in (
         *(("bf16-mixed", name) for name in ZERO),
@@ -60,7 +60,7 @@ def test_two_processes_train_to_the_same_bits_and_compile_nothing(tmp_path: Path
 
 
 def test_a_read_that_fails_on_one_rank_raises_on_both(tmp_path: Path) -> None:
-    """In the middle of forward; neither waits for the other, and nothing is left on storage."""
+    """A read fails in the middle of forward. Neither rank waits for the other, and nothing is left on storage."""
     done = run_module("tests.training.offload_failure_worker", tmp_path, ranks=2, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Adagrad, SGD and RMSprop in a Trainer: as torch trains, overlapped, through checkpoints and DeepSpeed's functions."""
+"""Adagrad, SGD and RMSprop train like torch, with overlap, through checkpoints and with DeepSpeed's functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.training.test_overlap import SMALL_RING, assert_same, result
 from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
 from tests.training.worker import Run
 
-# With what Lightning adds to a step, and a parameter that is not used in some; with clipping, guesses go wrong.
+# The recipe has what Lightning adds to a step and a parameter that some steps do not use. Clipping makes speculative
+# updates wrong.
 BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), depth=1, max_steps=4)
 ADAGRAD = dataclasses.replace(
     BASE, optimizer="Adagrad", clip=0.3, optimizer_kwargs={"lr_decay": 0.1, "initial_accumulator_value": 0.01}
@@ -56,14 +57,14 @@ Result = tuple[Any, dict[str, torch.Tensor]]
 
 
 def run_of(root: Path, name: str, precision: str, **settings: Any) -> Run:
-    """With updates of several tasklets."""
+    """Return a run whose updates take several tasklets."""
     recipe = dataclasses.replace(RECIPES[name], precision=precision)
     return Run(out=str(root), recipe=recipe, transfer=SMALL_RING, **settings)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Result, Path]]:
-    """What a training gives without overlap, and its checkpoint after two steps; each trained once."""
+    """Return a function that trains a case once without overlap and gives its result and its checkpoint at step 2."""
     known: dict[tuple[str, str], tuple[Result, Path]] = {}
 
     def trained(name: str, precision: str) -> tuple[Result, Path]:
@@ -86,7 +87,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], t
     ],
 )
 def test_trains_like_torch(name: str, precision: str, straight: Any) -> None:
-    """The same losses and masters; nothing is left of the sums that torch's Adagrad makes when it is built."""
+    """Losses and masters equal torch's, and the state that torch's Adagrad builds at construction is removed."""
     ((losses, _, extra), masters), _ = straight(name, precision)
     expected = reference.train(dataclasses.replace(RECIPES[name], precision=precision))
     kind = precision.split("-")[0]
@@ -99,14 +100,14 @@ def test_trains_like_torch(name: str, precision: str, straight: Any) -> None:
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 @pytest.mark.parametrize(("name", "precision"), EVERYWHERE)
 def test_overlap_changes_no_bit(name: str, precision: str, overlap: str, straight: Any, tmp_path: Path) -> None:
-    """Beside the next forward, and beside the backward, with guesses that hold and such that do not."""
+    """Overlap changes no bit, whether speculative updates are kept or rolled back."""
     run = run_of(tmp_path, name, precision, options={"overlap": overlap}, delays=0)
     assert_same(result(run), straight(name, precision)[0])
 
 
 @pytest.mark.parametrize(("name", "precision"), EVERYWHERE)
 def test_resume_changes_no_bit(name: str, precision: str, straight: Any, tmp_path: Path) -> None:
-    """From a checkpoint in the middle, with another ring: losses, masters, counts and learning rates go on."""
+    """A run resumed with another ring continues with the same losses, masters, counts and learning rates."""
     (expected, expected_masters), checkpoint = straight(name, precision)
     run = dataclasses.replace(run_of(tmp_path, name, precision, resume=str(checkpoint)), transfer={})
     (losses, _, extra), masters = result(run)
@@ -124,7 +125,7 @@ def saved_state(checkpoint: Path) -> dict[int, dict[str, torch.Tensor]]:
 
 
 class Save(pl.Callback):
-    """Before the first step, and after the last."""
+    """A callback that saves before the first step and after the last."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -155,7 +156,7 @@ class Save(pl.Callback):
     ],
 )
 def test_checkpoints_hold_what_torch_keeps(name: str, first: set[str], last: set[str], tmp_path: Path) -> None:
-    """By torch's names; before the first step, too, from which training goes on to the same bits.
+    """A checkpoint uses torch's names, also before the first step, from which training resumes to the same losses.
 
     DeepSpeed's tool finds the weights in it.
     """
@@ -178,7 +179,7 @@ def fit_from(module: LitTiny, root: Path, checkpoint: Path) -> None:
 
 
 class Doubled(pl.Callback):
-    """Doubles an array of a parameter after the first step, and looks at it."""
+    """A callback that doubles one array of a parameter after the first step and reads it back."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -197,7 +198,7 @@ class Doubled(pl.Callback):
     [("Adagrad", "sum"), ("SGD", "momentum_buffer"), ("RMSprop", "grad_avg"), ("RMSprop", "square_avg")],
 )
 def test_arrays_can_be_read_and_replaced(name: str, key: str, tmp_path: Path) -> None:
-    """By DeepSpeed's functions and torch's names; the next step uses what was written."""
+    """DeepSpeed's functions take torch's names, and the next step uses the written values."""
     losses = []
     for callbacks in ([], [Doubled(key)]):
         module = LitTiny(RECIPES[name])
@@ -208,7 +209,7 @@ def test_arrays_can_be_read_and_replaced(name: str, key: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("optimizer", "recipe"), [("SGD", SGD), ("RMSprop", RECIPES["RMSprop without momentum"])])
 def test_there_is_no_buffer_without_momentum(optimizer: str, recipe: Recipe, tmp_path: Path) -> None:
-    """As in torch: what is asked for or written does not exist."""
+    """Reading or writing a momentum buffer that does not exist raises an error, as in torch."""
 
     class Ask(Doubled):
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
@@ -225,7 +226,7 @@ def test_there_is_no_buffer_without_momentum(optimizer: str, recipe: Recipe, tmp
 
 @pytest.mark.parametrize("name", ["Adagrad", "SGD", "RMSprop"])
 def test_formats_that_round_moments_are_refused(name: str, tmp_path: Path) -> None:
-    """Before anything is written, with what to use instead."""
+    """The error says what to use instead, and nothing is written."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", state_format="bf16")
     with pytest.raises(UnsupportedError) as caught:
         fit(LitTiny(RECIPES[name]), tmp_path, strategy)
@@ -234,7 +235,7 @@ def test_formats_that_round_moments_are_refused(name: str, tmp_path: Path) -> No
 
 
 def test_other_numbers_of_processes(tmp_path: Path) -> None:
-    """The error names our converter: DeepSpeed's knows Adam's moments only."""
+    """The error names our converter, since DeepSpeed's only knows Adam's moments."""
     fit(LitTiny(RECIPES["SGD"]), tmp_path, precision="32-true", callbacks=[Save(tmp_path)])
     (file,) = (tmp_path / "last.ckpt").rglob("*optim_states.pt")
     shutil.copy(file, file.with_name(file.name.replace("rank_0_mp", "rank_1_mp")))

@@ -1,4 +1,4 @@
-"""Updates that run beside what comes after the step: the same bits as without, whatever reads or fails meanwhile."""
+"""Updates that run beside the next forward change no bit, whatever reads the state or fails meanwhile."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.training.worker import Run, launch, train
 
-# Tasklets of two layers or so; a ring that only a few of them fit into.
+# A tasklet holds about two layers, and the ring holds only a few tasklets.
 SMALL_RING = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
 BF16 = Recipe(precision="bf16-mixed", depth=1, max_steps=4)
 NVME = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
 
 CASES: dict[str, tuple[Recipe, dict[str, Any]]] = {
-    # The parameters are the masters; parameter groups, unused, frozen and odd parameters.
+    # The parameters are the masters. The recipe has groups and unused, frozen and odd parameters.
     "32-true": (
         Recipe(groups=True, depth=1, skip_side_at=(1,), frozen=True, odd=True, scheduler="step", max_steps=4),
         {},
     ),
-    # Windows of two micro-batches and of one, clipping, a step skipped for its NaN, validation; masters that are the
-    # parameters and a remainder.
+    # Windows of two micro-batches and of one, clipping, a step skipped for a NaN, and validation. The masters are
+    # stored as the parameters and a remainder.
     "bf16-mixed": (
         dataclasses.replace(
             BF16, accumulate=2, epoch_batches=3, clip=0.3, nan_at=(2,), validate=True, groups=True, max_steps=5
         ),
         {"state_format": "int8_remainder"},
     ),
-    # A loss scale that skips the first steps.
+    # The loss scale makes the first steps overflow and be skipped.
     "16-mixed": (dataclasses.replace(BF16, precision="16-mixed"), {"initial_scale_power": 22, "hysteresis": 1}),
     "nvme": (dataclasses.replace(BF16, tied=False), {"zero": NVME}),
     "cpu": (dataclasses.replace(BF16, precision="32-true"), {"zero": {"offload_param": {"device": "cpu"}}}),
@@ -55,7 +55,7 @@ def run_of(root: Path, name: str, overlap: str, **settings: Any) -> Run:
 
 
 def result(run: Run) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Everything that training left behind: losses, what the recorder saw, masters."""
+    """Train and return losses, validation, recorded figures and masters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module, trainer, recorder = train(run)
@@ -64,7 +64,7 @@ def result(run: Run) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def assert_same(ours: tuple[Any, dict[str, torch.Tensor]], theirs: tuple[Any, dict[str, torch.Tensor]]) -> None:
-    assert repr(ours[0]) == repr(theirs[0])  # NaNs are equal
+    assert repr(ours[0]) == repr(theirs[0])  # as text, NaNs are equal
     assert ours[1].keys() == theirs[1].keys()
     for name, master in theirs[1].items():
         assert torch.equal(ours[1][name], master), name
@@ -72,7 +72,7 @@ def assert_same(ours: tuple[Any, dict[str, torch.Tensor]], theirs: tuple[Any, di
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """What a case gives without overlap, each trained once."""
+    """Return a function that trains a case once without overlap."""
     known: dict[str, Any] = {}
 
     def trained(name: str) -> Any:
@@ -86,21 +86,21 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(2))
 def test_same_bits(name: str, seed: int, straight: Callable[[str], Any], tmp_path: Path) -> None:
-    """Losses, masters, skipped steps, loss scale and step counts, however late the update's transfers end."""
+    """Losses, masters, skipped steps, loss scale and step counts stay the same, however late transfers end."""
     assert_same(result(run_of(tmp_path, name, "forward", delays=seed)), straight(name))
 
 
 def test_without_the_waits_it_would_differ(
     straight: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The delays are long enough for the next forward to meet parameters that are not updated yet."""
+    """The delays are long enough: without the waits the next forward would read old parameters."""
     monkeypatch.setattr(UpdateInFlight, "_wait_for", lambda self, wanted: None)
     (losses, *_), _ = result(run_of(tmp_path, "32-true", "forward", delays=0, delay_us=200_000))
     assert losses != straight("32-true")[0][0]
 
 
 def test_a_checkpoint_in_the_middle(straight: Callable[[str], Any], tmp_path: Path) -> None:
-    """It holds the step that was in flight; what is resumed from it goes on to the same bits."""
+    """The checkpoint holds the step that was in flight, and a run resumed from it gives the same bits."""
     result(run_of(tmp_path / "first", "32-true", "forward", delays=0, save_at=(2,)))
     resume = str(tmp_path / "first" / "step-2.ckpt")
     (losses, _, extra), masters = result(run_of(tmp_path / "second", "32-true", "forward", delays=1, resume=resume))
@@ -111,7 +111,7 @@ def test_a_checkpoint_in_the_middle(straight: Callable[[str], Any], tmp_path: Pa
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """The same bits on two ranks, whose updates take differently long."""
+    """Two ranks whose updates take different times give the same bits."""
     recipe = dataclasses.replace(CASES["bf16-mixed"][0], validate=False)
     none, forward = (
         Run(
@@ -132,7 +132,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 def test_a_loop_in_fabric(tmp_path: Path) -> None:
-    """The same bits with scheduler, clipping and accumulation; saved and loaded in the middle."""
+    """Scheduler, clipping, accumulation, and a save and load in the middle change no bit."""
     recipe = dataclasses.replace(BF16, groups=True, scheduler="step", clip=0.3, accumulate=2, skip_side_at=(1,))
     runs = {
         overlap: fabric_worker.Run(
@@ -151,7 +151,7 @@ def test_a_loop_in_fabric(tmp_path: Path) -> None:
         assert torch.equal(resumed.masters[name], master), name
 
 
-# ---- what finishes the update
+# ---- accesses that finish the update
 
 
 def read_state(trainer: pl.Trainer, module: LitTiny) -> None:
@@ -184,7 +184,7 @@ ACCESSES = [read_state, write_state, write_parameter, refresh_masters, save, dra
 
 
 class Access(pl.Callback):
-    """Calls a function after every step; notes whether the update was in flight before and after it."""
+    """A callback that accesses state after every step and records whether the update was in flight before and after."""
 
     def __init__(self, access: Callable[[pl.Trainer, Any], None]) -> None:
         self.access = access
@@ -201,7 +201,7 @@ class Access(pl.Callback):
 def test_what_reads_or_writes_from_outside_finishes_the_update(
     access: Callable[[pl.Trainer, Any], None], straight: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    """After it nothing is in flight, and training goes on to the same losses."""
+    """After the access nothing is in flight, and training continues with the same losses."""
     recipe = dataclasses.replace(CASES["cpu"][0], max_steps=3)
     module, callback = LitTiny(recipe), Access(access)
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="forward")
@@ -214,7 +214,7 @@ def test_what_reads_or_writes_from_outside_finishes_the_update(
 
 
 class FailAt(pl.Callback):
-    """Lets transfers of the update of a step fail."""
+    """A callback that makes transfers of one step's update fail."""
 
     def __init__(self, step: int, **faults: int) -> None:
         self.step, self.faults = step, faults
@@ -231,7 +231,7 @@ class FailAt(pl.Callback):
 def test_a_failure_in_the_background_undoes_the_step(
     faults: dict[str, int], zero: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """It raises while the next step is computed; parameters and state are those before it, and can be saved."""
+    """The error is raised while the next step is computed. The state before the failed step can be saved."""
     recipe = dataclasses.replace(BF16, precision="32-true")
     root = tmp_path / "failing"
     strategy = SmartInfinityStrategy(root / "storage", overlap="forward", zero=zero)
@@ -254,7 +254,7 @@ def test_a_failure_in_the_background_undoes_the_step(
 
 
 def test_an_interrupt_while_the_update_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends training; the step in flight is not lost, and a checkpoint holds it."""
+    """Ctrl-C ends training, and a checkpoint holds the step that was in flight."""
     wait = UpdateInFlight._wait_for
 
     def interrupted(self: UpdateInFlight, wanted: Any) -> None:
@@ -278,7 +278,7 @@ def test_an_interrupt_while_the_update_is_waited_for(tmp_path: Path, monkeypatch
 
 
 def test_closing_commits_the_step_in_flight(tmp_path: Path) -> None:
-    """A Fabric loop that just ends: the parameters in memory are those of its last step, and a kept store too."""
+    """Closing after the last step of a Fabric loop leaves the parameters of that step in memory."""
     fabric = fabric_worker.quiet_fabric(tmp_path / "storage", options={"overlap": "forward"}, precision="32-true")
     recipe = dataclasses.replace(BF16, precision="32-true", tied=False)
     module = recipe.build_model()
@@ -312,7 +312,7 @@ def _after_one_step(root: Path, recipe: Recipe) -> list[torch.Tensor]:
 
 
 def test_auto_changes_nothing_but_time(tmp_path: Path) -> None:
-    """Through every overlap that it tries, and with the one that it chooses, the bits are those without."""
+    """The bits stay the same with every overlap that "auto" tries and with the one that it chooses."""
     recipe = dataclasses.replace(BF16, max_steps=26, clip=0.3, groups=True)
     results = []
     for overlap in ("none", "auto"):
@@ -322,13 +322,13 @@ def test_auto_changes_nothing_but_time(tmp_path: Path) -> None:
 
 
 def test_auto_costs_no_gathers_where_none_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parameters are gathered together at the end of the step again, not one module's after the other's."""
-    monkeypatch.setattr(overlap_choice, "_GAIN", 0.0)  # nothing is so much faster
+    """After "auto" chose no overlap, small parameters are again gathered together at the end of the step."""
+    monkeypatch.setattr(overlap_choice, "_GAIN", 0.0)  # no overlap is this much faster
     call, calls = _Awaited.__call__, []
     monkeypatch.setattr(_Awaited, "__call__", lambda self, *args, **kw: (calls.append(1), call(self, *args, **kw))[1])
     last = {}
     for overlap, steps in (("none", 4), ("forward", 4), ("auto", 26)):
-        # Without prefetching, which would gather all of a model as small as this one.
+        # Prefetching would gather all of a model as small as this one.
         strategy = SmartInfinityStrategy(tmp_path / overlap, overlap=overlap, zero={"stage3_prefetch_bucket_size": 0})
         marks: list[int] = []
         mark = Access(lambda trainer, module, marks=marks: marks.append(len(calls)))  # type: ignore[misc]

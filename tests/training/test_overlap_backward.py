@@ -1,4 +1,4 @@
-"""Updates that begin within backward: the same bits whether the guess was right or wrong."""
+"""Updates that begin during backward change no bit, whether the speculative update is kept or rolled back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.trainers import quiet_trainer
 from tests.training.test_overlap import BF16, CASES, SMALL_RING, FailAt, assert_same, result
 from tests.training.worker import Run, train
 
-# Gradients leave within backward, a layer or so at a time.
+# Gradients leave during backward, about one layer at a time.
 BUCKET = {"reduce_bucket_size": 4000}
 
 
@@ -40,14 +40,14 @@ def run_of(root: Path, recipe: Recipe, overlap: str, *, delays: int | None = Non
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits(name: str, tmp_path: Path) -> None:
-    """Accumulation, clipping, skipped steps, unused parameters, parameters elsewhere: as without overlap."""
+    """Accumulation, clipping, skipped steps, unused and offloaded parameters give the same bits as without overlap."""
     recipe, options = CASES[name]
     straight = result(run_of(tmp_path / "straight", recipe, "none", **options))
     assert_same(result(run_of(tmp_path / "overlapped", recipe, "backward", delays=1, **options)), straight)
 
 
 def guesses(root: Path, recipe: Recipe) -> tuple[int, int]:
-    """How many were right and wrong."""
+    """Return how many speculative updates were kept and how many were wrong."""
     _, trainer, _ = train(run_of(root, recipe, "backward"))
     speculation = trainer.strategy.optimizers[0].speculation
     trainer.strategy.close()  # type: ignore[attr-defined]
@@ -55,17 +55,17 @@ def guesses(root: Path, recipe: Recipe) -> tuple[int, int]:
 
 
 def test_a_plain_loop_is_guessed_right(tmp_path: Path) -> None:
-    """Every step that is taken as it comes had begun in backward; none is undone."""
+    """Every step of a plain loop keeps its speculative update, and none is rolled back."""
     assert guesses(tmp_path, dataclasses.replace(BF16, accumulate=2)) == (BF16.max_steps, 0)
 
 
 def test_clipping_that_is_always_active_ends_the_guessing(tmp_path: Path) -> None:
-    """After three wrong guesses there are none for a while."""
+    """Speculation pauses after three wrong updates."""
     assert guesses(tmp_path, dataclasses.replace(BF16, clip=1e-3, max_steps=6)) == (0, 3)
 
 
 class AfterBackward(pl.Callback):
-    """Calls a function with the module between backward and the step."""
+    """A callback that calls a function with the module between backward and the step."""
 
     def __init__(self, action: Callable[[Any], None]) -> None:
         self.action = action
@@ -96,7 +96,7 @@ def change_rate(module: Any) -> None:
 
 @pytest.mark.parametrize("action", [look, gather, edit_gradient, change_rate], ids=lambda action: action.__name__)
 def test_what_happens_between_backward_and_the_step(action: Callable[[Any], None], tmp_path: Path) -> None:
-    """Whoever looks sees the values before the step, and whatever changes counts: the guess is undone."""
+    """Reads see the values before the step, changes take effect, and the speculative update is rolled back."""
     seen = {}
     for overlap in ("none", "backward"):
         strategy = SmartInfinityStrategy(tmp_path / overlap, overlap=overlap, zero=BUCKET)
@@ -113,7 +113,7 @@ def test_what_happens_between_backward_and_the_step(action: Callable[[Any], None
 
 
 def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> None:
-    """Small parameters are readable after backward, without a word to ZeRO-3: as they were, though the update runs."""
+    """Small parameters that stay gathered keep their values after backward, though the update runs."""
     seen: dict[str, list[torch.Tensor]] = {"none": [], "backward": []}
 
     def read(module: Any) -> None:
@@ -138,7 +138,7 @@ def spoil_rate(module: Any) -> None:
 
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_a_rate_that_is_out_of_range_takes_no_step(overlap: str, tmp_path: Path) -> None:
-    """It raises at once, whether an update had begun or not; the step before is the last."""
+    """An invalid learning rate raises at once, and the previous step is the last."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap=overlap, zero=BUCKET)
     trainer = quiet_trainer(tmp_path, strategy, callbacks=[AfterBackward(spoil_rate)], max_steps=3)
     module = LitTiny(BF16)
@@ -150,7 +150,7 @@ def test_a_rate_that_is_out_of_range_takes_no_step(overlap: str, tmp_path: Path)
 
 
 def test_a_failure_within_backward_undoes_the_step(tmp_path: Path) -> None:
-    """It raises by the next step at the latest; state and parameters are those before it."""
+    """The error is raised by the next step at the latest. The state is that of the step before it."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward", zero=BUCKET)
     fail = FailAt(2, fail_write_at=0)
     trainer = quiet_trainer(tmp_path, strategy, callbacks=[fail], max_steps=5)
@@ -169,7 +169,7 @@ def test_a_failure_within_backward_undoes_the_step(tmp_path: Path) -> None:
 
 
 def _interrupt_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bool = False) -> None:
-    """Let the first call of a method meet Ctrl-C, before or after it has done its work."""
+    """Raise Ctrl-C in the first call of a method, before or after it does its work."""
     method = getattr(owner, name)
 
     def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ def _interrupt_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, 
 
 
 class InterruptAt(pl.Callback):
-    """Ctrl-C comes in the third step, wherever ``where`` says."""
+    """A callback that raises Ctrl-C in the third step, at the method that ``where`` names."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], *, after: bool) -> None:
         self.arm = lambda: _interrupt_once(monkeypatch, *where, after=after)
@@ -205,7 +205,7 @@ INTERRUPTED = {
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None], dict[str, torch.Tensor]]:
-    """The masters after two steps without overlap, by ``clip``."""
+    """Return a function that gives the masters after two steps without overlap."""
     known: dict[float | None, dict[str, torch.Tensor]] = {}
 
     def masters(clip: float | None) -> dict[str, torch.Tensor]:
@@ -218,7 +218,7 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | Non
 
 
 def assert_holds(trainer: pl.Trainer, module: LitTiny, masters: dict[str, torch.Tensor]) -> None:
-    """Masters are these, and parameters are these rounded."""
+    """Assert that the masters have these values, and the parameters the rounded ones."""
     for name, param in module.model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
             assert torch.equal(param, masters[name].bfloat16()), name
@@ -230,7 +230,7 @@ def assert_holds(trainer: pl.Trainer, module: LitTiny, masters: dict[str, torch.
 def test_an_interrupt_within_a_guess(
     name: str, after: bool, two_steps: Callable[[float | None], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters and masters are those of the last step, and can be saved."""
+    """Parameters and masters are those of the last step and can be saved."""
     clip = 1e-3 if "wrong" in name or "guess is undone" in name else None
     faults = [FailAt(2, fail_write_at=0)] if "failed" in name else []
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward", zero=BUCKET)
@@ -248,7 +248,7 @@ def test_an_interrupt_within_a_guess(
 
 
 def test_closing_within_a_guess(two_steps: Callable[[float | None], Any], tmp_path: Path) -> None:
-    """The guess is undone; the step says that there is nothing any more that it could update."""
+    """The speculative update is rolled back, and the step raises because the storage is closed."""
 
     def close(module: Any) -> None:
         if module.trainer.global_step == 2:

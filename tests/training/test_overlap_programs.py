@@ -1,4 +1,4 @@
-"""Random trainings with random interference, delays and failures: with overlap the same bits as without."""
+"""Random trainings with random interference, delays and failures give the same bits with and without overlap."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.transfer.wandering import Wandering
 
-# The first from which on five have every overlap, guesses right and wrong, both gradient paths, one folder and two, and
-# some of every other kind. For a longer search: OVERLAP_PROGRAMS=200.
+# Five programs from this one on cover every overlap, speculative updates kept and rolled back, both gradient paths, one
+# and two folders, and some of every other kind. OVERLAP_PROGRAMS=200 makes a longer search.
 FIRST_PROGRAM = 1459
 NUM_PROGRAMS = int(os.environ.get("OVERLAP_PROGRAMS", "5"))
 NUM_FAILURES = int(os.environ.get("OVERLAP_PROGRAMS", "4"))
@@ -35,7 +35,7 @@ Action = Callable[[pl.Trainer, Any], None]
 HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
 
 
-# ---- what may happen at any hook
+# ---- actions that may happen at any hook
 
 
 def look(trainer: pl.Trainer, module: Any) -> None:
@@ -98,7 +98,7 @@ ACTIONS: tuple[Action, ...] = (
 
 @dataclass(frozen=True)
 class Program:
-    """A training: what is trained, how it is stored, and what interferes at which call of which hook."""
+    """A training: its recipe, its storage, and the actions at given calls of hooks."""
 
     recipe: Recipe
     state_format: str
@@ -106,7 +106,7 @@ class Program:
     transfer: dict[str, Any]
     bypasses_buckets: bool
     actions: dict[tuple[str, int], Action]
-    # Micro-batches without a loss, and windows whose step is left out.
+    # The numbers of a micro-batch without a loss and of a window without a step; 0 means none.
     lossless: int
     stepless: int
     overlap: str = "none"
@@ -118,8 +118,8 @@ def formats(precision: str) -> list[str]:
 
 
 def program(seed: int) -> Program:
-    """A random one, in which anything may happen."""
-    choose = random.Random(str(seed))  # small integers begin alike
+    """Return a random program."""
+    choose = random.Random(str(seed))  # small integer seeds begin alike
     precision = choose.choice(["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
     recipe = Recipe(
         precision=precision,
@@ -165,13 +165,13 @@ def program(seed: int) -> Program:
 
 
 def straight_of(program: Program) -> Program:
-    """The same training, stored in the simplest way."""
+    """Return the same training with the simplest storage and no overlap."""
     plain = {"tasklet_bytes": 64 * 1024, "num_buffers": 2}
     return dataclasses.replace(program, transfer=plain, overlap="none", num_folders=1)
 
 
 class Interference(pl.Callback):
-    """Calls the actions of a program."""
+    """A callback that calls the actions of a program."""
 
     def __init__(self, program: Program) -> None:
         self.actions = program.actions
@@ -197,7 +197,7 @@ class Interference(pl.Callback):
 
 
 class Faulty(pl.Callback):
-    """Lets transfers come late, short and out of order, and one of them fail."""
+    """A callback that delays, shortens and reorders transfers and can make one fail."""
 
     def __init__(self, **faults: int) -> None:
         self.faults = faults
@@ -208,7 +208,7 @@ class Faulty(pl.Callback):
 
 
 class Programmed(LitTiny):
-    """Trains a program."""
+    """A module that trains a program."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.recipe)
@@ -230,7 +230,7 @@ class Programmed(LitTiny):
 
 @dataclass
 class Left:
-    """What a training left behind."""
+    """The results of a training."""
 
     observed: str
     generation: int
@@ -291,8 +291,11 @@ def assert_same(ours: Left, theirs: Left) -> None:
 
 
 def test_any_program_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses, what hooks saw, validation, rates, loss scale, masters and parameters; some guesses right, some wrong."""
-    # One step with each candidate of "auto"; tasklets that go to another folder in each.
+    """Losses, reads in hooks, validation, rates, loss scale, masters and parameters stay the same.
+
+    Some speculative updates are kept and some are rolled back.
+    """
+    # Each candidate of "auto" gets one step, and tasklets change folders in each.
     monkeypatch.setattr(overlap_choice, "_WARM_UP", 0)
     monkeypatch.setattr(overlap_choice, "_MEASURED", 1)
     monkeypatch.setattr(handler_module, "Balance", Wandering)
@@ -310,7 +313,7 @@ def test_any_program_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_failure_anywhere_leaves_the_step_before(tmp_path: Path) -> None:
-    """Whichever transfer fails, within a guess, in undoing one, or beside forward: all is as after whole steps."""
+    """A failed transfer during a speculative update, its rollback or forward leaves the last whole step."""
     failures = 0
     for seed in range(NUM_FAILURES):
         choose = random.Random(seed)

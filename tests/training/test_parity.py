@@ -1,4 +1,4 @@
-"""One process: losses and masters equal plain torch's, in every precision, with all that Lightning adds to a step."""
+"""One process trains like plain torch in every precision, with all that Lightning adds to a step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.training.worker import Run, train
 
 PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 STATIC_SCALE = {"loss_scale": 2.0**10}
-# fp32: torch contracts multiply-add where we do not. 16 bit: that difference now and then turns into one rounding of a
-# parameter, which the next losses show.
+# In fp32 torch contracts multiply-add where we do not. In 16 bit that difference sometimes changes how a parameter is
+# rounded, which the next losses show.
 LOSS_TOLERANCE = {"32": 5e-6, "bf16": 2e-2, "16": 4e-3}
 MASTER_TOLERANCE = {"32": 2e-5, "bf16": 5e-3, "16": 2e-3}
 
@@ -38,7 +38,7 @@ SCENARIOS = {
 
 
 def compare(recipe: Recipe, out: Path, **options: float) -> None:
-    """Train by both and compare every loss and every master."""
+    """Train with smart_infinity and with torch, and compare all losses and masters."""
     module, _, recorder = train(Run(out=str(out), recipe=recipe, options=options))
     expected = reference.train(recipe)
     kind = recipe.precision.split("-")[0]
@@ -54,14 +54,14 @@ def compare(recipe: Recipe, out: Path, **options: float) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_trains_like_torch(precision: str, tmp_path: Path) -> None:
-    """The same losses and masters as plain torch with an fp32 master; DeepSpeed holds no optimizer state."""
+    """Losses and masters equal plain torch with an fp32 master, and DeepSpeed holds no optimizer state."""
     recipe = Recipe(precision=precision, groups=True, scheduler="step")
     compare(recipe, tmp_path, **(STATIC_SCALE if precision.startswith("16") else {}))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_scenario_trains_like_torch_in_fp32(scenario: str, tmp_path: Path) -> None:
-    """Whatever Lightning adds to a step, fp32 training equals torch."""
+    """fp32 training equals torch in every scenario."""
     compare(SCENARIOS[scenario], tmp_path)
 
 
@@ -69,12 +69,12 @@ def test_every_scenario_trains_like_torch_in_fp32(scenario: str, tmp_path: Path)
     "scenario", ["accumulation with clipping and groups", "parameter unused for two steps", "Adam with L2"]
 )
 def test_scenarios_train_like_torch_in_bf16(scenario: str, tmp_path: Path) -> None:
-    """The scenarios that touch accumulation and skipping hold in 16 bit too."""
+    """Scenarios with accumulation and unused parameters also equal torch in bf16."""
     compare(dataclasses.replace(SCENARIOS[scenario], precision="bf16-mixed"), tmp_path)
 
 
 def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
-    """fp16 steps with non-finite gradients change nothing but the loss scale; training then equals torch from there."""
+    """fp16 steps with non-finite gradients change only the loss scale, and training then equals torch."""
     recipe = Recipe(precision="16-mixed", max_steps=8)
     options = {"initial_scale_power": 20, "hysteresis": 1}
     module, _, recorder = train(Run(out=str(tmp_path), recipe=recipe, options=options))
@@ -89,8 +89,8 @@ def test_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
 
 
 def test_loss_scale_grows_after_a_quiet_window(tmp_path: Path) -> None:
-    """A raised loss scale belongs to the next window: the step that raises it still divides by the old one."""
-    # Adam hardly feels the scale of a gradient; with a large eps it does.
+    """A step that raises the loss scale still divides by the old one."""
+    # Adam hardly depends on the scale of gradients, except with a large eps.
     recipe = Recipe(precision="16-mixed", max_steps=6, lr=0.1, optimizer_kwargs={"eps": 0.1})
     options = {"initial_scale_power": 8, "loss_scale_window": 2}
     module, _, recorder = train(Run(out=str(tmp_path), recipe=recipe, options=options))

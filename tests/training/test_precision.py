@@ -1,4 +1,4 @@
-"""Precisions that the strategy takes, and those that it refuses."""
+"""The strategy accepts the documented precisions and refuses others."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.helpers.trainers import fit
     ],
 )
 def test_inputs_are_cast_to_the_dtype_of_the_precision(precision: Any, dtype: torch.dtype) -> None:
-    """Every precision of the documents is taken."""
+    """Every documented precision casts inputs to its dtype."""
     assert SmartInfinityPrecision(precision).convert_input(torch.ones(1)).dtype == dtype
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16", 16, None])
 def test_other_precisions_are_refused(precision: Any) -> None:
-    """The message names the value and lists what can be written instead."""
+    """The error names the value and lists alternatives."""
     with pytest.raises(ConfigError) as caught:
         SmartInfinityPrecision(precision)
     assert repr(precision) in caught.value.problem
@@ -38,7 +38,7 @@ def test_other_precisions_are_refused(precision: Any) -> None:
 
 
 class Sizes(LitTiny):
-    """Keeps the bytes of elements as they were told before there was an engine, and as they are."""
+    """A module that records the element sizes announced before the engine exists and the sizes in use."""
 
     def on_train_end(self) -> None:
         optimizer = self.trainer.strategy._near_storage_optimizer
@@ -54,7 +54,7 @@ class Sizes(LitTiny):
 def test_sizes_are_known_before_the_engine(
     tmp_path: Path, precision: str, accumulated: int, sizes: tuple[int, int]
 ) -> None:
-    """Of gradients, which are added in fp32 if there are several, and of parameters."""
+    """The sizes are those of gradients, which accumulate in fp32, and of parameters."""
     module = Sizes(Recipe(depth=1, precision=precision))
     strategy = SmartInfinityStrategy(tmp_path)
     fit(module, tmp_path, strategy, max_steps=1, accumulate_grad_batches=accumulated, precision=precision)

@@ -1,4 +1,4 @@
-"""Random states go through real checkpoints, rank by rank. Where in a fit they are saved: test_resume_points.py."""
+"""Real checkpoints carry the random states of every rank. test_resume_points.py covers the point of saving."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ def of_resume(left: Left) -> list[str]:
 
 
 def test_a_fresh_process_goes_on_with_the_random_numbers_of_the_first(tmp_path: Path) -> None:
-    """At an epoch's end, and within an epoch with a stateful loader, losses are equal to the bit; else one warning."""
+    """Losses are equal bit for bit at an epoch's end and, with a stateful loader, within an epoch.
+
+    Else one warning appears.
+    """
     plain = run(Job(str(tmp_path / "plain"), seed=1, save=("epoch-0-4", "batch-1-2")))
     stateful = run(Job(str(tmp_path / "stateful"), seed=1, save=("batch-1-2",), module={"stateful": True}))
     (at_end,), (within,), (replayed,) = launch(
@@ -33,7 +36,7 @@ def test_a_fresh_process_goes_on_with_the_random_numbers_of_the_first(tmp_path: 
 
 
 def test_every_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
-    """Two ranks that draw differently each draw what they drew."""
+    """Each of two ranks continues its own random numbers."""
     straight, resumed = launch(
         Job(str(tmp_path / "straight"), seed=1, devices=2, save=("epoch-0-2",)),
         Job(str(tmp_path / "resumed"), seed=2, devices=2, resume=str(tmp_path / "straight" / "epoch-0-2.ckpt")),

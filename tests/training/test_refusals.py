@@ -1,4 +1,4 @@
-"""Features of DeepSpeed and torch that cannot be honoured: refused with a remedy, before or during training."""
+"""Unsupported features of DeepSpeed and torch are refused with a remedy, before or during training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.training.test_bad_input import assert_helpful, fit
 def test_refused_zero_settings_raise_in_the_constructor(
     zero: dict[str, Any], error: type[ConfigError | UnsupportedError], named: str
 ) -> None:
-    """The key at fault is named, whether it is refused, owned by the strategy or an old name."""
+    """The error names the key, whether the feature is refused, the strategy owns it, or the name is old."""
     with pytest.raises(error) as caught:
         SmartInfinityStrategy(zero=zero)
     assert_helpful(caught.value, next(iter(zero)), named)
@@ -43,12 +43,12 @@ def test_refused_zero_settings_raise_in_the_constructor(
     "zero", [{"zero_quantized_gradients": False}, {"elastic_checkpoint": False}, {"load_from_fp32_weights": True}]
 )
 def test_refused_features_may_be_switched_off_explicitly(zero: dict[str, Any]) -> None:
-    """A configuration that names a refused feature with its harmless value is accepted."""
+    """A configuration that sets a refused feature to its harmless value is accepted."""
     SmartInfinityStrategy(zero=zero)
 
 
 def test_no_buffers_for_parameters_on_storage(tmp_path: Path) -> None:
-    """Parameters on storage need a buffer to be read into; nothing is written."""
+    """buffer_count=0 is refused, since reading a parameter needs a buffer. Nothing is written."""
     strategy = SmartInfinityStrategy(tmp_path / "s", zero={"offload_param": {"device": "nvme", "buffer_count": 0}})
     with pytest.raises(ConfigError) as caught:
         fit(LitTiny(Recipe()), strategy, tmp_path)
@@ -78,7 +78,7 @@ def _moe_layer(module: LitTiny) -> None:
 def test_models_that_cannot_be_partitioned_are_refused(
     spoil: Callable[[LitTiny], None], named: str, tmp_path: Path
 ) -> None:
-    """Layers of deepspeed.moe, parameters of experts or without a dimension: named before anything is written."""
+    """The error names MoE layers, expert parameters and parameters without a dimension. Nothing is written."""
     strategy = SmartInfinityStrategy(tmp_path / "s")
     module = LitTiny(Recipe())
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())  # type: ignore[method-assign]
@@ -91,7 +91,7 @@ def test_models_that_cannot_be_partitioned_are_refused(
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_a_parameter_given_twice_is_refused(tmp_path: Path) -> None:
-    """Torch only warns of it in one group; the parameter is named, and no state is left."""
+    """Torch only warns of a duplicate in one group. Our error names the parameter, and nothing is written."""
     module = LitTiny(Recipe())
     params = [*module.parameters(), module.model.side.weight]
     module.configure_optimizers = lambda: torch.optim.AdamW(params)  # type: ignore[method-assign]
@@ -102,14 +102,14 @@ def test_a_parameter_given_twice_is_refused(tmp_path: Path) -> None:
 
 
 class SparseAtRunTime(LitTiny):
-    """No module says sparse=True, but the forward does."""
+    """A module whose forward, not its layers, asks for sparse gradients."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return functional.embedding(batch, self.model.tokens.weight, sparse=True).square().mean()
 
 
 def test_sparse_gradients_at_run_time_are_refused(tmp_path: Path) -> None:
-    """The first sparse gradient raises out of backward, naming its parameter; the state is removed on close."""
+    """The first sparse gradient raises in backward and names its parameter. close() removes the state."""
     strategy = SmartInfinityStrategy(tmp_path / "s")
     with pytest.raises(UnsupportedError) as caught:
         fit(SparseAtRunTime(Recipe(tied=False)), strategy, tmp_path)
@@ -119,7 +119,7 @@ def test_sparse_gradients_at_run_time_are_refused(tmp_path: Path) -> None:
 
 
 class TwoByHand(LitTiny):
-    """Manual optimization with two optimizers, which Lightning itself allows."""
+    """A module with two optimizers and manual optimization, which Lightning itself allows."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -131,7 +131,7 @@ class TwoByHand(LitTiny):
 
 
 def test_several_optimizers_by_hand_are_refused(tmp_path: Path) -> None:
-    """Manual optimization does not get around the rule of one optimizer."""
+    """The limit of one optimizer also holds for manual optimization."""
     with pytest.raises(UnsupportedError) as caught:
         fit(TwoByHand(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
     assert_helpful(caught.value, "2 optimizers", "parameter groups")
@@ -139,7 +139,7 @@ def test_several_optimizers_by_hand_are_refused(tmp_path: Path) -> None:
 
 
 class EmptyGroup(LitTiny):
-    """One of its groups has no parameters, as where a model has none without weight decay."""
+    """A module with an empty parameter group, as in a model whose parameters all have weight decay."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW([{"params": list(self.parameters())}, {"params": []}])
@@ -147,7 +147,7 @@ class EmptyGroup(LitTiny):
 
 
 def test_empty_parameter_groups_are_refused(tmp_path: Path) -> None:
-    """DeepSpeed would drop it, and the scheduler's first step would fail, as it counts the groups."""
+    """DeepSpeed would drop the group, and the scheduler's first step would then fail."""
     with pytest.raises(UnsupportedError) as caught:
         fit(EmptyGroup(Recipe()), SmartInfinityStrategy(tmp_path / "s"), tmp_path)
     assert_helpful(caught.value, "group 1", "have parameters")
@@ -155,7 +155,7 @@ def test_empty_parameter_groups_are_refused(tmp_path: Path) -> None:
 
 
 class CallRefused(pl.Callback):
-    """Calls everything on engine and optimizer that is refused once training runs."""
+    """A callback that makes every call on engine and optimizer that is refused during training."""
 
     def __init__(self) -> None:
         self.refused: dict[str, UnsupportedError] = {}
@@ -177,7 +177,7 @@ class CallRefused(pl.Callback):
 
 
 def test_calls_that_would_move_or_extend_the_state_are_refused(tmp_path: Path) -> None:
-    """offload_states, reload_states and add_param_group raise, and training goes on as if never asked."""
+    """offload_states, reload_states and add_param_group raise, and training continues unchanged."""
     callback, recipe = CallRefused(), Recipe(max_steps=2)
     module, undisturbed = LitTiny(recipe), LitTiny(recipe)
     for trained, callbacks in ((module, [callback]), (undisturbed, [])):

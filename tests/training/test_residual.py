@@ -1,4 +1,4 @@
-"""What compression leaves out: when it changes, when it does not, and where it goes."""
+"""The residual holds what compression leaves out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def residual_of(strategy: Any) -> torch.Tensor:
 
 
 class Watching(LitTiny):
-    """Keeps the residual after each batch, once the step is committed."""
+    """A module that copies the residual after each batch, once the step is committed."""
 
     def on_train_start(self) -> None:
         self.seen = [residual_of(self.trainer.strategy).clone()]
@@ -55,7 +55,7 @@ def test_a_skipped_step_leaves_it(tmp_path: Path, precision: str, overlap: str) 
 
 
 def test_loss_scale_is_not_in_it(tmp_path: Path) -> None:
-    """fp16's residual is about fp32's, not a thousand times as large."""
+    """The residual in fp16 is about as large as in fp32, without the loss scale."""
     largest = {}
     for precision in ("32-true", "16-mixed"):
         module = Watching(dataclasses.replace(RECIPE, precision=precision, max_steps=1))
@@ -67,7 +67,7 @@ def test_loss_scale_is_not_in_it(tmp_path: Path) -> None:
 
 
 def test_a_failed_step_leaves_it(tmp_path: Path) -> None:
-    """The commit fails: the step is undone, and the residual is the one before."""
+    """If the commit fails, the step is rolled back and the residual is the previous one."""
     strategy = strategy_in(tmp_path)
 
     class Failing(Watching):
@@ -92,8 +92,9 @@ INTERRUPTED = [("none", "record"), ("forward", "record"), ("backward", "record")
 
 @pytest.mark.parametrize(("overlap", "done"), INTERRUPTED)
 def test_ctrl_c_right_after_a_commit(tmp_path: Path, overlap: str, done: str) -> None:
-    """Once its record is written the step counts: what it did not send is kept, and training goes on as if nothing had
-    been. Also where there is nothing left to do but to know it.
+    """A step counts once its commit record is written: its residual is kept.
+
+    This also holds for an interrupt at the very end of the commit.
     """
     straight = Watching(RECIPE)
     fit(straight, tmp_path, strategy_in(tmp_path / "straight", overlap=overlap), max_steps=4)
@@ -124,7 +125,7 @@ def test_ctrl_c_right_after_a_commit(tmp_path: Path, overlap: str, done: str) ->
 
 
 def test_a_damaged_payload(tmp_path: Path) -> None:
-    """Between the update and the commit: the training ends with an error of ours, and its state is lost."""
+    """Damage between the update and the commit ends training with our own error, and the state is lost."""
     strategy = strategy_in(tmp_path)
 
     class Damaging(Watching):
@@ -134,7 +135,7 @@ def test_a_damaged_payload(tmp_path: Path) -> None:
                 commit = state.handler._store.commit
 
                 def damaging(**settings: Any) -> None:
-                    state.compressed._payloads.tensor[4] ^= 1  # the version, in the header of the first
+                    state.compressed._payloads.tensor[4] ^= 1  # flips a bit of the version in the first header
                     commit(**settings)
 
                 state.handler._store.commit = damaging
@@ -146,7 +147,7 @@ def test_a_damaged_payload(tmp_path: Path) -> None:
 
 
 def test_no_memory_to_keep_what_was_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of ours, which ranks tell each other of."""
+    """Running out of memory raises our own error."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("std::bad_alloc")
@@ -157,7 +158,7 @@ def test_no_memory_to_keep_what_was_not_sent(tmp_path: Path, monkeypatch: pytest
 
 
 def test_memory_is_reported(tmp_path: Path) -> None:
-    """Four bytes of residual per parameter, and the payloads; without error feedback the payloads alone."""
+    """The strategy reports the payloads and, with error feedback, four bytes of residual per parameter."""
     for error_feedback in (True, False):
         strategy = strategy_in(tmp_path / str(error_feedback), error_feedback=error_feedback)
         held: dict[str, int] = {}
@@ -172,7 +173,10 @@ def test_memory_is_reported(tmp_path: Path) -> None:
 
 
 def test_checkpoint_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It begins at zero, and the log says so; one that nobody wants is left out, with a warning."""
+    """A residual that the checkpoint lacks begins at zero, and one that is not needed is left out.
+
+    Both log a warning.
+    """
     saved = {}
     for name, error_feedback in (("with", True), ("without", False)):
         trainer = quiet_trainer(
@@ -193,6 +197,6 @@ def test_checkpoint_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_host_says_that_there_is_no_gain(tmp_path: Path) -> None:
-    """A user who compresses for the host device is told."""
+    """Compression on the host device gives a warning."""
     with pytest.warns(UserWarning, match=r"TopK\(ratio=0\.05.*is predicted to bring no gain.*host memory"):
         fit(LitTiny(RECIPE), tmp_path, strategy_in(tmp_path), max_steps=1)

@@ -1,4 +1,4 @@
-"""Resuming in a fresh process equals never having stopped, to the bit."""
+"""Resuming in a fresh process equals an uninterrupted run bit for bit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.helpers.models import Recipe
 from tests.training.worker import Outcome, Run, launch
 
 PRECISIONS = ["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
-# A state format for some of them: how state is stored must not matter to what is resumed.
+# Some precisions use a state format, since the format must not affect the resume.
 FORMATS = {"16-true": "int8", "bf16-true": "int8_remainder", "16-mixed": "bf16"}
 
 
 def assert_same(resumed: Outcome, straight: Outcome, *, first_loss: int) -> None:
-    """Losses from ``first_loss`` on, masters, step counts, loss scale and learning rates are equal to the bit."""
+    """Assert that losses from ``first_loss`` on, masters, counts, loss scale and rates are equal bit for bit."""
     assert resumed.losses == straight.losses[first_loss:]
     assert resumed.masters.keys() == straight.masters.keys()
     for name, master in straight.masters.items():
@@ -29,7 +29,7 @@ def assert_same(resumed: Outcome, straight: Outcome, *, first_loss: int) -> None
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_resume_is_bit_exact_in_every_precision(devices: int, tmp_path: Path) -> None:
-    """Stop after three of six steps, resume in new processes with another ring: nothing differs.
+    """A run that stops after three of six steps and resumes in new processes with another ring changes no bit.
 
     The run has parameter groups, a scheduler, clipping, accumulation, a parameter unused for some steps and, in fp16, a
     dynamic loss scale that skips the first steps.
@@ -70,7 +70,7 @@ def _run(out: Path, precision: str, devices: int, *, save_at: tuple[int, ...]) -
 
 
 def test_two_processes_train_like_one_torch_process(tmp_path: Path) -> None:
-    """Two ranks equal plain torch on the batches of both, and split the state between them."""
+    """Two ranks equal plain torch on the batches of both."""
     from tests.helpers import reference
     from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
 
@@ -97,7 +97,7 @@ def _static_scale(recipe: Recipe) -> dict[str, float]:
 
 
 def test_checkpoint_after_fit_resumes_like_one_during_it(tmp_path: Path) -> None:
-    """save_checkpoint after fit returned, twice to one path, then resume for more steps: as if never stopped."""
+    """A checkpoint saved after fit, over an older one at the same path, resumes as if training never stopped."""
     recipe = Recipe(precision="bf16-mixed", max_steps=6)
     (straight,) = launch(Run(out=str(tmp_path / "straight"), recipe=recipe))
     path = str(tmp_path / "after.ckpt")

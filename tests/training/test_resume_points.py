@@ -1,6 +1,6 @@
-"""Wherever a checkpoint is saved, a resumed fit draws what the uninterrupted one drew, or says that it does not.
+"""A resumed fit draws the same random numbers as an uninterrupted one, or warns that it does not.
 
-Lightning's loops run under a strategy without DeepSpeed here; the whole flow is in test_random_states.py.
+Here Lightning's loops run under a strategy without DeepSpeed. test_random_states.py covers the whole flow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class Remembering(SingleDeviceStrategy):
-    """Does to random states what SmartInfinityStrategy does."""
+    """A strategy that treats random states as SmartInfinityStrategy does."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -49,7 +49,7 @@ def fit(module: LitRandom, root: Path, *callbacks: Any, resume: Path | None = No
 def resumed_and_straight(
     folder: Path, saved: str, module: dict[str, Any], **options: Any
 ) -> tuple[list[Any], list[Any], list[str]]:
-    """Losses of a resumed fit, those of the uninterrupted one from there on, and the former's warnings of a resume."""
+    """Return the losses of a resumed fit, the same losses of the uninterrupted fit, and the resume warnings."""
     seed(1)
     straight = LitRandom(**module)
     fit(straight, folder, SaveAt(folder, saved), **options)
@@ -82,7 +82,7 @@ EXACT = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_resume_draws_what_the_uninterrupted_fit_drew(name: str, tmp_path: Path) -> None:
-    """Batches, noise and dropout are those of the uninterrupted fit: losses are equal to the bit, nothing warns."""
+    """Batches, noise and dropout equal the uninterrupted fit's: losses are equal bit for bit, and nothing warns."""
     saved, module, options = EXACT[name]
     resumed, straight, messages = resumed_and_straight(tmp_path, saved, module, **options)
     assert [loss for *_, loss in resumed] == [loss for *_, loss in straight]
@@ -104,7 +104,7 @@ WARNED = {
 
 @pytest.mark.parametrize("name", WARNED)
 def test_resume_that_cannot_be_exact_warns_once(name: str, tmp_path: Path) -> None:
-    """One warning says what is not exact and what to do; Lightning does not add its own."""
+    """One warning says what is not exact and what to do. Lightning adds no warning of its own."""
     saved, module, options, lost = WARNED[name]
     resumed, straight, messages = resumed_and_straight(tmp_path, saved, module, **options)
     assert [loss for *_, loss in resumed] != [loss for *_, loss in straight]
@@ -116,7 +116,7 @@ def test_resume_that_cannot_be_exact_warns_once(name: str, tmp_path: Path) -> No
 def test_random_numbers_of_workers_within_an_epoch_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stateful loader goes on where it was; what its workers draw depends on seeds that it gives out anew."""
+    """A stateful loader continues, but its workers draw from new seeds. A warning says so."""
     monkeypatch.setattr(StatefulLoader, "num_workers", 2, raising=False)
     *_, messages = resumed_and_straight(tmp_path, "batch-1-2", {"stateful": True})
     assert len(messages) == 1 and "workers" in messages[0]
@@ -125,7 +125,7 @@ def test_random_numbers_of_workers_within_an_epoch_are_warned_of(
 
 
 def test_states_of_another_number_of_processes_do_not_fit() -> None:
-    """They are left alone, with one warning on the rank that speaks."""
+    """States of another number of processes are not used, and only the rank that may warn does."""
     state = rng.capture(torch.device("cpu"), world_size=2)
     assert rng.fits(state, world_size=2, warn=True)
     with pytest.warns(match="saved by 2 processes and is resumed by 3"):

@@ -1,4 +1,4 @@
-"""Training over several storage folders, among which every tasklet wanders: the bits of one folder."""
+"""Training over several storage folders, with tasklets that change folders, gives the bits of one folder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.training.test_overlap import BF16, SMALL_RING, assert_same, result
 from tests.training.worker import Run
 from tests.transfer.wandering import Wandering
 
-# Clipping is active: guesses are wrong, and undone.
+# Active clipping makes speculative updates wrong, so that they are rolled back.
 RECIPE = dataclasses.replace(BF16, groups=True, accumulate=2, clip=0.3, max_steps=4)
-BUCKET = {"reduce_bucket_size": 4000}  # gradients leave within backward
+BUCKET = {"reduce_bucket_size": 4000}  # gradients leave during backward
 
 
 class Counting(Wandering):
-    """Counts how often tasklets were to go elsewhere."""
+    """A balance that counts how often it was asked to move tasklets."""
 
     asked = 0
 
@@ -57,7 +57,7 @@ def one_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ids=["backward", "forward-none", "resumed"],
 )
 def test_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], one_folder: Any) -> None:
-    """With overlap, undone guesses, without durability, and from a checkpoint into other folders."""
+    """Overlap, rollbacks, durability="none" and resuming into other folders change no bit."""
     monkeypatch.setattr(handler, "Balance", Counting)
     before = Counting.asked
     assert_same(result(run_of(tmp_path / "several", **settings)), one_folder)

@@ -1,4 +1,4 @@
-"""Every state format trains, and goes on from any other's checkpoint; test_resume.py resumes with some of them."""
+"""Every state format trains and resumes from another format's checkpoint. See also test_resume.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(
 
 
 def test_settings_know_every_format() -> None:
-    """What the strategies take is what the store writes."""
+    """The strategies accept the state formats that the store writes."""
     for name in STATE_FORMATS:
         StrategySettings(state_format=name)
     with pytest.raises(ConfigError) as caught:
@@ -43,12 +43,15 @@ def test_settings_know_every_format() -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], Recorder]]:
-    """Every format, trained once."""
+    """Train once with every format."""
     return {name: trained(tmp_path_factory.mktemp(name), name) for name in FORMATS}
 
 
 def test_losses_follow_torch(alone: dict[str, tuple[list[float], Recorder]]) -> None:
-    """With groups, a scheduler, clipping and an unused parameter, in two slots of what the format takes."""
+    """With groups, a scheduler, clipping and an unused parameter losses stay near torch's.
+
+    The state takes two slots of the format's size.
+    """
     expected = torch.tensor(reference.train(RECIPE).losses)
     for name, (losses, recorder) in alone.items():
         torch.testing.assert_close(torch.tensor(losses), expected, atol=3e-2, rtol=0, msg=name)
@@ -58,7 +61,7 @@ def test_losses_follow_torch(alone: dict[str, tuple[list[float], Recorder]]) -> 
 
 
 def test_checkpoints_go_from_format_to_format(tmp_path: Path) -> None:
-    """Each format goes on from the checkpoint of the one before, and the losses stay near those of fp32 alone."""
+    """Each format resumes from the checkpoint of another one, and the losses stay near those of fp32."""
     expected, _ = trained(tmp_path / "fp32", "fp32", save_at=(2,))
     checkpoint = tmp_path / "fp32" / "step-2.ckpt"
     for step, state_format in enumerate(["int8_remainder", "bf16", "int8", "fp32"], start=3):
@@ -71,7 +74,7 @@ def test_checkpoints_go_from_format_to_format(tmp_path: Path) -> None:
 def test_parameters_on_storage_give_the_same_bits(
     alone: dict[str, tuple[list[float], Recorder]], tmp_path: Path
 ) -> None:
-    """The remainder's other half is the slot's where parameters are not in memory."""
+    """The remainder format gives the same bits where parameters are on storage instead of in memory."""
     zero = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0}
     losses, recorder = alone["int8_remainder"]
     stored, other = trained(tmp_path, "int8_remainder", zero=zero)
@@ -82,7 +85,7 @@ def test_parameters_on_storage_give_the_same_bits(
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_remainders_need_bf16(precision: str, tmp_path: Path) -> None:
-    """Before anything is written, with what to use instead."""
+    """The error says what to use instead, and nothing is written."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", state_format="int8_remainder")
     with pytest.raises(ConfigError) as caught:
         fit(LitTiny(dataclasses.replace(RECIPE, precision=precision)), strategy, tmp_path, precision=precision)

@@ -1,4 +1,4 @@
-"""Checkpoints that stock DeepSpeed saved in memory go on here."""
+"""Training resumes from checkpoints that stock DeepSpeed saved with its state in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.training.test_parity import LOSS_TOLERANCE
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What stock DeepSpeed saved, in a process of its own."""
+    """Return a folder with checkpoints that stock DeepSpeed saved in a process of its own."""
     folder = tmp_path_factory.mktemp("stock")
     done = run_module("tests.stock.checkpoint_worker", folder, "1")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -42,7 +42,7 @@ def optimizer_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def saved_arrays(state: dict[str, Any]) -> list[torch.Tensor]:
-    """Masters and what else the optimizer keeps of each element, flat."""
+    """Return the masters and the optimizer's arrays, flat."""
     of_groups = state["optimizer_state_dict"]["state"]
     names = [name for name in of_groups.get(0, {}) if name != "step"]
     arrays = ([of_groups[i][name] for i in range(len(of_groups))] for name in names)
@@ -50,13 +50,13 @@ def saved_arrays(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def copy_window(arrays: list[Any], window: Any) -> None:
-    """What a scan shows, into whole arrays."""
+    """Copy a window of a scan into whole arrays."""
     for array, values in zip(arrays, window.arrays, strict=True):
         array[window.begin : window.end] = values
 
 
 class Look(pl.Callback):
-    """Keeps what was loaded, before the first step."""
+    """A callback that keeps the loaded state before the first step."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         optimizer: Any = trainer.strategy.optimizers[0]
@@ -85,9 +85,9 @@ THROUGH_UNIVERSAL = ["fp32", "adagrad", "sgd", "sgd without momentum"]
     ("kind", "universal"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in THROUGH_UNIVERSAL)]
 )
 def test_a_stock_checkpoint_is_resumed(kind: str, universal: bool, saved: Path, tmp_path: Path) -> None:
-    """Arrays, steps, loss scale and learning rates are stock's to the bit; then its losses go on.
+    """Arrays, steps, loss scale and learning rates equal stock's bit for bit, and training then gives its losses.
 
-    SGD has no number of updates in torch: one stands for any, none for no buffer, which is what without momentum is.
+    torch's SGD keeps no number of updates. The count becomes one if it has a momentum buffer, and zero if it has none.
     """
     recipe, look, checkpoint = KINDS[kind][0], Look(), saved / f"{kind}.ckpt"
     if universal:
@@ -109,7 +109,7 @@ def test_a_stock_checkpoint_is_resumed(kind: str, universal: bool, saved: Path, 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16-offload", "fp16"])
 def test_a_stock_checkpoint_is_evaluated(kind: str, saved: Path, tmp_path: Path) -> None:
-    """Every parameter is what DeepSpeed's converter makes of it."""
+    """Every parameter equals the output of DeepSpeed's converter."""
     module = LitTiny(dataclasses.replace(KINDS[kind][0], validate=True))
     trainer = trainers.quiet_trainer(tmp_path, precision=module.recipe.precision)
     trainer.validate(module, ckpt_path=saved / f"{kind}.ckpt", verbose=False)
@@ -119,7 +119,7 @@ def test_a_stock_checkpoint_is_evaluated(kind: str, saved: Path, tmp_path: Path)
 
 
 def test_a_stock_checkpoint_with_deepspeeds_own_tag_is_resumed(saved: Path, tmp_path: Path) -> None:
-    """Without Lightning's fixed tag DeepSpeed names the folder inside for the step, and ``latest`` says so."""
+    """Without Lightning's fixed tag DeepSpeed names the inner folder after the step, and ``latest`` holds that name."""
     checkpoint = shutil.copytree(saved / "fp32.ckpt", tmp_path / "tagged.ckpt")
     (checkpoint / "checkpoint").rename(checkpoint / f"global_step{SAVE_AT}")
     (checkpoint / "latest").write_text(f"global_step{SAVE_AT}")
@@ -130,11 +130,11 @@ def test_a_stock_checkpoint_with_deepspeeds_own_tag_is_resumed(saved: Path, tmp_
     )
 
 
-# ---- what DeepSpeed's engine saved without Lightning: fp32.engine/latest, fp32.engine/global_step3/
+# ---- checkpoints that DeepSpeed's engine saved without Lightning: fp32.engine/latest, fp32.engine/global_step3/
 
 
 def test_what_an_engine_saved_is_evaluated(saved: Path, tmp_path: Path) -> None:
-    """By a Trainer, although nothing of a Trainer is in it."""
+    """A Trainer evaluates the checkpoint although no Trainer wrote it."""
     module = LitTiny(dataclasses.replace(KINDS["fp32"][0], validate=True))
     trainer = trainers.quiet_trainer(tmp_path, precision="32-true")
     trainer.validate(module, ckpt_path=saved / "fp32.engine", verbose=False)
@@ -145,7 +145,7 @@ def test_what_an_engine_saved_is_evaluated(saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", ["", f"global_step{SAVE_AT}"])
 def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_path: Path) -> None:
-    """Masters, moments and step counts are stock's to the bit; of several tags, any can be named."""
+    """Masters, moments and step counts equal stock's bit for bit. A tag's folder can also be named."""
     fabric = quiet_fabric(tmp_path / "storage")
     module = LitTiny(KINDS["fp32"][0])
     model, optimizer = fabric.setup(module, module.configure_optimizers()["optimizer"])
@@ -160,7 +160,7 @@ def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_
 
 
 def test_a_trainer_does_not_go_on_from_what_an_engine_saved(saved: Path, tmp_path: Path) -> None:
-    """It has no progress to go on from; Lightning's own strategy and Fabric take no such folder at all."""
+    """The checkpoint lacks the Trainer's progress. Lightning's own strategies refuse such a folder, too."""
     with pytest.raises(FileNotFoundError, match="not a valid DeepSpeed checkpoint"):
         _validate_checkpoint_directory(saved / "fp32.engine")
     with pytest.raises(CheckpointError, match=r"lacks 'loops', .*saved by DeepSpeed itself") as caught:
@@ -181,7 +181,7 @@ MISFITS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_stock_checkpoint_that_does_not_fit_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
-    """Before a step, by an error that names the difference."""
+    """The error names the difference."""
     kind, changes, named = MISFITS[name]
     with pytest.raises(CheckpointError, match=named) as caught:
         resume(tmp_path, dataclasses.replace(KINDS[kind][0], **changes), saved / f"{kind}.ckpt")
@@ -189,7 +189,7 @@ def test_a_stock_checkpoint_that_does_not_fit_is_refused(name: str, saved: Path,
 
 
 def tampered(saved: Path, folder: Path, change: Any, *, kind: str = "fp32") -> Path:
-    """A copy of a checkpoint with another optimizer state."""
+    """Copy a checkpoint and change its optimizer state."""
     copy = shutil.copytree(saved / f"{kind}.ckpt", folder / "changed.ckpt")
     (file,) = copy.rglob("*optim_states.pt")
     content = torch.load(file, weights_only=False)
@@ -199,13 +199,13 @@ def tampered(saved: Path, folder: Path, change: Any, *, kind: str = "fp32") -> P
 
 
 def without_arrays(state: dict[str, Any]) -> None:
-    """What stock saves with optimizer state on NVMe."""
+    """Empty the state, as stock does with optimizer state on NVMe."""
     state["fp32_flat_groups"] = [torch.empty(0) for _ in state["fp32_flat_groups"]]
     state["optimizer_state_dict"]["state"] = {}
 
 
 def without_moments(state: dict[str, Any]) -> None:
-    """Of an optimizer that keeps something else."""
+    """Rename a moment, as if another optimizer had saved it."""
     for values in state["optimizer_state_dict"]["state"].values():
         values["momentum_buffer"] = values.pop("exp_avg")
 
@@ -215,7 +215,7 @@ def without_moments(state: dict[str, Any]) -> None:
     [(without_arrays, "NVMe: masters and moments are not in it"), (without_moments, "momentum_buffer")],
 )
 def test_a_stock_checkpoint_without_moments_is_refused(change: Any, named: str, saved: Path, tmp_path: Path) -> None:
-    """The message says why there is nothing to load."""
+    """The error says why there is nothing to load."""
     with pytest.raises(CheckpointError, match=named):
         resume(tmp_path, KINDS["fp32"][0], tampered(saved, tmp_path, change))
 
@@ -224,7 +224,7 @@ def test_a_stock_checkpoint_without_moments_is_refused(change: Any, named: str, 
 def test_a_stock_checkpoint_from_before_the_first_update_is_loaded(
     kind: str, first: float, saved: Path, tmp_path: Path
 ) -> None:
-    """As in fp16 while every step is skipped: masters are there, everything else begins anew."""
+    """Masters are loaded and all other state starts anew, as in fp16 while every step is skipped."""
     look = Look()
     checkpoint = tampered(saved, tmp_path, lambda state: state["optimizer_state_dict"].update(state={}), kind=kind)
     resume(tmp_path, KINDS[kind][0], checkpoint, look)

@@ -1,4 +1,4 @@
-"""What would go wrong without a word: each is refused, reported or harmless."""
+"""Silent mistakes are refused, reported or made harmless."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPE = Recipe(precision="bf16-mixed", max_steps=4)
 
 
 class At(pl.Callback):
-    """Calls a function before a given step."""
+    """A callback that calls a function before a given step."""
 
     def __init__(self, step: int, action: Any) -> None:
         self.step = step
@@ -33,12 +33,12 @@ class At(pl.Callback):
 
 
 def fit(root: Path, module: LitTiny, *callbacks: pl.Callback, precision: Any = "bf16-mixed") -> pl.Trainer:
-    """Four steps."""
+    """Fit for four steps."""
     return trainers.fit(module, root, max_steps=4, callbacks=list(callbacks), precision=precision)
 
 
 def test_a_torn_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Optimizer states of one save beside model states of another, as copying by hand may leave them."""
+    """Optimizer states of one save beside model states of another, as after copying by hand, raise an error."""
     train(Run(out=str(tmp_path / "a"), recipe=RECIPE, save_at=(1, 2)))
     first, second = tmp_path / "a" / "step-1.ckpt", tmp_path / "a" / "step-2.ckpt"
     (states,) = first.rglob("*optim_states.pt")
@@ -48,7 +48,7 @@ def test_a_torn_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_saving_over_a_checkpoint_of_more_processes_leaves_only_the_new_one(tmp_path: Path) -> None:
-    """Files of ranks and precisions that this run does not have are removed; the result resumes."""
+    """Files of ranks and precisions that this run does not have are removed, and the result resumes."""
     path = tmp_path / "a.ckpt"
     run = Run(out=str(tmp_path / "a"), recipe=dataclasses.replace(RECIPE, max_steps=2), save_after_fit=str(path))
     train(run)
@@ -64,7 +64,7 @@ def test_saving_over_a_checkpoint_of_more_processes_leaves_only_the_new_one(tmp_
 
 
 def test_a_checkpoint_of_another_precision_is_refused(tmp_path: Path) -> None:
-    """fp32 into fp16 would train with the wrong loss scale."""
+    """A checkpoint of fp32 would train in fp16 with the wrong loss scale."""
     path = str(tmp_path / "a.ckpt")
     train(Run(out=str(tmp_path / "a"), recipe=dataclasses.replace(RECIPE, precision="32-true"), save_after_fit=path))
     other = dataclasses.replace(RECIPE, precision="16-mixed", max_steps=6)
@@ -73,7 +73,7 @@ def test_a_checkpoint_of_another_precision_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_leaves_the_state_alone(tmp_path: Path) -> None:
-    """os.fork() in training and a normal exit of the child: the parent's state is still there."""
+    """After os.fork() a child that exits normally leaves the parent's state on storage."""
 
     def fork(trainer: pl.Trainer, pl_module: Any) -> None:
         closer = trainer.strategy.optimizers[0].rank_state.closer()
@@ -91,7 +91,7 @@ def test_a_forked_child_leaves_the_state_alone(tmp_path: Path) -> None:
 
 
 def test_unfreezing_in_mid_training_is_refused(tmp_path: Path) -> None:
-    """A parameter that was frozen when the fit began has no state; torch would train it."""
+    """A parameter that was frozen when the fit began has no state. torch would train it."""
     module = LitTiny(RECIPE)
     module.model.positions.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -102,7 +102,7 @@ def test_unfreezing_in_mid_training_is_refused(tmp_path: Path) -> None:
 
 
 def test_complex_tensors_are_refused(tmp_path: Path) -> None:
-    """Casting the module would drop their imaginary parts."""
+    """Casting the module would drop the imaginary parts."""
     module = LitTiny(RECIPE)
     module.register_buffer("rotations", torch.ones(4, dtype=torch.complex64))
     with pytest.raises(UnsupportedError, match="rotations"):
@@ -110,14 +110,14 @@ def test_complex_tensors_are_refused(tmp_path: Path) -> None:
 
 
 class Nan(LitTiny):
-    """Every loss is NaN."""
+    """A module whose losses are all NaN."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) * float("nan")
 
 
 def test_skipped_steps_are_reported_once(tmp_path: Path) -> None:
-    """A run whose losses are NaN changes nothing, and says so."""
+    """One warning says that the steps are skipped, and no step is committed."""
     with pytest.warns(UserWarning, match="NaN or infinite") as caught:
         trainer = fit(tmp_path, Nan(RECIPE))
     assert sum("NaN or infinite" in str(warning.message) for warning in caught) == 1
@@ -125,7 +125,7 @@ def test_skipped_steps_are_reported_once(tmp_path: Path) -> None:
 
 
 def test_one_module_in_two_trainers(tmp_path: Path) -> None:
-    """A second Trainer with a strategy and storage of its own goes on training the first one's module."""
+    """A second Trainer with its own strategy and storage continues to train the first one's module."""
     module = LitTiny(RECIPE)
     fit(tmp_path / "first", module)
     trainer = fit(tmp_path / "second", module)

@@ -1,4 +1,4 @@
-"""Two processes equal plain torch on the batches of both, with all that Lightning adds to a step."""
+"""Two processes train like plain torch on the batches of both, with all that Lightning adds to a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE, STATIC_
 from tests.training.test_resume import assert_same
 from tests.training.worker import Outcome, Run, launch, train
 
-# 16-bit gradients of two ranks may cancel down to rounding noise, which Adam with a small eps turns into full steps.
+# 16-bit gradients of two ranks may cancel to rounding noise, which Adam with a small eps turns into full steps.
 EPS_OF_16_BIT = 1e-2
 SCENARIOS = {
     "incomplete windows": Recipe(accumulate=3, epoch_batches=4, max_steps=4),
@@ -55,7 +55,7 @@ RESUMED = Recipe(scheduler="epoch", epoch_batches=2, max_steps=6, validate=True,
 
 
 def assert_equals_torch(outcome: Outcome, recipe: Recipe, *, world_size: int) -> None:
-    """Losses, masters and validation losses are plain torch's."""
+    """Assert that losses, masters and validation losses equal plain torch's."""
     expected = reference.train(recipe, world_size=world_size, skipped=recipe.nan_at)
     kind = recipe.precision.split("-")[0]
     for ours, theirs in ((outcome.losses, expected.losses), (outcome.extra["validated"], expected.validated)):
@@ -73,15 +73,15 @@ def _run(out: Path, recipe: Recipe) -> Run:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs of :func:`trained` leave what they leave."""
+    """Return the folder for the runs of :func:`trained`."""
     return tmp_path_factory.mktemp("two")
 
 
 @pytest.fixture(scope="module")
 def trained(root: Path) -> dict[str, Outcome]:
-    """Every run that starts from nothing, one after the other in one pair of processes.
+    """Train every run that starts from scratch in one pair of processes.
 
-    Lightning starts the second, and nothing that goes by hashes has the same order in both.
+    Lightning starts the second process, and random hash seeds give each process its own order of hashed items.
     """
     recipes = {**SCENARIOS, **NOT_FINITE}
     runs = [_run(root / name, recipe) for name, recipe in recipes.items()]
@@ -92,7 +92,7 @@ def trained(root: Path) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_scenario_trains_like_torch(name: str, trained: dict[str, Outcome]) -> None:
-    """Incomplete windows, frozen and tiny parameters, schedulers by epoch, validation: as one torch process."""
+    """Incomplete windows, frozen and tiny parameters, epoch schedulers and validation equal one torch process."""
     assert_equals_torch(trained[name], SCENARIOS[name], world_size=2)
     assert bool(trained[name].extra["validated"]) == SCENARIOS[name].validate
 
@@ -101,7 +101,7 @@ def test_every_scenario_trains_like_torch(name: str, trained: dict[str, Outcome]
 def test_a_gradient_not_finite_on_one_rank_skips_the_step_on_all(
     name: str, trained: dict[str, Outcome], root: Path
 ) -> None:
-    """Rank 1 alone sees NaN: no rank updates anything, in every precision, and training then equals torch."""
+    """If rank 1 alone sees NaN, no rank updates in any precision, and training then equals torch."""
     recipe = NOT_FINITE[name]
     updates = recipe.max_steps - len(recipe.nan_at)
     for rank in range(2):
@@ -113,7 +113,7 @@ def test_a_gradient_not_finite_on_one_rank_skips_the_step_on_all(
 
 
 def test_resume_with_an_epoch_scheduler_is_bit_exact(root: Path, trained: dict[str, Outcome]) -> None:
-    """Stopped in the middle of an epoch, two ranks go on with the learning rate and validation of the whole run."""
+    """Two ranks that stop in the middle of an epoch resume with the rates and validation of an uninterrupted run."""
     straight, checkpoint = trained["straight"], str(root / "straight" / "step-3.ckpt")
     (resumed,) = launch(dataclasses.replace(_run(root / "resumed", RESUMED), resume=checkpoint))
     assert_same(resumed, straight, first_loss=3)
@@ -123,7 +123,7 @@ def test_resume_with_an_epoch_scheduler_is_bit_exact(root: Path, trained: dict[s
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_one_process_skips_a_step_that_is_not_finite(precision: str, tmp_path: Path) -> None:
-    """Without a loss scaler, too, a NaN never reaches the state; tiny parameters and validation equal torch's."""
+    """Without a loss scaler a NaN never reaches the state either. Tiny parameters and validation equal torch's."""
     recipe = Recipe(precision=precision, nan_at=(1,), odd=True, epoch_batches=2, max_steps=4, validate=True)
     module, _, recorder = train(Run(out=str(tmp_path), recipe=recipe))
     assert recorder.extra["skipped"] == [1]

@@ -1,6 +1,6 @@
-"""Universal checkpoints, by DeepSpeed's own ``ds_to_universal`` or our command, resume on any number of processes.
+"""Universal checkpoints, made by DeepSpeed's ``ds_to_universal`` or our command, resume on any number of processes.
 
-Those of Adagrad and SGD: ``test_universal_optimizers.py``.
+``test_universal_optimizers.py`` covers Adagrad, SGD and RMSprop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OPTIONS = {"initial_scale_power": 22, "hysteresis": 1}
 
 
 def convert_as_told(checkpoint: Path, out: Path) -> Path:
-    """Resume on one process, and run the command that the error names. It writes what DeepSpeed's writes."""
+    """Resume on one process, run the command that the error names, and compare its output with DeepSpeed's."""
     with pytest.raises(CheckpointError, match="processes, this run has 1") as caught:
         train(Run(out=str(out), recipe=RECIPE, options=OPTIONS, resume=str(checkpoint)))
     told = re.search(r"`smart-infinity (.*)`", caught.value.remedy)
@@ -59,10 +59,10 @@ def convert_as_told(checkpoint: Path, out: Path) -> Path:
 
 
 def test_state_survives_other_numbers_of_processes_to_the_bit(tmp_path: Path) -> None:
-    """One process, then two, three, and one again, each with another cut and ring: as if never stopped.
+    """Passing from one process to two, three and one again, with other sub-groups and rings, changes no bit.
 
-    The run has groups, a scheduler, a parameter unused for some steps, a frozen one, ones smaller than the number of
-    ranks, and a loss scale that skips the first steps.
+    The run has groups, a scheduler, a parameter unused for some steps, a frozen one, parameters smaller than the number
+    of ranks, and a loss scale that skips the first steps.
     """
     straight_run = Run(out=str(tmp_path / "1"), recipe=RECIPE, options=OPTIONS, save_at=(3,))
     straight, _, straight_recorder = train(straight_run)
@@ -98,7 +98,7 @@ TINY = Recipe(groups=True, frozen=True, max_steps=2)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A universal checkpoint of one process."""
+    """Return a universal checkpoint of one process."""
     folder = tmp_path_factory.mktemp("tiny")
     train(Run(out=str(folder), recipe=TINY, save_after_fit=str(folder / "tiny.ckpt")))
     return convert(folder / "tiny.ckpt")
@@ -113,7 +113,7 @@ def shorten(file: Path) -> None:
 
 
 def flip(file: Path) -> None:
-    """One bit in the middle of the file's largest tensor: a value changes, and nothing else."""
+    """Flip one bit in the middle of the file's largest tensor."""
     with zipfile.ZipFile(file) as archive:
         records = [info for info in archive.infolist() if "/data/" in info.filename]
     info = max(records, key=lambda info: info.file_size)
@@ -138,7 +138,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(name: str, tiny: Path, tmp_path: Path) -> None:
-    """The message names the file; masters and parameters are the model's own."""
+    """The error names the file, and masters and parameters keep the model's own values."""
     damage, named = DAMAGES[name]
     folder = shutil.copytree(tiny, tmp_path / "copy")
     damage(folder)
@@ -157,9 +157,9 @@ def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(name: s
 
 
 def test_weights_of_a_damaged_universal_checkpoint_are_refused(tiny: Path, tmp_path: Path) -> None:
-    """Validation reads the masters alone, and verifies them too."""
+    """Validation reads only the masters, and verifies them."""
     folder = shutil.copytree(tiny, tmp_path / "copy")
-    flip(folder / "zero/model.norm.bias/exp_avg.pt")  # not read
+    flip(folder / "zero/model.norm.bias/exp_avg.pt")  # not read by validation
     trainer = quiet_trainer(tmp_path, precision="32-true")
     recipe = dataclasses.replace(TINY, validate=True)
     trainer.validate(LitTiny(recipe), ckpt_path=folder, verbose=False)
@@ -169,7 +169,7 @@ def test_weights_of_a_damaged_universal_checkpoint_are_refused(tiny: Path, tmp_p
 
 
 def test_a_universal_checkpoint_resumes_with_parameters_on_storage(tiny: Path, tmp_path: Path) -> None:
-    """Masters, losses and the parameters on storage are those of a run whose parameters are in memory."""
+    """Masters, losses and step counts equal those of a run with its parameters in memory."""
     recipe = dataclasses.replace(TINY, max_steps=4)
     zero = {"offload_param": {"device": "nvme"}, "stage3_param_persistence_threshold": 0, "sub_group_size": 3000}
     outcomes = []
@@ -199,7 +199,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_universal_checkpoints_that_do_not_fit_are_refused(name: str, tiny: Path, tmp_path: Path) -> None:
-    """The message names the first difference."""
+    """The error names the first difference."""
     changes, named = MISFITS[name]
     with pytest.raises(CheckpointError, match=named) as caught:
         train(Run(out=str(tmp_path), recipe=dataclasses.replace(TINY, max_steps=4, **changes), resume=str(tiny)))
@@ -207,7 +207,7 @@ def test_universal_checkpoints_that_do_not_fit_are_refused(name: str, tiny: Path
 
 
 def test_a_buffer_that_a_universal_checkpoint_lacks(tiny: Path, tmp_path: Path) -> None:
-    """It is named before anything is loaded."""
+    """The error names the missing buffer."""
 
     class More(LitTiny):
         def __init__(self, recipe: Recipe) -> None:
@@ -219,7 +219,7 @@ def test_a_buffer_that_a_universal_checkpoint_lacks(tiny: Path, tmp_path: Path) 
 
 
 def test_validation_of_a_universal_checkpoint_uses_its_weights(tiny: Path, tmp_path: Path) -> None:
-    """In a fresh Trainer, tied and frozen weights too: the metric of the ordinary checkpoint."""
+    """Validation in a fresh Trainer gives the metric of the ordinary checkpoint, with tied and frozen weights."""
     recipe = dataclasses.replace(TINY, validate=True)
     metrics = [
         quiet_trainer(tmp_path / name, precision="32-true").validate(LitTiny(recipe), ckpt_path=path, verbose=False)
@@ -231,7 +231,7 @@ def test_validation_of_a_universal_checkpoint_uses_its_weights(tiny: Path, tmp_p
 
 
 class StockOnCpu(DeepSpeedStrategy):
-    """Lightning's strategy as it is, but for what keeps it from starting on a CPU."""
+    """Lightning's strategy with the changes that it needs to start on a CPU."""
 
     @property
     def root_device(self) -> torch.device:
@@ -248,7 +248,7 @@ class StockOnCpu(DeepSpeedStrategy):
 
 
 def test_stock_checkpoint_resumes_through_a_universal_one(tmp_path: Path) -> None:
-    """Masters, moments and step counts are stock's; losses go on where stock's left off."""
+    """Masters, moments and step counts equal stock's, and training continues with stock's losses."""
     recipe = Recipe(precision="bf16-mixed", scheduler="step", frozen=True, max_steps=5)
     stock = StockOnCpu(stage=3, sub_group_size=4000, reduce_bucket_size=4000, zero_allow_untested_optimizer=True)
     stock.config["gradient_clipping"] = 0.0

@@ -1,4 +1,4 @@
-"""Universal checkpoints of Adagrad, SGD and RMSprop: on any number of processes, as if training had never stopped."""
+"""Universal checkpoints of Adagrad, SGD and RMSprop resume on any number of processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.training.test_parity import LOSS_TOLERANCE, MASTER_TOLERANCE
 from tests.training.test_stock_checkpoint import Look
 from tests.training.worker import Outcome, Recorder, Run, launch, train
 
-# Parameters smaller than the number of ranks, a frozen one, and one that is unused in some steps.
+# The recipe has parameters smaller than the number of ranks, a frozen one, and one that some steps do not use.
 BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1, 2, 4), frozen=True, odd=True, depth=1, max_steps=6)
 SGD = dataclasses.replace(BASE, optimizer="SGD", lr=0.1, eps=None)
 RECIPES = {
@@ -42,7 +42,7 @@ SAVE_AT = 3
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """Of one recipe: the run that never stopped, universal checkpoints of it in its middle, and one that went on."""
+    """The results of one recipe: uninterrupted, converted to universal checkpoints, and resumed on two processes."""
 
     losses: list[float]
     recorder: Recorder
@@ -53,7 +53,7 @@ class Known:
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
-    """Trained on one process. On two, what was saved there is saved again, and trained on."""
+    """Train every recipe on one process, and save and continue it on two."""
     root = tmp_path_factory.mktemp("universal")
     straight, one = {}, {}
     for name, recipe in RECIPES.items():
@@ -73,7 +73,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
 
 
 def passing_through(root: Path, name: str, universal: Path, devices: int, sub_group_size: int) -> Run:
-    """Loads, and saves before any step, with a cut and a ring of its own."""
+    """Return a run that loads and saves before any step, with a sub-group size and a ring of its own."""
     return Run(
         out=str(root),
         recipe=dataclasses.replace(RECIPES[name], max_steps=SAVE_AT),
@@ -86,7 +86,7 @@ def passing_through(root: Path, name: str, universal: Path, devices: int, sub_gr
 
 
 def test_state_survives_other_numbers_of_processes_to_the_bit(known: dict[str, Known], tmp_path: Path) -> None:
-    """From one process to two, three and one again, which goes on as the run that never stopped."""
+    """Passing from one process to two, three and one again gives the bits of an uninterrupted run."""
     launch(*(passing_through(tmp_path / name, name, known[name].two, 3, 10**9) for name in RECIPES))
     for name, recipe in RECIPES.items():
         three = convert_by_command(tmp_path / name / "saved.ckpt")
@@ -104,7 +104,7 @@ def test_state_survives_other_numbers_of_processes_to_the_bit(known: dict[str, K
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_training_goes_on_at_another_number_of_processes_as_in_torch(name: str, known: dict[str, Known]) -> None:
-    """Three steps on one process, three on two: losses and masters of a torch that does the same."""
+    """Three steps on one process and three on two give the losses and masters of torch with the same batches."""
     recipe, outcome = RECIPES[name], known[name].on_two
     expected = reference.train(recipe, world_size=lambda step: 1 if step < SAVE_AT else 2)
     kind = recipe.precision.split("-")[0]
@@ -120,7 +120,7 @@ TINY["AdamW"] = dataclasses.replace(BASE, max_steps=2)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Universal checkpoints of one process, by optimizer."""
+    """Return universal checkpoints of one process by optimizer."""
     folder = tmp_path_factory.mktemp("tiny")
     for name, recipe in TINY.items():
         train(Run(out=str(folder / name), recipe=recipe, save_after_fit=str(folder / f"{name}.ckpt")))
@@ -136,7 +136,7 @@ def fit_from(universal: Path, root: Path, module: LitTiny | str, *callbacks: Any
 
 @pytest.mark.parametrize(("saved", "wanted"), [("SGD", "Adagrad"), ("Adagrad", "SGD"), ("AdamW", "SGD")])
 def test_another_optimizer_is_refused(saved: str, wanted: str, tiny: dict[str, Path], tmp_path: Path) -> None:
-    """By its name; where stock saved it, without a name, by the settings of its groups."""
+    """The error names the saved optimizer, or the differing settings of its groups if stock saved no name."""
     with pytest.raises(CheckpointError, match=f"saved with {saved}, the model is configured with {wanted}"):
         fit_from(tiny[saved], tmp_path, wanted)
     with pytest.raises(CheckpointError, match=f"has the settings .* it is not {wanted}"):
@@ -144,7 +144,7 @@ def test_another_optimizer_is_refused(saved: str, wanted: str, tiny: dict[str, P
 
 
 def without_our_words(universal: Path, copy: Path, *, arrays: bool = True) -> Path:
-    """As of a checkpoint that stock DeepSpeed saved; without arrays, before its first step."""
+    """Copy a checkpoint as stock DeepSpeed would save it; without arrays it is one from before the first step."""
     shutil.copytree(universal, copy)
     file = copy / "zero" / "optimizer_state.pt"
     state = torch.load(file, weights_only=False)
@@ -156,7 +156,7 @@ def without_our_words(universal: Path, copy: Path, *, arrays: bool = True) -> Pa
 
 
 def test_arrays_of_another_optimizer_are_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
-    """Although the name is the right one."""
+    """Arrays of another optimizer are refused even if the optimizer's name fits."""
     copy = shutil.copytree(tiny["Adagrad"], tmp_path / "copy")
     file = copy / "zero" / "optimizer_state.pt"
     state = torch.load(file, weights_only=False)
@@ -168,7 +168,7 @@ def test_arrays_of_another_optimizer_are_refused(tiny: dict[str, Path], tmp_path
 
 
 def test_what_was_saved_before_the_first_step_begins_anew(tiny: dict[str, Path], tmp_path: Path) -> None:
-    """Stock keeps nothing by then: sums are what Adagrad is built with, padding is zero, and no step is counted."""
+    """Stock saves no state before the first step. Sums then take Adagrad's initial value, and no step is counted."""
     look = Look()
     fit_from(without_our_words(tiny["Adagrad"], tmp_path / "stock", arrays=False), tmp_path, "Adagrad", look)
     masters, sums = look.arrays
@@ -176,7 +176,7 @@ def test_what_was_saved_before_the_first_step_begins_anew(tiny: dict[str, Path],
 
 
 def test_a_missing_array_is_named(tiny: dict[str, Path], tmp_path: Path) -> None:
-    """Before anything is loaded: every parameter is the model's own."""
+    """The error is raised before anything is loaded: every parameter keeps its own value."""
     copy = shutil.copytree(tiny["Adagrad"], tmp_path / "copy")
     (copy / "zero/model.norm.bias/sum.pt").unlink()
     module = LitTiny(TINY["Adagrad"])
@@ -188,7 +188,7 @@ def test_a_missing_array_is_named(tiny: dict[str, Path], tmp_path: Path) -> None
 
 
 def test_a_damaged_array_is_named(tiny: dict[str, Path], tmp_path: Path) -> None:
-    """One bit of it is enough."""
+    """One flipped bit is enough for the error."""
     copy = shutil.copytree(tiny["SGD"], tmp_path / "copy")
     file = copy / "zero/model.norm.bias/momentum_buffer.pt"
     flip_bit_behind(torch.load(file).numpy().tobytes()[:32], file)

@@ -1,4 +1,4 @@
-"""save_weights_only=True: masters alone, for evaluation and for a new start."""
+"""save_weights_only=True saves the masters alone, for evaluation and for a new start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ RECIPE = Recipe(precision="bf16-mixed", max_steps=3, validate=True)
 
 
 def test_weights_only_checkpoints(tmp_path: Path) -> None:
-    """A third of the state is saved. It evaluates, becomes one file with the masters, and is refused for resuming."""
+    """The checkpoint has a third of the size.
+
+    It evaluates and converts to one file, but a fit refuses to resume from it.
+    """
     callback = ModelCheckpoint(
         tmp_path / "checkpoints", filename="{step}", every_n_train_steps=3, save_weights_only=True, save_top_k=-1
     )
@@ -43,7 +46,7 @@ def test_weights_only_checkpoints(tmp_path: Path) -> None:
     assert "get_fp32_state_dict_from_zero_checkpoint" in caught.value.remedy
 
     for folder in (path, tmp_path / "whole.ckpt"):
-        with pytest.raises(IsADirectoryError):  # Lightning's; docs/troubleshooting.md says what to do
+        with pytest.raises(IsADirectoryError):  # Lightning raises this; docs/troubleshooting.md has the remedy
             LitTiny.load_from_checkpoint(folder, recipe=RECIPE, weights_only=False)
         convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "one.ckpt")
         loaded = LitTiny.load_from_checkpoint(tmp_path / "one.ckpt", recipe=RECIPE, weights_only=False)

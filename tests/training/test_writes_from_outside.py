@@ -1,4 +1,4 @@
-"""What is written into a training from outside lasts, and what is read from it is right: as in plain torch."""
+"""Values written into a training from outside last, and values read are right, as in plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONLY_GATHERED = next(step for step, edit in enumerate(EDITS) if edit.ours is onl
 
 
 def assert_same(ours: Seen, torchs: Seen, precision: str) -> None:
-    """Everything read on the way, then losses and masters."""
+    """Assert that all values read, the losses and the masters equal torch's."""
     kind = precision.split("-")[0]
     assert ours.read.keys() == torchs.read.keys()
     assert ours.masters.keys() == torchs.masters.keys()
@@ -38,12 +38,12 @@ def assert_same(ours: Seen, torchs: Seen, precision: str) -> None:
 
 
 def assert_close(ours: torch.Tensor, torchs: torch.Tensor, what: str, *, atol: float, rtol: float = 0.0) -> None:
-    """Equal within a tolerance; the message names what is not."""
+    """Assert that two tensors are equal within a tolerance, with a message that names them."""
     torch.testing.assert_close(ours, torchs, atol=atol, rtol=rtol, msg=lambda message: f"{what}: {message}")
 
 
 def assert_masters_kept(seen: Seen) -> None:
-    """Gathering as if to write, and writing nothing, left every bit of the masters."""
+    """Assert that gathering for a write without writing left every bit of the masters."""
     for name in NAMES:
         before, after = (seen.read[f"{when} {ONLY_GATHERED} {name} master"] for when in ("before", "edited"))
         assert before is not None and after is not None
@@ -52,7 +52,7 @@ def assert_masters_kept(seen: Seen) -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_what_is_written_from_outside_lasts(precision: str, tmp_path: Path) -> None:
-    """Masters, moments and gradients are what plain torch has, before and after every write and when all is over."""
+    """Masters, moments and gradients equal plain torch's before and after every write and at the end."""
     seen = run(precision, tmp_path)
     assert_same(seen, expected(precision), precision)
     assert_masters_kept(seen)
@@ -60,7 +60,7 @@ def test_what_is_written_from_outside_lasts(precision: str, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the worker left."""
+    """Run the worker on two processes and return its output folder."""
     out = tmp_path_factory.mktemp("two")
     done = run_module("tests.training.writes_worker", out, *ON_TWO_PROCESSES, ranks=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -69,14 +69,14 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("precision", ON_TWO_PROCESSES)
 def test_two_processes_write_alike(precision: str, two_processes: Path) -> None:
-    """The same over two ranks, of which rank 0 decides what a gathered parameter becomes."""
+    """Two ranks also equal plain torch. Rank 0's value of a gathered parameter counts."""
     seen = Seen(**torch.load(two_processes / f"{precision}.pt", weights_only=True))
     assert_same(seen, expected(precision, world_size=2), precision)
     assert_masters_kept(seen)
 
 
 def test_full_weights_reach_every_rank(two_processes: Path) -> None:
-    """Over two ranks, too, masters are the file's fp32 values to the bit, and parameters those rounded."""
+    """On two ranks masters equal the file's fp32 values bit for bit, and parameters the rounded values."""
     for rank in range(2):
         seen = torch.load(two_processes / f"full-{rank}.pt", weights_only=True)
         for name, value in seen["params"].items():
@@ -87,14 +87,14 @@ def test_full_weights_reach_every_rank(two_processes: Path) -> None:
 
 
 def test_a_mistake_on_one_rank_raises_on_both(two_processes: Path) -> None:
-    """Rank 1 alone passes a tensor of the wrong size to a collective call: neither hangs, both say why."""
+    """Rank 1 passes a tensor of the wrong size to a collective call. Neither rank hangs, and both name the size."""
     for rank in range(2):
         assert "(33,)" in torch.load(two_processes / f"full-{rank}.pt", weights_only=True)["refused"]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_write_that_fails_leaves_the_parameter_as_it_was(precision: str, tmp_path: Path) -> None:
-    """Who catches the error goes on with one value, not with another in the parameter than in its master."""
+    """After the error the parameter and its master still hold the same value."""
     module = LitTiny(Recipe(precision=precision, max_steps=1))
     trainer = quiet_trainer(tmp_path, precision=precision, max_steps=1)
     trainer.fit(module)

@@ -1,4 +1,4 @@
-"""Whole weights into partitioned models: from one file they arrive everywhere, by load_state_dict they are refused."""
+"""Whole weights of one file reach partitioned models, and load_state_dict refuses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPE = Recipe(precision="bf16-mixed", odd=True, frozen=True, max_steps=2)
 
 
 class Evaluated(LitTiny):
-    """Can be validated, and has a buffer."""
+    """A module that can be validated and has a buffer."""
 
     def __init__(self, recipe: Recipe = RECIPE) -> None:
         super().__init__(recipe)
@@ -31,7 +31,7 @@ class Evaluated(LitTiny):
 
 
 def trainer(root: Path, *callbacks: pl.Callback, load_full_weights: bool = True, **settings: Any) -> pl.Trainer:
-    """Quiet, with ``load_full_weights``."""
+    """Return a quiet Trainer with ``load_full_weights``."""
     strategy = SmartInfinityStrategy(root / "storage", load_full_weights=load_full_weights)
     return quiet_trainer(
         root, strategy, **{"callbacks": list(callbacks), "max_steps": 3, "num_sanity_val_steps": 0, **settings}
@@ -40,7 +40,7 @@ def trainer(root: Path, *callbacks: pl.Callback, load_full_weights: bool = True,
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """One file with the fp32 weights of a fitted model, made by Lightning's converter, and its validation loss."""
+    """Return one file with the fp32 weights of a fitted model, from Lightning's converter, and its validation loss."""
     root = tmp_path_factory.mktemp("saved")
     module = Evaluated()
     fitted = trainer(root, load_full_weights=False, max_steps=2)
@@ -52,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
 
 
 def test_full_weights_reach_masters_and_parameters(saved: tuple[Path, float], tmp_path: Path) -> None:
-    """fit(ckpt_path=file): masters are the file's fp32 values to the bit, parameters those rounded, moments zero."""
+    """fit(ckpt_path=file) loads the file's fp32 values into masters, rounds them for parameters, and zeroes moments."""
     path, _ = saved
     loaded, module = Loaded(), Evaluated()
     fitting = trainer(tmp_path, loaded)
@@ -104,7 +104,7 @@ MISFITS = {
 def test_full_weights_that_do_not_fit_are_refused(
     change: Callable[[dict[str, Any]], None], saved: tuple[Path, float], tmp_path: Path
 ) -> None:
-    """A missing key, another shape, a key too many, no weights: stock loads what fits and says nothing."""
+    """Missing, misshapen, extra or no weights raise an error. Stock loads what fits without a message."""
     checkpoint = torch.load(saved[0], weights_only=False)
     change(checkpoint)
     torch.save(checkpoint, tmp_path / "misfit.ckpt")
@@ -114,7 +114,7 @@ def test_full_weights_that_do_not_fit_are_refused(
 
 
 def test_keys_may_differ_where_loading_is_not_strict(saved: tuple[Path, float], tmp_path: Path) -> None:
-    """strict_loading=False passes over keys that one side lacks."""
+    """strict_loading=False ignores a key that the model lacks."""
     checkpoint = torch.load(saved[0], weights_only=False)
     _with_more(checkpoint)
     torch.save(checkpoint, tmp_path / "more.ckpt")
@@ -125,7 +125,7 @@ def test_keys_may_differ_where_loading_is_not_strict(saved: tuple[Path, float], 
 
 
 class Misuse(pl.Callback):
-    """Does in training what cannot work, and what can."""
+    """A callback that makes calls that must fail during training, and then one that works."""
 
     def __init__(self) -> None:
         self.refused: dict[str, Exception] = {}
@@ -163,7 +163,7 @@ class Misuse(pl.Callback):
 
 
 def test_misuse_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    """Plain load_state_dict, wrong sizes, dtypes and names: an error of ours each, and the values stay."""
+    """Plain load_state_dict and wrong sizes, dtypes and names each raise our own error."""
     misuse = Misuse()
     quiet_trainer(tmp_path, callbacks=[misuse], max_steps=1, precision="32-true").fit(LitTiny(RECIPE))
     assert len(misuse.refused) == 7

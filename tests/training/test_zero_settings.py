@@ -1,4 +1,4 @@
-"""DeepSpeed's own settings for ZeRO-3 change how training runs, never what it computes."""
+"""DeepSpeed's own ZeRO-3 settings change how training runs, but never its results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _train(out: Path, **options: Any) -> tuple[list[float], Recorder]:
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Recorder]:
-    """Losses and masters with the strategy's own settings."""
+    """Train with the strategy's own settings and return losses and masters."""
     return _train(tmp_path_factory.mktemp("default"))
 
 
@@ -37,7 +37,7 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Reco
 def test_a_setting_trains_like_the_default(
     zero: dict[str, Any], default: tuple[list[float], Recorder], tmp_path: Path
 ) -> None:
-    """The same losses and masters to the bit; the norm's order of summation is the only thing that may differ."""
+    """Losses, masters and step counts equal the default's, except for the order in which the norm is summed."""
     losses, recorder = _train(tmp_path, zero=zero)
     expected_losses, expected = default
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), atol=1e-6, rtol=0)

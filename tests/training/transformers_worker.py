@@ -1,7 +1,7 @@
-"""Models of transformers built in configure_model: ``python -m tests.training.transformers_worker OUT``.
+"""Builds models of transformers in configure_model: ``python -m tests.training.transformers_worker OUT``.
 
-As a program it builds one on two processes, from a configuration and from saved weights, and leaves what each saw in
-``OUT/<how>-<rank>.pt``.
+As a program it builds one from a configuration and one from saved weights on two processes, and saves what each rank
+saw to ``OUT/<how>-<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCAB, LENGTH = 64, 16
 
 
 def config_of(kind: str) -> Any:
-    """Two small layers without dropout."""
+    """Return a configuration of two small layers without dropout."""
     import transformers
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -32,7 +32,7 @@ def config_of(kind: str) -> Any:
 
 
 def construct(kind: str) -> nn.Module:
-    """By the constructor, which initialises weights when all modules exist."""
+    """Construct the model, which initialises its weights once all modules exist."""
     import transformers
 
     classes = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
@@ -41,7 +41,7 @@ def construct(kind: str) -> nn.Module:
 
 
 def load(folder: Path) -> nn.Module:
-    """From saved weights."""
+    """Load the model from saved weights."""
     from transformers import AutoModelForCausalLM
 
     model: nn.Module = AutoModelForCausalLM.from_pretrained(folder)
@@ -49,7 +49,7 @@ def load(folder: Path) -> nn.Module:
 
 
 class BuiltOnTokens(Built):
-    """Trains on random tokens."""
+    """A module that trains on random tokens."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         super().__init__(build, language_loss)
@@ -59,12 +59,12 @@ class BuiltOnTokens(Built):
 
 
 def tokens() -> torch.Tensor:
-    """Four sequences."""
+    """Return four sequences."""
     return torch.randint(0, VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(3))
 
 
 def language_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Of the model's own."""
+    """Return the model's own loss."""
     loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
     return loss
 

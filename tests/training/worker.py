@@ -1,6 +1,6 @@
-"""Training runs in processes of their own: ``python -m tests.training.worker RUNS.json``.
+"""Trains in processes of their own: ``python -m tests.training.worker RUNS.json``.
 
-RUNS.json holds a list of :class:`Run`; every rank writes ``losses-<rank>.json`` and rank 0 ``masters.pt`` into its
+RUNS.json holds a list of :class:`Run`. Every rank writes ``losses-<rank>.json`` and rank 0 ``masters.pt`` to its
 ``out`` folder.
 """
 
@@ -37,7 +37,7 @@ class Run:
     save_after_fit: str | None = None
     save_at: tuple[int, ...] = ()
     storage: str | list[str] | None = None
-    # Transfers of optimizer state end late and out of order, as this seed has it.
+    # A seed that makes transfers of optimizer state end late and out of order.
     delays: int | None = None
     delay_us: int = 4000
     transfer: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind."""
+    """The results of a run."""
 
     losses: list[float]
     masters: dict[str, torch.Tensor]
@@ -57,13 +57,15 @@ class Outcome:
 def launch(
     *runs: Any, timeout: float = 600, env: dict[str, str] | None = None, worker: str = "tests.training.worker"
 ) -> list[Outcome]:
-    """Train runs of equally many devices one after the other in fresh processes; what rank 0 left behind of each.
+    """Train runs in turn in fresh processes and return rank 0's result of each.
+
+    All runs must use the same number of devices.
 
     Args:
-        *runs: Of the dataclass that the worker parses.
-        timeout: Seconds.
-        env: Further environment variables. With any, as on a GPU, processes are new interpreters, and Lightning starts
-            those of the other ranks; else they are forked.
+        *runs: Runs of the dataclass that the worker parses.
+        timeout: Limit in seconds.
+        env: Further environment variables. With any, and on a GPU, every process is a new interpreter and Lightning
+            starts the other ranks. Otherwise the processes are forked.
         worker: Module to run.
     """
     assert len({run.devices for run in runs}) == 1
@@ -137,14 +139,14 @@ class Recorder(pl.Callback):
 
 
 def train(run: Run) -> tuple[LitTiny, pl.Trainer, Recorder]:
-    """The run itself, in this process (and those that Lightning launches)."""
+    """Train in this process and in those that Lightning launches."""
     from lightning_smartinfinity import SmartInfinityStrategy, TopK, TransferConfig
 
     recipe, recorder = run.recipe, Recorder(run)
     strategy: Any = run.strategy
     if run.strategy == "smart_infinity":
         options = dict(run.options)
-        if isinstance(options.get("compression"), dict):  # as JSON has a codec
+        if isinstance(options.get("compression"), dict):  # the form that a codec has in JSON
             options["compression"] = TopK(**options["compression"])
         strategy = SmartInfinityStrategy(
             run.storage or str(Path(run.out) / "storage"), transfer=TransferConfig(**run.transfer), **options
@@ -173,7 +175,7 @@ def train(run: Run) -> tuple[LitTiny, pl.Trainer, Recorder]:
 
 
 def parse(raw: dict[str, Any]) -> Run:
-    """A run from its JSON form."""
+    """Return a run from its JSON form."""
     recipe = Recipe(**raw.pop("recipe"))
     recipe = dataclasses.replace(recipe, skip_side_at=tuple(recipe.skip_side_at), nan_at=tuple(recipe.nan_at))
     return Run(recipe=recipe, **{**raw, "save_at": tuple(raw["save_at"])})

@@ -1,8 +1,8 @@
-"""A training that somebody writes into, and reads from: ``python -m tests.training.writes_worker OUT``.
+"""Trains while values are written and read from outside: ``python -m tests.training.writes_worker OUT``.
 
-:data:`EDITS` holds, step by step, what the user of the strategy does and what does the same in plain torch. As a
-program it trains on two processes and leaves what rank 0 saw in ``OUT/<precision>.pt``, and what :func:`load_full` saw
-on each in ``OUT/full-<rank>.pt``.
+:data:`EDITS` holds, step by step, an edit with the strategy and the same edit in plain torch. As a program it trains on
+two processes and saves what rank 0 saw to ``OUT/<precision>.pt`` and what each rank saw in :func:`load_full` to
+``OUT/full-<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ EPS = {"32-true": 1e-4, "bf16-mixed": 1e-2, "bf16-true": 1e-2, "16-mixed": 1e-2}
 
 
 def recipe_for(precision: str) -> Recipe:
-    """Parameters of all sizes, one of them frozen."""
+    """Return a recipe with parameters of all sizes, one of them frozen."""
     return Recipe(precision=precision, odd=True, frozen=True, eps=EPS[precision], max_steps=len(EDITS) + 1)
 
 
 @dataclass
 class Seen:
-    """What a training was and what was read from it."""
+    """The losses and masters of a training and the values read from it."""
 
     losses: list[float] = field(default_factory=list)
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Edit:
-    """One way to write: before a step or, if ``graded``, between its backward and its update."""
+    """An edit before a step or, if ``graded``, between its backward and its update."""
 
     ours: Callable[[dict[str, Any], Any], None]
     torch: Callable[[reference.Live], None]
@@ -51,11 +51,11 @@ class Edit:
 
 
 def gathered(params: dict[str, Any], optimizer: Any) -> None:
-    """Gathers all, writes some."""
+    """Gather all parameters and write to some."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=0), torch.no_grad():
-        # Rank 0 decides what is written.
+        # Rank 0's values count.
         if torch.distributed.get_rank() == 0:
             params["tokens.weight"][3:7] *= 0.5
             params["odd.scale"].fill_(1.25)
@@ -71,7 +71,7 @@ def gathered_in_torch(live: reference.Live) -> None:
 
 
 def only_gathered(params: dict[str, Any], optimizer: Any) -> None:
-    """Gathers all as if to write, and writes nothing."""
+    """Gather all parameters for a write, and write nothing."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(params.values()), modifier_rank=0):
@@ -79,7 +79,7 @@ def only_gathered(params: dict[str, Any], optimizer: Any) -> None:
 
 
 def master_set(params: dict[str, Any], optimizer: Any) -> None:
-    """Sets full and local masters."""
+    """Set full and local masters."""
     from deepspeed.utils import (
         safe_get_local_fp32_param,
         safe_set_full_fp32_param,
@@ -101,7 +101,7 @@ def master_set_in_torch(live: reference.Live) -> None:
 
 
 def moments_set(params: dict[str, Any], optimizer: Any) -> None:
-    """Halves the first moments of some parameters and doubles the second."""
+    """Halve the first moments of some parameters and double the second."""
     from deepspeed.utils import (
         safe_get_full_optimizer_state,
         safe_get_local_optimizer_state,
@@ -123,7 +123,7 @@ def moments_set_in_torch(live: reference.Live) -> None:
 
 
 def gradient_set(params: dict[str, Any], optimizer: Any) -> None:
-    """Changes gradients by all three calls."""
+    """Change gradients with all three calls."""
     from deepspeed.utils import (
         safe_get_full_grad,
         safe_get_local_grad,
@@ -144,7 +144,7 @@ def gradient_set_in_torch(live: reference.Live) -> None:
 
 
 def refreshed(params: dict[str, Any], optimizer: Any) -> None:
-    """Takes the parameters as masters."""
+    """Copy the parameters to the masters."""
     optimizer.refresh_fp32_params()
 
 
@@ -154,7 +154,7 @@ def refreshed_in_torch(live: reference.Live) -> None:
 
 
 def nothing_in_torch(live: reference.Live) -> None:
-    """What only gathers changes nothing."""
+    """Change nothing, as an edit that only gathers."""
 
 
 EDITS = [
@@ -166,11 +166,11 @@ EDITS = [
     Edit(refreshed, refreshed_in_torch),
     Edit(master_set, master_set_in_torch),
 ]
-"""One for each step from the first on."""
+"""The list holds one edit for each step, beginning with the first."""
 
 
 def read_all(params: dict[str, Any], prefix: str) -> dict[str, torch.Tensor | None]:
-    """What the safe_get_full_* family says of some parameters."""
+    """Return what the safe_get_full_* functions give for some parameters."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
     seen: dict[str, torch.Tensor | None] = {}
@@ -183,7 +183,7 @@ def read_all(params: dict[str, Any], prefix: str) -> dict[str, torch.Tensor | No
 
 
 class Editor(pl.Callback):
-    """Applies the edits, and reads before and after each, between backward and update, and when training is over."""
+    """A callback that applies the edits and reads before and after each, and between backward and update."""
 
     def __init__(self) -> None:
         self.seen = Seen()
@@ -215,12 +215,12 @@ class Editor(pl.Callback):
 
 
 def run(precision: str, out: Path, *, devices: int = 1) -> Seen:
-    """Train with every edit."""
+    """Train with every edit and return what was read."""
     from lightning_smartinfinity import SmartInfinityStrategy
 
     editor = Editor()
-    # The persistence threshold lies between the sizes: some parameters are gathered when they are written, some not.
-    # Tasklets as small as they may be: parameters share them, and some spread over several.
+    # Some parameters lie above the persistence threshold, so that they are gathered for a write, and some below. The
+    # smallest tasklets make parameters share tasklets or spread over several.
     strategy = SmartInfinityStrategy(
         out / "storage",
         transfer=TransferConfig(tasklet_bytes=64 * 1024),
@@ -231,7 +231,7 @@ def run(precision: str, out: Path, *, devices: int = 1) -> Seen:
     module = LitTiny(recipe)
     settings: dict[str, Any] = {"precision": precision, "max_steps": recipe.max_steps, "callbacks": [editor]}
     quiet_trainer(out, strategy, devices=devices, **settings).fit(module)
-    # Training is over, its state still there.
+    # Training is over, and its state still exists.
     editor.seen.read |= read_all(dict(module.model.named_parameters()), "after")
     strategy.close()
     editor.seen.losses = module.losses
@@ -239,9 +239,9 @@ def run(precision: str, out: Path, *, devices: int = 1) -> Seen:
 
 
 def expected(precision: str, *, world_size: int = 1) -> Seen:
-    """The same in plain torch."""
+    """Train with the same edits in plain torch."""
     seen = Seen()
-    # DeepSpeed's gradients in fp16 are those of the scaled loss.
+    # In fp16 DeepSpeed's gradients are those of the scaled loss.
     scale = SCALE if precision.startswith("16") else 1.0
 
     def read(when: str, live: reference.Live) -> None:
@@ -280,7 +280,7 @@ def expected(precision: str, *, world_size: int = 1) -> Seen:
 
 
 class Loaded(pl.Callback):
-    """Keeps what a checkpoint of one file has become, when training starts."""
+    """A callback that keeps the state loaded from a one-file checkpoint when training starts."""
 
     def __init__(self) -> None:
         self.masters: dict[str, torch.Tensor | None] = {}
@@ -300,7 +300,7 @@ class Loaded(pl.Callback):
 
 
 class WrongOnOneRank(pl.Callback):
-    """Rank 1 alone passes a value that does not fit."""
+    """A callback in which rank 1 alone passes a value of the wrong size."""
 
     def __init__(self) -> None:
         self.refused = ""
@@ -315,7 +315,7 @@ class WrongOnOneRank(pl.Callback):
 
 
 def load_full(out: Path) -> None:
-    """On two processes: full weights in fp32, and a mistake on one of them."""
+    """Load full fp32 weights on two processes, and make a mistake on one of them."""
     from lightning_smartinfinity import SmartInfinityStrategy
 
     loaded, wrong, recipe = Loaded(), WrongOnOneRank(), recipe_for("bf16-mixed")

@@ -1,5 +1,5 @@
 // DeepSpeed's own asynchronous file I/O (csrc/aio/common, compiled unchanged) behind a C interface. It replaces the
-// pybind11 layer of its async_io op, which takes minutes to compile; like that layer it hears nothing of a failed
+// pybind11 layer of its async_io op, which takes minutes to compile; like that layer it does not report a failed
 // write.
 #include <deepspeed_aio_common.h>
 

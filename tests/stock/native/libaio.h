@@ -1,5 +1,5 @@
-// The part of libaio's interface that DeepSpeed's I/O code uses, straight on the kernel's system calls, so that the
-// comparison with stock needs no system package.
+// The part of libaio's interface that DeepSpeed's I/O code uses, built directly on the kernel's system calls, so
+// that the comparison with stock needs no system package.
 #pragma once
 
 #include <linux/aio_abi.h>
