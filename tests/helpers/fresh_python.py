@@ -41,7 +41,7 @@ def fresh_python(code: str, *arguments: str, cwd: Path, autoload: bool = True, *
 
 
 def fresh_environment() -> dict[str, str]:
-    """The environment without what an earlier fit in this process, or its launcher, left in it."""
+    """Return the environment without what an earlier fit in this process, or its launcher, left in it."""
     left = {
         "MASTER_ADDR",
         "MASTER_PORT",

@@ -39,21 +39,21 @@ def join(*threads: threading.Thread) -> None:
 
 
 def lenient(seconds: float, *, pauses: int = 20) -> float:
-    """Returns a deadline that work which nothing holds up keeps on this machine, however busy it is now.
+    """Return a deadline that unhindered work meets on this machine, however busy the machine is now.
 
     Args:
         seconds: The deadline on an idle machine.
-        pauses: It is at least so many times as long as a thread has to wait for a core now. A test that goes on when
-            something else is late is content with fewer.
+        pauses: The deadline is at least this many times as long as a thread has to wait for a core now. A test that
+            goes on when something else is late may pass fewer.
 
     Returns:
-        Seconds, in whole milliseconds if they are more than those given.
+        Seconds, rounded to milliseconds if they are more than those given.
     """
     return max(seconds, round(pauses * _longest_pause(), 3))
 
 
 def _longest_pause() -> float:
-    """Computes for a few milliseconds; returns the longest time in seconds for which the thread was not let run."""
+    """Compute for a few milliseconds and return the longest time, in seconds, for which the thread did not run."""
     longest, until = 0.0, time.thread_time() + 0.02
     last = time.monotonic()
     while time.thread_time() < until:
