@@ -132,7 +132,7 @@ def describe(trainer: L.Trainer, module: L.LightningModule) -> str:
 
 
 def bytes_per_step(trainer: L.Trainer) -> int:
-    """Bytes of text that an optimizer step learns from, over all ranks."""
+    """Returns how many bytes of text an optimizer step learns from, over all ranks."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     assert isinstance(data, TextFolder)
     return data.batch_size * data.block_size * trainer.accumulate_grad_batches * trainer.world_size

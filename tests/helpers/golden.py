@@ -63,7 +63,7 @@ def random_arrays(step: object, numel: int, seed: int, *, special: bool) -> tupl
         values = random.standard_normal(numel).astype(np.float32)
         if name in _SQUARES:
             values = values * values
-        if name == "grad_avg":  # or the variance would be negative
+        if name == "grad_avg":  # otherwise the variance would be negative
             values = np.tanh(values) * np.float32(0.9) * np.sqrt(arrays[2])
         if special:
             chosen = random.integers(0, 3, numel) == 0

@@ -1,4 +1,4 @@
-"""Modules that are hard for ZeRO-3's hooks, and how to train them by smart_infinity and by plain torch alike.
+"""Modules that are hard for ZeRO-3's hooks, and their training by plain torch.
 
 A case is a LightningModule with a ``loss``; everything in it is plain torch.
 """
@@ -97,7 +97,7 @@ class HardModule(pl.LightningModule):
         return self.build_optimizer([(n, p) for n, p in self.named_parameters() if p.requires_grad])
 
     def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
-        """AdamW whose eps is large, so that rounding noise in vanishing gradients stays noise."""
+        """Return an AdamW whose eps is large, so that rounding noise in vanishing gradients stays noise."""
         return torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1, eps=1e-4)
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:

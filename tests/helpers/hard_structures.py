@@ -186,7 +186,7 @@ class Shapes(HardModule):
 
 
 class Layers(HardModule):
-    """torch's own awkward layers."""
+    """Layers of torch's own that are awkward for ZeRO-3."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -141,7 +141,7 @@ def sgd(step: SgdStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Flo
 
 def rmsprop(step: RmspropStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Floats, ...]:
     """Return master, square_avg, momentum_buffer and grad_avg after a step of RMSprop, otherwise as :func:`adam`."""
-    _, _, b, a = state  # what a step does not use keeps every bit
+    _, _, b, a = state  # an array that a step does not use keeps every bit
     with np.errstate(all="ignore"):
         p, v, buffer, average = (flush(array) for array in state)
         g = _decayed(gradient, p, step.gradient_scale, step.weight_decay)

@@ -1,4 +1,4 @@
-"""Waits that end, and deadlines that a busy machine can keep."""
+"""Waits with a limit, and deadlines that a busy machine can meet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROCESS_LIMIT = 9 * LIMIT
 
 
 def await_that(condition: Callable[[], bool], *, seconds: float = LIMIT) -> None:
-    """Returns once the condition holds.
+    """Return once the condition holds.
 
     Raises:
         AssertionError: It did not hold in time.
@@ -28,7 +28,7 @@ def await_that(condition: Callable[[], bool], *, seconds: float = LIMIT) -> None
 
 
 def join(*threads: threading.Thread) -> None:
-    """Waits until threads have ended.
+    """Wait until threads have ended.
 
     Raises:
         AssertionError: One has not ended in time.

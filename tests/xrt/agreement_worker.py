@@ -19,7 +19,7 @@ from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
 FIRST_MASTER = 1
-"""Number of a pointer of ``sgd_update``."""
+"""Index of the pointer of ``sgd_update`` to the master weights."""
 
 
 def outcome(folder: Path, cards: EmulatedCards, rank: int, wanted: str, *, failing: bool) -> list[str | int]:

@@ -310,7 +310,7 @@ class WatchedBinding(ApiBinding):
 def test_the_cards_memory_is_registered_with_nobody(
     tmp_path: Path, emulated_cards: EmulatedCards, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
-    """It is not registered with CUDA, which gets only other memory, nor with io_uring, which is not used at all."""
+    """CUDA registers only other memory than the card's, and io_uring, which could register it, is not used."""
     numel, step, stream = 5_000, STEPS["adamw"], CudaStream(CudaDevice(0))
     gradient, *arrays = random_arrays(step, numel, 12, special=False)
     binding = WatchedBinding(0, emulated_cards.build.xclbin)

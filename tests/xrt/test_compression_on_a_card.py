@@ -120,4 +120,4 @@ def test_what_does_not_fit(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
         runs = runs_of(np.zeros(NUMEL, np.float32), GRADIENT, DType.FLOAT32)
         with pytest.raises(ValueError, match="tasklet 0: its payload does not fit gradient_bytes"):
             state.submit(runs, STEPS_OF_IT)
-        assert state.stored.work(Operation.UPDATE, runs, STEPS_OF_IT) is None  # the host takes it
+        assert state.stored.work(Operation.UPDATE, runs, STEPS_OF_IT) is None  # the host can update it

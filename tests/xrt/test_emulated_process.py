@@ -42,7 +42,7 @@ def test_process_ends_with_what_was_given_up(
 ) -> None:
     """A process exits before XRT's static destructors, which would abort it, and its output is not lost."""
     arguments = [str(emulated_cards.build.xclbin), str(tmp_path), fault]
-    for _ in range(times):  # without the precaution about every other time fails
+    for _ in range(times):  # without the precaution about half of the runs fail
         completed = _run([sys.executable, "-m", "tests.xrt.hung_exit", *arguments], emulated_cards.build, {})
         assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
 

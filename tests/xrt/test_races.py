@@ -64,7 +64,7 @@ class Racer:
 
     @property
     def _order(self) -> list[int]:
-        """Some positions of tasklets that have been begun."""
+        """Random positions of tasklets that have begun."""
         return [int(p) for p in self._random.permutation(self._num_begun)[: self._random.integers(1, 8)]]
 
     def begin(self) -> None:

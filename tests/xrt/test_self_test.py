@@ -272,7 +272,7 @@ def test_an_xclbin_with_the_kernel_of_rmsprop_alone(tmp_path: Path, emulated_car
 
 @pytest.mark.usefixtures("alone")
 def test_an_xclbin_for_other_optimizers(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """A card has no room for all kernels: the error says how to build the one that is missing."""
+    """A card has no room for all kernels, so the error says how to build the missing one."""
     without = SmartSSDConfig(xclbin=emulated_cards.build.probe_xclbin)
     with pytest.raises(DeviceError, match="has no kernel sgd_update; it has probe") as caught:
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd", smartssd=without), optimizer="SGD")
@@ -376,7 +376,7 @@ def test_a_variable_that_names_no_file(
 @pytest.mark.parametrize("settings", [{"direct_io": "off"}, {"io_engine": "plain"}])
 @pytest.mark.usefixtures("alone")
 def test_page_cache_is_out_of_reach(tmp_path: Path, emulated_cards: EmulatedCards, settings: dict[str, str]) -> None:
-    """State that goes through host memory cannot be updated beside the SSD."""
+    """Settings that put state into the page cache are refused, because a card cannot see it there."""
     asked = offload(tmp_path, emulated_cards, "smartssd", transfer=TransferConfig(**settings))
     with pytest.raises(ConfigError, match="page cache"):
         choose_update_device(asked, optimizer="Adam")

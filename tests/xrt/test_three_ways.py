@@ -77,7 +77,7 @@ class Training:
         if self.optimizer == "rmsprop":
             _, square_avg, momentum_buffer, grad_avg = arrays
             np.abs(square_avg, out=square_avg, where=~np.isnan(square_avg))
-            bound = np.float32(0.9) * np.sqrt(np.nan_to_num(square_avg))  # or variances would be negative
+            bound = np.float32(0.9) * np.sqrt(np.nan_to_num(square_avg))  # otherwise variances would be negative
             # The second group does not use these: nothing would flush them.
             arrays[2:] = flush(momentum_buffer), flush(np.clip(grad_avg, -bound, bound))
         elif self.optimizer != "sgd":

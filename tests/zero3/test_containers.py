@@ -14,7 +14,7 @@ from tests.zero3.containers_worker import CASES, NUMEL
 GIB = 1 << 30
 TASKLET_BYTES = 4 << 20
 RESERVED = 4 * NUMEL + 2 * TASKLET_BYTES
-"""Bytes of a rank's gradients and of its ring."""
+"""Bytes of a rank's gradients and of its ring of buffers."""
 
 
 def make_root(root: Path, group: Path | None) -> None:

@@ -84,7 +84,7 @@ def test_private_gradient_map_is_only_read_where_overridden() -> None:
     replaced = {"_setup_for_real_optimizer", "partition_grads", "_get_fp32_grad_state_partition"}
     not_entered = {
         "independent_gradient_partition_epilogue",  # only without offload_optimizer
-        # Both only with managed_gradient_accumulation off, which nobody can set.
+        # Both are used only with managed_gradient_accumulation off, which nobody can set.
         "finalize_gradient_accumulation_boundary",
         "_finalize_offload_gradient_accumulation",
         "update_fp32_grad_for_param_vectorized",  # only without offload_optimizer

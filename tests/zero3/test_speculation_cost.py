@@ -18,7 +18,7 @@ NUM_PARAMETERS = 1000
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
-    """The parameters whose tasklets somebody asked for."""
+    """A growing list of the parameters whose tasklets somebody asked for."""
     calls: list[slice] = []
     tasklets_of = PartitionLayout.tasklets_of
 

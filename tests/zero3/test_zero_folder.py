@@ -119,7 +119,7 @@ def change(folder: Path, **changes: object) -> None:
     ],
 )
 def test_files_that_do_not_belong_together(changes: dict[str, object], named: str, tmp_path: Path) -> None:
-    """The error says what is wrong; nothing has been read."""
+    """The error says what is wrong, and gives a remedy."""
     save(tmp_path, 1)
     change(tmp_path, **changes)
     file = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
