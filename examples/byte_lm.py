@@ -32,7 +32,7 @@ class ByteLM(L.LightningModule):
         model_size: One of ``SIZES``.
         block_size: The most bytes the model sees at once.
         lr: Peak learning rate.
-        weight_decay: Of matrices; vectors (biases, norms) and embeddings have none.
+        weight_decay: Weight decay of matrices; vectors (biases, norms) and embeddings have none.
         warmup_share: Share of the steps that the learning rate rises for.
         init_from: Checkpoint to take weights from: a file, or a ZeRO-3 checkpoint folder.
     """
@@ -57,12 +57,12 @@ class ByteLM(L.LightningModule):
             self.load_state_dict(load_weights(init_from))
 
     def configure_model(self) -> None:
-        # Here and not in __init__, so that ZeRO-3 divides each layer as soon as it is made.
+        # The model is made here and not in __init__, so that ZeRO-3 divides each layer as soon as it is made.
         if self.model is None:
             self.model = Decoder(*SIZES[self.hparams["model_size"]], block_size=self.block_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 ``[batch, time]`` to logits ``[batch, time, 256]``."""
+        """Returns logits ``[batch, time, 256]`` for int64 tokens ``[batch, time]``."""
         assert self.model is not None
         return self.model(tokens)
 
@@ -75,7 +75,7 @@ class ByteLM(L.LightningModule):
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Mean cross entropy in nats per byte of uint8 ``[batch, time + 1]``."""
+        """Returns the mean cross entropy in nats per byte of uint8 ``[batch, time + 1]``."""
         tokens = windows.long()
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -102,9 +102,9 @@ class ByteLM(L.LightningModule):
 
         Args:
             prompt: At least one byte.
-            num_bytes: How many to add.
+            num_bytes: Number of bytes to add.
             temperature: 0 takes the likeliest byte each time.
-            seed: Of the sampling; the same on every rank.
+            seed: Seed of the sampling; the same on every rank.
         """
         was_training = self.training
         self.eval()
@@ -164,7 +164,7 @@ class Block(nn.Module):
 
 
 class Linear(nn.Linear):
-    """GPT-2's initialisation, drawn inside the constructor: afterwards ZeRO-3 has taken the weight away."""
+    """A layer with GPT-2's initialisation, drawn in the constructor: afterwards ZeRO-3 has taken the weight away."""
 
     def __init__(self, in_features: int, out_features: int, *, std: float = 0.02) -> None:
         self.std = std
@@ -176,19 +176,19 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """As :class:`Linear`."""
+    """An embedding with GPT-2's initialisation, drawn as in :class:`Linear`."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a parameter multiplies: by name, since ZeRO-3 leaves no shape to go by."""
+    """Returns whether a parameter is a matrix, by its name, since ZeRO-3 leaves no shape to go by."""
     return name.endswith(".weight") and not any(part in name for part in ("norm", "bytes", "positions"))
 
 
 def load_weights(path: str) -> dict[str, Tensor]:
-    """Weights by name out of a Lightning checkpoint file or a ZeRO-3 checkpoint folder."""
+    """Returns weights by name from a Lightning checkpoint file or a ZeRO-3 checkpoint folder."""
     if Path(path).is_dir():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -197,7 +197,7 @@ def load_weights(path: str) -> dict[str, Tensor]:
 
 
 def warmup_cosine(step: int, *, num_warmup: int, num_steps: int) -> float:
-    """Factor of the peak learning rate: rises to 1, then falls to 0.1 along a cosine."""
+    """Returns the factor of the peak learning rate, which rises to 1, then falls to 0.1 along a cosine."""
     if step < num_warmup:
         return (step + 1) / num_warmup
     progress = min(1.0, (step - num_warmup) / max(1, num_steps - num_warmup))
@@ -205,7 +205,7 @@ def warmup_cosine(step: int, *, num_warmup: int, num_steps: int) -> float:
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """The next byte out of float32 logits ``[256]``: int64 ``[1]``."""
+    """Returns the next byte, int64 ``[1]``, for float32 logits ``[256]``."""
     if temperature == 0:
         return logits.argmax().reshape(1)
     return torch.multinomial(F.softmax(logits / temperature, dim=0), 1, generator=generator)

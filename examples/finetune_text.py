@@ -48,14 +48,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def quieten() -> None:
-    """Leaves out what Lightning tells of hardware, and warnings of libraries about each other."""
+    """Silences Lightning's messages about hardware and warnings of libraries about each other."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated.*")
 
 
 def build_data(options: argparse.Namespace) -> TextFolder:
-    """The text, already read, so that a wrong folder shows at once."""
+    """Returns the text, already read, so that a wrong folder shows at once."""
     data = TextFolder(
         options.data,
         pattern=options.pattern,
@@ -68,7 +68,7 @@ def build_data(options: argparse.Namespace) -> TextFolder:
 
 
 def build_trainer(options: argparse.Namespace) -> tuple[Report, L.Trainer]:
-    """A Trainer like any other, but for the strategy's name."""
+    """Returns the report and a Trainer like any other but for the strategy's name."""
     every_n_steps = max(1, options.max_steps // 10)
     steps_to_validation = options.max_steps // (2 if options.max_steps % 2 == 0 else 1)  # the last step is one of them
     monitor = StorageTrafficMonitor() if options.strategy == NAME else None
@@ -103,7 +103,7 @@ def build_trainer(options: argparse.Namespace) -> tuple[Report, L.Trainer]:
 
 
 def choose_strategy(options: argparse.Namespace) -> Any:
-    """The strategy by name, or an instance where it takes settings."""
+    """Returns the strategy by name, or an instance if it takes settings."""
     if options.storage is None:
         return options.strategy
     if options.strategy != NAME:
@@ -114,7 +114,7 @@ def choose_strategy(options: argparse.Namespace) -> Any:
 
 
 def choose_precision(accelerator: str) -> str:
-    """bfloat16 where it is not emulated: on a CPU without instructions for it, it is ten times slower than float32."""
+    """Returns bfloat16 where it is not emulated, since a CPU that emulates it is ten times slower than in float32."""
     if accelerator != "cpu" and torch.cuda.is_available():
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
     cpu = Path("/proc/cpuinfo")
@@ -123,7 +123,7 @@ def choose_precision(accelerator: str) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Options, checked as far as they can be without loading anything."""
+    """Returns the options, checked as far as they can be without loading anything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     positive = at_least(1)
     parser.add_argument("--data", help="folder of text (default: the Python standard library's sources)")
@@ -159,7 +159,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def at_least(minimum: int) -> Any:
-    """An argparse type."""
+    """Returns an argparse type for integers of at least this minimum."""
 
     def number(text: str) -> int:
         value = int(text)

@@ -79,7 +79,7 @@ class TextFolder(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Tensor]:
         trainer = self.trainer
         assert trainer is not None and self.val_windows is not None
-        # As many on every rank, since a ZeRO-3 forward needs them all.
+        # Every rank gets as many, since a ZeRO-3 forward needs them all.
         per_rank = max(1, min(self.num_val_windows, len(self.val_windows)) // trainer.world_size)
         chosen = range(trainer.global_rank, per_rank * trainer.world_size, trainer.world_size)
         spread = len(self.val_windows) / (per_rank * trainer.world_size)
@@ -88,7 +88,7 @@ class TextFolder(L.LightningDataModule):
 
 
 class Windows(Dataset[Tensor]):
-    """Consecutive windows of ``block_size + 1`` bytes, one byte apart at the seams: uint8 ``[block_size + 1]``."""
+    """Consecutive windows of ``block_size + 1`` bytes that overlap by one byte: uint8 ``[block_size + 1]``."""
 
     def __init__(self, files: list[Path], block_size: int, max_bytes: int) -> None:
         self.block_size = block_size
@@ -128,7 +128,7 @@ class EndlessSampler(Sampler[int]):
 
 
 def find_files(folder: Path, pattern: str) -> list[Path]:
-    """Files below a folder in a fixed order, without tests and installed packages."""
+    """Returns the files below a folder in a fixed order, without tests and installed packages."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder.")
     files = [
@@ -144,7 +144,7 @@ def find_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def read_bytes(files: list[Path], max_bytes: int) -> Tensor:
-    """The files one after the other, uint8 ``[bytes]``."""
+    """Returns the files one after the other, uint8 ``[bytes]``."""
     text = bytearray()
     for file in files:
         text += file.read_bytes()

@@ -1,4 +1,4 @@
-"""Transfer handlers over cards, emulated or fake, and the same ones over the host to compare them with."""
+"""Builds transfer handlers over emulated or fake cards, and the same ones over the host for comparison."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 def setup_of(
     num_cards: int, path: Path, *, first: int = 0, sharers: int = 1, binding: str = "native", **settings: Any
 ) -> CardSetup:
-    """A setup of emulated cards.
+    """Return a setup of emulated cards.
 
     Args:
-        num_cards: Of them.
-        path: Of the xclbin.
+        num_cards: Number of cards.
+        path: Path of the xclbin.
         first: Number of the first card.
-        sharers: As :class:`CardSetup`'s.
-        binding: The same.
-        **settings: Of :class:`SmartSSDConfig`.
+        sharers: See :class:`CardSetup`.
+        binding: See :class:`CardSetup`.
+        **settings: Settings of :class:`SmartSSDConfig`.
     """
     kernels = tuple(kernel.name for kernel in EMULATED.kernels)
     return CardSetup(
@@ -73,11 +73,11 @@ def setup_of(
 
 
 def cards(path: Path, **settings: Any) -> Callable[[Run], StorageDevice]:
-    """Makes the device of a run on as many cards as it has folders.
+    """Return a function that makes the device of a run, with as many cards as the run has folders.
 
     Args:
-        path: Of the xclbin.
-        **settings: As :func:`setup_of`'s.
+        path: Path of the xclbin.
+        **settings: See :func:`setup_of`.
     """
 
     def device(run: Run) -> StorageDevice:
@@ -102,24 +102,24 @@ class _SettledHost(HostDevice):
 
 
 def settled_host(run: Run) -> StorageDevice:
-    """Makes the host's device of a run whose state files are comparable to those of cards."""
+    """Return the host's device of a run whose state files are comparable to those of cards."""
     return _SettledHost(num_buffers=run.case.num_buffers)
 
 
 def state_files(run: Run) -> list[bytes]:
-    """Every byte of state on storage."""
+    """Return every byte of state on storage, by file."""
     return [Path(file.path).read_bytes() for file in run.store.files]
 
 
 def same_as_host(run: Run, host: Run) -> None:
-    """Parameters, state, step counts and every byte on storage."""
+    """Assert that parameters, state, step counts and every byte on storage are equal."""
     assert_equal(run.state(), host.state())
     for mine, theirs in zip(state_files(run), state_files(host), strict=True):
         assert mine == theirs
 
 
 def write_xclbin(folder: Path) -> Path:
-    """The xclbin for tests."""
+    """Write the xclbin for tests and return its path."""
     path = folder / "kernels.xclbin"
     path.write_bytes(xclbin(EMULATED))
     return path

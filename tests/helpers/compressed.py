@@ -1,4 +1,4 @@
-"""Compressed gradients by numpy: what the codecs must agree with, bit for bit."""
+"""Compresses gradients with numpy: the reference that the codecs must match bit for bit."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _LARGEST = {DType.FLOAT16: 65504.0, DType.BFLOAT16: float(np.array(0x7F7F0000, n
 
 @dataclass(frozen=True)
 class Source:
-    """What is to be sent of a tasklet.
+    """The gradient of a tasklet, and which part of it to send.
 
     Attributes:
-        gradient: As stored: fp32, or 16-bit patterns.
-        dtype: Its type.
-        sent: Which elements may be sent; None: all.
-        residual: fp32; None: none.
-        scale: Of the gradient.
+        gradient: The gradient as stored: fp32, or 16-bit patterns.
+        dtype: Type of the gradient.
+        sent: Which elements may be sent; None means all.
+        residual: The fp32 residual, or None.
+        scale: Scale of the gradient.
     """
 
     gradient: Bits
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def values(self) -> Floats:
-        """The gradient and the residual; zero where nothing may be sent."""
+        """The sum of the gradient and the residual, zero where nothing may be sent."""
         values = decode(self.gradient, self.dtype)
         if self.residual is not None:
             with np.errstate(all="ignore"):
@@ -64,7 +64,7 @@ class Source:
 
 
 def top_k(source: Source, ratio: float, value_dtype: DType | None = None) -> bytes:
-    """The payload of the largest elements."""
+    """Return the payload of the largest elements."""
     values, numel = source.values, source.gradient.size
     magnitudes = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
     order = np.lexsort((np.arange(numel), -magnitudes.astype(np.int64)))
@@ -75,7 +75,7 @@ def top_k(source: Source, ratio: float, value_dtype: DType | None = None) -> byt
 
 
 def rounded(values: Floats, dtype: DType) -> Bits:
-    """To nearest; a finite value stays finite."""
+    """Round values to the nearest ones of a type; a finite value stays finite."""
     stored = encode(values, dtype)
     if dtype is not DType.FLOAT32:
         overflowed = np.isinf(decode(stored, dtype)) & np.isfinite(values)
@@ -85,7 +85,7 @@ def rounded(values: Floats, dtype: DType) -> Bits:
 
 
 def fed_back(source: Source, sent: Floats) -> Floats:
-    """The residual after a step that sent these values, zero where nothing was."""
+    """Return the residual after a step that sent these values, which are zero where nothing was sent."""
     assert source.residual is not None
     with np.errstate(all="ignore"):
         rest = (source.values - sent) / np.float32(source.scale)
@@ -97,8 +97,8 @@ class Codes:
     """Values in 8 bits.
 
     Attributes:
-        exponents: uint8 for each block of 256.
-        codes: int8.
+        exponents: A uint8 for each block of 256.
+        codes: An int8 for each value.
     """
 
     exponents: npt.NDArray[np.uint8]
@@ -106,12 +106,12 @@ class Codes:
 
     @property
     def values(self) -> Floats:
-        """What they stand for, exactly."""
+        """The exact values that the codes stand for."""
         scales = np.exp2(self.exponents.astype(np.float64) - 127)
         return (self.codes * np.repeat(scales, _BLOCK)[: self.codes.size]).astype(np.float32)
 
     def payload(self) -> Payload:
-        """Exponents are where a sparse gradient's has indices; there are no counts."""
+        """Return the payload, with exponents in place of a sparse gradient's indices and no counts."""
         parts = [_padded(self.exponents), _padded(self.codes)]
         sizes = [self.codes.size, self.exponents.size, _BLOCK, 0, *(part.size // 64 for part in parts)]
         header = _padded(np.array([BLOCK_SCALED_MAGIC, 1, *sizes], np.uint32))
@@ -119,17 +119,17 @@ class Codes:
 
 
 def block_scaled(values: Floats) -> bytes:
-    """The payload of 8 bits for each of these finite values."""
+    """Return the payload with 8 bits for each of these finite values."""
     return block_scaled_codes(values).payload().tobytes()
 
 
 def block_scaled_codes(values: Floats) -> Codes:
-    """By exact arithmetic; the values are finite."""
+    """Return the codes of finite values, computed by exact arithmetic."""
     numel = values.size
     blocks = np.zeros((-(-numel // _BLOCK), _BLOCK), np.float64)
     blocks.reshape(-1)[:numel] = values
     largest = np.abs(blocks).max(axis=1, initial=0)
-    # The least power of two whose 127.5-fold is above: np.frexp gives largest = m * 2**e with m in [0.5, 1).
+    # The least power of two whose 127.5-fold exceeds it: np.frexp gives largest = m * 2**e with m in [0.5, 1).
     mantissas, exponents = np.frexp(largest)
     scales = np.where(largest > 0, exponents - 7 + (mantissas >= 127.5 / 128), -126)
     scales = np.clip(scales, -126, 121)

@@ -1,4 +1,4 @@
-"""Damage to files, as disks do it."""
+"""Damages files as disks do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def flip_bit_behind(content: bytes, file: Path) -> None:
-    """In the byte that follows some content of a file."""
+    """Flip a bit in the byte that follows some content of a file."""
     changed = bytearray(file.read_bytes())
     changed[changed.index(content) + len(content)] ^= 16
     file.write_bytes(changed)

@@ -1,12 +1,12 @@
 """Forks processes that have everything imported: ``python -m tests.helpers.fork_server DESCRIPTOR``.
 
-To import torch, Lightning and DeepSpeed takes several seconds, most of what a small training takes in a process of its
-own. The server imports them once, does nothing else, and forks for every job that arrives on its socket (a line of
-JSON, answered by the exit status). What is forked has a server's memory, but nothing was computed there: it runs the
-module as ``python -m`` does and ends as an interpreter does.
+Importing torch, Lightning and DeepSpeed takes several seconds, most of the time of a small training in its own process.
+The server imports them once, does nothing else, and forks for every job that arrives on its socket (a line of JSON,
+answered by the exit status). A forked process starts with the server's memory, in which nothing was computed. It runs
+the module as ``python -m`` does and ends as an interpreter does.
 
-Ranks are told who they are by the environment, as by torchrun. They share one seed of hashes, which interpreters that
-Lightning starts do not.
+Ranks learn their numbers from the environment, as under torchrun. They share one hash seed, unlike interpreters that
+Lightning starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-# Of these, the later ones are what DeepSpeed imports when an engine starts.
+# DeepSpeed imports its modules in this list only when an engine starts.
 PRELOADED = (
     "lightning_smartinfinity.strategy",
     "lightning_smartinfinity.fabric",
@@ -44,7 +44,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
         importlib.import_module(name)
-    # Collections of the forked processes then leave these pages alone, and shared.
+    # Garbage collection in the forked processes then leaves these pages alone, so they stay shared.
     gc.collect()
     gc.freeze()
     job = _serve(control)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket) -> dict[str, Any] | None:
-    """Forks for job after job: returns it in a process forked for it, and None in the server when there are no more."""
+    """Fork for each job. Return the job in a process forked for it, and None in the server when there are no more."""
     with control.makefile("rw") as lines:
         for line in lines:
             job: dict[str, Any] = json.loads(line)
@@ -70,7 +70,7 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(job: dict[str, Any], environment: dict[str, str]) -> None:
-    """Gives a forked process what a new one would have been given."""
+    """Give a forked process the output, environment and random seeds that a new one would have."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(job[name], os.O_WRONLY | os.O_APPEND), descriptor)
     os.environ.clear()
@@ -81,7 +81,7 @@ def _become(job: dict[str, Any], environment: dict[str, str]) -> None:
 
 
 def _wait(ranks: set[int]) -> int:
-    """The first exit status that is not 0, after which the others are killed, or 0."""
+    """Return 0, or the first exit status that is not 0, after which the other ranks are killed."""
     first = 0
     while ranks:
         rank, status = os.wait()

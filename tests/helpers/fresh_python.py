@@ -14,7 +14,7 @@ __all__ = ["fresh_environment", "fresh_python"]
 
 
 def fresh_python(code: str, *arguments: str, cwd: Path, autoload: bool = True, **environment: str) -> str:
-    """Runs code outside the checkout and returns what it prints.
+    """Run code outside the checkout and return what it prints.
 
     Args:
         code: Python source; its arguments are in ``sys.argv[1:]``.
@@ -41,7 +41,7 @@ def fresh_python(code: str, *arguments: str, cwd: Path, autoload: bool = True, *
 
 
 def fresh_environment() -> dict[str, str]:
-    """The environment without what an earlier fit in this process, or its launcher, left in it."""
+    """Return the environment without what an earlier fit in this process, or its launcher, left in it."""
     left = {
         "MASTER_ADDR",
         "MASTER_PORT",

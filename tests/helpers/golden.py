@@ -1,4 +1,4 @@
-"""Golden vectors of every update rule: the steps, the values they are done to, and what equal bits are.
+"""Golden vectors of every update rule: the steps, the values they are applied to, and the comparison of bits.
 
 The host's kernels, those of a card and numpy must agree on them.
 """
@@ -49,13 +49,13 @@ _SQUARES = ("exp_avg_sq", "sum", "square_avg")  # never negative
 
 
 def random_arrays(step: object, numel: int, seed: int, *, special: bool) -> tuple[Floats, ...]:
-    """A gradient, then the arrays of the step's rule.
+    """Return a gradient, then the arrays of the step's rule.
 
     Args:
-        step: The rule is that of its class.
-        numel: Elements of each.
-        seed: Of the values.
-        special: A third of them are zeros, infinities, NaNs, subnormals and what is next to those.
+        step: Its class decides the rule.
+        numel: Number of elements of each array.
+        seed: Seed of the values.
+        special: Whether a third of them are zeros, infinities, NaNs, subnormals and their neighbours.
     """
     random = np.random.default_rng(seed)
     arrays = []
@@ -63,7 +63,7 @@ def random_arrays(step: object, numel: int, seed: int, *, special: bool) -> tupl
         values = random.standard_normal(numel).astype(np.float32)
         if name in _SQUARES:
             values = values * values
-        if name == "grad_avg":  # or the variance would be negative
+        if name == "grad_avg":  # otherwise the variance would be negative
             values = np.tanh(values) * np.float32(0.9) * np.sqrt(arrays[2])
         if special:
             chosen = random.integers(0, 3, numel) == 0
@@ -73,27 +73,27 @@ def random_arrays(step: object, numel: int, seed: int, *, special: bool) -> tupl
 
 
 def expected_state(step: object, arrays: tuple[Floats, ...], dtype: DType = DType.FLOAT32) -> tuple[Floats, ...]:
-    """The rule's arrays after the step, by numpy, if the gradient is of this type."""
+    """Return the rule's arrays after the step, computed by numpy, for a gradient of this type."""
     gradient, *state = arrays
     return RULES[type(step)](step, decode(encode(gradient, dtype), dtype), tuple(state))
 
 
 def encode(values: Floats, dtype: DType) -> Bits:
-    """As stored in memory: fp32, or the 16-bit patterns that torch gives."""
+    """Return values as stored in memory: fp32, or the 16-bit patterns that torch gives."""
     if dtype is DType.FLOAT32:
         return values.copy()
     return torch.from_numpy(values).to(_TORCH[dtype]).view(torch.int16).numpy().copy()
 
 
 def decode(values: Bits, dtype: DType) -> Floats:
-    """As fp32."""
+    """Return stored values as fp32."""
     if dtype is DType.FLOAT32:
         return values.copy()
     return torch.from_numpy(values).view(_TORCH[dtype]).float().numpy()
 
 
 def assert_same_bits(found: Bits, expected: Bits) -> None:
-    """Bit for bit; a NaN is a NaN."""
+    """Assert that two arrays are equal bit for bit; in fp32 any NaN equals any other."""
     assert found.dtype == expected.dtype
     if found.dtype == np.float32:
         nan = np.isnan(expected)

@@ -1,4 +1,4 @@
-"""Modules that are hard for ZeRO-3's hooks, and how to train them by smart_infinity and by plain torch alike.
+"""Modules that are hard for ZeRO-3's hooks, and their training by plain torch.
 
 A case is a LightningModule with a ``loss``; everything in it is plain torch.
 """
@@ -25,7 +25,7 @@ class Case:
 
     Args:
         build: Makes the module; called after ``torch.manual_seed(0)``.
-        precision: As Lightning's.
+        precision: Lightning's precision.
         steps: Optimizer steps.
         accumulate: Micro-batches per step.
         clip: Gradient norm, or None.
@@ -45,16 +45,16 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return DTYPES[self.precision.split("-")[0]]
 
     def batch(self, when: int, rank: int = 0) -> torch.Tensor:
-        """The micro-batch number ``when`` of a rank."""
+        """Return the micro-batch number ``when`` of a rank."""
         generator = torch.Generator().manual_seed(1000 * rank + when)
         return torch.randn(4, WIDTH, generator=generator).to(self.dtype)
 
     def module(self) -> HardModule:
-        """A fresh module, always the same."""
+        """Return a fresh module, whose weights are always the same."""
         torch.manual_seed(0)
         module = self.build()
         module.case = self
@@ -62,7 +62,7 @@ class Case:
 
 
 class HardModule(pl.LightningModule):
-    """Base of the modules: ``loss`` is what subclasses define, ``seen`` holds every micro-batch's loss."""
+    """Base of the modules: subclasses define ``loss``, and ``seen`` holds every micro-batch's loss."""
 
     case: Case
 
@@ -71,7 +71,7 @@ class HardModule(pl.LightningModule):
         self.seen: list[float] = []
 
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        """The loss of one micro-batch.
+        """Return the loss of one micro-batch.
 
         Args:
             x: ``[4, WIDTH]``.
@@ -80,10 +80,10 @@ class HardModule(pl.LightningModule):
         raise NotImplementedError
 
     def after_step(self, step: int) -> None:
-        """What the module does by itself when a step is over."""
+        """Do what the module does by itself after a step."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        # By step, not by the loader: Lightning replays a plain loader after a resume.
+        # The batch is chosen by step, not by the loader: Lightning replays a plain loader after a resume.
         when = self.trainer.global_step * self.case.accumulate + batch_idx % self.case.accumulate
         loss = self.loss(self.case.batch(when, self.global_rank).to(self.device), when)
         self.seen.append(float(loss.detach()))
@@ -97,7 +97,7 @@ class HardModule(pl.LightningModule):
         return self.build_optimizer([(n, p) for n, p in self.named_parameters() if p.requires_grad])
 
     def build_optimizer(self, named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
-        """AdamW whose eps is large, so that rounding noise in vanishing gradients stays noise."""
+        """Return an AdamW whose eps is large, so that rounding noise in vanishing gradients stays noise."""
         return torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1, eps=1e-4)
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
@@ -115,7 +115,7 @@ class Trained:
 
 
 def train_plainly(case: Case, *, world_size: int = 1, loss_scale: float = 2.0**10) -> Trained:
-    """Plain torch: fp32 masters, gradients added up in fp32, the ranks' averaged."""
+    """Train with plain torch: fp32 masters, gradients summed in fp32 and averaged over the ranks."""
     module = case.module().to(case.dtype)
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     params = [p for p in module.parameters() if p.requires_grad]
@@ -157,7 +157,7 @@ def _backward(
     world_size: int,
     loss_scale: float,
 ) -> float:
-    """Add one rank's gradients of one micro-batch to the masters'; returns its loss."""
+    """Add one rank's gradients of one micro-batch to the masters' and return its loss."""
     scale = loss_scale if case.dtype is torch.float16 else 1.0
     loss = module.loss(case.batch(when, rank), when)
     (loss / case.accumulate * scale).backward()

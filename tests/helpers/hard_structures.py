@@ -1,4 +1,4 @@
-"""Hard modules by what is hard about them: how they use modules, shapes and autograd."""
+"""Hard modules, grouped by what is hard about them: their use of modules, shapes and autograd."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.hard_models import WIDTH, HardModule
 
 
 def mean_square(*outputs: torch.Tensor) -> torch.Tensor:
-    """A loss in fp32 whatever the outputs are in."""
+    """Return a loss in fp32, whatever the outputs' types."""
     return sum(((output.float() - 0.5) ** 2).mean() for output in outputs)  # type: ignore[return-value]
 
 
@@ -37,7 +37,7 @@ class Stack(HardModule):
 
 
 class Reused(Stack):
-    """One layer, several times in a forward."""
+    """One layer that a forward uses several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Reused(Stack):
 
 
 class Nested(Stack):
-    """One layer inside two parents and by itself, and its weight used by a function, too."""
+    """One layer inside two parents and by itself, whose weight a function uses, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ class TiedThrice(HardModule):
 
 
 class Checkpointed(Stack):
-    """Segments under activation checkpointing that share a weight, used outside of them, too.
+    """Segments under activation checkpointing that share a layer, which may be used outside of them, too.
 
     Args:
-        use_reentrant: Which of torch's two implementations.
-        context_fn: Selective checkpointing.
+        use_reentrant: Which of torch's two implementations to use.
+        context_fn: Context of selective checkpointing, or None.
         outside: Whether the shared layer is used without a checkpoint as well.
     """
 
@@ -132,7 +132,7 @@ class SometimesUsed(HardModule):
 
 
 class UsedLate(Stack):
-    """Reads a parameter of a child itself, from the third step on; beside it a batch norm with its statistics."""
+    """Reads a child's parameter itself from the third step on, beside a batch norm with its statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,10 +163,10 @@ class Thawing(Stack):
 
 
 class Shapes(HardModule):
-    """Tensors of odd sizes, and others that were no plain contiguous memory when they were registered.
+    """Tensors of odd sizes, and others that were views or not contiguous when they were registered.
 
     Args:
-        empty: Also tensors without elements.
+        empty: Whether there are tensors without elements, too.
     """
 
     def __init__(self, *, empty: bool = False) -> None:
@@ -186,12 +186,12 @@ class Shapes(HardModule):
 
 
 class Layers(HardModule):
-    """torch's own awkward layers."""
+    """Layers of torch's own that are awkward for ZeRO-3."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(WIDTH, WIDTH, padding_idx=2)
-        # No biases before what takes the mean away, nor for keys: their gradient is nothing but rounding noise.
+        # Layers before a norm have no bias, nor do keys: its gradient would be nothing but rounding noise.
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, bias=False)
         self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
         self.weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(2 * WIDTH, WIDTH))
@@ -199,7 +199,7 @@ class Layers(HardModule):
         self.conv, self.batch_norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, bias=False), nn.BatchNorm1d(WIDTH)
 
     def loss(self, x: torch.Tensor, when: int) -> torch.Tensor:
-        # A fixed order of eight tokens for every sample, among them the padding.
+        # Every sample is an order of the eight tokens, one of which is the padding.
         tokens = x.argsort(-1)
         hidden = self.tokens(tokens)
         hidden = hidden + self.attention(hidden, hidden, hidden)[0]
@@ -209,7 +209,7 @@ class Layers(HardModule):
 
 
 class Bias(nn.Module):
-    """Takes no argument."""
+    """A module whose forward takes no argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Bias(nn.Module):
 
 
 class Factors(nn.Module):
-    """Takes a keyword only, and returns nothing but a Python float besides."""
+    """A module whose forward takes only a keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,17 +255,17 @@ class Containers(HardModule):
 
 @dataclass
 class Output:
-    """What a Hugging Face model returns is of this kind."""
+    """An output like that of a Hugging Face model."""
 
     hidden: torch.Tensor
     extra: dict[str, Any]
 
 
 class Returns(nn.Module):
-    """Two layers behind a nest of outputs.
+    """Two layers whose outputs are returned in a nested structure.
 
     Args:
-        kind: Of the nest.
+        kind: Kind of the structure.
     """
 
     def __init__(self, kind: str) -> None:
@@ -285,7 +285,7 @@ class Returns(nn.Module):
 
 
 class Outputs(Stack):
-    """Modules that return nests of every kind."""
+    """Modules that return nested outputs of every kind."""
 
     def __init__(self, kinds: tuple[str, ...] = ("dict", "tuple", "dataclass", "list")) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class Teacher(Stack):
 
     def middle(self, x: torch.Tensor, when: int) -> torch.Tensor:
         with torch.no_grad():
-            # The student, too, once without and once with gradient.
+            # The student is used twice: here without gradient, below with it.
             target = torch.tanh(self.teacher(x)) + self.student(x)
         return self.student(x) - target
 
@@ -340,7 +340,7 @@ class Teacher(Stack):
 
 
 class TwoForwards(Stack):
-    """Two forwards of everything, one backward."""
+    """Two forwards through every layer and one backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,7 +428,7 @@ class TwoBackwards(Stack):
         self.automatic_optimization = False
 
     def losses(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of one graph."""
+        """Return two losses of one graph."""
         output = self.back(torch.tanh(self.layer(self.front(x))))
         return mean_square(output), output.float().abs().mean()
 

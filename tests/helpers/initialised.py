@@ -38,7 +38,7 @@ class Initialised(nn.Module):
         self._initialise({name: part.weight for name, part in self.parts.items()})
         self.parts["copied"] = copy.deepcopy(self.parts["normal"])
         self.parts["second"].weight = self.parts["first"].weight
-        # Makes its layers by copying the one given.
+        # The encoder makes its layers by copying the one given.
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.register_buffer("total", self.parts["fill"].weight.sum().detach())

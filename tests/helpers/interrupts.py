@@ -1,4 +1,4 @@
-"""Ctrl-C on a chosen line."""
+"""Interrupts Python on a chosen line, as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Interrupt:
     """Raises KeyboardInterrupt before one of the lines that some modules execute.
 
     Args:
-        line: Its number, counted from the first that is executed.
+        line: Number of the line, counted from the first that is executed.
         modules: The modules.
     """
 
@@ -34,7 +34,7 @@ class Interrupt:
 
     @contextmanager
     def coming(self) -> Iterator[None]:
-        """While the body runs in this thread."""
+        """Interrupt the body, which runs in this thread."""
         before = sys.gettrace()
         sys.settrace(self.trace)
         try:

@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Odd(nn.Module):
-    """Scales by one element and shifts three: fewer than ranks, and no multiple of them."""
+    """Scales by one element and shifts three, numbers that cannot be divided evenly among ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Tokens(Dataset[torch.Tensor]):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to train and how; plain values, so that it can cross process boundaries."""
+    """The model and the settings of a training, in plain values that can cross process boundaries."""
 
     precision: str = "32-true"
     optimizer: str = "AdamW"
@@ -115,7 +115,7 @@ class Recipe:
     depth: int = 2
     epoch_batches: int = 32
     odd: bool = False
-    # The loss of these steps is NaN, on this rank alone or (None) on all.
+    # The loss of these steps is NaN on this rank alone, or on all if it is None.
     nan_at: tuple[int, ...] = ()
     nan_rank: int | None = None
     # Validate after every epoch.
@@ -143,13 +143,13 @@ class Recipe:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
     def batch(self, index: int, rank: int = 0, world_size: int = 1) -> torch.Tensor:
-        """The micro-batch number ``index`` of a rank, as DistributedSampler without shuffling would deal it."""
+        """Return a rank's micro-batch number ``index``, as DistributedSampler would choose it without shuffling."""
         data = Tokens().data
         first = index * self.batch_size
         return torch.stack([data[((first + i) * world_size + rank) % len(data)] for i in range(self.batch_size)])
 
     def window(self, step: int) -> int:
-        """Micro-batches of a step: fewer than ``accumulate`` in the last window of an epoch that does not divide."""
+        """Return the number of a step's micro-batches; the last step of an epoch may have fewer than ``accumulate``."""
         first = step % self.windows_per_epoch * self.accumulate
         return min(self.accumulate, self.epoch_batches - first)
 
@@ -159,12 +159,12 @@ class Recipe:
         return -(-self.epoch_batches // self.accumulate)
 
     def loader(self, world_size: int = 1) -> DataLoader[torch.Tensor]:
-        """``epoch_batches`` micro-batches for every rank: Lightning deals the samples out."""
+        """Return ``epoch_batches`` micro-batches for every rank; Lightning distributes the samples."""
         num_samples = self.batch_size * self.epoch_batches * world_size
         return DataLoader(Tokens(num_samples), batch_size=self.batch_size, shuffle=False)
 
     def validation_loader(self) -> DataLoader[torch.Tensor]:
-        """Eight batches of four, dealt out by Lightning like those of training."""
+        """Return eight batches of four, which Lightning distributes like those of training."""
         return DataLoader(Tokens().data[:32], batch_size=4, shuffle=False)  # type: ignore[arg-type]
 
 

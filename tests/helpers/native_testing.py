@@ -1,6 +1,6 @@
-"""Faults to order, and parts of the native core that only tests call by themselves.
+"""Injected faults, and parts of the native core that only tests call directly.
 
-Only a core that was built with SMART_INFINITY_TESTING has them: users get none.
+Only a core that was built with SMART_INFINITY_TESTING has them; a user's core has not.
 """
 
 from __future__ import annotations

@@ -45,18 +45,18 @@ class Payload:
     values: npt.NDArray[np.uint8]
 
     def tobytes(self) -> bytes:
-        """The payload as it lies in memory."""
+        """Return the payload as it lies in memory."""
         return b"".join(part.tobytes() for part in (self.header, self.counts, self.indices, self.values))
 
 
 def build(positions: Positions, values: Bits, numel: int, dtype: DType) -> Payload:
-    """A payload of chosen elements.
+    """Return the payload of chosen elements.
 
     Args:
-        positions: Where they lie in the tasklet, ascending.
+        positions: Their positions in the tasklet, ascending.
         values: One per position, as stored: fp32, or 16-bit patterns (see :func:`tests.helpers.golden.encode`).
-        numel: Elements of the tasklet.
-        dtype: Of the values.
+        numel: Number of elements of the tasklet.
+        dtype: Type of the values.
     """
     blocks = -(-numel // BLOCK)
     counts = np.bincount(positions // BLOCK, minlength=blocks).astype(np.uint32)
@@ -66,7 +66,7 @@ def build(positions: Positions, values: Bits, numel: int, dtype: DType) -> Paylo
 
 
 def top_k(gradient: Floats, ratio: float) -> Positions:
-    """The elements of largest magnitude: this share of each block, at least one."""
+    """Return the positions of the largest elements: this share of each block, at least one."""
     chosen = []
     for start in range(0, gradient.size, BLOCK):
         block = np.abs(gradient[start : start + BLOCK])
@@ -76,13 +76,13 @@ def top_k(gradient: Floats, ratio: float) -> Positions:
 
 
 def compress(gradient: Floats, ratio: float, dtype: DType) -> Payload:
-    """The payload of a dense gradient (fp32): what :func:`top_k` chooses, in this type."""
+    """Return the payload of a dense fp32 gradient: the elements that :func:`top_k` chooses, in this type."""
     positions = top_k(gradient, ratio)
     return build(positions, encode(gradient[positions], dtype), gradient.size, dtype)
 
 
 def expand(payload: bytes) -> Floats:
-    """The dense gradient (fp32) of a sound payload, zero where nothing is kept."""
+    """Return the dense fp32 gradient of a valid payload, zero where nothing is kept."""
     header = np.frombuffer(payload, np.uint32, 16)
     assert header[0] == MAGIC and header[1] == VERSION
     numel, blocks, count, dtype = (int(word) for word in header[2:6])

@@ -1,4 +1,4 @@
-"""The same scenario under plain Lightning and under the strategy: what a user sees must be alike."""
+"""Runs a scenario under plain Lightning and under the strategy: a user must see the same results."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def assert_like_plain_lightning(scenario: Scenario, root: Path) -> Any:
 
 
 def assert_alike(ours: Any, theirs: Any, *, where: str = "result") -> None:
-    """Equal, numbers to rounding."""
+    """Assert that two results are equal, numbers up to rounding."""
     if isinstance(theirs, dict):
         assert list(ours) == list(theirs), where
         for key in theirs:

@@ -28,13 +28,13 @@ def run_module(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module arguments`` in forked processes (see :mod:`tests.helpers.fork_server`).
 
-    For runs on the CPU, of which neither the imports nor the launcher is what is tested.
+    This is for runs on the CPU that test neither the imports nor the launcher.
 
     Args:
-        module: Of the repository.
+        module: A module of the repository.
         *arguments: Its arguments.
-        ranks: Processes; more than one find each other as if torchrun had started them.
-        timeout: Seconds.
+        ranks: Number of processes; several find each other as if torchrun had started them.
+        timeout: Limit in seconds.
     """
     command = [module, *map(str, arguments)]
     with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
@@ -50,7 +50,7 @@ def run_module(
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:
-    """What every rank's environment is."""
+    """Return every rank's environment."""
     if ranks == 1:
         return [fresh_environment()]
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "WORLD_SIZE": str(ranks)}
@@ -77,7 +77,7 @@ class _Server:
         atexit.register(self.kill)
 
     def run(self, job: dict[str, object], timeout: float) -> int:
-        """The job's exit status. If there is none in time, the server is killed with all that it forked."""
+        """Run a job and return its exit status. If it takes too long, kill the server and all that it forked."""
         self._control.settimeout(timeout)
         try:
             with self._control.makefile("rw") as lines:
@@ -89,7 +89,7 @@ class _Server:
             raise
 
     def kill(self) -> None:
-        """The server and all that it forked, at once."""
+        """Kill the server and all that it forked at once."""
         atexit.unregister(self.kill)
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -99,5 +99,5 @@ class _Server:
 
 @functools.cache
 def _server() -> _Server:
-    """The server of this process, started when first needed."""
+    """Return the server of this process, which is started when first needed."""
     return _Server()

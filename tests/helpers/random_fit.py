@@ -59,7 +59,7 @@ class StatefulLoader:
 
 
 class LitRandom(pl.LightningModule):
-    """``losses`` holds (epoch, batch, loss) of every batch.
+    """Trains with random draws; ``losses`` holds (epoch, batch, loss) of every batch.
 
     Args:
         stateful: Train on a :class:`StatefulLoader` instead of a plain DataLoader.

@@ -1,4 +1,4 @@
-"""Plain torch training of a recipe: what smart_infinity must equal.
+"""Trains a recipe with plain torch: the reference that smart_infinity must equal.
 
 In 16 bit the reference is the 16-bit model with fp32 masters started from it, and gradients accumulated in the same
 dtype as ours (fp32 when there are several micro-batches).
@@ -29,7 +29,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Live:
-    """A training under way: what a test may read and write in it, by name."""
+    """A training in progress, with what a test may read and write in it by name."""
 
     params: dict[str, nn.Parameter]
     masters: dict[str, nn.Parameter]
@@ -37,7 +37,7 @@ class Live:
 
 
 def _nothing(step: int, live: Live) -> None:
-    """Leaves the training alone."""
+    """Leave the training alone."""
 
 
 def train(
@@ -49,11 +49,12 @@ def train(
     before_step: Callable[[int, Live], object] = _nothing,
     before_update: Callable[[int, Live], object] = _nothing,
 ) -> Result:
-    """Train on one process what ``world_size`` ranks would train together; called with a step, it may change.
+    """Train on one process what ``world_size`` ranks would train together.
 
-    fp16 uses a static loss scale: pass the one that the run under test settles on, and no step may overflow. The
-    ``skipped`` steps compute losses but update nothing, as when a loss scaler skips them. ``before_step`` is called
-    before a step's first forward, ``before_update`` between its last backward and the update.
+    ``world_size`` may be a function of the step. fp16 uses a static loss scale: pass the one that the run under test
+    settles on, and no step may overflow. The ``skipped`` steps compute losses but update nothing, as when a loss scaler
+    skips them. ``before_step`` is called before a step's first forward, ``before_update`` between its last backward and
+    the update.
     """
     dtype = _DTYPES[recipe.precision.split("-")[0]]
     scale = loss_scale if dtype is torch.float16 else 1.0

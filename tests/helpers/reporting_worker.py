@@ -1,4 +1,4 @@
-"""Says what a process of its own is like, then ends as told: ``python -m tests.helpers.reporting_worker FOLDER HOW``.
+"""Reports the state of its process, then ends as told: ``python -m tests.helpers.reporting_worker FOLDER HOW``.
 
 Every rank writes ``FOLDER/<rank>.json``. HOW is ``well``, ``badly`` (rank 1 raises) or ``never`` (rank 1 is killed);
 then the others wait for ever.

@@ -21,8 +21,8 @@ def RunIf(*, cuda_devices: int = 0, package: str | None = None, xrt: bool = Fals
 
     Args:
         cuda_devices: Number of CUDA devices that the test uses.
-        package: One of the development dependencies, which are all there where ``.ci/run`` runs.
-        xrt: Whether the test runs on emulated SmartSSDs, which is so wherever ``make test`` could install XRT.
+        package: One of the development dependencies, which are all installed where ``.ci/run`` runs.
+        xrt: Whether the test needs emulated SmartSSDs, which work wherever ``make test`` could install XRT.
     """
     import torch
 
@@ -36,5 +36,5 @@ def RunIf(*, cuda_devices: int = 0, package: str | None = None, xrt: bool = Fals
 
 
 def is_allowed(reason: str) -> bool:
-    """Whether a skip for this reason may pass unnoticed in CI."""
+    """Return whether CI allows a skip for this reason."""
     return reason.removeprefix("Skipped: ").startswith(ALLOWED_REASONS)

@@ -1,4 +1,4 @@
-"""Trainers that print and write nothing beside what a test asks for."""
+"""Makes Trainers that print and write nothing but what a test asks for."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["fit", "quiet_trainer"]
 
 
 def quiet_trainer(root: Path, strategy: Any = None, **settings: Any) -> pl.Trainer:
-    """One process on the CPU, three steps in bf16, nothing printed or logged.
+    """Return a Trainer of one CPU process and three steps in bf16, which prints and logs nothing.
 
     Args:
         root: Checkpoints and logs go there; storage into ``root / "storage"``.
-        strategy: Default: ours.
-        **settings: Of the Trainer; ``transfer`` holds those of our strategy's TransferConfig.
+        strategy: Default: our strategy.
+        **settings: Settings of the Trainer; ``transfer`` holds those of our strategy's TransferConfig.
     """
     transfer = TransferConfig(**settings.pop("transfer", {}))
     return pl.Trainer(

@@ -1,4 +1,4 @@
-"""Universal checkpoints: DeepSpeed's converter, ours, and what both write."""
+"""Runs DeepSpeed's and our converter to universal checkpoints, and reads what they write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_smartinfinity.cli import main
 
 
 def convert(checkpoint: str | Path) -> Path:
-    """Run DeepSpeed's converter in this process, without processes of its own."""
+    """Run DeepSpeed's converter in this process, without worker processes."""
     folder = Path(checkpoint).with_suffix(".universal")
     ds_to_universal.main(
         argparse.Namespace(
@@ -30,20 +30,20 @@ def convert(checkpoint: str | Path) -> Path:
 
 
 def convert_by_command(checkpoint: str | Path, into: Path | None = None) -> Path:
-    """Run ours in this process."""
+    """Run our converter in this process."""
     folder = into or Path(checkpoint).with_suffix(".universal")
     assert main(["universal", str(checkpoint), "--into", str(folder), "--quiet"]) == 0
     return folder
 
 
 def tensors(universal: Path) -> dict[str, torch.Tensor]:
-    """Every whole tensor of a universal checkpoint, by parameter and array."""
+    """Return every whole tensor of a universal checkpoint, by parameter and array."""
     files = sorted((universal / "zero").glob("*/*.pt"))
     return {f"{file.parent.name}/{file.stem}": torch.load(file, weights_only=True) for file in files}
 
 
 def assert_same_tensors(a: Path, b: Path) -> None:
-    """Two universal checkpoints hold the same, to the bit."""
+    """Assert that two universal checkpoints hold the same tensors, bit for bit."""
     first, second = tensors(a), tensors(b)
     assert first.keys() == second.keys()
     for name, values in first.items():
@@ -56,13 +56,13 @@ def save_of_two(
     whole: Mapping[str, torch.Tensor],
     arrays: Mapping[str, float],
 ) -> Path:
-    """What two processes save of a ZeRO-3 training.
+    """Write what two processes save of a ZeRO-3 training.
 
     Args:
         checkpoint: Folder to save to.
-        shapes: Of the parameters of each sub-group, by name.
-        whole: Masters of all of them, flat.
-        arrays: What the optimizer keeps beside the masters, each the master and an offset.
+        shapes: Shapes of each sub-group's parameters, by name.
+        whole: Flat masters of all parameters.
+        arrays: Arrays that the optimizer keeps beside the masters, each with its offset from the master.
     """
     (folder := checkpoint / "checkpoint").mkdir(parents=True)
     (checkpoint / "latest").write_text("checkpoint")

@@ -1,4 +1,4 @@
-"""Every update rule in numpy: one fp32 operation at a time, subnormals flushed before and after each.
+"""Computes every update rule in numpy: one fp32 operation at a time, subnormals flushed before and after each.
 
 That is the arithmetic of a compute thread and of an accelerator's floating-point operators.
 """
@@ -33,11 +33,11 @@ __all__ = [
 Floats = npt.NDArray[np.float32]
 
 ARRAYS = {getattr(native, rule.step): rule.arrays for rule in DESCRIPTIONS}
-"""What each rule keeps of an element."""
+"""The arrays that each rule keeps."""
 
 
 def adam_step(*, seed: int = 0, **changes: float) -> AdamStep:
-    """The tenth step of AdamW with torch's defaults, with changes."""
+    """Return the tenth step of AdamW with torch's defaults and these changes."""
     step = 10
     values = {
         "gradient_scale": 1.0,
@@ -54,13 +54,13 @@ def adam_step(*, seed: int = 0, **changes: float) -> AdamStep:
 
 
 def adagrad_step(**changes: float) -> AdagradStep:
-    """A step of Adagrad with torch's defaults, with changes."""
+    """Return a step of Adagrad with torch's defaults and these changes."""
     values = {"gradient_scale": 1.0, "weight_decay": 0.0, "step_size": 1e-2, "eps": 1e-10}
     return AdagradStep(**{**values, **changes})
 
 
 def sgd_step(**changes: float) -> SgdStep:
-    """A step of SGD with momentum 0.9 after the first, with changes."""
+    """Return a step of SGD with momentum 0.9 after the first one, with these changes."""
     values = {
         "gradient_scale": 1.0,
         "weight_decay": 0.0,
@@ -73,7 +73,7 @@ def sgd_step(**changes: float) -> SgdStep:
 
 
 def rmsprop_step(**changes: float) -> RmspropStep:
-    """A centered step of RMSprop with momentum and torch's other defaults, with changes."""
+    """Return a centered step of RMSprop with momentum, torch's other defaults and these changes."""
     values = {
         "gradient_scale": 1.0,
         "weight_decay": 0.0,
@@ -88,13 +88,13 @@ def rmsprop_step(**changes: float) -> RmspropStep:
 
 
 def flush(values: Floats) -> Floats:
-    """Subnormals as zeros of their sign."""
+    """Return the values with subnormals replaced by zeros of their sign."""
     tiny = np.abs(values) < np.finfo(np.float32).tiny
     return np.where(tiny, np.copysign(np.float32(0), values), values).astype(np.float32)
 
 
 def adam(step: AdamStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Master, exp_avg and exp_avg_sq after one step of Adam or AdamW.
+    """Return master, exp_avg and exp_avg_sq after one step of Adam or AdamW.
 
     Args:
         step: The scalars.
@@ -115,7 +115,7 @@ def adam(step: AdamStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[F
 
 
 def adagrad(step: AdagradStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Master and sum after one step of Adagrad. As :func:`adam` otherwise."""
+    """Return master and sum after one step of Adagrad, otherwise as :func:`adam`."""
     with np.errstate(all="ignore"):
         p, s = (flush(array) for array in state)
         g = _decayed(gradient, p, step.gradient_scale, step.weight_decay)
@@ -126,7 +126,7 @@ def adagrad(step: AdagradStep, gradient: Floats, state: tuple[Floats, ...]) -> t
 
 
 def sgd(step: SgdStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Master and momentum_buffer after one step of SGD. As :func:`adam` otherwise."""
+    """Return master and momentum_buffer after one step of SGD, otherwise as :func:`adam`."""
     with np.errstate(all="ignore"):
         p, b = (flush(array) for array in state)
         g = _decayed(gradient, p, step.gradient_scale, step.weight_decay)
@@ -140,8 +140,8 @@ def sgd(step: SgdStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Flo
 
 
 def rmsprop(step: RmspropStep, gradient: Floats, state: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Master, square_avg, momentum_buffer and grad_avg after one step of RMSprop. As :func:`adam` otherwise."""
-    _, _, b, a = state  # what a step does not use keeps every bit
+    """Return master, square_avg, momentum_buffer and grad_avg after a step of RMSprop, otherwise as :func:`adam`."""
+    _, _, b, a = state  # an array that a step does not use keeps every bit
     with np.errstate(all="ignore"):
         p, v, buffer, average = (flush(array) for array in state)
         g = _decayed(gradient, p, step.gradient_scale, step.weight_decay)
@@ -171,7 +171,7 @@ def _scalar(value: float) -> np.float32:
 
 
 def _decayed(gradient: Floats, master: Floats, scale: float, weight_decay: float) -> Floats:
-    """The scaled gradient, and weight decay that is added to it."""
+    """Return the scaled gradient with weight decay added."""
     g = flush(flush(gradient) * _scalar(scale))
     decay = _scalar(weight_decay)
     return flush(g + flush(decay * master)) if decay != 0 else g

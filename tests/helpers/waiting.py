@@ -1,4 +1,4 @@
-"""Waits that end, and deadlines that a busy machine can keep."""
+"""Waits with a limit, and deadlines that a busy machine can meet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROCESS_LIMIT = 9 * LIMIT
 
 
 def await_that(condition: Callable[[], bool], *, seconds: float = LIMIT) -> None:
-    """Returns once the condition holds.
+    """Return once the condition holds.
 
     Raises:
         AssertionError: It did not hold in time.
@@ -28,7 +28,7 @@ def await_that(condition: Callable[[], bool], *, seconds: float = LIMIT) -> None
 
 
 def join(*threads: threading.Thread) -> None:
-    """Waits until threads have ended.
+    """Wait until threads have ended.
 
     Raises:
         AssertionError: One has not ended in time.
@@ -39,21 +39,21 @@ def join(*threads: threading.Thread) -> None:
 
 
 def lenient(seconds: float, *, pauses: int = 20) -> float:
-    """Returns a deadline that work which nothing holds up keeps on this machine, however busy it is now.
+    """Return a deadline that unhindered work meets on this machine, however busy the machine is now.
 
     Args:
         seconds: The deadline on an idle machine.
-        pauses: It is at least so many times as long as a thread has to wait for a core now. A test that goes on when
-            something else is late is content with fewer.
+        pauses: The deadline is at least this many times as long as a thread has to wait for a core now. A test that
+            goes on when something else is late may pass fewer.
 
     Returns:
-        Seconds, in whole milliseconds if they are more than those given.
+        Seconds, rounded to milliseconds if they are more than those given.
     """
     return max(seconds, round(pauses * _longest_pause(), 3))
 
 
 def _longest_pause() -> float:
-    """Computes for a few milliseconds; returns the longest time in seconds for which the thread was not let run."""
+    """Compute for a few milliseconds and return the longest time, in seconds, for which the thread did not run."""
     longest, until = 0.0, time.thread_time() + 0.02
     last = time.monotonic()
     while time.thread_time() < until:

@@ -1,4 +1,4 @@
-"""Whether this machine has the XRT that emulated SmartSSDs work with: libxrt1, libxrt-dev, uuid-dev of Debian 12."""
+"""Tells whether this machine has the XRT that emulated SmartSSDs need: libxrt1, libxrt-dev, uuid-dev of Debian 12."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UUID_HEADER = Path("/usr/include/uuid/uuid.h")
 
 @cache
 def what_is_missing() -> str | None:
-    """What to write beside a skipped test; ``None`` if all is there."""
+    """Return why tests are skipped, or ``None`` if nothing is missing."""
     if not list(LIBRARIES.glob(f"libxrt_noop.so.{VERSION}*")):
         return f"libxrt1 is not installed in version {VERSION}"
     if not _HEADER.exists() or f'"{VERSION}.' not in _HEADER.read_text():

@@ -1,4 +1,4 @@
-// A stream whose second chunk ends where its first begins, and is full: everything that was written is read.
+// Fills a stream whose second chunk ends where its first begins, and checks that everything written is read.
 #include <hls_stream.h>
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""The kernels compiled for this machine, as Python calls them: the builds of hls/Makefile."""
+"""Calls the kernels that hls/Makefile compiles for this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["LIBRARIES", "PROGRAMS", "ROOT", "Buffer", "Library", "Program", "Sim
 ROOT = Path(__file__).parents[2]
 
 LIBRARIES = ("sequential", "threaded", "synthesised")
-"""What each is, says hls/Makefile."""
+"""Builds that this process can load; hls/Makefile describes each."""
 PROGRAMS = ("address", "thread")
 """Builds with a sanitizer, which only a process of their own can load."""
 
@@ -34,27 +34,27 @@ class Simulation(Protocol):
     """A build of the kernels."""
 
     def run(self, kernel: Kernel, buffers: Sequence[Buffer], words: Sequence[int]) -> str:
-        """Runs a kernel once.
+        """Run a kernel once.
 
         Args:
             kernel: Which one.
             buffers: Gradient, the kernel's arrays, parameter and status, aligned to 64 bytes; changed in place.
-            words: The kernel's scalars, all of them.
+            words: All of the kernel's scalars.
 
         Returns:
-            What went wrong in the simulation: a deadlock, or a stream that was not read to its end. Empty if nothing.
+            The fault in the simulation: a deadlock, or a stream that was not read to its end. Empty if there is none.
         """
 
 
 def aligned(num_bytes: int) -> Buffer:
-    """Memory that begins on a beat, filled with a pattern: as fp32 a NaN, which is missed nowhere."""
+    """Return memory that begins on a beat, filled with a pattern that is NaN in fp32 and so shows everywhere."""
     memory = np.full(num_bytes + 64, 0xFF, np.uint8)
     begin = -memory.ctypes.data % 64
     return memory[begin : begin + num_bytes]
 
 
 def built(name: str) -> Path:
-    """The file of a build, up to date."""
+    """Bring a build up to date and return its file."""
     folder = ROOT / "build" / "csim"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / (f"{name}.so" if name in LIBRARIES else name)

@@ -1,4 +1,4 @@
-"""A tasklet in a card's memory, and what a run of a kernel must make of it, in numpy."""
+"""Keeps a tasklet in a card's memory, and computes in numpy what a run of a kernel must make of it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Form:
-    """How gradients come and parameters go.
+    """The formats of gradients and parameters.
 
     Attributes:
         gradient: Dtype of the gradient's values.
         parameter: Dtype of the parameter.
-        ratio: Of the elements that a sparse gradient keeps; ``None`` for another.
-        block_scaled: In 8 bits; of fp32.
+        ratio: Share of the elements that a sparse gradient keeps; ``None`` for other gradients.
+        block_scaled: Whether the gradient has 8 bits per element, made of fp32.
     """
 
     gradient: DType = DType.FLOAT32
@@ -67,7 +67,7 @@ FORMS = [
     *(Form(gradient, parameter, ratio) for gradient in DType for parameter in DType for ratio in (None, 0.1)),
     *(Form(DType.FLOAT32, parameter, block_scaled=True) for parameter in DType),
 ]
-"""Every form there is."""
+"""All forms that exist."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Tasklet:
     Attributes:
         step: The rule, and its scalars unless a run has others.
         dense: The gradient as the update must see it, fp32.
-        gradient, arrays, parameter: What the kernel works on.
+        gradient, arrays, parameter: The buffers that the kernel works on.
         payload: The parts of a compressed gradient.
     """
 
@@ -115,13 +115,13 @@ class Tasklet:
         return KERNEL_OF[type(self.step)]
 
     def words(self, first: int, last: int, active: bool = True, step: Any = None) -> list[int]:
-        """A kernel's scalars, floats as their bits."""
+        """Return the kernel's scalars, floats as their bits."""
         rule = [getattr(step or self.step, name) for name in self.kernel.words]
         bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in rule]
         return [self.numel, first, last, self.form.gradient_word, int(self.form.parameter.value), int(active), *bits]
 
     def run_words(self, simulation: Simulation, words: list[int]) -> Status:
-        """Runs the kernel with these scalars; nothing may go wrong in the simulation."""
+        """Run the kernel with these scalars, and assert that nothing goes wrong in the simulation."""
         buffers = [self.gradient, *self.arrays, self.parameter, self.status]
         assert simulation.run(self.kernel, buffers, words) == ""
         return Status(tuple(int(word) for word in self.status.view(np.uint32)))
@@ -129,7 +129,7 @@ class Tasklet:
     def run(
         self, simulation: Simulation, first: int = 0, last: int | None = None, *, active: bool = True, step: Any = None
     ) -> Status:
-        """Updates the elements [first, last) and checks every bit that the run wrote, and that it wrote no other."""
+        """Update the elements [first, last), and check every bit that the run wrote and that it wrote no other."""
         last = self.numel if last is None else last
         before = [memory.copy() for memory in (self.gradient, *self.arrays, self.parameter)]
         status = self.run_words(simulation, self.words(first, last, active, step))
@@ -169,7 +169,7 @@ class Tasklet:
         same_numbers(decode(found, self.form.parameter), decode(expected, self.form.parameter))
 
     def _checksums(self, before: list[Buffer], first: int, last: int, active: bool) -> dict[str, int]:
-        """Of all that the run moved."""
+        """Return the checksums of all that the run moved."""
         gradient, indices, header = 0, 0, 0
         if active and first < last and self.payload is not None:
             gradient, indices = checksum(self.payload.values), checksum(self.payload.indices)
@@ -187,7 +187,7 @@ class Tasklet:
 
 
 def make_tasklet(step: Any, numel: int, form: Form, *, seed: int = 0, special: bool = False) -> Tasklet:
-    """A tasklet of random values, see :func:`tests.helpers.golden.random_arrays`."""
+    """Return a tasklet of random values, see :func:`tests.helpers.golden.random_arrays`."""
     values, *state = random_arrays(step, numel, seed, special=special)
     arrays = [_stored(array, rounded_up(numel, PADDING)) for array in state]
     parameter = aligned(rounded_up(numel, GROUP) * item_bytes(form.parameter))
@@ -210,7 +210,7 @@ def _compressed(
 
 
 def _random_codes(numel: int, seed: int) -> Codes:
-    """Of every size, but for those of which products are next to subnormals: numpy may round them to the other side."""
+    """Return codes of every size but those whose products lie next to subnormals, which numpy may round otherwise."""
     random = np.random.default_rng(seed)
     exponents = random.choice([12, 100, 125, 130, 247, 248], -(-numel // 256)).astype(np.uint8)
     return Codes(exponents, random.integers(-127, 128, numel, np.int8))
@@ -225,7 +225,7 @@ def item_bytes(dtype: DType) -> int:
 
 
 def part_of(buffer: Buffer, first: int, last: int, dtype: DType) -> Buffer:
-    """The bytes of the elements [first, last)."""
+    """Return the bytes of the elements [first, last)."""
     return buffer[first * item_bytes(dtype) : last * item_bytes(dtype)]
 
 
@@ -234,7 +234,7 @@ def checksum(values: Buffer) -> int:
 
 
 def same_numbers(found: Floats, expected: Floats) -> None:
-    """Bit for bit; a NaN is a NaN."""
+    """Assert that two arrays are equal bit for bit; any NaN equals any other."""
     assert_same_bits(np.ascontiguousarray(found), expected)
 
 

@@ -1,4 +1,4 @@
-"""The build for the card with a v++ that only writes down how it was called."""
+"""Tests the build for the card with a v++ that only records how it was called."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pathlib.Path(arguments[arguments.index("--output") + 1]).write_text("built")
 
 
 class Toolchain:
-    """Runs hls/Makefile, with the fake v++ first on PATH, and reads what that was called with."""
+    """Runs hls/Makefile, with the fake v++ first on PATH, and reads the arguments that it was called with."""
 
     def __init__(self, folder: Path) -> None:
         self.card = folder / "card"
@@ -39,15 +39,15 @@ class Toolchain:
         (self._tools / "v++").chmod(0o755)
 
     def make(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs make in hls/, where no other v++ can be found."""
+        """Run make in hls/, where no other v++ can be found."""
         path = f"{self._tools}:{Path(sys.executable).parent}:/usr/bin:/bin"
         command = ["make", "-C", str(ROOT / "hls"), f"CARD={self.card}", *arguments]
-        # What make tells the makes that it calls, this one is not one of.
+        # These variables are for a make that another make calls, which this one is not.
         kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
         return subprocess.run(command, env=kept | {"PATH": path}, capture_output=True, text=True, timeout=PROCESS_LIMIT)
 
     def calls(self) -> list[list[str]]:
-        """Arguments of each call of v++ since the last time."""
+        """Return the arguments of each call of v++ since the last time."""
         written = self._tools / "calls"
         lines = written.read_text().splitlines() if written.exists() else []
         written.unlink(missing_ok=True)
@@ -62,7 +62,7 @@ def toolchain(tmp_path: Path) -> Toolchain:
 
 
 def test_xclbin_compiles_every_kernel_and_links_them(toolchain: Toolchain) -> None:
-    """Four calls of v++, complete and consistent with the description and with each other."""
+    """Every call of v++ is complete and consistent with the description and with the other calls."""
     built = toolchain.make("xclbin")
     assert built.returncode == 0, built.stderr
     xclbin = toolchain.card / "smart_infinity.xclbin"
@@ -83,7 +83,7 @@ def test_xclbin_compiles_every_kernel_and_links_them(toolchain: Toolchain) -> No
 
 
 def test_link_is_told_of_every_compute_unit(toolchain: Toolchain) -> None:
-    """smartssd.cfg is written before, from the description; kernels are those that were compiled."""
+    """The link gets a smartssd.cfg made from the description, and its kernels are those that were compiled."""
     assert toolchain.make("link").returncode == 0
     *compiled, linked = toolchain.calls()
     lines = Path(_options(linked)["--config"]).read_text().splitlines()
@@ -102,7 +102,7 @@ def test_an_xclbin_for_another_optimizer(toolchain: Toolchain) -> None:
 
 
 def test_steps_leave_nothing_in_each_others_way(toolchain: Toolchain) -> None:
-    """Each has folders of its own for logs and temporary files, below the build's: steps may run side by side."""
+    """Each step has its own folders for logs and temporary files below the build's, so steps may run side by side."""
     toolchain.make("-j4", "xclbin")
     calls = [_options(call) for call in toolchain.calls()]
     for kind in ("--temp_dir", "--log_dir", "--report_dir"):
@@ -112,7 +112,7 @@ def test_steps_leave_nothing_in_each_others_way(toolchain: Toolchain) -> None:
 
 
 def test_only_what_changed_is_built_again(toolchain: Toolchain) -> None:
-    """Hours a step: a kernel's source concerns its object and the link, a header all."""
+    """A kernel's source rebuilds its object and the link, a header everything, as each step takes hours."""
     toolchain.make("xo")
     assert len(toolchain.calls()) == 3
     toolchain.make("xclbin")
@@ -126,7 +126,7 @@ def test_only_what_changed_is_built_again(toolchain: Toolchain) -> None:
 
 
 def test_without_the_toolchain_it_says_what_it_takes(tmp_path: Path) -> None:
-    """Not that a command was not found."""
+    """Without the toolchain the error says what is needed, not that a command was not found."""
     failed = Toolchain(tmp_path).make("xclbin")
     assert failed.returncode != 0
     assert "there is no v++ on PATH" in failed.stderr
@@ -135,7 +135,7 @@ def test_without_the_toolchain_it_says_what_it_takes(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_leaves_nothing_that_looks_built(toolchain: Toolchain, tmp_path: Path) -> None:
-    """The next make begins with it again."""
+    """A failed step leaves no object, so that the next make begins with it again."""
     fake = tmp_path / "tools/v++"
     fake.write_text(FAKE + 'sys.exit("no licence")\n')
     failed = toolchain.make("xclbin")
@@ -144,5 +144,5 @@ def test_a_step_that_fails_leaves_nothing_that_looks_built(toolchain: Toolchain,
 
 
 def _options(call: list[str]) -> dict[str, str]:
-    """Options of a call that have a value."""
+    """Return the options of a call that have a value."""
     return {name: value for name, value in pairwise(call) if name.startswith("-")}

@@ -1,4 +1,4 @@
-"""The kernels in C simulation against numpy, bit for bit, and against torch.optim."""
+"""Compares the kernels in C simulation with numpy, bit for bit, and with torch.optim."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ BAD_INDEX, BAD_HEADER, BAD_RANGE, UNKNOWN_FORM, WRONG_COUNTS, BAD_CODE = ERROR_B
 
 @pytest.mark.parametrize("name", STEPS)
 def test_every_form_of_every_step(sequential: Library, name: str) -> None:
-    """Any gradient and any parameter, with subnormals, infinities and NaNs among the values."""
+    """Every form of gradient and parameter gives numpy's bits, with subnormals, infinities and NaNs."""
     for seed, form in enumerate(FORMS):
         make_tasklet(STEPS[name], 1_531, form, seed=seed, special=True).run(sequential)
 
 
 def test_the_caller_keeps_its_subnormals(sequential: Library) -> None:
-    """Only the kernels have none: this thread goes on as before."""
+    """Only the kernels flush subnormals; the thread that calls them keeps its own."""
     make_tasklet(STEPS["sgd"], 100, FORMS[0], seed=0).run(sequential)
     assert np.float32(1e-30) * np.float32(1e-10) > 0
 
 
 @RULES
 def test_every_length(sequential: Library, step: Any) -> None:
-    """Lengths that end in the middle of a beat, a group of 32 or the padding; ranges likewise."""
+    """Lengths and ranges may end in the middle of a beat, a group of 32 or the padding."""
     for numel, form in itertools.product(LENGTHS, [FORMS[0], FORMS[7], FORMS[16], BLOCK_SCALED]):
         for first in {0, 1, numel // 2, numel}:
             for last in {first, (first + numel + 1) // 2, numel - 1, numel}:
@@ -61,7 +61,7 @@ def test_every_length(sequential: Library, step: Any) -> None:
     ids=["dense", "sparse", "8 bits"],
 )
 def test_several_runs(sequential: Library, step: Any, form: Form) -> None:
-    """Groups with hyperparameters of their own meet in a tasklet; runs' checksums add up to those of the arrays."""
+    """Groups of different hyperparameters may meet in a tasklet; runs' checksums combine to those of the arrays."""
     edges = [0, 1, 2, 5, 6, 23, 24, 400, 401, 999, 16_350, 16_384, 49_200, 65_530, 65_531, 70_000, 70_001]
     tasklet = make_tasklet(step, edges[-1], form, seed=7)
     combined = [0, 0]
@@ -76,16 +76,16 @@ def test_several_runs(sequential: Library, step: Any, form: Form) -> None:
 
 @RULES
 def test_inactive(sequential: Library, step: Any) -> None:
-    """Where parameters were not in use nothing changes but padding, and the parameter is written."""
+    """An inactive run changes nothing but padding, and writes the parameter."""
     for form in FORMS:
         tasklet = make_tasklet(step, 1_500, form, special=True)
-        tasklet.gradient = tasklet.gradient[:0]  # not even there
+        tasklet.gradient = tasklet.gradient[:0]  # an inactive run needs none
         tasklet.run(sequential, 40, 1_500, active=False)
 
 
 @RULES
 def test_padding_is_zeroed(sequential: Library, step: Any) -> None:
-    """Padding never holds what a rule makes of zeros, which for Adagrad without eps is NaN; nor what lay there."""
+    """Padding is zero, not what lay there or what a rule makes of zeros, which is NaN for Adagrad without eps."""
     tasklet = make_tasklet(step, 1_029, Form(DType.FLOAT32, DType.FLOAT16))
     for array in tasklet.arrays:
         array.view(np.float32)[1_029:] = 0
@@ -99,7 +99,7 @@ def test_padding_is_zeroed(sequential: Library, step: Any) -> None:
 @RULES
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
 def test_blocks_of_a_compressed_gradient(sequential: Library, step: Any, dtype: DType) -> None:
-    """Blocks that keep none, some and all of their elements; ranges within, at the edges of and across blocks."""
+    """Blocks may keep none, some or all of their elements; ranges may lie within, at the edges of or across blocks."""
     numel = 3 * BLOCK + 77
     random = np.random.default_rng(11)
     kept = np.concatenate([[0, 5, BLOCK - 1], 2 * BLOCK + np.arange(BLOCK), [3 * BLOCK + 76]])
@@ -126,15 +126,15 @@ def test_every_16_bit_gradient(sequential: Library, dtype: DType, ratio: float |
 
 
 def test_every_code(sequential: Library) -> None:
-    """All scales times all codes."""
+    """All scales times all codes give numpy's bits."""
     codes = Codes(np.arange(1, 249, dtype=np.uint8), np.tile(np.arange(-128, 128, dtype=np.int8), 248))
-    codes.codes[::256] = 0  # in place of the one that there is not
+    codes.codes[::256] = 0  # in place of -128, which is no code
     _with_codes(make_tasklet(STEPS["sgd_first"], codes.codes.size, BLOCK_SCALED), codes).run(sequential)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=["fp16", "bf16"])
 def test_every_rounding_of_the_parameter(sequential: Library, dtype: DType) -> None:
-    """To nearest even as torch rounds: each 16-bit number, what lies next to it and half-way to the next one."""
+    """Each 16-bit number, its neighbours in fp32 and half-way values round to nearest even, as in torch."""
     numbers = decode(np.arange(65_536, dtype=np.uint16).view(np.int16), dtype).view(np.uint32)
     halves = numbers + np.uint32(0x1000 if dtype is DType.FLOAT16 else 0x8000)
     subnormal = ((np.arange(1_025) + 0.5) * 2.0**-24).astype(np.float32).view(np.uint32)  # half-way in fp16
@@ -185,7 +185,7 @@ def test_bad_header(sequential: Library, step: Any, word: int) -> None:
 @RULES
 @pytest.mark.parametrize("word", range(8))
 def test_bad_header_of_8_bits(sequential: Library, step: Any, word: int) -> None:
-    """Likewise, of each word that says something."""
+    """A payload of 8 bits is refused if any word of its header that has a meaning is wrong."""
     tasklet = make_tasklet(step, 70_000, BLOCK_SCALED)
     tasklet.gradient.view(np.uint32)[word] += 1
     errors, checksums = _refused(tasklet, sequential, tasklet.words(0, 70_000))
@@ -194,7 +194,7 @@ def test_bad_header_of_8_bits(sequential: Library, step: Any, word: int) -> None
 
 @RULES
 def test_one_payload_for_the_other(sequential: Library, step: Any) -> None:
-    """A sparse gradient is no block-scaled one, nor the other way round."""
+    """A sparse gradient is refused as a block-scaled one, and the reverse."""
     sparse, scaled = make_tasklet(step, 100, SPARSE), make_tasklet(step, 100, BLOCK_SCALED)
     sparse.form, scaled.form = scaled.form, sparse.form
     for tasklet in (sparse, scaled):
@@ -238,7 +238,7 @@ BAD_INDICES = {
 @RULES
 @pytest.mark.parametrize("case", BAD_INDICES)
 def test_bad_indices(sequential: Library, step: Any, case: str) -> None:
-    """They are reported and dropped, one by one; everything else is updated."""
+    """Bad indices are reported and dropped, one by one; everything else is updated."""
     indices, dropped = BAD_INDICES[case]
     numel, values = BLOCK + 1_000, np.arange(1, 7, dtype=np.float32)
     positions = np.array([1, 2, *(BLOCK + index for index in indices)])
@@ -261,7 +261,7 @@ NO_EXPONENT = [0, 249, 255]
 @RULES
 @pytest.mark.parametrize("block", [0, 3, 63, 64, 66])
 def test_bad_exponent(sequential: Library, step: Any, block: int) -> None:
-    """Its block's elements are taken for zeros; everything else is updated. Who does not update them does not mind."""
+    """A bad exponent makes zeros of its block; everything else is updated. Runs over other blocks report nothing."""
     first, last = block * 256, min(block * 256 + 256, NUMEL_OF_CODES)
     for exponent in NO_EXPONENT:
         broken = _bad_codes(sequential, step, 64 + block, exponent, slice(first, last))
@@ -273,7 +273,7 @@ def test_bad_exponent(sequential: Library, step: Any, block: int) -> None:
 @RULES
 @pytest.mark.parametrize("element", [0, 63, 64, 5_003, 16_384, NUMEL_OF_CODES - 1])
 def test_bad_code(sequential: Library, step: Any, element: int) -> None:
-    """There is no -128: it is taken for zero. Its neighbours in the beat do not mind."""
+    """The code -128, which does not exist, is taken for zero. Runs over its neighbours in the beat report nothing."""
     broken = _bad_codes(sequential, step, 192 + element, 0x80, slice(element, element + 1))
     for begin, end in ((0, element), (element + 1, NUMEL_OF_CODES)):
         assert broken.run_words(sequential, broken.words(begin, end)).errors == 0
@@ -281,7 +281,7 @@ def test_bad_code(sequential: Library, step: Any, element: int) -> None:
 
 
 def _bad_codes(sequential: Library, step: Any, byte: int, value: int, zeros: slice) -> Tasklet:
-    """Updates all with a byte of the payload changed, and compares with zeros there. Returns the tasklet."""
+    """Update all with a byte of the payload changed, compare with zeros there, and return the tasklet."""
     codes = block_scaled_codes(make_tasklet(step, NUMEL_OF_CODES, Form(), seed=3).dense)
     broken = _with_codes(make_tasklet(step, NUMEL_OF_CODES, BLOCK_SCALED), codes)
     broken.gradient[byte] = value
@@ -296,7 +296,7 @@ def _bad_codes(sequential: Library, step: Any, byte: int, value: int, zeros: sli
 
 @RULES
 def test_padding_of_codes_is_not_looked_at(sequential: Library, step: Any) -> None:
-    """Only checksums see it."""
+    """Padding of codes affects nothing but checksums."""
     tasklet = make_tasklet(step, 1_000, BLOCK_SCALED)
     tasklet.gradient[64 + 4 : 128] = 0
     tasklet.gradient[128 + 1_000 :] = 0x80
@@ -416,7 +416,7 @@ def _with_content(tasklet: Tasklet, payload: Payload, dense: Floats) -> Tasklet:
 
 
 def _refused(tasklet: Tasklet, simulation: Library, words: list[int]) -> tuple[int, tuple[int, ...]]:
-    """Error bits and checksums of a run that must leave everything but the status as it is."""
+    """Return error bits and checksums of a run that must leave everything but the status as it is."""
     memory = [tasklet.gradient, *tasklet.arrays, tasklet.parameter]
     before = [buffer.copy() for buffer in memory]
     status = tasklet.run_words(simulation, words)

@@ -1,4 +1,4 @@
-"""What only other builds of the simulation show: memory errors, races, deadlocks, checksums as a card computes them."""
+"""Tests what only other builds of the simulation show: memory errors, races, deadlocks and a card's checksums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BAD_INDEX, BAD_HEADER, _, _, WRONG_COUNTS, BAD_CODE = ERROR_BITS.values()
 
 @pytest.fixture(scope="module", params=[*LIBRARIES[1:], *PROGRAMS])
 def simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
-    """Each build but the one that has a test file of its own."""
+    """Each build but the sequential one, which has its own test file."""
     file = built(request.param)
     if request.param in LIBRARIES:
         yield Library(file)
@@ -38,7 +38,7 @@ def simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
 
 @pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sgd", "rmsprop"])
 def test_runs(simulation: Simulation, step: object) -> None:
-    """Every form and kind of range: the same bits, within the buffers, without a race or a deadlock."""
+    """Every form and kind of range gives the same bits, within the buffers, without a race or a deadlock."""
     for seed, form in enumerate(FORMS):
         first, last = RANGES[seed % len(RANGES)]
         tasklet = make_tasklet(step, 1_100, form, seed=seed, special=True)
@@ -54,7 +54,7 @@ def test_a_long_run(simulation: Simulation, form: Form) -> None:
 
 
 def test_bad_payloads(simulation: Simulation) -> None:
-    """A payload that is refused, or whose indices or exponents are, leaves no process waiting."""
+    """A payload that is refused, wholly or in its indices or exponents, leaves no process waiting."""
     sparse = [(SPARSE, byte, error) for byte, error in ((0, BAD_HEADER), (64, WRONG_COUNTS), (128, BAD_INDEX))]
     scaled = [(BLOCK_SCALED, byte, error) for byte, error in ((0, BAD_HEADER), (64, BAD_CODE))]
     for form, byte, error in (*sparse, *scaled):
@@ -122,14 +122,14 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Library:
     ids=["indices", "counts"],
 )
 def test_a_stream_too_shallow(broken: Library, numel: int, waiting: list[str]) -> None:
-    """The processes that wait for each other are named, with the streams that they wait for."""
+    """The message names the processes that wait for each other, with the streams that they wait for."""
     message = _message(broken, numel)
     assert message.startswith("deadlock: ")
     assert set(waiting) <= set(message.removeprefix("deadlock: ").split("; "))
 
 
 def test_a_stream_not_read(broken: Library) -> None:
-    """What is left in a stream when the kernel has ended is named."""
+    """The message names a stream that is not empty when the kernel has ended."""
     assert _message(broken, 500) == "not read to the end: findings"
 
 

@@ -1,4 +1,4 @@
-"""The description of the kernels, and what is generated from it."""
+"""Tests the description of the kernels and what is generated from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADAMW, ADAGRAD, SGD = KERNELS[:3]
 
 
 def test_arguments_come_in_the_order_of_the_contract() -> None:
-    """Pointers first, then the words that all kernels have, then the rule's."""
+    """Pointers come first, then the words that all kernels have, then the rule's."""
     assert [argument.name for argument in SGD.arguments] == [
         *("gradient", "master_in", "momentum_buffer_in", "master_out", "momentum_buffer_out", "parameter", "status"),
         *("numel", "first", "last", "gradient_form", "parameter_form", "active"),
@@ -32,14 +32,14 @@ def test_arguments_come_in_the_order_of_the_contract() -> None:
 
 
 def test_largest_tasklet_is_the_packages() -> None:
-    """What the package refuses for its size is what the kernels would."""
+    """The package and the kernels refuse the same numbers of elements as too large."""
     header = (Path(__file__).parents[2] / "hls/include/beats.hpp").read_text()
     (shift,) = re.findall(r"kLargestNumel = 1u << (\d+);", header)
     assert 1 << int(shift) == LARGEST_NUMEL
 
 
 def test_arrays_share_their_bundle_between_reading_and_writing() -> None:
-    """At most one reader and one writer on each master."""
+    """Each master has at most one reader and one writer."""
     for kernel in KERNELS:
         uses = [(argument.bundle, argument.kind) for argument in kernel.arguments if argument.is_pointer]
         assert len(set(uses)) == len(uses)
@@ -50,7 +50,7 @@ def test_arrays_share_their_bundle_between_reading_and_writing() -> None:
 
 
 def test_registers_are_laid_out_as_vitis_does() -> None:
-    """From 0x10 on, 8 bytes for a pointer and 4 for a word, and 4 reserved ones after each."""
+    """Registers begin at 0x10, with 8 bytes for a pointer, 4 for a word, and 4 reserved bytes after each."""
     offsets = dict(zip((argument.name for argument in ADAGRAD.arguments), ADAGRAD.register_offsets, strict=True))
     assert offsets["gradient"] == 0x10
     assert offsets["master_in"] == 0x1C
@@ -59,7 +59,7 @@ def test_registers_are_laid_out_as_vitis_does() -> None:
 
 
 def test_kernels_fit_the_memory_bank_together() -> None:
-    """All three at once take 13 of 15 masters."""
+    """All three kernels at once take 13 of 15 masters."""
     assert SMARTSSD.num_masters == 13
 
 
@@ -72,25 +72,25 @@ def test_every_kernel_is_in_one_design() -> None:
 
 
 def test_numbers_of_kernels_are_their_own() -> None:
-    """A status with another number is another kernel's."""
+    """Every kernel has its own number, by which a status tells whose it is."""
     assert len({rule.number for rule in RULES}) == len(RULES)
 
 
 def test_sixteen_masters_are_refused() -> None:
-    """v++ would fail only after hours."""
+    """A design with too many masters is refused at once, because v++ would fail only after hours."""
     second = ComputeUnit(ADAGRAD, "adagrad_update_2")
     with pytest.raises(ValueError, match=r"17 AXI masters on bank0, which takes 15 .*adagrad_update_2 4"):
         Design(SMARTSSD.platform, (*SMARTSSD.compute_units, second))
 
 
 def test_compute_units_need_names_of_their_own() -> None:
-    """XRT finds them by name."""
+    """Compute units that share a name are refused, because XRT finds them by name."""
     with pytest.raises(ValueError, match="share a name"):
         Design(SMARTSSD.platform, (ComputeUnit(SGD, "unit"), ComputeUnit(ADAGRAD, "unit")))
 
 
 def test_config_names_every_compute_unit() -> None:
-    """Two of a kernel are one line."""
+    """Two compute units of a kernel share one line."""
     pair = tuple(ComputeUnit(ADAMW, f"adamw_update_{number}") for number in (1, 2))
     config = connectivity_config(Design(SMARTSSD.platform, (*pair, ComputeUnit(SGD, "sgd_update_1"))))
     assert config.splitlines() == [
@@ -113,7 +113,7 @@ def test_lines_for_the_card_name_shell_kernel_and_files() -> None:
 
 
 def test_xclbin_is_one_of_its_design() -> None:
-    """The same bytes again; another uuid for another design."""
+    """A design always gives the same bytes, and another design gives another uuid."""
     bank = replace(SMARTSSD.platform.bank, size_bytes=1 << 30)
     other = replace(SMARTSSD, platform=replace(SMARTSSD.platform, bank=bank))
     assert xclbin(SMARTSSD) == xclbin(SMARTSSD)
@@ -121,7 +121,7 @@ def test_xclbin_is_one_of_its_design() -> None:
 
 
 def test_xclbin_holds_bank_connections_and_units() -> None:
-    """As XRT's header lays them out."""
+    """An xclbin holds bank, connections and units as XRT's header lays them out."""
     bank = MemoryBank("ddr", base=0x1000_0000, size_bytes=2 << 30)
     contents = {part.kind: part.content for part in sections(replace(SMARTSSD, platform=_with(bank)))}
     assert struct.unpack_from("<i4xBB6xQQ16s", contents[SectionKind.MEM_TOPOLOGY])[3:5] == (2 << 20, 0x1000_0000)
@@ -132,7 +132,7 @@ def test_xclbin_holds_bank_connections_and_units() -> None:
 
 
 def test_command_writes_files_and_prints_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the Makefile calls."""
+    """The commands that the Makefile calls write files and print lines."""
     main(["test-xclbin", str(tmp_path / "x.xclbin")])
     assert (tmp_path / "x.xclbin").read_bytes() == xclbin(EMULATED)
     main(["config", str(tmp_path / "smartssd.cfg")])

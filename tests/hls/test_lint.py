@@ -1,4 +1,4 @@
-"""Every rule of the lint, with a kernel that breaks it; the project's own kernels break none."""
+"""Tests every rule of the lint with a kernel that breaks it; the project's own kernels break none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Edit = Callable[..., list[str]]
 
 @pytest.fixture
 def findings(tmp_path: Path) -> Edit:
-    """Replaces text of the example's files, and returns what the lint says of it."""
+    """A function that replaces text in the example's files and returns what the lint finds."""
     shutil.copytree(EXAMPLE, tmp_path / "hls")
     kernel = Kernel("scale", number=1, arrays=(), words=())
     design = Design(SMARTSSD.platform, (ComputeUnit(kernel, "scale_1"),))
@@ -46,12 +46,12 @@ def findings(tmp_path: Path) -> Edit:
 
 
 def test_the_example_is_clean(findings: Edit) -> None:
-    """What the other tests break has nothing wrong."""
+    """The lint finds nothing in the example that the other tests break."""
     assert findings() == []
 
 
 def test_the_projects_kernels_are_clean(capsys: pytest.CaptureFixture[str]) -> None:
-    """What `make lint` calls prints nothing."""
+    """The command of `make lint` finds nothing."""
     assert main() == 0, capsys.readouterr().out
 
 
@@ -183,13 +183,13 @@ BROKEN = {
 
 @pytest.mark.parametrize(("old", "new", "message"), BROKEN.values(), ids=BROKEN)
 def test_broken_kernel(findings: Edit, old: str, new: str, message: str) -> None:
-    """Each is found and named."""
+    """Each fault is found and named."""
     found = findings((old, new))
     assert any(re.search(message, finding) for finding in found), found
 
 
 def test_a_library_function_is_found(findings: Edit) -> None:
-    """Whatever is declared neither in the project nor in a header of the toolchain."""
+    """A function that is declared neither in the project nor in a header of the toolchain is reported."""
     found = findings(
         ('#include "steps.hpp"', '#include "steps.hpp"\n#include <cstdio>'),
         ("return value * 2.0f;", 'std::printf("%f", value); return value;'),
@@ -200,7 +200,7 @@ def test_a_library_function_is_found(findings: Edit) -> None:
 
 
 def test_type_information_is_found(findings: Edit) -> None:
-    """There is none on a card."""
+    """Type information is reported, because there is none on a card."""
     found = findings(
         ('#include "steps.hpp"', '#include "steps.hpp"\n#include <typeinfo>'),
         ("return value * 2.0f;", "return &typeid(value) == &typeid(int) ? value : 0.0f;"),
@@ -215,7 +215,7 @@ def test_what_only_simulation_sees_is_not_looked_at(findings: Edit) -> None:
 
 
 def test_headers_are_checked_where_the_kernel_includes_them(findings: Edit) -> None:
-    """With the header's own path and line."""
+    """A finding in a header has the header's own path and line."""
     found = findings(("target[i] = in.read();", "target[i] = *new T(in.read());"), file=STEPS)
     assert found == ["include/steps.hpp:24: new cannot be synthesised"]
 
@@ -231,7 +231,7 @@ def test_a_port_of_odd_width_is_found(findings: Edit) -> None:
 
 
 def test_two_readers_on_one_master_are_found(findings: Edit) -> None:
-    """They would wait for each other's bursts; two masters may have one each."""
+    """Two readers on one master would wait for each other's bursts; on two masters they are allowed."""
     second = (
         ("values_in, Beat* values_out", "values_in, const Beat* more, Beat* values_out"),
         ("(values_in, loaded, beats);", '(values_in, loaded, beats);\nhls::stream<Beat> b("b"); load(more, b, beats);'),
@@ -273,7 +273,7 @@ def test_streams_are_followed_through_functions_and_arrays(findings: Edit) -> No
 
 
 def test_a_stream_from_outside_has_one_end_in_a_region(findings: Edit) -> None:
-    """The other one is with whoever hands it over."""
+    """Two processes of a region may not share a stream from outside, whose other end is with the caller."""
     inner = """void take(hls::stream<Beat>& in) { in.read(); }
 void both(Beat* to, hls::stream<Beat>& s, std::uint32_t beats) {
 #pragma HLS DATAFLOW
@@ -317,5 +317,5 @@ void flow(const Beat* from, const Beat* second, Beat* to, std::uint32_t beats) {
 
 
 def test_a_described_kernel_without_a_source_is_found(tmp_path: Path) -> None:
-    """The description names the file."""
+    """A source file that the description names is reported if it is missing."""
     assert [finding.message for finding in lint(SMARTSSD, tmp_path)] == ["is missing"] * 3

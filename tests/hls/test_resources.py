@@ -1,4 +1,4 @@
-"""The tables of what the kernels should take of the FPGA."""
+"""Tests the tables of the FPGA's resources that the kernels should take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_page_has_what_the_script_prints() -> None:
 
 
 def test_networks_compute_the_checksum() -> None:
-    """What is counted is CRC-32C of a beat: the columns of its set bits, and of the register's in the first word."""
+    """The counted columns give the CRC-32C of a beat: those of its set bits, with the register in the first word."""
     columns = beat_columns()
     beat = np.random.default_rng(0).integers(0, 1 << 32, 16, np.uint32)
     words = [int(word) for word in beat]
@@ -32,7 +32,7 @@ def test_networks_compute_the_checksum() -> None:
 
 
 def test_streams_and_operators_are_those_of_the_sources(tmp_path: Path) -> None:
-    """Beats and links of the run between processes; multipliers by the asterisks of a rule's arithmetic."""
+    """The tables count the streams between processes, and the multipliers as asterisks in a rule's arithmetic."""
     rows = dict(re.findall(r"\| `(\w+)` \| (\d+) \|", report()))
     write_sources(tmp_path)
     for kernel in KERNELS:

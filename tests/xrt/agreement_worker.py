@@ -1,7 +1,7 @@
-"""What ranks agree on, each with a card of its own: ``python -m tests.xrt.agreement_worker FOLDER``.
+"""Records what ranks agree on, each with its own card: ``python -m tests.xrt.agreement_worker FOLDER``.
 
-In ``FOLDER/rank<n>.json``: for ``update_device="smartssd"`` and ``"auto"`` what came of it while rank 1's card computes
-wrongly, and once more while nothing is wrong.
+Every rank writes ``FOLDER/rank<n>.json``: its outcomes for ``update_device="smartssd"`` and ``"auto"``, each first
+while rank 1's card computes wrongly, then while nothing is wrong.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.xrt.builds import build
 from tests.xrt.cards import EmulatedCards
 
 FIRST_MASTER = 1
-"""Number of a pointer of ``sgd_update``."""
+"""Index of the pointer of ``sgd_update`` to the master weights."""
 
 
 def outcome(folder: Path, cards: EmulatedCards, rank: int, wanted: str, *, failing: bool) -> list[str | int]:
-    """Who updates, and how many processes share a card; or the error. Then how many runs this rank's card had."""
+    """Return who updates and how many processes share a card, or the error; then how many runs this rank's card had."""
     cards.reset()
     if failing and rank == 1:
         cards.inject("corrupt", card=rank, skipped=1, pointer=FIRST_MASTER, bit=64 * 32)

@@ -1,4 +1,4 @@
-"""XRT's public C API by ctypes, as far as tests of the emulated card itself use it. Calls let other threads run."""
+"""Calls XRT's public C API by ctypes, as far as tests of the emulated card need it. Calls let other threads run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Device:
         self.load(xclbin)
 
     def load(self, xclbin: Path) -> None:
-        """Loads other kernels."""
+        """Load other kernels."""
         _succeed(self._xrt.xrtDeviceLoadXclbinFile(self.handle, str(xclbin).encode()))
         _succeed(self._xrt.xrtDeviceGetXclbinUUID(self.handle, self._uuid))
 
@@ -71,7 +71,7 @@ class Device:
         return self._kernels[name]
 
     def group(self, kernel: str, argument: int) -> int:
-        """Number of the memory bank that a pointer of a kernel reaches."""
+        """Return the number of the memory bank that a pointer of a kernel reaches."""
         return int(self._xrt.xrtKernelArgGroupId(self.kernel(kernel), argument))
 
 
@@ -83,7 +83,7 @@ class Buffer:
         self.size, self.handle = size, handle
 
     def part(self, size: int, offset: int) -> Buffer:
-        """A buffer object on a part of this one."""
+        """Return a buffer object on a part of this one."""
         return Buffer(size, _check(self._xrt.xrtBOSubAlloc(self.handle, size, offset)))
 
     def free(self) -> None:
@@ -94,7 +94,7 @@ class Buffer:
         return int(self._xrt.xrtBOAddress(self.handle))
 
     def map(self) -> NDArray[np.uint8]:
-        """The host's memory of it, which is only there as long as it is."""
+        """Return the host's memory of this buffer, which exists only as long as the buffer."""
         address = _check(self._xrt.xrtBOMap(self.handle))
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.size).from_address(address))
 
@@ -122,7 +122,7 @@ class Run:
         _succeed(self._xrt.xrtRunStart(self.handle))
 
     def wait(self, timeout_ms: int = round(1000 * LIMIT)) -> State:
-        """The state at the run's end, or ``TIMEOUT``; may be called again then."""
+        """Return the state at the run's end, or ``TIMEOUT``, after which this may be called again."""
         return State(self._xrt.xrtRunWaitFor(self.handle, timeout_ms))
 
     def state(self) -> State:
@@ -134,7 +134,7 @@ class Run:
 
 @contextmanager
 def opened(index: int, xclbin: Path) -> Iterator[Device]:
-    """A card for a while."""
+    """Open a card, and close it after the block."""
     device = Device(index, xclbin)
     try:
         yield device

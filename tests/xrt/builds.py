@@ -25,10 +25,10 @@ _DRIVER = "libsmart_infinity_card.so.2"
 
 @dataclass(frozen=True)
 class EmulatorBuild:
-    """What XRT needs to run on emulated cards.
+    """The files that XRT needs to run on emulated cards.
 
     Attributes:
-        root: What ``XILINX_XRT`` names.
+        root: The folder that ``XILINX_XRT`` names.
         kernels: The library with the compute units, for ``SMART_INFINITY_CARD_KERNELS``.
         xclbin: The kernels of ``hls/``.
         probe_xclbin: The one kernel of ``probe_kernel.cpp``.
@@ -67,7 +67,7 @@ class EmulatorBuild:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What has to be set before a process uses XRT for the first time."""
+        """The variables to set before a process uses XRT for the first time."""
         return {
             "XILINX_XRT": str(self.root),
             "XCL_EMULATION_MODE": "hw_emu",
@@ -77,7 +77,7 @@ class EmulatorBuild:
 
 
 def build(sanitize: str = "") -> EmulatorBuild:
-    """Builds what is not up to date, which takes half a minute the first time.
+    """Build what is not up to date, which takes half a minute the first time.
 
     Args:
         sanitize: Sanitizers, such as ``"address,undefined"``: builds the driver, the probe kernel and ``stress.cpp``.
@@ -117,7 +117,7 @@ def _write_files(made: EmulatorBuild) -> None:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Leaves what is right alone: other processes may be reading it."""
+    """Write a file unless it has this content, because other processes may be reading it."""
     if not file.exists() or file.read_bytes() != content:
         temporary = file.with_suffix(".new")
         temporary.write_bytes(content)
@@ -126,7 +126,7 @@ def _write(file: Path, content: bytes) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes a folder, and keeps every other process out of it that asks for the same."""
+    """Make a folder and lock it against other processes that call this."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -30,18 +30,18 @@ BINDINGS: dict[str, Callable[[EmulatedCards, int], Card]] = {
 
 
 def kernel_of(step: object) -> str:
-    """Name of the kernel of a step's rule."""
+    """Return the name of the kernel of a step's rule."""
     return _KERNELS[type(step)]
 
 
 @dataclass
 class CardState:
-    """Two files of one content and a pipeline for each: a card's, and the host's.
+    """Two files of equal content with a pipeline for each: a card's, and the host's.
 
     Args:
-        stored: The card's file, with a host's pipeline for what a card does not work.
+        stored: The card's file, with a host's pipeline for work that a card does not do.
         host: The host's file.
-        pipeline: The card's.
+        pipeline: The card's pipeline.
     """
 
     stored: StoredState
@@ -49,16 +49,16 @@ class CardState:
     pipeline: Pipeline
 
     def write(self, *arrays: Array) -> None:
-        """Both files' state."""
+        """Write the state of both files."""
         for side in (self.stored, self.host):
             side.write(*arrays)
 
     def submit(self, runs: Sequence[Run], steps: Sequence[Any]) -> None:
-        """Starts the card's batch."""
+        """Start the card's batch."""
         self.pipeline.submit(self.stored.update_batch(runs, steps))
 
     def drain(self) -> Failure | None:
-        """Ends it, and commits it if it did not fail."""
+        """End the batch, and commit it if it did not fail."""
         failure = self.pipeline.drain()
         if failure is None:
             self.stored.generation += 1
@@ -70,7 +70,7 @@ class CardState:
         return self.drain()
 
     def redo(self, runs: Sequence[Run], steps: Sequence[Any]) -> None:
-        """What the card left undone of its last batch, by the host, from the place that is untouched."""
+        """Let the host do what the card left undone of its last batch, from the place that is untouched."""
         finished = self.pipeline.finished()
         whole = self.stored.update_batch(runs, steps)
         undone = [tasklet for index, tasklet in enumerate(whole.tasklets) if index not in finished]
@@ -80,7 +80,7 @@ class CardState:
         assert self.stored.drain() is None
 
     def assert_same(self) -> None:
-        """Every extent of the last generation, to the byte."""
+        """Assert that every extent of the last generation is equal, byte for byte."""
         assert self.stored.slot == self.host.slot
         contents = [np.fromfile(side.paths[0], np.uint8) for side in (self.stored, self.host)]
         for index in range(self.stored.num_tasklets):
@@ -91,20 +91,20 @@ class CardState:
 
 @dataclass(frozen=True, kw_only=True)
 class CardCase:
-    """What a card is given.
+    """The settings of a card.
 
     Args:
-        tasklet_numel: Of all tasklets but the last; 0: there is one.
+        tasklet_numel: Elements of all tasklets but the last; 0 means that there is one tasklet.
         binding: One of :data:`BINDINGS`.
         card: Which card.
-        gradient_bytes: As in CardOptions; 0: enough for fp32.
+        gradient_bytes: As in CardOptions; 0 means enough for fp32.
         parameter_bytes: Likewise.
         timeout_ms: As in CardOptions.
         dram_bytes: Likewise.
-        through_file: Gradients go through a file.
-        gradient_path: Through this one, which exists.
-        num_buffers: Of the pipeline.
-        compute_threads: Likewise.
+        through_file: Whether gradients go through a file.
+        gradient_path: An existing file that gradients go through instead.
+        num_buffers: Number of the pipeline's buffers.
+        compute_threads: Number of the pipeline's compute threads.
     """
 
     tasklet_numel: int = 0
@@ -120,7 +120,7 @@ class CardCase:
     compute_threads: int = 2
 
     def gradient_file(self, folder: Path, nbytes: int) -> StateFile | None:
-        """What gradients go through, made in ``folder`` with room for so many bytes of each buffer; None: nothing."""
+        """Return the file that gradients go through, with room for so many bytes of each buffer, or None."""
         if self.gradient_path is not None:
             return StateFile(str(self.gradient_path), direct=False)
         if not self.through_file:
@@ -135,14 +135,14 @@ class CardCase:
 def card_state(
     folder: Path, cards: EmulatedCards, step: object, numel: int, case: CardCase = CardCase()
 ) -> Iterator[CardState]:
-    """A partition for the rule of a step.
+    """Yield a partition for the rule of a step.
 
     Args:
-        folder: Of the files.
-        cards: The machine's.
-        step: Its class is the rule.
-        numel: Elements.
-        case: The card's.
+        folder: Folder of the files.
+        cards: The machine's cards.
+        step: A step of the rule.
+        numel: Number of elements.
+        case: Settings of the card.
     """
     num_arrays = len(ARRAYS[type(step)])
     sides = []

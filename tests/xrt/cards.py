@@ -1,4 +1,4 @@
-"""What tests steer and see of emulated SmartSSDs, in the process that uses them through XRT."""
+"""Lets tests control and observe emulated SmartSSDs in the process that uses them through XRT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.xrt.builds import EmulatorBuild
 __all__ = ["ALL", "EmulatedCards", "Event"]
 
 ALL = -1
-"""Every card, where a card's number is asked for."""
+"""Stands for every card where a card's number is expected."""
 
 _DEFAULTS = {
     "dram_mib": 4096,
@@ -28,7 +28,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened on a card.
+    """An event on a card.
 
     ======================  ============================================================
     name                    fields
@@ -64,7 +64,7 @@ class EmulatedCards:
     def __init__(self, build: EmulatorBuild) -> None:
         self.build = build
         os.environ.update(build.environment)
-        # The very library that XRT opens, by another name.
+        # This is the library that XRT opens, by another name.
         self._calls = calls = ctypes.CDLL(str(build.driver))
         number, name, signed, unsigned = ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_uint64
         signatures = {
@@ -81,9 +81,9 @@ class EmulatedCards:
             function.restype, function.argtypes = name, arguments
 
     def reset(self, count: int = 2) -> None:
-        """All settings as at first, no faults to come, nothing hung, counters at zero, no events.
+        """Restore all settings, cancel faults, release what hangs, zero the counters and clear the events.
 
-        What is allocated stays, and a hung run that is released by this may still end.
+        Allocations stay, and a hung run that this releases may still end.
 
         Args:
             count: Number of cards in the machine.
@@ -95,7 +95,7 @@ class EmulatedCards:
         self._calls.smart_infinity_card_clear_events()
 
     def set(self, setting: str, value: int, *, card: int = ALL) -> None:
-        """Changes a setting from now on.
+        """Change a setting from now on.
 
         Args:
             setting: ``dram_mib``, ``p2p`` (0 or 1), ``latency_us`` of a run, ``dma_mib_per_s`` of syncs in each
@@ -107,7 +107,7 @@ class EmulatedCards:
         self._call("set", card, setting.encode(), value)
 
     def inject(self, kind: str, *, card: int = 0, skipped: int = 0, pointer: int = 0, bit: int = 0) -> None:
-        """Lets something go wrong once.
+        """Make something go wrong once.
 
         Args:
             kind: ``hang`` (a run computes only when it is released), ``error`` or ``abort`` (how a run ends, with
@@ -115,29 +115,29 @@ class EmulatedCards:
                 gone when a run begins), ``stall`` (a sync moves only when it is released), ``submit``, ``sync`` or
                 ``alloc`` (that call fails).
             card: Which card.
-            skipped: So many runs, syncs or allocations are let pass first.
-            pointer: Of ``corrupt``: which of the kernel's pointers, in the order of its arguments.
-            bit: Of ``corrupt``: which bit of its buffer.
+            skipped: Number of runs, syncs or allocations that pass first.
+            pointer: For ``corrupt``: which of the kernel's pointers, in the order of its arguments.
+            bit: For ``corrupt``: which bit of its buffer.
         """
         self._call("inject", card, kind.encode(), skipped, pointer, bit)
 
     def lose(self, card: int) -> None:
-        """The card is gone, until :meth:`reset`: runs are aborted, all other calls fail."""
+        """Take the card away until :meth:`reset`: runs are aborted, all other calls fail."""
         self._call("lose", card)
 
     def release(self, card: int = ALL) -> None:
-        """What hangs goes on: runs compute now, syncs move, and complete late.
+        """Let what hangs go on: runs compute and syncs move data now, and complete late.
 
-        What is slowed down takes no longer than it has to.
+        Slowed operations take no longer than they have to.
         """
         self._call("release", card)
 
     def counter(self, name: str, card: int = 0) -> int:
-        """One of a card's counters since :meth:`reset`.
+        """Return one of a card's counters since :meth:`reset`.
 
         Args:
             name: ``runs_begun``, ``runs_completed``, ``runs_failed``, ``syncs_to``, ``syncs_from``, ``bytes_to``,
-                ``bytes_from``, ``bytes_copied``, ``peak_bytes`` of card memory; and, of now, ``num_buffers`` and
+                ``bytes_from``, ``bytes_copied``, ``peak_bytes`` of card memory; and the present ``num_buffers`` and
                 ``card_bytes``.
             card: Which card.
         """
@@ -146,7 +146,7 @@ class EmulatedCards:
         return value.value
 
     def events(self, *names: str, card: int | None = None) -> list[Event]:
-        """What happened since :meth:`reset`, on all cards in one order; of these names only, if there are any."""
+        """Return the events of all cards since :meth:`reset`, in one order; of these names only, if any are given."""
         return [
             event
             for event in self._all_events()
@@ -154,10 +154,10 @@ class EmulatedCards:
         ]
 
     def wait_for(self, name: str, *, card: int | None = None, count: int = 1, timeout: float = LIMIT) -> None:
-        """Returns once an event happened so often.
+        """Return once an event has happened so often.
 
         Raises:
-            TimeoutError: If it did not.
+            TimeoutError: It has not happened so often in time.
         """
         until = time.monotonic() + timeout
         while len(self.events(name, card=card)) < count:

@@ -23,7 +23,7 @@ def devices(emulated_cards: EmulatedCards) -> Iterator[list[Device]]:
 
 @pytest.fixture
 def probes(emulated_cards: EmulatedCards, devices: list[Device]) -> Iterator[list[Probe]]:
-    """Buffers on both cards; what hangs is released at the end."""
+    """Buffers on both cards; runs that hang are released at the end."""
     probes = [Probe(device) for device in devices]
     yield probes
     emulated_cards.reset()

@@ -19,7 +19,7 @@ __all__ = ["emulated_cards", "emulated_cards_of_process", "pyxrt"]
 
 @pytest.fixture(scope="session")
 def emulated_cards_of_process() -> EmulatedCards:
-    """The cards of this process; built first, where that is not done yet."""
+    """The cards of this process, which are built first if necessary."""
     return EmulatedCards(build())
 
 
@@ -27,7 +27,7 @@ def emulated_cards_of_process() -> EmulatedCards:
 def emulated_cards(emulated_cards_of_process: EmulatedCards) -> Iterator[EmulatedCards]:
     """Two emulated cards without faults. A test that uses them is marked by ``RunIf(xrt=True)``.
 
-    The test gives back all memory that it took of these two: what it left on a card, another test would lack.
+    The test must free all memory that it took on these two cards, because another test would lack it.
     """
     cards = emulated_cards_of_process
     cards.reset()
@@ -47,7 +47,7 @@ def emulated_cards(emulated_cards_of_process: EmulatedCards) -> Iterator[Emulate
 
 @pytest.fixture
 def pyxrt(emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``import pyxrt`` finds the system's, or ours where it has none, and the emulated cards through it."""
+    """The module that ``import pyxrt`` finds: the system's, or else ours, with the emulated cards behind it."""
     from tests.xrt.pyxrt import load
 
     monkeypatch.setitem(sys.modules, "pyxrt", load())

@@ -1,4 +1,4 @@
-"""Ends with something that hangs, after others that hung and were released; arguments: xclbin, folder, fault."""
+"""Exits while something hangs, after others that hung and were released; arguments: xclbin, folder, fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.xrt.cards import EmulatedCards
 
 
 def leave_p2p_behind(xclbin: Path, folder: Path) -> None:
-    """As the self-test does, with a read that is never released."""
+    """Leave a P2P buffer behind as the self-test does, with a read that is never released."""
     path = folder / "file"
     path.write_bytes(bytes(1 << 20))
     card = native.Card.open(0, xclbin=str(xclbin))

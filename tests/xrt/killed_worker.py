@@ -4,7 +4,7 @@
 
 It resumes from ``last.ckpt``, if that is there, and saves there after every fourth step. WHEN names the moment to die:
 ``step:N:SECONDS`` so long after step N began, ``save:N:SECONDS`` so long after the save of step N began, or ``never``.
-What it was trained to goes to ``end.pt``.
+It saves its losses and its final state to ``end.pt``.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ __all__ = ["LitGPT2", "compare"]
 
 
 class LitGPT2(pl.LightningModule):
-    """Trains on the same few random tokens; ``digests`` holds one of each parameter's state when training ends."""
+    """Trains on the same few random tokens; ``digests`` holds a digest of each parameter's final state."""
 
     def __init__(self, size: str) -> None:
         super().__init__()
@@ -55,16 +55,16 @@ class LitGPT2(pl.LightningModule):
 
 
 def compare(root: Path, cards: EmulatedCards, size: str, *, steps: int) -> dict[str, float]:
-    """Train on both; an AssertionError where a bit differs.
+    """Train on both, and assert that no bit differs.
 
     Args:
-        root: For state.
-        cards: Emulated, two of them.
+        root: Folder for state.
+        cards: Two emulated cards.
         size: One of ``SIZES``.
-        steps: How many.
+        steps: Number of steps.
 
     Returns:
-        Seconds of each fit, for the curious.
+        Seconds of each fit.
     """
     modules, seconds = {}, {}
     for device in ("host", "smartssd"):

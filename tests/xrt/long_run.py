@@ -28,15 +28,15 @@ _SPECIAL = (np.nan, np.inf, -np.inf, -0.0, 1e-45, -1e-39)
 
 
 def compare(folder: Path, xclbin: Path, optimizer: str, dtype: torch.dtype, *, steps: int, numel: int) -> None:
-    """Train on two cards and on the host; an AssertionError where a byte differs.
+    """Train on two cards and on the host, and assert that no byte differs.
 
     Args:
-        folder: For state.
-        xclbin: For the cards.
+        folder: Folder for state.
+        xclbin: The cards' xclbin.
         optimizer: A name in ``OPTIMIZERS``.
-        dtype: Of gradients and parameters.
-        steps: How many.
-        numel: Elements.
+        dtype: Type of gradients and parameters.
+        steps: Number of steps.
+        numel: Number of elements.
     """
     shapes = ((numel - 7, 0, 0, 0), (7, 0, 1, 0))
     case = Case(
@@ -55,7 +55,7 @@ def compare(folder: Path, xclbin: Path, optimizer: str, dtype: torch.dtype, *, s
 
 
 def _gradient(case: Case, parameter: int, step: int) -> torch.Tensor | None:
-    """Normal in the first half, then from tiny on downwards; now and then something special."""
+    """Return normal values in the first half, then smaller ones down to subnormals, and at times special values."""
     if (parameter + step) % 5 == 4:
         return None
     numel = case.shapes[parameter][0]

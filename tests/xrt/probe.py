@@ -1,4 +1,4 @@
-"""The kernel of ``probe_kernel.cpp``: described as the kernels for the card are, and with buffers to run it on."""
+"""Describes the kernel of ``probe_kernel.cpp`` as those for the card, and provides buffers to run it on."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ BYTES = 64 * BEATS
 
 @dataclass
 class Probe:
-    """Buffers on one card, and runs on them: ``data += gradient; parameter = data * 0.5``, 2 and 1 at first.
+    """Buffers on one card, and runs on them: ``data += gradient; parameter = data * 0.5``.
 
-    ``data`` is a P2P buffer, the others are synced.
+    The gradient is 2 and the data are 1 at first. ``data`` is a P2P buffer, the others are synced.
     """
 
     device: Device
@@ -44,12 +44,12 @@ class Probe:
         self.gradient.upload()
 
     def buffer(self, size: int, flags: Flags = Flags.NORMAL) -> Buffer:
-        """One more buffer, freed with the others."""
+        """Return one more buffer, which is freed with the others."""
         self._own.append(self.device.allocate(size, flags))
         return self._own[-1]
 
     def prepare(self, *, unit: str = "probe:{probe_1}", last: int = BEATS, **buffers: Buffer) -> Run:
-        """A run over beats [0, last); ``gradient``, ``data`` and so on stand in for its own buffers."""
+        """Return a run over beats [0, last); ``gradient``, ``data`` and so on replace the probe's own buffers."""
         used = {"gradient": self.gradient, "data": self.data, "parameter": self.parameter, "status": self.status}
         used |= buffers
         pointers = [used["gradient"], used["data"], used["data"], used["parameter"], used["status"]]
@@ -58,13 +58,13 @@ class Probe:
         return self._runs[-1]
 
     def run(self, *, unit: str = "probe:{probe_1}", last: int = BEATS, **buffers: Buffer) -> Run:
-        """As :meth:`prepare`, and starts it."""
+        """Prepare a run as :meth:`prepare` does, and start it."""
         run = self.prepare(unit=unit, last=last, **buffers)
         run.start()
         return run
 
     def free(self) -> None:
-        """Frees all that was made by this."""
+        """Free all that this probe made."""
         for run in self._runs:
             run.close()
         for buffer in self._own:
@@ -72,5 +72,5 @@ class Probe:
 
 
 def floats(buffer: Buffer) -> NDArray[np.float32]:
-    """The host's memory of a buffer."""
+    """Return the host's memory of a buffer."""
     return buffer.map().view(np.float32)

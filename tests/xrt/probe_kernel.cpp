@@ -1,4 +1,4 @@
-// A compute unit that tests of the emulated card itself run: as simple as can be, and it believes all that it is told.
+// A compute unit for tests of the emulated card itself: as simple as can be, without checks of its arguments.
 #include <cstdint>
 
 #include "dispatch.hpp"

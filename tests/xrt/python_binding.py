@@ -1,4 +1,4 @@
-"""A binding of Python callables: XRT's C API as the tests of the emulated card call it."""
+"""Binds XRT's C API by Python callables, as the tests of the emulated card call it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _freed(buffer: Buffer) -> Buffer:
 
 
 class ApiBinding:
-    """What ``native.Card`` calls. Whatever it gives out is closed when nobody has it any more."""
+    """The binding that ``native.Card`` calls. Every object that it returns is closed when nobody holds it any more."""
 
     def __init__(self, index: int, xclbin: Path) -> None:
         self.device = Device(index, xclbin)

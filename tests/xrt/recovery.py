@@ -1,4 +1,4 @@
-"""A small partition whose card fails: what fails it, what the host makes good, and whether the card works again."""
+"""Makes the card of a small partition fail, lets the host do the rest, and checks whether the card works again."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _GRADIENT, *ARRAYS = random_arrays(STEP, NUMEL, 11, special=False)
 
 
 def runs_of(parameter: Array) -> list[Run]:
-    """All of the partition in one run, into these parameters."""
+    """Return one run over the whole partition, into these parameters."""
     return [Run(0, NUMEL, 0, _GRADIENT, parameter=parameter)]
 
 
 def fail(state: CardState, kind: str = "device") -> tuple[Failure, Array]:
-    """A batch that fails in this way; what parameters there are."""
+    """Run a batch that must fail in this way; return the failure and the parameters so far."""
     parameter = np.zeros(NUMEL, np.float32)
     failure = state.update(runs_of(parameter), [STEP])
     assert failure is not None and failure.kind == kind
@@ -31,20 +31,20 @@ def fail(state: CardState, kind: str = "device") -> tuple[Failure, Array]:
 
 
 def make_good(state: CardState, parameter: Array) -> None:
-    """The host does the rest: everything is as if the card had done it."""
+    """Let the host do the rest, and assert that everything is as if the card had done it."""
     state.redo(runs_of(parameter), [STEP])
     _assert_like_host(state, parameter)
 
 
 def succeed(state: CardState) -> None:
-    """A batch without a failure."""
+    """Run a batch that must not fail."""
     parameter = np.zeros(NUMEL, np.float32)
     assert state.update(runs_of(parameter), [STEP]) is None
     _assert_like_host(state, parameter)
 
 
 def wait_until_returned(state: CardState) -> None:
-    """Nothing that was given up is still out."""
+    """Wait until everything that was given up has returned."""
     await_that(lambda: not state.pipeline.busy)
 
 

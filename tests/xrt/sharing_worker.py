@@ -1,6 +1,6 @@
-"""Runs of :mod:`tests.training.worker` that also tell what each rank holds of the emulated cards' memory.
+"""Runs :mod:`tests.training.worker` and records how much of the emulated cards' memory each rank holds.
 
-That is of the cards of its own process, ``card_bytes`` by card.
+``card_bytes`` lists, by card, the memory of the cards of the rank's own process.
 """
 
 from __future__ import annotations

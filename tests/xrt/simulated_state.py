@@ -1,4 +1,4 @@
-"""A partition in the memory of the C simulation: what card and host hold on storage, tasklet by tasklet."""
+"""Keeps a partition in the memory of the C simulation, as card and host hold it on storage, tasklet by tasklet."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SimulatedState:
     """The tasklets of a stored partition, as a card's memory would hold them.
 
     Args:
-        simulation: Of the kernels.
-        stored: How the partition is cut; read, where the two are compared.
-        form: Of all gradients and parameters.
-        arrays: The state at first, fp32.
+        simulation: Simulation of the kernels.
+        stored: The stored partition, which decides the tasklets and is read for comparison.
+        form: Form of all gradients and parameters.
+        arrays: The initial state, fp32.
     """
 
     def __init__(self, simulation: Simulation, stored: StoredState, form: Form, arrays: Sequence[Array]) -> None:
@@ -31,11 +31,11 @@ class SimulatedState:
         self._arrays = [self._memory(index, arrays) for index in range(stored.num_tasklets)]
 
     def update(self, runs: Sequence[Run], steps: Sequence[Any], parameter: Array) -> None:
-        """As a batch of an update: a run of the kernel for each of a tasklet's groups; its status tells no error.
+        """Update as a batch does, by an error-free run of the kernel for each of a tasklet's groups.
 
         Args:
-            runs: All with a step; they cover the partition.
-            steps: Theirs.
+            runs: Runs that all have a step and cover the partition.
+            steps: Steps of the runs.
             parameter: Where the updated parameters go.
         """
         for index, arrays in enumerate(self._arrays):
@@ -52,7 +52,7 @@ class SimulatedState:
                     parameter[part] = memory.view(parameter.dtype)[first:last]
 
     def assert_same(self) -> None:
-        """Bit for bit what the files hold; even NaNs and zeros are the very same ones."""
+        """Assert that the memory equals the files bit for bit, even in NaNs and zeros."""
         for index, arrays in enumerate(self._arrays):
             numel = self._stored.numel_of(index)
             for array, region in zip(arrays, self._stored.regions(index), strict=True):
@@ -66,7 +66,7 @@ class SimulatedState:
         return memory
 
     def _gradient(self, index: int, runs: Sequence[Run], payloads: Mapping[int, Array]) -> Buffer:
-        """A compressed gradient, or what the runs have of a dense one."""
+        """Return a tasklet's compressed gradient, or the dense one that its runs have."""
         if index in payloads:
             return _copied(payloads[index], payloads[index].nbytes)
         offset, numel = index * self._stored.tasklet_numel, self._stored.numel_of(index)

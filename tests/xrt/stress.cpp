@@ -1,4 +1,4 @@
-// Two emulated cards under load from several threads, through XRT's C++ API: what sanitizers watch.
+// Puts two emulated cards under load from several threads, through XRT's C++ API, for sanitizers to watch.
 // Usage: stress XCLBIN NUM_ROUNDS
 #include <xrt/xrt_bo.h>
 #include <xrt/xrt_device.h>
@@ -32,7 +32,7 @@ class Worker {
           gradient_(device, kBytes, xrt::bo::flags::normal, 0),
           data_(device, kBytes, xrt::bo::flags::p2p, 0),
           parameter_(device, kBytes, xrt::bo::flags::normal, 0),
-          // P2P: for others, XRT 2.13 allocates host memory by a call of aligned_alloc that sanitizers refuse.
+          // P2P, because XRT 2.13 allocates host memory for others by an aligned_alloc that sanitizers refuse.
           status_(device, 64, xrt::bo::flags::p2p, 0) {}
 
     void work(int rounds) {

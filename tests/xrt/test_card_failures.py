@@ -1,4 +1,4 @@
-"""What a card does wrong is noticed, told, and made good by the host from the place that is untouched."""
+"""Faults of a card are noticed and reported, and the host redoes the work from the place that is untouched."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[Callable[[EmulatedCards, int], None], str]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
-    """Each of another run, or call; the card goes on afterwards."""
+    """Every failed run or call is reported and made good by the host, and the card works again afterwards."""
     start, message = KINDS[kind]
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
@@ -66,7 +66,7 @@ def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, ki
 
 
 def test_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Each is given up for its time; while it is out, the card takes nothing, and afterwards everything again."""
+    """A run is given up at its deadline; the card takes no work until the run returns, and works again afterwards."""
     case = CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient(0.02)))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
@@ -80,7 +80,7 @@ def test_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) 
             make_good(state, parameter)
             emulated_cards.release()
             wait_until_returned(state)
-            state.assert_same()  # what came late has reached nothing
+            state.assert_same()  # what came late changed nothing
 
 
 @pytest.mark.parametrize("num_done", [0, 3])
@@ -98,7 +98,7 @@ def test_what_is_done_stays(tmp_path: Path, emulated_cards: EmulatedCards, num_d
 
 
 def test_a_lost_card(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Calls fail; nothing hangs, not even the end."""
+    """Calls of a lost card fail; nothing hangs, not even closing."""
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("lost", skipped=1)
@@ -110,9 +110,9 @@ def test_a_lost_card(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
 
 
 def test_closing_with_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """No hang; its memory is given up for lost, because it may still be written."""
+    """Closing does not hang; the run's memory is given up for lost, because the run may still write it."""
     emulated_cards.reset(count=3)
-    lost = 2  # which takes no other xclbin from now on: other tests have the first two
+    lost = 2  # it takes no other xclbin from now on; other tests use the first two
     before = emulated_cards.counter("num_buffers", lost)
     case = CardCase(tasklet_numel=TASKLET, card=lost, timeout_ms=round(1000 * lenient(0.02)))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
@@ -163,7 +163,7 @@ def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: Emulated
 
 
 def test_abandoning_what_was_given_up(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """It is not waited for. One run at a time: no other is given up too, however busy this machine is."""
+    """Abandoning does not wait for a hung run. With one run at a time no other is given up on a busy machine."""
     case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=round(1000 * lenient(0.2)))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
@@ -178,7 +178,7 @@ def test_abandoning_what_was_given_up(tmp_path: Path, emulated_cards: EmulatedCa
 
 @pytest.mark.parametrize("array", range(3))
 def test_storage_that_returns_other_bytes(tmp_path: Path, emulated_cards: EmulatedCards, array: int) -> None:
-    """The kernel's checksum of what it read is not the stored one: no parameter is given out."""
+    """If the kernel's checksum of what it read is not the stored one, no parameter is returned."""
     parameter = np.zeros(NUMEL, np.float32)
     with card_state(tmp_path, emulated_cards, STEP, NUMEL) as state:
         state.write(*ARRAYS)
@@ -195,7 +195,7 @@ def test_storage_that_returns_other_bytes(tmp_path: Path, emulated_cards: Emulat
 
 
 def test_another_generation(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """The trailer is looked at before anything runs, as on the host."""
+    """The trailer is checked before anything runs, as on the host."""
     with card_state(tmp_path, emulated_cards, STEP, NUMEL) as state:
         state.write(*ARRAYS)
         state.stored.generation += 1
@@ -209,7 +209,7 @@ def test_another_generation(tmp_path: Path, emulated_cards: EmulatedCards) -> No
 def test_failed_reads_and_writes(
     tmp_path: Path, emulated_cards: EmulatedCards, seed: int, fault: dict[str, int]
 ) -> None:
-    """Of either part of an extent: its regions, or the page with the trailer."""
+    """A failed transfer of an extent's regions or of the page with its trailer is made good by the host."""
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         inject(state.pipeline, seed=seed, max_delay_us=500, short_transfer_every=3, **fault)
@@ -231,7 +231,7 @@ def test_a_gradient_file_that_cannot_be_written(tmp_path: Path, emulated_cards: 
 
 
 def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """For what this process may take, and for what the card has; nothing stays allocated."""
+    """A ring larger than its allowance or than the card's memory is refused, and nothing stays allocated."""
     before = emulated_cards.counter("num_buffers")
     needed = 3 * (3 * 16384 + 16384 + 16384 + 4096)
     message = rf"the card's DRAM is too small: a ring of 3 buffers takes {needed} bytes, {needed - 1} are allowed"
@@ -258,7 +258,7 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
 
 
 class FailingBinding(ApiBinding):
-    """Raises in one method."""
+    """A binding that raises in one method."""
 
     method = ""
 
@@ -272,10 +272,10 @@ class FailingBinding(ApiBinding):
 def test_a_binding_that_raises(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """What Python raises in a thread of the pipeline is a failed call."""
+    """An exception that Python raises in a thread of the pipeline counts as a failed call."""
     binding = FailingBinding(0, emulated_cards.build.xclbin)
     monkeypatch.setitem(BINDINGS, "failing", lambda cards, index: Card(binding))
-    # Only a run that hangs is waited for so long; others may be slow on a machine under load.
+    # Only the case with a hung run needs a short deadline; other calls may be slow on a machine under load.
     timeout_ms = round(1000 * lenient(0.3)) if method == "state" else 60_000
     with card_state(
         tmp_path,

@@ -1,4 +1,4 @@
-"""The native pipeline of a card through real XRT: bit for bit what the host computes, byte for byte on storage."""
+"""The native pipeline of a card, through real XRT, computes the host's bits and stores the host's bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parameter_memory(numel: int, dtype: DType) -> Array:
 
 
 def update_both(state: CardState, runs_of: Any, steps: list[Any], numel: int, dtype: DType = DType.FLOAT32) -> None:
-    """The same on card and host; parameters and storage are equal. ``runs_of`` is given the parameters' memory."""
+    """Update on card and host, and assert equal parameters and storage; ``runs_of`` gets the parameters' memory."""
     on_card, on_host = parameter_memory(numel, dtype), parameter_memory(numel, dtype)
     failure = state.update(runs_of(on_card), steps)
     assert failure is None, failure
@@ -59,7 +59,7 @@ def update_both(state: CardState, runs_of: Any, steps: list[Any], numel: int, dt
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
 @pytest.mark.parametrize("name", ["adamw", "adagrad_without_eps", "sgd_nesterov", "rmsprop"])
 def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str, dtype: DType, binding: str) -> None:
-    """Several tasklets, none of whole beats, over three steps; subnormals among the values."""
+    """Three steps over tasklets that do not fill whole beats, with subnormals, give the host's bits."""
     numel, step = 5 * 3_001 - 7, STEPS[name]
     gradient, *arrays = random_arrays(step, numel, 3, special=False)
     arrays[0][::7] = 1e-41
@@ -78,7 +78,7 @@ def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str
 
 @pytest.mark.parametrize("name", STEPS)
 def test_special_values(tmp_path: Path, emulated_cards: EmulatedCards, name: str) -> None:
-    """Infinities, NaNs and subnormals in the gradient and in every array, for every variant of every rule."""
+    """Infinities, NaNs and subnormals in gradient and state give the host's bits, for every variant of every rule."""
     numel, step = 3_000, STEPS[name]
     gradient, *arrays = random_arrays(step, numel, 14, special=True)
     runs = [Run(0, numel, 0, gradient)]
@@ -109,7 +109,7 @@ def test_counters(
     parameter_dtype: DType,
     route: str,
 ) -> None:
-    """What crosses where, to the byte: payload, padding and control apart."""
+    """Counters give the exact bytes on every channel, with payload, padding and control apart."""
     numel, tasklet, step = 2 * 3_000 + 100, 3_000, STEPS[name]
     gradient, *arrays = random_arrays(step, numel, 4, special=False)
     stored_gradient = encode(gradient, gradient_dtype)
@@ -141,7 +141,7 @@ def test_counters(
     assert counters.gradient_file_bytes == (sent * numel + blocks if through_file else 0)
     assert counters.padding_bytes == 2 * arrays_padding + parameter_beats + (2 * blocks if through_file else beats)
     assert counters.control_bytes == 3 * (2 * 4096 + 2 * 64)
-    # What XRT moved: gradients, parameters and status beats.
+    # XRT moved gradients, parameters and status beats.
     synced_gradients = 0 if through_file else sent * numel + beats
     assert emulated_cards.counter("bytes_to") == synced_gradients + 3 * 64
     assert emulated_cards.counter("bytes_from") == received * numel + parameter_beats + 3 * 64
@@ -162,7 +162,7 @@ def test_a_host_counts_nothing_of_a_card(tmp_path: Path, emulated_cards: Emulate
 @pytest.mark.parametrize("route", ["host", "storage"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
 def test_compressed_gradients(tmp_path: Path, emulated_cards: EmulatedCards, dtype: DType, route: str) -> None:
-    """A payload goes to the card as it is, and is all that goes; parts of the tasklets pass through."""
+    """A payload goes to the card unchanged and alone; parts of the tasklets without a step pass through."""
     numel, tasklet, step = 70_000 + 5_000, 70_000, STEPS["adamw"]
     gradient, *arrays = random_arrays(step, numel, 5, special=False)
     payloads = {
@@ -210,7 +210,7 @@ def test_counters_of_the_top_percent(
     payload_bytes: int,
     route: str,
 ) -> None:
-    """One element of a hundred: its payload is all that crosses the shared channel downwards."""
+    """With one element of a hundred kept, only the payload crosses the shared channel to the card."""
     numel, step = 8 * BLOCK, STEPS[name]
     gradient, *arrays = random_arrays(step, numel, 5, special=False)
     payload = np.frombuffer(compress(gradient, 0.01, dtype).tobytes(), np.uint8)
@@ -231,7 +231,7 @@ def test_counters_of_the_top_percent(
 
 
 def test_groups_meet(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Steps, types of gradients and of parameters that change within beats; gaps, and runs without parameters."""
+    """Steps and types may change within beats, with gaps and runs without parameters between them."""
     numel, random = 4_000, np.random.default_rng(7)
     steps = [STEPS["sgd_nesterov"], STEPS["sgd_first"], STEPS["sgd_dampened"]]
     gradient, *arrays = random_arrays(steps[0], numel, 6, special=False)
@@ -268,12 +268,12 @@ def test_neighbours_of_one_step_are_one_run(tmp_path: Path, emulated_cards: Emul
         state.write(*arrays)
         update_both(state, runs_of, [step], 1_000)
     assert emulated_cards.counter("runs_completed") == 1
-    # The gradient, and a status that is cleared; the parameters, and the status.
+    # To the card: the gradient and a cleared status; from it: the parameters and the status.
     assert (emulated_cards.counter("syncs_to"), emulated_cards.counter("syncs_from")) == (2, 2)
 
 
 def test_parameters_on_a_cuda_device(tmp_path: Path, emulated_cards: EmulatedCards, fake_cuda: FakeCuda) -> None:
-    """They travel through slots of host memory, as those that the host updates."""
+    """Parameters on a CUDA device travel through slots of host memory, as those that the host updates."""
     numel, step, stream = 5_000, STEPS["adamw"], CudaStream(CudaDevice(0))
     gradient, *arrays = random_arrays(step, numel, 12, special=False)
     parameter, expected = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
@@ -292,7 +292,7 @@ def test_parameters_on_a_cuda_device(tmp_path: Path, emulated_cards: EmulatedCar
 
 
 class WatchedBinding(ApiBinding):
-    """Keeps where the memory is that storage reaches."""
+    """A binding that records where the memory lies that storage reaches."""
 
     def __init__(self, index: int, xclbin: Path) -> None:
         super().__init__(index, xclbin)
@@ -310,7 +310,7 @@ class WatchedBinding(ApiBinding):
 def test_the_cards_memory_is_registered_with_nobody(
     tmp_path: Path, emulated_cards: EmulatedCards, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
-    """Not with CUDA, which does get what parameters travel through; nor with io_uring, which is not used at all."""
+    """CUDA registers only other memory than the card's, and io_uring, which could register it, is not used."""
     numel, step, stream = 5_000, STEPS["adamw"], CudaStream(CudaDevice(0))
     gradient, *arrays = random_arrays(step, numel, 12, special=False)
     binding = WatchedBinding(0, emulated_cards.build.xclbin)
@@ -340,7 +340,7 @@ def test_the_cards_memory_is_registered_with_nobody(
     ids=["index", "exponent"],
 )
 def test_a_bad_compressed_gradient(tmp_path: Path, emulated_cards: EmulatedCards, is_sparse: bool, errors: str) -> None:
-    """The kernel tells; the host, which takes over, refuses the gradient."""
+    """The kernel reports the bad gradient, and the host, which takes over, refuses it."""
     step, numel = STEPS["adamw"], 5_000
     gradient, *arrays = random_arrays(step, numel, 13, special=False)
     payload = compress(gradient, 0.1, DType.FLOAT32) if is_sparse else block_scaled_codes(gradient).payload()
@@ -396,7 +396,7 @@ def test_reads_and_gradients_travel_while_a_kernel_runs(tmp_path: Path, emulated
 
 
 def test_two_cards_do_not_wait_for_each_other(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """All of one card's batch is done while the other's first kernel is held."""
+    """One card finishes its batch while the other's first kernel is held."""
     numel, step = 4 * 1_024, STEPS["sgd"]
     gradient, *arrays = random_arrays(step, numel, 10, special=False)
     runs = [Run(0, numel, 0, gradient)]
@@ -462,7 +462,7 @@ def test_pipelines_that_a_card_cannot_work(
 
 
 def of_numel(numel: int) -> Tasklet:
-    """One that lies in no file, of that many elements."""
+    """Return a tasklet of so many elements that lies in no file."""
     return Tasklet(
         index=0,
         numel=numel,
@@ -518,7 +518,7 @@ def test_no_such_card(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
 
 
 class ScatteredBinding(ApiBinding):
-    """Of a card whose xclbin has the arrays in two memory banks."""
+    """A binding of a card whose xclbin has the arrays in two memory banks."""
 
     def group(self, kernel: Any, argument: int) -> int:
         return int(argument == 2)

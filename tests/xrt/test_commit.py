@@ -1,4 +1,4 @@
-"""Two cards, one commit record: written once the storage of each has flushed what its card wrote."""
+"""Two cards share one commit record, which is written once the storage of each has flushed what its card wrote."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASE = Case(dtype=torch.bfloat16, num_devices=2, durability="power")
 
 
 class Watched:
-    """A state file that writes its flushes, with what had been written by then, beside the record's events."""
+    """A state file that notes its flushes among the record's events, and whether they came too early."""
 
     def __init__(self, file: StateFile, number: int, run: Run, events: list[str]) -> None:
         self.path, self.close = file.path, file.close
@@ -41,7 +41,7 @@ class Watched:
 
 
 def watch(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watched], list[str]]:
-    """The run's state files, and what happens to them and the record from now on."""
+    """Watch the run's state files and the record; return the files and the list of coming events."""
     events: list[str] = []
     watched = [Watched(file, number, run, events) for number, file in enumerate(run.store.files)]
     run.store.files = tuple(watched)  # type: ignore[assignment]
@@ -55,7 +55,7 @@ def watch(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watched], lis
 
 
 def step_of_all(run: Run, number: int) -> None:
-    """A step in which every tasklet is written."""
+    """Run a step in which every tasklet is written."""
     plan = run.collect(number)
     plan.active[:] = True
     run.handler.begin_step(plan)
@@ -65,7 +65,7 @@ def step_of_all(run: Run, number: int) -> None:
 def test_one_record_after_every_flush(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file is flushed when all of its extents are written; then the one record is, and it is flushed too."""
+    """Each file is flushed when all of its extents are written; then the one record is written and flushed."""
     with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
         _, events = watch(run, monkeypatch)
         step_of_all(run, 1)
@@ -74,7 +74,7 @@ def test_one_record_after_every_flush(
 
 
 def test_a_flush_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is not committed: what was before it is current, here and for who comes after a crash."""
+    """A step whose flush fails is not committed; the step before stays current, also after a crash."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,

@@ -1,4 +1,4 @@
-"""Gradients that the host compresses for a card, which gets payloads alone and computes the host's bits."""
+"""A card gets only payloads of the gradients that the host compresses, and computes the host's bits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def payload_memory(codec: GradientCodec, numel: int) -> Array:
 
 
 def update_both(state: CardState, gradient: Array = GRADIENT, dtype: DType = DType.FLOAT32) -> None:
-    """Parameters, storage and payloads are equal; the residuals are as they were."""
+    """Update on card and host, and assert equal parameters, storage and payloads, and unchanged residuals."""
     on_card, on_host = np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
     failure = state.update(runs_of(on_card, gradient, dtype), STEPS_OF_IT)
     assert failure is None, failure
@@ -70,7 +70,7 @@ def assert_same(state: CardState) -> None:
 
 
 def payload_sizes(state: CardState) -> list[int]:
-    """In bytes, as the headers have it."""
+    """Return the payloads' sizes in bytes, as their headers give them."""
     return [int(64 * (1 + payload.view(np.uint32)[6:9].sum())) for payload in state.stored.payloads.values()]
 
 
@@ -78,7 +78,7 @@ def payload_sizes(state: CardState) -> list[int]:
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
 def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, dtype: DType, name: str, route: str) -> None:
-    """Two steps; nothing but payloads goes to the card, in memory that is too small for the gradient."""
+    """In two steps only payloads go to the card, into memory that is too small for the gradient."""
     codec = CODECS[name]
     case = CardCase(tasklet_numel=TASKLET, gradient_bytes=codec.payload_bytes(TASKLET), through_file=route == "storage")
     gradient = encode(GRADIENT, dtype)
@@ -92,7 +92,7 @@ def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, dtype: DT
 
 
 def test_all_elements(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """A ratio of one, of which the payload is larger than the gradient."""
+    """A ratio of one works, although its payload is larger than the gradient."""
     codec = TopK(ratio=1.0)
     case = CardCase(tasklet_numel=TASKLET, gradient_bytes=codec.payload_bytes(TASKLET))
     with compressing(tmp_path, emulated_cards, codec, case) as state:
@@ -101,7 +101,7 @@ def test_all_elements(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
 
 @pytest.mark.parametrize("name", ["top, bf16", "8 bits"])
 def test_redone_by_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str) -> None:
-    """What a failed card left is compressed again, to the same bits."""
+    """The host compresses again what a failed card left undone, to the same bits."""
     on_card, on_host = np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
     with compressing(tmp_path, emulated_cards, CODECS[name]) as state:
         emulated_cards.inject("error", skipped=2)
@@ -120,4 +120,4 @@ def test_what_does_not_fit(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
         runs = runs_of(np.zeros(NUMEL, np.float32), GRADIENT, DType.FLOAT32)
         with pytest.raises(ValueError, match="tasklet 0: its payload does not fit gradient_bytes"):
             state.submit(runs, STEPS_OF_IT)
-        assert state.stored.work(Operation.UPDATE, runs, STEPS_OF_IT) is None  # the host takes it
+        assert state.stored.work(Operation.UPDATE, runs, STEPS_OF_IT) is None  # the host can update it

@@ -1,4 +1,4 @@
-"""Reads, writes and syncs of a card that do not return: given up for their time, and left what they still use."""
+"""A card's reads, writes and syncs that do not return are given up, and keep the memory that they still use."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = RunIf(xrt=True)
 
 
 def impatient(**settings: Any) -> CardCase:
-    """A card whose requests are given up early."""
+    """Return the settings of a card whose requests are given up early."""
     return CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient(0.15)), **settings)
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])
 def test_late_read(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -> None:
-    """Of an extent's regions or its trailer: the host does the rest at once, and the card nothing before it returns."""
+    """After a late read the host does the rest at once, and the card takes no work before the read returns."""
     case = impatient()
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
@@ -44,13 +44,13 @@ def test_late_read(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -
         make_good(state, parameter)
         hold.release()
         wait_until_returned(state)
-        state.assert_same()  # what came late has reached nothing
+        state.assert_same()  # what came late changed nothing
         succeed(state)
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_late_write(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -> None:
-    """It is told where it may still write; the tasklet that it belongs to is not done."""
+    """The pipeline tells where a late write may still write, and its tasklet is not done."""
     case = impatient()
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
@@ -75,7 +75,7 @@ def test_late_write(tmp_path: Path, emulated_cards: EmulatedCards, number: int) 
 
 
 def test_several_late_writes(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """The batch ends when all have been given up; the card works again when the last has returned."""
+    """The batch ends when all late writes have been given up; the card works again when the last has returned."""
     case = impatient()
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
@@ -90,7 +90,7 @@ def test_several_late_writes(tmp_path: Path, emulated_cards: EmulatedCards) -> N
 
 @pytest.mark.parametrize("number", range(5))
 def test_late_sync(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -> None:
-    """Of a gradient, a status or parameters: as with a read."""
+    """A late sync of a gradient, a status or parameters is treated like a late read."""
     case = impatient()
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
@@ -109,7 +109,7 @@ def test_late_sync(tmp_path: Path, emulated_cards: EmulatedCards, number: int) -
 @pytest.mark.parametrize(("kind", "verb"), [("read_at", "reading"), ("write_at", "writing")])
 @pytest.mark.parametrize("number", [0, 2])
 def test_late_gradient(tmp_path: Path, emulated_cards: EmulatedCards, kind: str, verb: str, number: int) -> None:
-    """On its way through a file, of which no place is state's: as with a read."""
+    """A gradient that is late on its way through a file is treated like a late read: no place of state is at risk."""
     case = impatient(through_file=True)
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
@@ -126,7 +126,7 @@ def test_late_gradient(tmp_path: Path, emulated_cards: EmulatedCards, kind: str,
 
 
 class SlowStart(ApiBinding):
-    """Starts a run when it is let, if it is to wait at all."""
+    """A binding that holds the start of a run until ``started`` is set."""
 
     def __init__(self, index: int, xclbin: Path) -> None:
         super().__init__(index, xclbin)
@@ -139,7 +139,7 @@ class SlowStart(ApiBinding):
 
 
 def test_late_start(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that may begin yet has its memory until it has ended."""
+    """A run that may still begin keeps its memory until it has ended."""
     binding = SlowStart(0, emulated_cards.build.xclbin)
     monkeypatch.setitem(BINDINGS, "slow", lambda cards, index: Card(binding))
     case = impatient(binding="slow", compute_threads=1)
@@ -175,9 +175,9 @@ LATE: dict[str, Callable[[CardState, EmulatedCards, int], Callable[[], None]]] =
 
 @pytest.mark.parametrize("kind", LATE)
 def test_closing_with_something_out(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
-    """No hang; what it may still use is given up for lost, and what comes late reaches nothing."""
+    """Closing does not hang; memory that a late request may use is given up for lost, and late data harm nothing."""
     emulated_cards.reset(count=6)
-    lost = 3 + list(LATE).index(kind)  # whose memory stays taken
+    lost = 3 + list(LATE).index(kind)  # the memory of this card stays taken
     before = emulated_cards.counter("num_buffers", lost)
     case = impatient(card=lost)
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:

@@ -1,4 +1,4 @@
-"""SmartSSDDevice under a transfer handler, through real XRT on emulated cards: bit for bit what the host computes."""
+"""SmartSSDDevice under a transfer handler computes the host's bits, through real XRT on emulated cards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = RunIf(xrt=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_five_steps(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, dtype: torch.dtype) -> None:
-    """Two cards, groups that meet in tasklets, parameters without gradient: state files are the host's, to the byte."""
+    """Two cards write the host's state files, with groups that meet in tasklets and parameters without gradient."""
     case = Case(dtype=dtype, num_devices=2, **OPTIMIZERS[optimizer])
     device = cards(emulated_cards.build.xclbin)
     with (
@@ -43,7 +43,7 @@ def test_five_steps(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: st
 def test_subnormals_infinities_and_nans(
     tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, dtype: torch.dtype
 ) -> None:
-    """A short one of the long runs that ``python -m tests.xrt.long_run`` makes."""
+    """A short run of ``python -m tests.xrt.long_run`` finds no byte that differs from the host's."""
     compare(tmp_path, emulated_cards.build.xclbin, optimizer, dtype, steps=5, numel=70_001)
 
 
@@ -67,7 +67,7 @@ def test_gradients_through_the_cards_storage(
 
 
 def test_a_thread_of_io_for_every_buffer(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """So that no request waits for one of the other direction; of each card."""
+    """Each card has a thread of I/O for every buffer, so that no request waits for one of the other direction."""
     counts = []
     for num_buffers in (2, 5):
         case = Case(num_devices=2, num_buffers=num_buffers)
@@ -136,7 +136,7 @@ def test_traffic_of_a_step(
         assert sum(folder.read_bytes for folder in moved.folders) == extents + through_file
         assert sum(folder.write_bytes for folder in moved.folders) == extents + through_file
         assert moved.storage_write_bytes == extents + through_file
-        # Arrays in blocks, each way; parameters in beats, and gradients too, or twice in blocks through the file.
+        # Arrays fill blocks, each way; parameters fill beats, and so do gradients, or blocks twice through the file.
         units = (64, BLOCK_BYTES, BLOCK_BYTES) if route == "storage" else (64, 64)
         filling = sum(-nbytes % unit for nbytes in gradients for unit in units)
         assert filling > 0
@@ -144,7 +144,7 @@ def test_traffic_of_a_step(
 
 
 def test_an_incremental_step(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Tasklets in any order and in pieces, waited for one by one, on both cards."""
+    """A step may begin tasklets in any order and in pieces, and wait for them one by one, on both cards."""
     case = Case(dtype=torch.bfloat16, num_devices=2)
     with (
         running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run,
@@ -166,7 +166,7 @@ def test_an_incremental_step(tmp_path: Path, emulated_cards: EmulatedCards) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_staged_parameters(tmp_path: Path, emulated_cards: EmulatedCards, dtype: torch.dtype) -> None:
-    """Waves through a buffer, as for parameters on storage or on a GPU."""
+    """Staged parameters pass through a buffer in waves, as those on storage or on a GPU do."""
     case = Case(dtype=dtype, num_devices=2, staged=True)
     with (
         running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run,
@@ -179,7 +179,7 @@ def test_staged_parameters(tmp_path: Path, emulated_cards: EmulatedCards, dtype:
 
 
 def test_rollback_and_outside_changes(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """A step that is taken back leaves the parameters before it; what was written from outside is what is updated."""
+    """A rollback restores the parameters of the step before, and the next step updates state written from outside."""
     case = Case(num_devices=2)
     values = np.linspace(-1, 1, case.shapes[1][0], dtype=np.float32)
     with (
@@ -199,7 +199,7 @@ def test_rollback_and_outside_changes(tmp_path: Path, emulated_cards: EmulatedCa
 
 
 def test_memory_and_description(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Host memory holds trailers and two buffers for other work, not the ring; what updates, and how, is told."""
+    """Host memory holds trailers and two buffers, not the ring; the description says what updates, and how."""
     case = Case(num_devices=2, num_buffers=8)
     with running(tmp_path, case, device=cards(emulated_cards.build.xclbin)) as run:
         extent = run.layout.extents.place_bytes

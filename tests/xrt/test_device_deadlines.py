@@ -1,4 +1,4 @@
-"""Cards whose reads, writes and syncs do not return, under a transfer handler: who may go on, and who may not."""
+"""Tests who may go on under a transfer handler when a card's reads, writes or syncs do not return."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def deadline() -> float:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An SSD gets no more time to recover."""
+    """Give an SSD no further time to recover."""
     monkeypatch.setattr(worker_module, "_RECOVERY", 0.0)
 
 
@@ -53,7 +53,7 @@ def pipeline(run: Run, card: int = 0) -> Pipeline:
 def test_the_host_takes_over(
     tmp_path: Path, emulated_cards: EmulatedCards, deadline: float, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    """While the request is out the card gets no work; every bit is the host's, also after it came late."""
+    """Until a late request returns, the card gets no work; every bit is the host's, also after its return."""
     route = {"gradient_route": "storage"} if "gradient" in kind else {}
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=deadline, **route)) as run,
@@ -79,9 +79,7 @@ def test_the_host_takes_over(
 
 @pytest.mark.usefixtures("hasty")
 def test_a_late_write_ends_the_step(tmp_path: Path, emulated_cards: EmulatedCards, deadline: float) -> None:
-    """Nobody else may write to its place: the step is taken back, no other begins before it has returned, then all go
-    on.
-    """
+    """A late write ends the step, as nobody else may write to its place; no step begins until it returns."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=deadline)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
@@ -113,7 +111,7 @@ def test_a_late_write_ends_the_step(tmp_path: Path, emulated_cards: EmulatedCard
 def test_a_write_that_an_ssd_recovers(
     tmp_path: Path, emulated_cards: EmulatedCards, deadline: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its place is waited for; then the host does the rest, as after a read."""
+    """The host waits for the place of a late write, then does the rest, as after a late read."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=deadline)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
@@ -135,7 +133,7 @@ def test_a_write_that_an_ssd_recovers(
 
 @pytest.mark.usefixtures("hasty")
 def test_a_store_that_may_still_be_written(tmp_path: Path, emulated_cards: EmulatedCards, deadline: float) -> None:
-    """Closed but kept, it stays locked until the write has returned; then it is the one of the step before."""
+    """A closed and kept store stays locked until the late write returns; then it holds the step before."""
     case = CASE.but(keep=True)
     run = Run(tmp_path, case, device=cards(emulated_cards.build.xclbin, timeout=deadline))
     run.step(0)
@@ -152,12 +150,12 @@ def test_a_store_that_may_still_be_written(tmp_path: Path, emulated_cards: Emula
     with running(tmp_path, case, recover=True) as again:
         assert again.store.generation == run.store.generation
         found = again.state()
-        del found["partition"], before["partition"]  # which nobody has read back
+        del found["partition"], before["partition"]  # nobody has read these back
         assert_equal(found, before)
 
 
 def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards, deadline: float) -> None:
-    """A late write to the only place: the step cannot be taken back, as with any failure, and nothing waits."""
+    """A late write to the only place fails the step at once, and the error names the durability that avoids it."""
     with running(
         tmp_path, CASE.but(durability="none"), device=cards(emulated_cards.build.xclbin, timeout=deadline)
     ) as run:
@@ -173,7 +171,7 @@ def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards, deadline:
 def test_the_log_of_a_late_write_does_not_promise_the_host(
     tmp_path: Path, emulated_cards: EmulatedCards, deadline: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody takes over."""
+    """The host does not take over after a late write, and the log does not say so."""
     with (
         caplog.at_level(logging.WARNING),
         running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin, timeout=deadline)) as run,

@@ -1,4 +1,4 @@
-"""Cards that fail under a transfer handler: the host takes over, and everything comes out bit for bit the same."""
+"""When cards fail under a transfer handler, the host takes over, and every bit comes out the same."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Result:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """What the host has after all steps."""
+    """The host's state and files after all steps."""
     with running(tmp_path_factory.mktemp("host"), CASE, device=settled_host) as host:
         host.steps(range(NUM_FAILURES))
         return Result(host.state(), state_files(host))
@@ -58,7 +58,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No card is given up for having failed several times in a row."""
+    """Give up no card for several failures in a row."""
     monkeypatch.setattr(worker_module, "_MOST_FAILURES", 10 * NUM_FAILURES)
 
 
@@ -71,13 +71,13 @@ def failures(log: pytest.LogCaptureFixture) -> list[str]:
 def test_a_hundred_failures(
     tmp_path: Path, emulated_cards: EmulatedCards, expected: Result, log: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    """One in each step, anywhere in it, on either card; the card works again in the next step."""
+    """A failure in each step, anywhere and on either card, changes no bit, and the card works in the next step."""
     choose = random.Random(kind)
     device = cards(emulated_cards.build.xclbin, timeout=lenient(SHORT, pauses=5) if kind == "hang" else SLOW)
     with running(tmp_path, CASE, device=device) as run:
         for step in range(NUM_FAILURES):
             card = choose.randrange(2)
-            # What is corrupted is the status; other memory after its run is not known to be until it is read again.
+            # The status is corrupted; corruption of other memory would be noticed only when it is read again.
             emulated_cards.inject(kind, card=card, skipped=choose.randrange(2), pointer=8, bit=choose.randrange(128))
             run.step(step)
             if kind == "lost":
@@ -101,7 +101,7 @@ STORAGE = {
 def test_a_hundred_failures_of_storage(
     tmp_path: Path, emulated_cards: EmulatedCards, expected: Result, log: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    """A transfer between SSD and card fails in each step, of state or of a trailer, among many that are cut short."""
+    """A failed transfer of state or trailer in each step, among many that are cut short, changes no bit."""
     choose = random.Random(kind)
     (where, number), (_, code) = STORAGE[kind].items()
     with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
@@ -121,7 +121,7 @@ def test_a_hundred_failures_of_storage(
 def test_short_transfers_alone_are_no_failure(
     tmp_path: Path, emulated_cards: EmulatedCards, expected: Result, log: pytest.LogCaptureFixture
 ) -> None:
-    """Every second transfer is cut short in all hundred steps: it goes on where it was cut."""
+    """Every second transfer is cut short in all hundred steps, and goes on where it was cut."""
     with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
         assert isinstance(run.device, SmartSSDDevice)
         for worker in run.device._workers:
@@ -134,7 +134,7 @@ def test_short_transfers_alone_are_no_failure(
 
 @pytest.mark.parametrize("array", range(3))
 def test_state_that_was_corrupted_on_the_card(tmp_path: Path, emulated_cards: EmulatedCards, array: int) -> None:
-    """Nobody can know when it is written, as the CPU never sees it; the next one to read it does, and says so."""
+    """Corruption is not noticed when it is written, as the CPU never sees it; the next read reports it."""
     for number in range(4):
         with running(tmp_path / str(number), CASE, device=cards(emulated_cards.build.xclbin)) as run:
             run.step(0)
@@ -145,7 +145,7 @@ def test_state_that_was_corrupted_on_the_card(tmp_path: Path, emulated_cards: Em
 
 
 def await_cards(run: Run, emulated_cards: EmulatedCards) -> None:
-    """Waits until all that was given up has returned, also a run that hangs only after a slow one was given up."""
+    """Wait until all that was given up has returned, also a run that hangs only after a slow one was given up."""
     assert isinstance(run.device, SmartSSDDevice)
     pipelines = [worker.pipeline for worker in run.device._workers]
 
@@ -159,7 +159,7 @@ def await_cards(run: Run, emulated_cards: EmulatedCards) -> None:
 def test_a_card_that_fails_every_step(
     tmp_path: Path, emulated_cards: EmulatedCards, log: pytest.LogCaptureFixture
 ) -> None:
-    """It is given up after three failures in a row, once and for the training; a success in between starts anew."""
+    """A card is given up for the training after three failures in a row; a success restarts the count."""
     device = cards(emulated_cards.build.xclbin)
     with (
         running(tmp_path / "card", CASE, device=device) as run,
@@ -186,7 +186,7 @@ def test_a_card_that_fails_every_step(
 
 
 def test_late_completion(tmp_path: Path, emulated_cards: EmulatedCards, log: pytest.LogCaptureFixture) -> None:
-    """A card whose run was given up gets no work until it has returned, which is told once; then it works again."""
+    """A card whose run was given up gets no work until the run returns, and the log says so once; then it works."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=lenient(SHORT))) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
@@ -207,7 +207,7 @@ def test_late_completion(tmp_path: Path, emulated_cards: EmulatedCards, log: pyt
 
 
 def test_a_hang_is_waited_for_once(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """What has been read behind it is not sent after it, to wait as long in turn: the host has it at once."""
+    """Tasklets that were read meanwhile are not queued behind a hung run; the host updates them at once."""
     case = CASE.but(num_devices=1, num_buffers=6, shapes=((40_000, 0, 0, 0),))
     with running(tmp_path, case, device=cards(emulated_cards.build.xclbin, timeout=lenient(0.2))) as run:
         emulated_cards.inject("hang")
@@ -218,7 +218,7 @@ def test_a_hang_is_waited_for_once(tmp_path: Path, emulated_cards: EmulatedCards
 
 
 def test_close_with_a_hung_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """It does not wait for it; what the run may still write is given back once it has returned."""
+    """Closing does not wait for a hung run; memory that the run may still write is freed once it has returned."""
     before = emulated_cards.counter("num_buffers", 0)
     device = cards(emulated_cards.build.xclbin, timeout=lenient(SHORT))
     for number in range(2):
@@ -236,7 +236,7 @@ def test_close_with_a_hung_run(tmp_path: Path, emulated_cards: EmulatedCards) ->
 
 
 def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Where state is overwritten nobody can take over: the step fails, says why, and cannot be taken back."""
+    """Where state is overwritten nobody can take over: the step fails, says why, and cannot be rolled back."""
     case = CASE.but(durability="none")
     with running(tmp_path, case, device=cards(emulated_cards.build.xclbin)) as run:
         run.step(0)
@@ -249,7 +249,7 @@ def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
 
 
 def test_a_card_that_takes_its_ssd_along(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """The host cannot take over either: our own error, from which the step is taken back once the SSD answers again."""
+    """If the host cannot take over either, our own error is raised; the step is rolled back once the SSD answers."""
     with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
         run.step(0)
         before = run.state()
@@ -274,9 +274,9 @@ def test_p2p_that_fails(
     fault: dict[str, int],
     dtype: torch.dtype,
 ) -> None:
-    """A transfer between card and SSD that the host can make by its own way is no loss.
+    """The host makes good a failed transfer between card and SSD by its own route.
 
-    The parameters of a tasklet that could not be written are out by then: their masters come from storage, in fp32 too.
+    A tasklet whose write failed has updated its parameters by then, so its masters come from storage, in fp32 too.
     """
     case = CASE.but(dtype=dtype)
     with (
@@ -292,7 +292,7 @@ def test_p2p_that_fails(
 
 
 def test_both_cards_in_an_incremental_step(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Failures between one piece of a step and the next."""
+    """Both cards may fail in the pieces of an incremental step, and no bit changes."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
@@ -315,7 +315,7 @@ def test_both_cards_in_an_incremental_step(tmp_path: Path, emulated_cards: Emula
 
 
 def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """A ring that does not fit is refused with what would; a share of the card makes it smaller first."""
+    """A ring that does not fit is refused with advice; on a shared card a smaller ring is chosen first."""
     emulated_cards.set("dram_mib", 1)
     with pytest.raises(DeviceError, match=r"TransferConfig\(tasklet_bytes"):
         Run(tmp_path / "a", CASE.but(num_buffers=64), device=cards(emulated_cards.build.xclbin))
@@ -331,27 +331,27 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
 
 
 def test_a_share_between_whole_pages(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Every part of a buffer fills whole pages: no ring is chosen that the core then refuses as too large."""
+    """The size of a ring is chosen in whole pages, so that the core does not refuse it as too large."""
     case = CASE.but(num_buffers=64, num_devices=1, gradient_dtype=torch.bfloat16)
     numel = layout_of(case).extents.tasklet_numel
     assert 2 * numel % 4096  # of gradient and parameters
     usable = setup_of(1, emulated_cards.build.xclbin).xclbin.memory_bytes
     assert usable is not None
-    # Eleven buffers fit but for what fills pages up.
+    # Eleven buffers would fit without their padding to whole pages.
     sharers = usable * 7 // 8 // (11 * (12 * numel + 4096 + 4 * numel + 1024))
     with running(tmp_path, case, device=cards(emulated_cards.build.xclbin, sharers=sharers)) as run:
         run.step(0)
 
 
 def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Buffers that the SSD can reach cannot be had."""
+    """Without P2P, buffers that the SSD can reach are unavailable, and the error says so."""
     emulated_cards.set("p2p", 0)
     with pytest.raises(DeviceError, match="P2P"):
         Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
 
 
 def test_no_such_card_kernel_or_file(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """XRT's refusals are ours, naming the card."""
+    """XRT's refusals become our errors, which name the card."""
     with pytest.raises(DeviceError, match=r"emulated card 2: .*XILINX_XRT"):
         Run(tmp_path / "a", CASE.but(num_devices=3), device=cards(emulated_cards.build.xclbin))
     with pytest.raises(DeviceError, match=r"emulated card 0: .*adamw_update"):
@@ -361,7 +361,7 @@ def test_no_such_card_kernel_or_file(tmp_path: Path, emulated_cards: EmulatedCar
 
 
 def test_a_card_that_is_gone(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """XRT may not tell why an xclbin cannot be loaded: the remedy names both reasons, the likelier one first."""
+    """XRT may not tell why an xclbin cannot be loaded; the remedy names the likelier reason first."""
     emulated_cards.lose(0)
     with pytest.raises(DeviceError, match=r"emulated card 0: xrtDeviceLoadXclbin") as failed:
         Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
@@ -371,7 +371,7 @@ def test_a_card_that_is_gone(tmp_path: Path, emulated_cards: EmulatedCards) -> N
 def test_files_in_the_page_cache(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A card's SSD would be read past what the host has written."""
+    """Files in the page cache are refused: the card would read its SSD without what the host has written."""
     monkeypatch.setattr(direct, "choose_direct", lambda path, choice: False)
     with pytest.raises(DeviceError, match=r"state\.bin.*page cache"):
         Run(tmp_path, CASE, device=cards(emulated_cards.build.xclbin))
@@ -380,7 +380,7 @@ def test_files_in_the_page_cache(
 def test_arrays_in_different_banks(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XRT would copy them without a word; the kernel is refused."""
+    """A kernel with arrays in different banks is refused, because XRT would silently copy them."""
     monkeypatch.setattr(xclbin_module, "sections", sections_with_an_array_elsewhere)
     path = tmp_path / "banks.xclbin"
     path.write_bytes(xclbin_module.xclbin(SMARTSSD))
@@ -390,7 +390,7 @@ def test_arrays_in_different_banks(
 
 
 def sections_with_an_array_elsewhere(design: Design) -> list[xclbin_module.Section]:
-    """The first array that adamw_update writes is in a second bank."""
+    """Return the sections with the first array that adamw_update writes in a second bank."""
     parts = {part.kind: part.content for part in sections(design)}
     memory, connections = parts[SectionKind.MEM_TOPOLOGY], parts[SectionKind.CONNECTIVITY]
     second = design.platform.bank.base + design.platform.bank.size_bytes
@@ -405,7 +405,7 @@ def sections_with_an_array_elsewhere(design: Design) -> list[xclbin_module.Secti
 def test_state_that_is_damaged_on_storage(
     tmp_path: Path, emulated_cards: EmulatedCards, log: pytest.LogCaptureFixture
 ) -> None:
-    """The card finds it by the kernel's checksum, the host by its own: it is no fault of the card's."""
+    """The card finds the damage by the kernel's checksum, the host by its own; it is an error of storage."""
     with running(tmp_path, CASE, device=cards(emulated_cards.build.xclbin)) as run:
         run.step(0)
         path = Path(run.store.files[1].path)

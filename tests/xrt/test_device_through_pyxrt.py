@@ -1,4 +1,4 @@
-"""The pyxrt binding: the core of the device's suite once more, with every call of XRT going through Python."""
+"""Repeats the core of the device's tests through the pyxrt binding, with every call of XRT going through Python."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ pytestmark = RunIf(xrt=True)
 
 @pytest.fixture(autouse=True)
 def _through_pyxrt(pyxrt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opens all cards by way of Python."""
+    """Open all cards through Python."""
     monkeypatch.setattr(card_runs, "setup_of", partial(card_runs.setup_of, binding="pyxrt"))
 
 
 def test_the_binding_is_python(tmp_path: Path, emulated_cards: EmulatedCards, pyxrt: ModuleType) -> None:
-    """Every run of a kernel is one that pyxrt was asked to start: all that these tests say rests on it."""
+    """pyxrt starts every run of a kernel, as all of these tests assume."""
     with (
         mock.patch.object(PyxrtBinding, "start", autospec=True, side_effect=PyxrtBinding.start) as start,
         running(tmp_path, Case(num_devices=2), device=card_runs.cards(emulated_cards.build.xclbin)) as run,

@@ -1,4 +1,4 @@
-"""The emulated SmartSSD itself, through XRT's C API: memory, runs and guards."""
+"""Tests the emulated SmartSSD itself, through XRT's C API: memory, runs and guards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_run_computes_in_the_cards_memory(probe: Probe) -> None:
 
 
 def test_part_of_a_buffer_is_a_buffer(probe: Probe) -> None:
-    """Arrays lie one behind the other in one allocation, as in a ring."""
+    """A kernel runs on a part of a buffer, as for arrays that lie behind each other in a ring."""
     ring = probe.buffer(3 * BYTES, Flags.P2P)
     part = ring.part(BYTES, BYTES)
     floats(ring)[:] = 5
@@ -39,7 +39,7 @@ def test_part_of_a_buffer_is_a_buffer(probe: Probe) -> None:
 
 
 def test_compute_units_flush_subnormals(probe: Probe) -> None:
-    """As the card's operators do: the status beat is a product of two normal numbers that is none. Here it is one."""
+    """A subnormal product of two normal numbers is zero on the card, as for its operators, but not on the host."""
     assert probe.run(last=0).wait() is State.COMPLETED
     probe.status.download()
     assert (floats(probe.status) == 0).all()
@@ -56,7 +56,7 @@ def test_other_banks_and_host_memory_are_refused(probe: Probe) -> None:
 
 
 def test_memory_is_poisoned_at_every_allocation(probe: Probe) -> None:
-    """Not even what was there before is found again."""
+    """Poison replaces even the content of an earlier buffer at the same address."""
     addresses = []
     for _ in range(2):
         buffer = probe.device.allocate(BYTES, Flags.P2P)
@@ -91,7 +91,7 @@ def test_missing_sync_from_the_card_shows(probe: Probe) -> None:
 def test_beat_past_its_buffer_is_an_error(
     emulated_cards: EmulatedCards, probe: Probe, short: str, pointer: int
 ) -> None:
-    """Read or written; the reason names the kernel's pointer, and the process goes on."""
+    """A beat read or written past its buffer is an error that names the kernel's pointer, and the process goes on."""
     longer = {name: probe.buffer(2 * BYTES) for name in {"gradient", "data", "parameter"} - {short}}
     assert probe.run(last=BEATS, **longer).wait() is State.COMPLETED
     assert probe.run(last=BEATS + 1, **longer).wait() is State.ERROR
@@ -110,7 +110,7 @@ def test_beat_past_a_buffer_that_ends_within_a_page_is_an_error(emulated_cards: 
 
 
 def test_array_ends_where_the_next_one_begins(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """A kernel that runs into its neighbour's array in the same allocation is found out, and does no harm to it."""
+    """A kernel that runs into the next array of the same allocation ends in an error that names its pointer."""
     ring = probe.buffer(3 * BYTES, Flags.P2P)
     data, parameter = ring.part(BYTES, 0), ring.part(2 * BYTES, BYTES)
     gradient = probe.buffer(2 * BYTES)
@@ -122,7 +122,7 @@ def test_array_ends_where_the_next_one_begins(emulated_cards: EmulatedCards, pro
 
 
 def test_unaligned_pointer_is_an_error(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """Memory ports move whole beats."""
+    """Memory ports move whole beats, so an unaligned pointer is an error."""
     whole = probe.buffer(2 * BYTES)
     part = whole.part(BYTES, 32)
     assert probe.run(parameter=part).wait() is State.ERROR
@@ -131,7 +131,7 @@ def test_unaligned_pointer_is_an_error(emulated_cards: EmulatedCards, probe: Pro
 
 
 def test_pointer_to_freed_memory_is_an_error(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """XRT passes on any address."""
+    """XRT passes on any address, so the card has to find a pointer to freed memory."""
     buffer = probe.device.allocate(BYTES)
     run = probe.prepare(parameter=buffer)
     buffer.free()
@@ -141,7 +141,7 @@ def test_pointer_to_freed_memory_is_an_error(emulated_cards: EmulatedCards, prob
 
 
 def test_compute_unit_without_a_kernel_is_an_error(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
-    """An xclbin may name more than was compiled."""
+    """An xclbin may name compute units that were not compiled; running one is an error."""
     design = Design(SMARTSSD.platform, (ComputeUnit(Kernel("absent", 9, ("data",), ("scale",)), "absent_1"),))
     (tmp_path / "absent.xclbin").write_bytes(xclbin(design))
     with opened(0, tmp_path / "absent.xclbin") as device:
@@ -155,14 +155,14 @@ def test_compute_unit_without_a_kernel_is_an_error(emulated_cards: EmulatedCards
 def test_another_xclbin_is_refused_while_there_are_buffers(
     emulated_cards: EmulatedCards, probe: Probe, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Their addresses would mean nothing to it."""
+    """Another xclbin would not know the buffers' addresses, so it is refused."""
     with pytest.raises(XrtError):
         probe.device.load(emulated_cards.build.xclbin)
     assert "the card holds buffers of another xclbin" in capfd.readouterr().err
 
 
 def test_machine_has_as_many_cards_as_are_set(emulated_cards: EmulatedCards) -> None:
-    """One more is not there."""
+    """Opening one card more than are set fails."""
     with pytest.raises(XrtError):
         Device(2, emulated_cards.build.probe_xclbin)
 
@@ -181,5 +181,5 @@ def test_counters_tell_runs_syncs_and_bytes(emulated_cards: EmulatedCards, probe
 
 
 def _reason(cards: EmulatedCards) -> str:
-    """Why the last run failed, in the card's words."""
+    """Return why the last run failed, in the card's words."""
     return " ".join(cards.events("run-end")[-1].fields[3:])

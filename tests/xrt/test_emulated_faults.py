@@ -1,4 +1,4 @@
-"""What can be made to go wrong on an emulated SmartSSD, and what runs at the same time, as XRT's users see it."""
+"""Tests faults and concurrent runs of an emulated SmartSSD, as XRT's users see them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POISON = 0xA5
 
 
 def test_two_cards_run_at_the_same_time(emulated_cards: EmulatedCards, probes: list[Probe]) -> None:
-    """Each driven by its own thread, both runs have begun before one ends."""
+    """With each card driven by its own thread, both runs have begun before one ends."""
     emulated_cards.inject("hang", card=0)
     emulated_cards.inject("hang", card=1)
     states: list[State] = []
@@ -39,7 +39,7 @@ def test_two_cards_run_at_the_same_time(emulated_cards: EmulatedCards, probes: l
 
 
 def test_two_compute_units_of_a_card_run_at_the_same_time(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """Runs of one unit wait for each other."""
+    """Runs of one unit wait for each other, but not for those of the other unit."""
     emulated_cards.inject("hang")
     first, waiting = probe.run(), probe.run()
     emulated_cards.wait_for("run-hung")
@@ -53,7 +53,7 @@ def test_two_compute_units_of_a_card_run_at_the_same_time(emulated_cards: Emulat
 
 
 def test_syncs_go_on_while_a_run_is_under_way(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """In both directions."""
+    """Syncs in both directions go on while a run is in progress."""
     other = probe.buffer(BYTES)
     emulated_cards.inject("hang")
     run = probe.run()
@@ -67,7 +67,7 @@ def test_syncs_go_on_while_a_run_is_under_way(emulated_cards: EmulatedCards, pro
 
 
 def test_run_after_its_timeout_completes_late(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """It writes only then: its buffers are its own until it has returned."""
+    """A run that completes after its timeout writes only then, so it keeps its buffers until it has returned."""
     emulated_cards.inject("hang")
     run = probe.run()
     assert run.wait(5) is State.TIMEOUT
@@ -82,7 +82,7 @@ def test_run_after_its_timeout_completes_late(emulated_cards: EmulatedCards, pro
 
 @pytest.mark.parametrize(("kind", "state"), [("error", State.ERROR), ("abort", State.ABORT)])
 def test_failed_run_leaves_nothing_of_use(emulated_cards: EmulatedCards, probe: Probe, kind: str, state: State) -> None:
-    """At the run that was asked for, and only there."""
+    """Only the chosen run fails, and it leaves poison; the runs before and after it complete."""
     emulated_cards.inject(kind, skipped=1)
     assert probe.run().wait() is State.COMPLETED
     assert probe.run().wait() is state
@@ -92,7 +92,7 @@ def test_failed_run_leaves_nothing_of_use(emulated_cards: EmulatedCards, probe: 
 
 
 def test_corrupt_output_has_one_wrong_bit(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """The run completes, as it does where a card's memory fails."""
+    """A run with a corrupt output completes, as on a card whose memory fails."""
     element, bit = 5, 22
     emulated_cards.inject("corrupt", pointer=2, bit=32 * element + bit)
     assert probe.run().wait() is State.COMPLETED
@@ -102,7 +102,7 @@ def test_corrupt_output_has_one_wrong_bit(emulated_cards: EmulatedCards, probe: 
 
 
 def test_corrupt_status_has_one_wrong_bit(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """Of a buffer that is synced, the wrong bit comes with the sync."""
+    """The wrong bit of a synced buffer arrives with the sync."""
     emulated_cards.inject("corrupt", pointer=4, bit=1)
     assert probe.run().wait() is State.COMPLETED
     probe.status.download()
@@ -125,7 +125,7 @@ def _start(probe: Probe) -> None:
 def test_call_fails_once(
     emulated_cards: EmulatedCards, probes: list[Probe], kind: str, call: Callable[[Probe], None]
 ) -> None:
-    """The calls before and after it, and those of another card, are as ever."""
+    """Only one call fails; those before and after it, and those of another card, succeed."""
     emulated_cards.inject(kind, card=1, skipped=1)
     call(probes[1])
     call(probes[0])
@@ -135,7 +135,7 @@ def test_call_fails_once(
 
 
 def test_lost_card_fails_whatever_is_asked(emulated_cards: EmulatedCards, probes: list[Probe]) -> None:
-    """Runs under way are aborted; the other card is as ever."""
+    """A lost card aborts runs in progress and fails every call; the other card works."""
     emulated_cards.inject("hang")
     run = probes[0].run()
     emulated_cards.wait_for("run-hung")
@@ -148,7 +148,7 @@ def test_lost_card_fails_whatever_is_asked(emulated_cards: EmulatedCards, probes
 
 
 def test_card_is_lost_when_a_run_begins(emulated_cards: EmulatedCards, probe: Probe) -> None:
-    """Without anybody at hand to pull it."""
+    """A fault can make a card lost at the moment a run begins."""
     emulated_cards.inject("lost")
     assert probe.run().wait() is State.ABORT
     with pytest.raises(XrtError):
@@ -156,7 +156,7 @@ def test_card_is_lost_when_a_run_begins(emulated_cards: EmulatedCards, probe: Pr
 
 
 def test_without_p2p_there_are_no_p2p_buffers(emulated_cards: EmulatedCards, devices: list[Device]) -> None:
-    """All else is as ever."""
+    """Without P2P, ordinary buffers and the other card's P2P buffers still work."""
     emulated_cards.set("p2p", 0, card=1)
     with pytest.raises(XrtError):
         devices[1].allocate(BYTES, Flags.P2P)
@@ -165,7 +165,7 @@ def test_without_p2p_there_are_no_p2p_buffers(emulated_cards: EmulatedCards, dev
 
 
 def test_card_memory_is_as_large_as_is_set(emulated_cards: EmulatedCards, devices: list[Device]) -> None:
-    """What is freed can be had again."""
+    """An allocation beyond the set size fails, and freed memory can be allocated again."""
     emulated_cards.set("dram_mib", 2, card=0)
     for _ in range(2):
         first = devices[0].allocate(1 << 20)
@@ -179,7 +179,7 @@ def test_card_memory_is_as_large_as_is_set(emulated_cards: EmulatedCards, device
 def test_slow_card_takes_longer_than_a_fast_one(
     emulated_cards: EmulatedCards, probes: list[Probe], setting: str
 ) -> None:
-    """It would take 16 seconds, and is released when the other card has done three times as much."""
+    """A slow card, which would take 16 seconds, is still at work when the other has done three times as much."""
     emulated_cards.set(setting, 16_000_000 if setting == "latency_us" else 1, card=0)
     kind = "to" if setting == "dma_mib_per_s" else "run"
     emulated_cards.set("dram_mib", 64)
@@ -227,7 +227,7 @@ def _count(cards: EmulatedCards, name: str, *, card: int) -> int:
 
 
 def test_unknown_names_are_refused(emulated_cards: EmulatedCards) -> None:
-    """A test that misspells what it wants fails."""
+    """Misspelled names are refused, so that the test fails."""
     with pytest.raises(ValueError, match="no fault hangs"):
         emulated_cards.inject("hangs")
     with pytest.raises(ValueError, match="no setting dram"):

@@ -1,4 +1,4 @@
-"""Emulated SmartSSDs in processes of their own: sanitizers, the process's end, another XRT."""
+"""Tests emulated SmartSSDs in processes of their own: sanitizers, the process's end, another XRT."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print("left hanging")
 
 
 def test_process_ends_with_a_run_that_hangs(emulated_cards: EmulatedCards) -> None:
-    """Cards and what goes wrong with them can be set by the environment, too."""
+    """A process exits while a run hangs; the environment can set the number of cards and their faults, too."""
     settings = {"SMART_INFINITY_CARD_COUNT": "2", "SMART_INFINITY_CARD_FAULTS": "0:sync:0;1:hang:0"}
     command = [sys.executable, "-c", HANG, str(emulated_cards.build.probe_xclbin)]
     completed = _run(command, emulated_cards.build, settings)
@@ -40,15 +40,15 @@ def test_process_ends_with_a_run_that_hangs(emulated_cards: EmulatedCards) -> No
 def test_process_ends_with_what_was_given_up(
     emulated_cards: EmulatedCards, tmp_path: Path, fault: str, times: int
 ) -> None:
-    """XRT aborts a process over its own static objects, whose destructors are never reached; output is not lost."""
+    """A process exits before XRT's static destructors, which would abort it, and its output is not lost."""
     arguments = [str(emulated_cards.build.xclbin), str(tmp_path), fault]
-    for _ in range(times):  # without the precaution about every other time fails
+    for _ in range(times):  # without the precaution about half of the runs fail
         completed = _run([sys.executable, "-m", "tests.xrt.hung_exit", *arguments], emulated_cards.build, {})
         assert (completed.returncode, completed.stdout) == (0, "left hanging\n"), completed.stderr
 
 
 def test_build_leaves_alone_what_other_processes_read(emulated_cards: EmulatedCards) -> None:
-    """They read it without asking for the lock."""
+    """A build does not rewrite current files, because other processes read them without the lock."""
     made = emulated_cards.build
     files = [made.xclbin, made.probe_xclbin, made.ini, made.driver, made.kernels]
     before = [file.stat().st_mtime_ns for file in files]
@@ -68,7 +68,7 @@ ctypes.string_at(1)
 
 
 def test_segmentation_fault_of_others_ends_the_process(emulated_cards: EmulatedCards) -> None:
-    """Guards leave it to whoever handled it before."""
+    """Guards pass a segmentation fault of others on to the handler before them."""
     command = [sys.executable, "-c", CRASH, str(emulated_cards.build.probe_xclbin)]
     completed = _run(command, emulated_cards.build, {})
     assert completed.returncode == -signal.SIGSEGV
@@ -76,7 +76,7 @@ def test_segmentation_fault_of_others_ends_the_process(emulated_cards: EmulatedC
 
 
 def test_another_xrt_is_refused(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
-    """Where a function is not found in the table that is to be changed, the process ends before it calls any."""
+    """If a function is missing from the table to be changed, the process ends before it calls any."""
     other = tmp_path / "libxrt_noop.so.2"
     run("g++", "-shared", "-fPIC", "-x", "c++", "/dev/null", "-o", other, "-Wl,-soname,libxrt_noop.so.2")
     load = f"import ctypes; ctypes.CDLL({str(emulated_cards.build.driver)!r})"
@@ -87,7 +87,7 @@ def test_another_xrt_is_refused(emulated_cards: EmulatedCards, tmp_path: Path) -
 
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_stress(sanitizers: str) -> None:
-    """No bad access, leak, undefined behaviour or race in the driver; cards have names and addresses of their own."""
+    """Sanitizers find no bad access, leak, undefined behaviour or race in the driver; cards differ in address."""
     made = build(sanitizers)
     command = [str(made.stress), str(made.probe_xclbin), "50"]
     settings = {"SMART_INFINITY_CARD_COUNT": "2"}
@@ -108,5 +108,5 @@ def _run(command: list[str], made: EmulatorBuild, settings: dict[str, str]) -> s
 
 
 def _leave_no_core() -> None:
-    """Some of these processes end by a signal, and the card's memory is large."""
+    """Write no core file: some of these processes end by a signal, and the card's memory is large."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""Ctrl-C on any line of the devices, in steps that a card does not end: none commits what is not on storage."""
+"""Ctrl-C on any line of the devices, in steps in which a card fails, never commits what is not on storage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODULES = (device, worker, host, submissions)
 
 @pytest.mark.parametrize(("incremental", "goes_on"), [(False, True), (True, False)])
 def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, incremental: bool, goes_on: bool) -> None:
-    """The step is gone on with, or taken back and made again; then all is as on the host, to the byte."""
+    """An interrupted step is continued, or rolled back and redone; then every byte is as on the host."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host_run,
@@ -46,7 +46,7 @@ def test_on_every_line(tmp_path: Path, emulated_cards: EmulatedCards, incrementa
 
 
 def plan_of(run: Run, step: int) -> StepPlan:
-    """Plans a step with every parameter active, as an incremental step needs it."""
+    """Plan a step with every parameter active, as an incremental step needs it."""
     plan = run.collect(step)
     plan.active[:] = True
     return plan
@@ -58,7 +58,7 @@ def make_step(run: Run, step: int) -> None:
 
 
 def interrupted_step(run: Run, line: int, *, incremental: bool) -> bool:
-    """Whether there was such a line."""
+    """Run a step with Ctrl-C on this line, and return whether there was such a line."""
     plan = plan_of(run, line)
     try:
         with Interrupt(line, MODULES).coming():
@@ -87,5 +87,5 @@ def finish(run: Run, step: int, *, goes_on: bool) -> None:
             assert run.handler.in_flight
     if run.handler.in_flight:
         run.handler.rollback()
-    if run.handler.generation == step:  # that of the step before it
+    if run.handler.generation == step:  # the generation of the step before
         make_step(run, step)

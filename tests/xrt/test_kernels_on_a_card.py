@@ -1,6 +1,6 @@
-"""The kernels of ``hls/`` on an emulated card: their arguments arrive where they belong.
+"""The arguments of the kernels of ``hls/`` arrive where they belong on an emulated card.
 
-What they compute is held against references in ``tests/hls``.
+``tests/hls`` compares their results with references.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUMEL = 1024
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_kernel_updates_its_arrays_in_place(emulated_cards: EmulatedCards, kernel: Kernel) -> None:
-    """With words of 0 but for the gradient's scale, all rules leave the master weights and copy them out."""
+    """With all scalars of the step 0 but decay and eps, every rule keeps the master weights and copies them out."""
     with opened(0, emulated_cards.build.xclbin) as card:
         ring = card.allocate(4 * NUMEL * len(kernel.arrays), Flags.P2P)
         arrays = [ring.part(4 * NUMEL, 4 * NUMEL * index) for index in range(len(kernel.arrays))]

@@ -1,4 +1,4 @@
-"""Trainings on cards that are killed, in mid-step or while they save, and resumed: as if they had never stopped."""
+"""A training on cards that is killed in a step or a save, and resumed, ends as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIGKILL = -9
 
 
 def run(folder: Path, device: str, overlap: str, when: str) -> int:
-    """Exit status of one life of a training."""
+    """Run a training until it ends or is killed, and return its exit status."""
     folder.mkdir(exist_ok=True)
     done = run_module("tests.xrt.killed_worker", folder, device, overlap, when, timeout=240)
     assert done.returncode in (0, SIGKILL), done.stderr[-4000:]
@@ -27,7 +27,7 @@ def run(folder: Path, device: str, overlap: str, when: str) -> int:
 
 
 def assert_same(folder: Path, straight: Path) -> None:
-    """Losses from where it resumed, and every array of every parameter."""
+    """Assert equal losses since the resume, and equal arrays of every parameter."""
     found, expected = (torch.load(each / "end.pt", weights_only=True) for each in (folder, straight))
     assert 0 < len(found["losses"]) <= len(expected["losses"])
     assert found["losses"] == expected["losses"][-len(found["losses"]) :]
@@ -36,20 +36,20 @@ def assert_same(folder: Path, straight: Path) -> None:
 
 
 def left_in(folder: Path) -> list[Any]:
-    """Files of state."""
+    """Return the files of state."""
     return [path for name in ("ssd0", "ssd1") for path in (folder / name).rglob("*") if path.is_file()]
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, emulated_cards_of_process: Any) -> Path:
-    """What the host trained without a stop."""
+    """The folder of a training on the host without a stop."""
     folder = tmp_path_factory.mktemp("straight")
     assert run(folder, "host", "none", "never") == 0
     return folder
 
 
 def test_killed_in_a_step_and_in_a_save(tmp_path: Path, straight: Path) -> None:
-    """Late in a training, three lives one after another; nothing is left in the end."""
+    """A training that is killed late, in a save and then in a step, ends as on the host and leaves no state."""
     for when in ("save:20:0.004", "step:30:0.002"):
         assert run(tmp_path, "smartssd", "forward", when) == SIGKILL
         assert left_in(tmp_path), "it was not killed while its state was on storage"
@@ -61,7 +61,7 @@ def test_killed_in_a_step_and_in_a_save(tmp_path: Path, straight: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_killed_at_random_moments(tmp_path: Path, straight: Path, seed: int) -> None:
-    """Up to three times in each training, on lines that only the clock chooses."""
+    """A training that is killed up to three times, on lines that only the clock chooses, ends as on the host."""
     choose = random.Random(seed)
     overlap = choose.choice(("none", "forward", "backward"))
     for _ in range(choose.randint(1, 3)):

@@ -1,4 +1,4 @@
-"""A hundred requests of each kind that do not return in time, and a hundred allocations that fail: the host's bits."""
+"""A hundred late requests of each kind, and a hundred failed allocations, still give the host's bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHORT = 0.01
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No card is given up for having failed several times in a row."""
+    """Give up no card for several failures in a row."""
     monkeypatch.setattr(worker_module, "_MOST_FAILURES", 10 * MOST_STEPS)
 
 
@@ -54,11 +54,11 @@ class Late(ABC):
 
     @abstractmethod
     def begin(self, run: Run) -> None:
-        """The step is about to begin."""
+        """Prepare a late request before the step begins."""
 
     @abstractmethod
     def end(self) -> bool:
-        """Let it return; whether there was one."""
+        """Let the late request return, and return whether there was one."""
 
 
 class LateSync(Late):
@@ -96,7 +96,7 @@ class Both:
     host: Run
 
     def fail(self, late: Late, work: Callable[[int, Late], bool]) -> None:
-        """Steps until it has happened a hundred times."""
+        """Run steps until a hundred requests were late, and compare with the host."""
         num_failures = 0
         for step in range(MOST_STEPS):
             await_cards(self.run)
@@ -122,7 +122,7 @@ def both(request: pytest.FixtureRequest, tmp_path: Path, emulated_cards: Emulate
 
 @pytest.mark.parametrize("kind", [LateSync, LateRead])
 def test_a_hundred_that_the_host_takes_over(both: Both, emulated_cards: EmulatedCards, kind: type[Late]) -> None:
-    """The card works again in the next step, in which the request has returned."""
+    """The host takes over for a late sync or read, and the card works again once the request has returned."""
 
     def work(step: int, late: Late) -> bool:
         both.run.step(step)
@@ -134,7 +134,7 @@ def test_a_hundred_that_the_host_takes_over(both: Both, emulated_cards: Emulated
 def test_a_hundred_writes_that_an_ssd_recovers(
     both: Both, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is waited for; then the host takes over."""
+    """Each late write is waited for; then the host takes over."""
 
     def work(step: int, late: Late) -> bool:
         returned = []
@@ -150,7 +150,7 @@ def test_a_hundred_writes_that_an_ssd_recovers(
 def test_a_hundred_writes_that_do_not_return(
     both: Both, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each ends its step, which is taken back and done again once the write has returned."""
+    """Each late write ends its step, which is rolled back and redone once the write has returned."""
     monkeypatch.setattr(worker_module, "_RECOVERY", 0.0)
 
     def work(step: int, late: Late) -> bool:
@@ -171,7 +171,7 @@ def test_a_hundred_writes_that_do_not_return(
 
 @pytest.mark.parametrize("route", ["host", "storage"])
 def test_a_hundred_allocations_that_fail(tmp_path: Path, emulated_cards: EmulatedCards, route: str) -> None:
-    """The training does not begin, and nothing stays taken; begun again it is the host's."""
+    """A failed allocation stops the training and leaves nothing allocated; a new one then gives the host's bits."""
     device = cards(emulated_cards.build.xclbin, gradient_route=route)
     before = [emulated_cards.counter("num_buffers", card) for card in range(2)]
     with running(tmp_path / "card", CASE, device=device):

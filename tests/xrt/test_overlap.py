@@ -1,4 +1,4 @@
-"""What runs beside what, told by the order of events: a run that hangs keeps the card's kernel until it is released."""
+"""Tests by the order of events what overlaps: a run that hangs keeps the card's kernel until it is released."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASE = Case(dtype=torch.bfloat16, shapes=((40_000, 0, 0, 0),), num_buffers=4)
 
 @pytest.fixture(autouse=True)
 def nobody_waits_for_what_is_held(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Who did would go on when the card's timeout is over, and the host would have taken over."""
+    """Assert that no step waited until the card's timeout, after which the host would have taken over."""
     yield
     assert not [record.getMessage() for record in caplog.get_records("call") if "failed: " in record.getMessage()]
 
@@ -38,7 +38,7 @@ def finish(run: Run, folder: Path, cards: EmulatedCards) -> None:
 
 
 def test_cards_work_at_the_same_time(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Both have begun a run, and neither has ended one: no card waits for the other."""
+    """Both cards have begun a run before either has ended one, so no card waits for the other."""
     case = CASE.but(num_devices=2)
     with running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run:
         for card in range(2):
@@ -73,7 +73,7 @@ def test_gradients_and_reads_go_on_beside_a_run(tmp_path: Path, emulated_cards: 
 def test_parameters_come_first_and_state_is_written_beside_the_next_run(
     tmp_path: Path, emulated_cards: EmulatedCards
 ) -> None:
-    """While one tasklet is computed, the parameters of the one before are out and its state is on the SSD."""
+    """While one tasklet is computed, the parameters of the one before have arrived and its state is on the SSD."""
     with running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run:
         before, parameters = run.handler.traffic(), run.partition[0].clone()
         emulated_cards.inject("hang", skipped=1)
@@ -104,7 +104,7 @@ def test_a_card_goes_on_while_another_is_held(tmp_path: Path, emulated_cards: Em
 
 
 def test_parameters_are_there_before_their_state_is_written(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Who waits for a tasklet's parameters does not wait for a write that takes its time."""
+    """A wait for a tasklet's parameters does not wait for the slow write of its state."""
     case = CASE.but(shapes=((5_000, 0, 0, 0),))
     with running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin)) as run:
         assert isinstance(run.device, SmartSSDDevice)
@@ -113,7 +113,7 @@ def test_parameters_are_there_before_their_state_is_written(tmp_path: Path, emul
         emulated_cards.inject("hang")
         run.handler.begin_step(run.collect(1))
         emulated_cards.wait_for("run-hung")
-        # The state has been read: what is slow from now on is its way back.
+        # The state has been read: only its write is slow from now on.
         throttle.bytes_per_second = 2 * run.layout.extents.extents[0].nbytes
         emulated_cards.release()
         run.handler.step.wait([0])

@@ -19,7 +19,7 @@ from tests.xrt.cards import EmulatedCards
 @RunIf(xrt=True)
 @pytest.mark.parametrize("route", [Route.HOST, Route.STORAGE])
 def test_on_cards(emulated_cards: EmulatedCards, tmp_path: Path, route: Route) -> None:
-    """What the host holds for them, and what lies ready to be sent through their SSDs."""
+    """The prediction equals the host's ring for cards and its gradients that wait to be sent, by either route."""
     case = CASE.but(num_devices=2)
     run = Run(tmp_path, case, device=cards(build().xclbin, gradient_route=route.value))
     held = {"ring": run.handler.ring_bytes, "gradient_arena": run.arena.buffer.nbytes}

@@ -1,4 +1,4 @@
-"""Cards worked by way of pyxrt: the same results as by way of the C library, and the same way out of failures."""
+"""Cards give the same results through pyxrt as through the C library, and recover from failures alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [RunIf(xrt=True), pytest.mark.usefixtures("pyxrt")]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_same_as_host(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, dtype: torch.dtype) -> None:
-    """Floats travel as bits, buffers live as long as their maps."""
+    """Steps through pyxrt give the host's bits: floats travel as bits, and buffers live as long as their maps."""
     case = Case(dtype=dtype, num_devices=2, **OPTIMIZERS[optimizer])
     with (
         running(tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, binding="pyxrt")) as run,
@@ -43,7 +43,7 @@ def test_same_as_host(tmp_path: Path, emulated_cards: EmulatedCards, optimizer: 
 
 
 def test_failures(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Runs and calls that fail, one in each step; the host takes over."""
+    """When a run or call fails in each step, the host takes over."""
     choose = random.Random(0)
     device = cards(emulated_cards.build.xclbin, binding="pyxrt")
     case = Case(num_devices=2)
@@ -60,7 +60,7 @@ def test_failures(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
 
 
 def test_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """It is polled with the lock released in between, and given up in time."""
+    """A run that does not return is given up at its deadline, and the host takes over."""
     case = Case(num_devices=1)
     with (
         running(
@@ -76,7 +76,7 @@ def test_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCard
 
 
 def test_self_test_and_refusals(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Passed by sound cards; what pyxrt raises is our own error."""
+    """Sound cards pass the self-test, and what pyxrt raises becomes our own error."""
     self_test(setup_of(2, emulated_cards.build.xclbin, binding="pyxrt"), [tmp_path, tmp_path], KERNELS)
     with pytest.raises(DeviceError, match="emulated card 5"):
         self_test(setup_of(1, emulated_cards.build.xclbin, binding="pyxrt", first=5), [tmp_path], KERNELS)
@@ -91,7 +91,7 @@ def test_self_test_and_refusals(tmp_path: Path, emulated_cards: EmulatedCards) -
 def test_a_module_that_is_not_there(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """binding="pyxrt" without pyxrt."""
+    """binding="pyxrt" without pyxrt is an error that names it."""
     monkeypatch.setitem(sys.modules, "pyxrt", None)
     with pytest.raises(DeviceError, match="pyxrt"):
         self_test(setup_of(1, emulated_cards.build.xclbin, binding="pyxrt"), [tmp_path], KERNELS)
@@ -103,7 +103,7 @@ REAL_CARD = Card(
 
 
 class OldPyxrt:
-    """pyxrt before 2.13: cards by number alone, of which it tells this address, if any."""
+    """A pyxrt before 2.13, which opens cards by number alone and tells this address of them, if any."""
 
     def __init__(self, address: str | None) -> None:
         if address is not None:
@@ -116,7 +116,7 @@ class OldPyxrt:
 
 
 def test_real_cards_open_by_address() -> None:
-    """By number where pyxrt takes no addresses yet, as before 2.13, and then it is asked which card that is."""
+    """A card is opened by address, or, with a pyxrt before 2.13, by number, after which its address is checked."""
     assert _opened(SimpleNamespace(device=lambda which: which), REAL_CARD, num_cards=2) == REAL_CARD.address
     assert _opened(OldPyxrt(REAL_CARD.address), REAL_CARD, num_cards=2).number == REAL_CARD.number
     with pytest.raises(DeviceError, match=r"opened card 0000:5e:00\.1 for the card 0000:3d:00\.1"):
@@ -124,7 +124,7 @@ def test_real_cards_open_by_address() -> None:
 
 
 def test_a_pyxrt_that_does_not_tell_addresses() -> None:
-    """The only card can be no other one; of several it might be any."""
+    """Without addresses the only card is opened, but one of several is refused, as it might be any."""
     assert _opened(OldPyxrt(None), REAL_CARD, num_cards=1).number == REAL_CARD.number
     with pytest.raises(DeviceError, match=r"which of 2 cards.*binding='native'"):
         _opened(OldPyxrt(None), REAL_CARD, num_cards=2)

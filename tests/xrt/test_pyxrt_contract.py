@@ -14,24 +14,24 @@ pytestmark = RunIf(xrt=True)
 
 @pytest.mark.parametrize("name", expected())
 def test_signature(pyxrt: ModuleType, name: str) -> None:
-    """Types, order and number of arguments of every overload; names and values of enumerators."""
+    """Overloads agree in types, order and number of arguments, and enumerators in names and values."""
     assert signatures(pyxrt).get(name) == expected()[name]
 
 
 def test_nothing_is_added(pyxrt: ModuleType) -> None:
-    """What only a newer pyxrt has, a test could come to rely on."""
+    """pyxrt has nothing that is newer than 2.13, because a test could come to rely on it."""
     assert signatures(pyxrt).keys() == expected().keys()
 
 
 def test_older_spellings_of_types_are_the_same_types() -> None:
-    """A genuine pyxrt may be built with any pybind11."""
+    """Types compare equal in any spelling, as a genuine pyxrt may be built with any pybind11."""
     older = "2. set_arg(self: pyxrt.run, arg0: int, arg1: pyxrt.bo) -> List[int]"
     newer = "2. set_arg(self: pyxrt.run, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: xrt::bo) -> list[int]"
     assert one_spelling(older) == one_spelling(newer)
 
 
 def test_flags_and_modes_are_names_of_their_classes(pyxrt: ModuleType) -> None:
-    """`bo.normal` beside `bo.flags.normal`: what callers write."""
+    """Callers may write `bo.normal` for `bo.flags.normal`, and likewise for modes."""
     for name in expected()["bo.flags"]:
         assert getattr(pyxrt.bo, name) == getattr(pyxrt.bo.flags, name)
     for name in expected()["kernel.cu_access_mode"]:

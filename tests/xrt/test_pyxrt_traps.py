@@ -1,6 +1,6 @@
-"""What a caller of pyxrt has to know, each seen with the probe kernel on an emulated card.
+"""Tests what a caller of pyxrt has to know, with the probe kernel on an emulated card.
 
-These tests say what pyxrt does, not what it should: the pyxrt binding is built around it.
+These tests say what pyxrt does, not what it should do: the pyxrt binding is built around it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PyxrtProbe:
         return [gradient, data, data, parameter, status]
 
     def run(self) -> Any:
-        """A run with all its arguments, not started."""
+        """Return a run with all its arguments that has not started."""
         run = self.pyxrt.run(self.kernel)
         for index, argument in enumerate([*self.pointers(), 0, 0, BEATS, 0, 0, 0, HALF]):
             run.set_arg(index, argument)
@@ -83,12 +83,12 @@ def probe(pyxrt: ModuleType, emulated_cards: EmulatedCards) -> Iterator[PyxrtPro
     made = PyxrtProbe(pyxrt, emulated_cards.build.probe_xclbin)
     yield made
     emulated_cards.reset()
-    vars(made).clear()  # pytest keeps the probe for longer than the cards: its buffers go now
+    vars(made).clear()  # pytest keeps the probe for longer than the cards: its buffers are freed now
 
 
 @pytest.fixture
 def long_turns() -> Iterator[None]:
-    """A thread that runs Python keeps the interpreter's lock until it lets go of it itself."""
+    """Let a thread that runs Python keep the interpreter's lock until it releases the lock itself."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     yield
@@ -96,7 +96,7 @@ def long_turns() -> Iterator[None]:
 
 
 def test_a_run_filled_argument_by_argument_computes(probe: PyxrtProbe) -> None:
-    """The way that works: scalars as C ints, floats by their bits."""
+    """A run computes if scalars are given as C ints and floats by their bits."""
     run = probe.run()
     run.start()
     assert run.wait(30_000) == probe.pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED
@@ -105,13 +105,13 @@ def test_a_run_filled_argument_by_argument_computes(probe: PyxrtProbe) -> None:
 
 @pytest.mark.parametrize("value", [0.5, np.float64(0.5), 2**31, -(2**31) - 1])
 def test_a_float_or_a_word_beyond_int_is_refused(probe: PyxrtProbe, value: float) -> None:
-    """Where the upper half of 32 bits is meant, it has to be negative."""
+    """Floats and words beyond a C int are refused; a word with its highest bit set has to be passed as negative."""
     with pytest.raises(TypeError, match="incompatible function arguments"):
         probe.run().set_arg(SCALE, value)
 
 
 def test_a_numpy_float_is_cut_to_an_integer(probe: PyxrtProbe) -> None:
-    """Neither refused nor passed on: a run from beat 3.9 is one from beat 3."""
+    """A numpy float is neither refused nor passed on: a run from beat 3.9 begins at beat 3."""
     run = probe.run()
     run.set_arg(FIRST, np.float32(3.9))
     run.start()
@@ -121,14 +121,14 @@ def test_a_numpy_float_is_cut_to_an_integer(probe: PyxrtProbe) -> None:
 
 
 def test_calling_a_kernel_drops_a_float(probe: PyxrtProbe) -> None:
-    """And completes all the same, here with a scale of zero bits."""
+    """A call with a float drops it and completes all the same, here with a scale of zero bits."""
     run = probe.kernel(*probe.pointers(), 0, 0, BEATS, 0, 0, 0, 0.5)
     assert run.wait(30_000) == probe.pyxrt.ert_cmd_state.ERT_CMD_STATE_COMPLETED
     assert (probe.parameter == 0).all()
 
 
 def test_wait_may_be_called_again_after_its_timeout(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
-    """The run goes on; and while it runs, its state is none that has ended."""
+    """After a timeout the run goes on, and its state is not one that has ended."""
     states = probe.pyxrt.ert_cmd_state
     emulated_cards.inject("hang")
     run = probe.run()
@@ -142,7 +142,7 @@ def test_wait_may_be_called_again_after_its_timeout(probe: PyxrtProbe, emulated_
 
 
 def test_a_timeout_of_zero_is_none(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
-    """It waits until the run has ended, however long that takes; so does a wait without a number."""
+    """A wait with a timeout of zero, or without one, waits until the run has ended, however long that takes."""
     emulated_cards.set("latency_us", 20_000)
     for timeout in ([0], []):
         run = probe.run()
@@ -151,14 +151,14 @@ def test_a_timeout_of_zero_is_none(probe: PyxrtProbe, emulated_cards: EmulatedCa
 
 
 def test_a_run_that_runs_has_a_state_without_a_name(pyxrt: ModuleType) -> None:
-    """RUNNING is 3, and is missing: an unknown state is one that has not ended."""
+    """RUNNING, which is 3, has no name: an unknown state is one that has not ended."""
     assert 3 not in {int(value) for value in pyxrt.ert_cmd_state.__members__.values()}
     assert pyxrt.ert_cmd_state(3).name == "???"
 
 
 @pytest.mark.usefixtures("long_turns")
 def test_wait_lets_no_other_thread_run(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
-    """Not even the one that would end what is waited for: the wait runs into its timeout."""
+    """A wait lets not even the thread run that would end it, so it runs into its timeout."""
     emulated_cards.inject("hang")
     run = probe.run()
     run.start()
@@ -172,7 +172,7 @@ def test_wait_lets_no_other_thread_run(probe: PyxrtProbe, emulated_cards: Emulat
 
 @pytest.mark.usefixtures("long_turns")
 def test_the_c_library_lets_other_threads_run(probes: list[Probe], emulated_cards: EmulatedCards) -> None:
-    """The same through ctypes, which lets go of the lock: what is waited for ends, long before the timeout."""
+    """Through ctypes, which releases the lock, the awaited run ends long before the timeout."""
     emulated_cards.inject("hang")
     run = probes[0].run()
     emulated_cards.wait_for("run-hung")
@@ -182,7 +182,7 @@ def test_the_c_library_lets_other_threads_run(probes: list[Probe], emulated_card
 
 @pytest.mark.usefixtures("long_turns")
 def test_sync_lets_no_other_thread_run(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
-    """A second card's driver thread stands still for the time of the first one's transfer."""
+    """Every other thread, such as a second card's, stands still during a sync."""
     buffer = probe.buffer(1 << 20)
     emulated_cards.set("dma_mib_per_s", 20)
     with other_thread(lambda: None) as done:
@@ -191,7 +191,7 @@ def test_sync_lets_no_other_thread_run(probe: PyxrtProbe, emulated_cards: Emulat
 
 
 def test_what_is_not_contiguous_is_written_wrong(probe: PyxrtProbe) -> None:
-    """Strides are passed over in silence: every other element is asked for, and the first ones arrive."""
+    """Strides are silently ignored: every other element is asked for, and the first ones arrive."""
     buffer = probe.buffer()
     values = np.arange(8, dtype=np.int32)
     buffer.write(values[::2], 0)
@@ -199,13 +199,13 @@ def test_what_is_not_contiguous_is_written_wrong(probe: PyxrtProbe) -> None:
 
 
 def test_tensors_are_refused(probe: PyxrtProbe) -> None:
-    """They have no buffer protocol; their numpy view has."""
+    """Tensors are refused because they lack the buffer protocol, which their numpy views have."""
     with pytest.raises(TypeError, match="incompatible function arguments"):
         probe.buffer().write(torch.zeros(4), 0)
 
 
 def test_a_map_does_not_keep_its_buffer(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
-    """With the last reference to the buffer its memory is gone, whatever the view says: hold both."""
+    """A buffer's memory is freed with the last reference to the buffer, even while a view exists: hold both."""
     buffer = probe.buffer()
     view, before = buffer.map(), emulated_cards.counter("num_buffers")
     del buffer
@@ -214,7 +214,7 @@ def test_a_map_does_not_keep_its_buffer(probe: PyxrtProbe, emulated_cards: Emula
 
 
 def test_a_map_is_memory_to_read_files_into(probe: PyxrtProbe, tmp_path: Path) -> None:
-    """A writable view of bytes: `os.preadv` fills a part of it, and torch takes it as a tensor's memory."""
+    """A map is a writable view of bytes that `os.preadv` fills in part and torch takes as a tensor's memory."""
     path = tmp_path / "file"
     path.write_bytes(np.arange(1024, dtype=np.float32).tobytes())
     buffer = probe.pyxrt.bo(probe.device, 2 * 4096, probe.pyxrt.bo.p2p, 0)
@@ -231,7 +231,7 @@ def test_a_map_is_memory_to_read_files_into(probe: PyxrtProbe, tmp_path: Path) -
 def test_a_buffer_in_another_bank_is_cloned(
     pyxrt: ModuleType, emulated_cards: EmulatedCards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No error: the kernel is given a copy in its own bank, and what it writes arrives in that alone."""
+    """A buffer in another bank is no error: the kernel gets a copy in its own bank and writes to that alone."""
     path = tmp_path / "two_banks.xclbin"
     monkeypatch.setattr(xclbin_module, "sections", sections_with_two_banks)
     path.write_bytes(xclbin(PROBE_DESIGN))
@@ -247,21 +247,21 @@ def test_a_buffer_in_another_bank_is_cloned(
 
 
 def test_a_scalar_has_no_bank(probe: PyxrtProbe) -> None:
-    """Only pointers reach memory."""
+    """A scalar has no bank, because only pointers reach memory."""
     assert probe.kernel.group_id(0) == 0
     with pytest.raises(IndexError):
         probe.kernel.group_id(SCALE)
 
 
 def test_no_room_on_the_card_is_a_memory_error(probe: PyxrtProbe, emulated_cards: EmulatedCards) -> None:
-    """Not the RuntimeError of other failures."""
+    """A full card raises MemoryError, not the RuntimeError of other failures."""
     emulated_cards.set("dram_mib", 1)
     with pytest.raises(MemoryError):
         probe.buffer(2 << 20)
 
 
 def sections_with_two_banks(design: Any) -> list[Section]:
-    """A second bank behind the first, that no kernel reaches."""
+    """Return the sections with a second bank behind the first, which no kernel reaches."""
     parts = {part.kind: part.content for part in sections(design)}
     bank = parts[SectionKind.MEM_TOPOLOGY][8:]
     base = design.platform.bank.base + design.platform.bank.size_bytes
@@ -271,9 +271,9 @@ def sections_with_two_banks(design: Any) -> list[Section]:
 
 
 class other_thread:
-    """Begins a thread that waits, lets it go as the block begins, and tells whether it got to run.
+    """Starts a thread that waits, releases it as the block begins, and tells whether it has run.
 
-    With :func:`long_turns` it cannot run before the block lets go of the interpreter's lock.
+    With :func:`long_turns` it cannot run before the block releases the interpreter's lock.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Cards at random speeds, worked in random orders: whatever comes first, the result is the host's to the bit."""
+"""Cards at random speeds, used in random orders, give the host's bits whatever comes first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEEDS = pytest.mark.parametrize(
 
 
 def slow_down(random: np.random.Generator, cards: EmulatedCards) -> None:
-    """Each card's kernels and syncs take a time of their own, up to a millisecond, or none."""
+    """Give each card's kernels and syncs a random time of their own, up to a millisecond, or none."""
     cards.reset()
     for card in range(NUM_CARDS):
         cards.set("latency_us", int(random.integers(0, 3)) * int(random.integers(0, 500)), card=card)
@@ -44,9 +44,9 @@ class Racer:
 
     Args:
         random: Decides everything.
-        state: Of card and host.
-        name: Of a golden step.
-        numel: Elements.
+        state: State of card and host.
+        name: Name of a golden step.
+        numel: Number of elements.
     """
 
     def __init__(self, random: np.random.Generator, state: CardState, name: str, numel: int) -> None:
@@ -64,11 +64,11 @@ class Racer:
 
     @property
     def _order(self) -> list[int]:
-        """Some positions of what has been begun."""
+        """Random positions of tasklets that have begun."""
         return [int(p) for p in self._random.permutation(self._num_begun)[: self._random.integers(1, 8)]]
 
     def begin(self) -> None:
-        """Hands over some of the tasklets, in any order, at places that nobody reads."""
+        """Submit some of the tasklets, in any order, at places that nobody reads."""
         inject(self._state.pipeline, seed=int(self._random.integers(1 << 30)), max_delay_us=200, short_transfer_every=3)
         tasklets = self._state.stored.tasklets(self._runs(self._on_card))
         self._tasklets = [tasklets[index] for index in self._random.permutation(len(tasklets))]
@@ -77,7 +77,7 @@ class Racer:
         self._state.pipeline.submit(self._batch(0, self._num_begun))
 
     def go_on(self) -> None:
-        """Anything that may be done in a batch: more of it, another order, or waiting for a part."""
+        """Do anything that may be done in a batch: extend it, change its order, or wait for a part."""
         pipeline = self._state.pipeline
         choice = self._random.integers(4)
         if choice == 0 and self._num_begun < len(self._tasklets):
@@ -94,17 +94,17 @@ class Racer:
             pipeline.finished()
 
     def _check(self, positions: list[int]) -> None:
-        """What was waited for is there."""
+        """Assert that the parameters that were waited for are there."""
         for position in positions:
             tasklet = self._tasklets[position]
             assert self._on_card[tasklet.offset : tasklet.offset + tasklet.numel].all()
 
     def abandon(self) -> None:
-        """Gives the batch up, wherever it is; nothing of it counts."""
+        """Abandon the batch, wherever it is; nothing of it counts."""
         self._state.pipeline.abandon()
 
     def end(self) -> None:
-        """Does the rest, and compares."""
+        """Do the rest, and compare with the host."""
         if self._num_begun < len(self._tasklets):
             self._state.pipeline.extend(self._batch(self._num_begun, len(self._tasklets)))
         assert self._state.drain() is None
@@ -118,7 +118,7 @@ class Racer:
 
 @SEEDS
 def test_pipelines_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds: range) -> None:
-    """Batches that are extended, change their order, are waited for in parts, given up and closed, on two cards."""
+    """Batches on two cards may be extended, reordered, waited for in parts, abandoned and closed."""
     for seed in seeds:
         random = np.random.default_rng(seed)
         slow_down(random, emulated_cards)
@@ -144,12 +144,12 @@ def test_pipelines_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, s
                 racers.append(Racer(random, state, name, numel))
             for _ in range(2):
                 race(random, racers)
-            for racer in racers:  # and is closed in the middle of it
+            for racer in racers:  # closed in the middle of a batch
                 racer.begin()
 
 
 def race(random: np.random.Generator, racers: list[Racer]) -> None:
-    """One step of each."""
+    """Run one step of each racer."""
     for racer in racers:
         racer.begin()
         if random.integers(3) == 0:
@@ -168,7 +168,7 @@ FAULTS = ("error", "abort", "submit", "sync")
 
 @SEEDS
 def test_steps_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds: range) -> None:
-    """A handler's steps at once or incremental, waited for in parts, taken back and taken again, with failures."""
+    """A handler's steps, whole or incremental, may be waited for in parts, rolled back and redone, with failures."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin)) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
@@ -195,7 +195,7 @@ def test_steps_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds
 
 
 def begin(random: np.random.Generator, run: HandlerRun, host: HandlerRun, number: int) -> None:
-    """A step that is on its way to a commit; parameters that were waited for are those that the host has already."""
+    """Begin a step, and assert that the parameters that were waited for are those that the host has already."""
     plan = replace(run.collect(number), first_uses=random.permutation(len(CASE.shapes)))
     if random.integers(2):
         run.handler.begin_step(plan)
@@ -208,7 +208,7 @@ def begin(random: np.random.Generator, run: HandlerRun, host: HandlerRun, number
 
 
 def grow(random: np.random.Generator, run: HandlerRun, plan: Any) -> None:
-    """Its first tasklets are on their way before it is known what else belongs to it."""
+    """Begin an incremental step, whose first tasklets begin before it is known what else belongs to it."""
     run.handler.begin_incremental(replace(plan, active=np.ones_like(plan.active)))
     missing = {
         tasklet

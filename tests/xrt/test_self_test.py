@@ -1,4 +1,4 @@
-"""What a card has to show before it gets state, which cards are chosen, and what ``smart-infinity selftest`` says."""
+"""Tests what a card has to pass before it gets state, which cards are chosen, and ``smart-infinity selftest``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ self_test_module = importlib.import_module("lightning_smartinfinity.devices.smar
 
 
 def test_cards_that_pass(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Every card runs every kernel thrice for each type; folders need not be there, and nothing is left in what is."""
+    """Every card runs every kernel thrice for each type; folders need not exist, and nothing is left in them."""
     setup = setup_of(2, emulated_cards.build.xclbin)
     self_test(setup, [tmp_path / "a/not/yet", tmp_path], KERNELS)
     assert [emulated_cards.counter("runs_completed", card) for card in range(2)] == [9 * len(KERNELS)] * 2
@@ -60,7 +60,7 @@ def test_cards_that_pass(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
 def test_a_card_that_computes_something_else(
     tmp_path: Path, emulated_cards: EmulatedCards, kernel: Any, pointer: str, bit: int, words: str
 ) -> None:
-    """A wrong interface version, parameters or state that differ from what the kernel says or from the host's."""
+    """A wrong interface version, wrong parameters and wrong state are all reported."""
     pointers = {"status": 2 * kernel.num_arrays + 2, "parameter": 2 * kernel.num_arrays + 1, "master": 1}
     # The second of the tile's runs is the one that updates.
     emulated_cards.inject("corrupt", card=1, skipped=1, pointer=pointers[pointer], bit=bit)
@@ -81,7 +81,7 @@ def test_a_card_that_computes_something_else_in_one_type(
 
 @pytest.mark.parametrize(("kind", "words"), [("error", "ERROR"), ("hang", "did not return within {} ms")])
 def test_a_card_whose_run_fails(tmp_path: Path, emulated_cards: EmulatedCards, kind: str, words: str) -> None:
-    """It is told how the run ended, on which card and with which folder."""
+    """The error tells how the run ended, on which card and with which folder."""
     emulated_cards.reset(count=5)
     emulated_cards.inject(kind, card=4)
     deadline = lenient(0.03)
@@ -93,7 +93,7 @@ def test_a_card_whose_run_fails(tmp_path: Path, emulated_cards: EmulatedCards, k
 
 
 def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Nobody waits for it in vain: who asks for it next is told, until the run that was given up returns."""
+    """The next test of such a card fails at once, until the run that was given up returns."""
     emulated_cards.reset(count=6)
     emulated_cards.inject("hang", card=5)
     setup = setup_of(1, emulated_cards.build.xclbin, first=5, timeout=lenient(0.03))
@@ -111,7 +111,7 @@ def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCa
 
 
 def held_queue(monkeypatch: pytest.MonkeyPatch, **where: int) -> list[testing.Hold]:
-    """Of every queue from now on one request does not return."""
+    """Hold one request of every queue from now on."""
     holds = []
 
     class HeldBuffer:
@@ -139,7 +139,7 @@ def held_queue(monkeypatch: pytest.MonkeyPatch, **where: int) -> list[testing.Ho
 def test_p2p_that_does_not_return(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, where: str, verb: str
 ) -> None:
-    """It is given up for its time, and keeps the card's memory until it returns; then the card can be used again."""
+    """A late transfer is given up and keeps the card's memory until it returns; then the card can be used again."""
     before = emulated_cards.counter("num_buffers")
     setup = setup_of(1, emulated_cards.build.xclbin, timeout=lenient(0.05))
     with monkeypatch.context() as patched:
@@ -167,7 +167,7 @@ def _given_up(setup: CardSetup, folder: Path, holds: list[testing.Hold], verb: s
 def test_p2p_that_does_not_return_leaves_it_to_the_host(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By "auto", which says why; with "smartssd" it is an error."""
+    """With "auto" the host updates, and the log says why; with "smartssd" it is an error."""
     holds = held_queue(monkeypatch, read_at=0)
     config = SmartSSDConfig(xclbin=emulated_cards.build.xclbin, timeout=lenient(0.05))
     asked = offload(tmp_path, emulated_cards, smartssd=config)
@@ -183,7 +183,7 @@ def test_p2p_that_does_not_return_leaves_it_to_the_host(
 
 
 def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the native core could not read or write is told of the card and the storage folder."""
+    """An error of the SSD names the card and the storage folder."""
 
     class Failing(native.Pipeline):
         def submit(self, batch: native.Batch) -> None:
@@ -198,14 +198,14 @@ def test_an_ssd_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monkey
 
 
 def test_p2p_that_is_off(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Nothing but a buffer on the card can tell, where sysfs does not."""
+    """Where sysfs does not tell that P2P is off, only the allocation of a buffer on the card can."""
     emulated_cards.set("p2p", 0)
     with pytest.raises(DeviceError, match="xbutil configure --p2p enable"):
         self_test(setup_of(1, emulated_cards.build.xclbin), [tmp_path], KERNELS[:1])
 
 
 def test_an_xclbin_without_the_kernel(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """That of the probe has none of ours."""
+    """An xclbin without our kernel, such as the probe's, is refused, and the error says how to build it."""
     emulated_cards.reset(count=7)
     with pytest.raises(DeviceError, match=r"adamw_update.* of this version: make -C hls xclbin"):
         self_test(setup_of(1, emulated_cards.build.probe_xclbin, first=6), [tmp_path], KERNELS[:1])
@@ -235,7 +235,7 @@ def offload(tmp_path: Path, cards: EmulatedCards, wanted: str = "auto", **settin
 @pytest.mark.parametrize("wanted", ["auto", "smartssd"])
 @pytest.mark.usefixtures("alone")
 def test_cards_are_chosen(tmp_path: Path, emulated_cards: EmulatedCards, wanted: str) -> None:
-    """Where they can be used; tasklets are then large unless the user says otherwise."""
+    """Cards are chosen where they can be used; tasklets are then large unless the user says otherwise."""
     chosen = choose_update_device(offload(tmp_path, emulated_cards, wanted), optimizer="SGD")
     assert chosen.cards is not None and len(chosen.cards.cards) == 2
     assert chosen.tasklet_bytes == CARD_TASKLET_BYTES >= 16 << 20
@@ -272,7 +272,7 @@ def test_an_xclbin_with_the_kernel_of_rmsprop_alone(tmp_path: Path, emulated_car
 
 @pytest.mark.usefixtures("alone")
 def test_an_xclbin_for_other_optimizers(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """A card has no room for all kernels: the error says how to build the one that is missing."""
+    """A card has no room for all kernels, so the error says how to build the missing one."""
     without = SmartSSDConfig(xclbin=emulated_cards.build.probe_xclbin)
     with pytest.raises(DeviceError, match="has no kernel sgd_update; it has probe") as caught:
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd", smartssd=without), optimizer="SGD")
@@ -283,7 +283,7 @@ def test_an_xclbin_for_other_optimizers(tmp_path: Path, emulated_cards: Emulated
 def test_host_is_chosen_and_the_reason_told(
     tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By "auto", without an xclbin, for other formats, and where cards fail; "smartssd" raises there."""
+    """With "auto" the host updates without an xclbin, for other formats, and if cards fail; "smartssd" raises."""
     with caplog.at_level(logging.INFO):
         asked = offload(tmp_path, emulated_cards, smartssd=None)
         assert choose_update_device(asked, optimizer="Adam").cards is None
@@ -306,7 +306,7 @@ def test_host_is_chosen_and_the_reason_told(
 def test_cards_whose_memory_is_too_small(
     tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By "auto" the host updates, before tasklets are cut for cards; nothing of the trial is left on them."""
+    """With "auto" the host updates if the cards' memory is too small, and nothing of the trial is left on them."""
     asked = offload(tmp_path, emulated_cards, transfer=TransferConfig(num_buffers=2, tasklet_bytes=32 << 20))
     used = emulated_cards.counter("num_buffers", 1)
     emulated_cards.set("dram_mib", 64, card=1)
@@ -322,7 +322,7 @@ def test_cards_whose_memory_is_too_small(
 def test_memory_for_the_types_of_gradients_and_parameters(
     tmp_path: Path, emulated_cards: EmulatedCards, gradient: int, parameter: int, mib: int
 ) -> None:
-    """Two tasklets of 32 MiB, 12 bytes of state for each element, are tried with as many more as it will have."""
+    """The trial counts gradients and parameters of their types beside two tasklets of 32 MiB of state."""
     asked = offload(
         tmp_path,
         emulated_cards,
@@ -340,7 +340,7 @@ def test_memory_for_the_types_of_gradients_and_parameters(
 def test_memory_that_cannot_be_tried(
     tmp_path: Path, emulated_cards: EmulatedCards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of any kind is this rank's report: the others wait for one."""
+    """An error of any kind becomes this rank's report, because the others wait for one."""
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError("no such thing")
@@ -353,7 +353,7 @@ def test_memory_that_cannot_be_tried(
 def test_cards_whose_memory_is_too_small_for_several_ranks(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What each rank may take of it counts."""
+    """The memory that each rank may take of a card decides."""
     monkeypatch.setattr(update_device, "gather", lambda value, group: [value] * 40)
     asked = offload(tmp_path, emulated_cards, transfer=TransferConfig(num_buffers=2))
     assert choose_update_device(asked, optimizer="Adam").cards is None
@@ -365,7 +365,7 @@ def test_cards_whose_memory_is_too_small_for_several_ranks(
 def test_a_variable_that_names_no_file(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
-    """By "auto" the host updates; "smartssd" tells the path."""
+    """With "auto" the host updates; with "smartssd" the error names the path."""
     monkeypatch.setenv(XCLBIN_VARIABLE, named)
     asked = offload(tmp_path, emulated_cards, smartssd=None)
     assert choose_update_device(asked, optimizer="Adam").cards is None
@@ -376,7 +376,7 @@ def test_a_variable_that_names_no_file(
 @pytest.mark.parametrize("settings", [{"direct_io": "off"}, {"io_engine": "plain"}])
 @pytest.mark.usefixtures("alone")
 def test_page_cache_is_out_of_reach(tmp_path: Path, emulated_cards: EmulatedCards, settings: dict[str, str]) -> None:
-    """State that goes through host memory cannot be updated beside the SSD."""
+    """Settings that put state into the page cache are refused, because a card cannot see it there."""
     asked = offload(tmp_path, emulated_cards, "smartssd", transfer=TransferConfig(**settings))
     with pytest.raises(ConfigError, match="page cache"):
         choose_update_device(asked, optimizer="Adam")
@@ -388,7 +388,7 @@ def test_page_cache_is_out_of_reach(tmp_path: Path, emulated_cards: EmulatedCard
 def test_tasklets_that_no_kernel_works(
     tmp_path: Path, emulated_cards: EmulatedCards, optimizer: str, largest: int
 ) -> None:
-    """They are refused before anything is written, with the largest that would do."""
+    """Tasklets that are too large are refused before anything is written; the error gives the largest size."""
     asked = offload(tmp_path, emulated_cards, "smartssd", transfer=TransferConfig(tasklet_bytes=2 * largest))
     with pytest.raises(ConfigError, match=f"too large for SmartSSDs.*pass {largest} at most"):
         choose_update_device(asked, optimizer=optimizer)
@@ -405,7 +405,7 @@ def reports(*builds: str, machine: str = "one", card: str = CARD) -> list[update
 
 
 def test_ranks_on_one_card() -> None:
-    """They share its memory evenly and have to load one xclbin; other cards may have another."""
+    """Ranks on one card share its memory evenly and have to load one xclbin; other cards may have another."""
     assert update_device._sharers(reports("x", "x", "x")) == 3
     assert update_device._sharers([*reports("x", "x"), *reports("y", machine="two")]) == 2
     assert update_device._disagreement([*reports("x", "x"), *reports("y", machine="two")]) is None
@@ -415,7 +415,7 @@ def test_ranks_on_one_card() -> None:
 
 
 def beside(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Another rank reports what this one does, with changes. The emulated cards of a process are its own."""
+    """Let another rank report what this one does, with changes, because processes do not share emulated cards."""
     monkeypatch.setattr(update_device, "gather", lambda value, group: [value, value._replace(**changes)])
     # What this rank raises is what all raise.
     monkeypatch.setattr(collectives, "gather", lambda value, group: [value, value])
@@ -425,7 +425,7 @@ def beside(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 def test_another_rank_on_the_same_cards(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
-    """Each takes half of their memory; all of it where the other rank is on another machine, or on other cards."""
+    """Each rank takes half of the cards' memory, or all if the other one is on another machine or other cards."""
     asked = offload(tmp_path, emulated_cards, wanted)
     shares = []
     for changes in ({}, {"machine": "another"}, {"cards": ("7", "8")}, {"cards": ("1", "2")}):
@@ -439,7 +439,7 @@ def test_another_rank_on_the_same_cards(
 def test_another_rank_on_cards_of_unknown_memory(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knows what half of it is: an error on every rank, or the host."""
+    """Half of an unknown size is unknown, so every rank raises, or the host updates."""
 
     def find(*arguments: Any) -> CardSetup:
         setup = find_cards(*arguments)
@@ -458,7 +458,7 @@ def test_another_rank_on_cards_of_unknown_memory(
 def test_one_rank_tests_a_card_that_several_share(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
-    """The lowest that has it; the other ranks hear of the outcome."""
+    """Only the lowest rank that has a card tests it."""
     runs = []
     for changes in ({}, {"process": 0}, {"process": 0, "cards": ("1",)}, {"process": 0, "machine": "another"}):
         monkeypatch.setattr(update_device, "gather", lambda value, group, of=changes: [value._replace(**of), value])
@@ -477,7 +477,7 @@ def test_a_card_that_fails_the_test_of_another_rank(
     caplog: pytest.LogCaptureFixture,
     wanted: str,
 ) -> None:
-    """This rank has not tried it itself, and does not use it."""
+    """This rank does not use the card, and has not tested it itself."""
     failure, rounds = DeviceError("The card there computes nonsense.", "Replace it."), count()
 
     def gathered(value: Any, group: Any) -> list[Any]:
@@ -498,7 +498,7 @@ def test_a_card_that_fails_the_test_of_another_rank(
 def test_another_rank_with_another_xclbin(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever loads second would take the kernels from whoever loaded first: refused, or the host updates."""
+    """Two xclbins on one card are refused, or the host updates: the second load would remove the first's kernels."""
     beside(monkeypatch, build="11111111-1111-1111-1111-111111111111")
     with pytest.raises(ConfigError, match=r"different xclbins.*11111111-.*Name one xclbin"):
         choose_update_device(offload(tmp_path, emulated_cards, "smartssd"), optimizer="Adam")
@@ -516,7 +516,7 @@ def test_another_rank_without_cards(
     caplog: pytest.LogCaptureFixture,
     wanted: str,
 ) -> None:
-    """Then no rank uses them: all go on with the host, or all raise that rank's error."""
+    """If one rank has no cards, no rank uses them: all use the host, or all raise that rank's error."""
     failure = DeviceError("The card there is on fire.", "Call somebody.")
     monkeypatch.setattr(collectives, "gather", lambda value, group: [value, failure])
     monkeypatch.setattr(update_device, "gather", lambda value, group: [value, value._replace(error=failure)])
@@ -535,7 +535,7 @@ def test_another_rank_without_cards(
 def test_command_on_emulated_cards(
     tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pairs, P2P with its speed and a tile of every kernel; exit status 0, and nothing left."""
+    """The command shows pairs, P2P with its speed and a test of every kernel, exits with 0 and leaves nothing."""
     folders = [tmp_path / "a", tmp_path / "b"]
     arguments = ["selftest", "--mib", "2", "--xclbin", str(emulated_cards.build.xclbin), *map(str, folders)]
     assert main(arguments) == 0
@@ -553,7 +553,7 @@ def test_command_on_emulated_cards(
 def test_command_on_a_card_that_fails(
     tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One finding is not ok, with what to do; the others are made all the same. Exit status 1."""
+    """One finding fails and says what to do, the others are made all the same, and the exit status is 1."""
     emulated_cards.inject("error", skipped=9)
     assert main(["selftest", "--mib", "1", "--xclbin", str(emulated_cards.build.xclbin), str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -565,7 +565,7 @@ def test_command_on_a_card_that_fails(
 
 
 def test_command_on_a_file(tmp_path: Path, emulated_cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
-    """What training could not use as a folder is none here; emulated cards have plain numbers."""
+    """The command refuses a file for a folder, as training does, and addresses of emulated cards."""
     file = tmp_path / "file"
     file.touch()
     arguments = ["selftest", "--mib", "1", "--xclbin", str(emulated_cards.build.xclbin), str(file)]

@@ -1,4 +1,4 @@
-"""Host, C simulation and emulated SmartSSD: the same bits, step after step, for every optimizer and gradient."""
+"""Host, C simulation and emulated SmartSSD give the same bits at every step, for every optimizer and gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.xrt.simulated_state import SimulatedState
 
 pytestmark = RunIf(xrt=True)
 
-# The NaN that an x86 makes itself: as no other one ever meets it, every order of operands gives this one.
+# The NaN that an x86 makes itself. No other NaN ever occurs, so every order of operands gives this one.
 NAN = np.array(0xFFC00000, np.uint32).view(np.float32)
 NAN_BITS = {DType.FLOAT16: 0xFE00, DType.BFLOAT16: 0xFFC0}
 FINITE = np.array([0.0, -0.0, 1e-45, -1e-40, 1.1754942e-38, 1.1754944e-38, -1.2e-38, 6e-8, -3e-8], np.float32)
@@ -48,8 +48,8 @@ class Training:
 
     Attributes:
         optimizer: One of :data:`OPTIMIZERS`.
-        form: Of gradients and parameters.
-        numel: Elements, in three tasklets, none of them whole beats. Two parameter groups meet in the second.
+        form: Form of gradients and parameters.
+        numel: Number of elements, in three tasklets, none of them whole beats. Two parameter groups meet in the second.
     """
 
     optimizer: str
@@ -61,7 +61,7 @@ class Training:
         return self.numel * 2 // 5 | 1
 
     def steps(self, number: int) -> Steps:
-        """The scalars of both groups at a step, numbered from 1."""
+        """Return the scalars of both groups at a step, numbered from 1."""
         case = Case(**OPTIMIZERS[self.optimizer])
         groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], **options} for options in case.options]
         optimizer = case.optimizer(groups, **case.defaults)
@@ -71,13 +71,13 @@ class Training:
         ]
 
     def first_arrays(self) -> list[Array]:
-        """Master weights and the rest of the state, with values of all kinds among them."""
+        """Return the initial master weights and the rest of the state, with values of all kinds among them."""
         random = np.random.default_rng(0)
         arrays = [values_of(random, self.numel) for _ in Case(**OPTIMIZERS[self.optimizer]).rule.arrays]
         if self.optimizer == "rmsprop":
             _, square_avg, momentum_buffer, grad_avg = arrays
             np.abs(square_avg, out=square_avg, where=~np.isnan(square_avg))
-            bound = np.float32(0.9) * np.sqrt(np.nan_to_num(square_avg))  # or variances would be negative
+            bound = np.float32(0.9) * np.sqrt(np.nan_to_num(square_avg))  # otherwise variances would be negative
             # The second group does not use these: nothing would flush them.
             arrays[2:] = flush(momentum_buffer), flush(np.clip(grad_avg, -bound, bound))
         elif self.optimizer != "sgd":
@@ -85,11 +85,11 @@ class Training:
         return arrays
 
     def dense(self, number: int) -> Array:
-        """The gradient of a step, as stored."""
+        """Return the gradient of a step, as stored."""
         return stored(values_of(np.random.default_rng(number), self.numel), self.form.gradient)
 
     def payloads(self, number: int) -> dict[int, Array]:
-        """Compressed gradients of a step, by tasklet."""
+        """Return the compressed gradients of a step, by tasklet."""
         random, payloads = np.random.default_rng(number), {}
         for index, begin in enumerate(range(0, self.numel, self.tasklet_numel)):
             numel = min(self.tasklet_numel, self.numel - begin)
@@ -119,14 +119,14 @@ class Training:
 
 
 def codes_of(random: np.random.Generator, numel: int) -> Codes:
-    """Around one; in between blocks of the smallest and the largest scales."""
+    """Return codes of scales around one, with some blocks of the smallest and the largest scales."""
     exponents = random.integers(110, 128, -(-numel // 256), np.uint8)
     exponents[3::50], exponents[5::50] = random.integers(1, 9), random.integers(240, 249)
     return Codes(exponents, random.integers(-127, 128, numel, np.int8))
 
 
 def values_of(random: np.random.Generator, numel: int) -> Array:
-    """Normal ones; in between infinities, NaNs and subnormals, and where those will not spread, subnormals alone."""
+    """Return normal values with infinities, NaNs and subnormals between them, and elsewhere subnormals alone."""
     values = random.standard_normal(numel, np.float32)
     for first, others in ((0, SPECIAL), (8, FINITE)):
         values[first::16] = random.choice(others, values[first::16].size)
@@ -134,7 +134,7 @@ def values_of(random: np.random.Generator, numel: int) -> Array:
 
 
 def stored(values: Array, dtype: DType) -> Array:
-    """As in memory. Of NaNs torch makes several kinds."""
+    """Return values as stored in memory, with a single kind of NaN, of which torch makes several."""
     found = encode(values, dtype)
     if dtype in NAN_BITS:
         found[np.isnan(values)] = np.uint16(NAN_BITS[dtype]).view(np.int16)
@@ -160,7 +160,7 @@ def test_the_same_bits(
     numel: int,
     num_steps: int,
 ) -> None:
-    """State files byte for byte, parameters bit for bit, after each step."""
+    """State files agree byte for byte, and parameters bit for bit, after each step."""
     training = Training(optimizer, FORMS[form], numel)
     is_dense = not training.form.is_compressed
     arrays = training.first_arrays()
@@ -190,7 +190,7 @@ def test_the_same_bits(
 
 
 def finite_and_not(values: Array) -> bool:
-    """Whether most values are finite, some are infinite or NaN, and none is subnormal, as all were flushed."""
+    """Return whether most values are finite, some are infinite or NaN, and none is subnormal, as all were flushed."""
     finite = np.isfinite(values)
     tiny = (values != 0) & (np.abs(values) < np.finfo(np.float32).tiny)
     return bool(0.5 < finite.mean() < 1 and not tiny.any())

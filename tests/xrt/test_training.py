@@ -1,4 +1,4 @@
-"""Trainer and Fabric on two emulated cards: to the bit what they train on the host."""
+"""Trainer and Fabric train the same bits on two emulated cards as on the host."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ pytestmark = [
 ]
 
 SMALL_RING = TransferConfig(tasklet_bytes=64 * 1024, num_buffers=3)
-# With what Lightning adds to a step, and a parameter that is not used in some.
+# It has what Lightning adds to a step, and a parameter that some steps do not use.
 BASE = Recipe(groups=True, scheduler="step", skip_side_at=(1,), depth=1, max_steps=4, accumulate=2)
 SGD = dataclasses.replace(BASE, optimizer="SGD", lr=0.1, eps=None, optimizer_kwargs={"momentum": 0.9, "nesterov": True})
 RECIPES = {
     "AdamW": BASE,
-    # With L2, as weight_decay is one there, and the second branch of torch's lerp.
+    # Its weight_decay is L2, and its beta takes the second branch of torch's lerp.
     "Adam": dataclasses.replace(BASE, optimizer="Adam", optimizer_kwargs={"betas": (0.4, 0.99), "maximize": True}),
     "Adagrad": dataclasses.replace(BASE, optimizer="Adagrad", clip=0.3, optimizer_kwargs={"lr_decay": 0.1}),
     "SGD": SGD,
@@ -53,7 +53,7 @@ RECIPES = {
 
 
 class Reporting(LitTiny):
-    """Keeps what it was trained to, before the storage is closed."""
+    """Keeps its final state, which it reads before the storage is closed."""
 
     def on_train_end(self) -> None:
         self.trainer.strategy.drain()
@@ -86,7 +86,7 @@ def trained(recipe: Recipe, root: Path, strategy: SmartInfinityStrategy, **setti
 
 
 def assert_same(module: Reporting, expected: Reporting) -> None:
-    """Losses and every array of every parameter."""
+    """Assert equal losses and equal arrays of every parameter."""
     assert module.losses == expected.losses
     assert module.arrays.keys() == expected.arrays.keys()
     for name, arrays in expected.arrays.items():
@@ -115,7 +115,7 @@ OVERLAPS = ("none", "forward", "backward")
 def test_trains_as_on_the_host(
     emulated_cards: EmulatedCards, tmp_path: Path, name: str, precision: str, overlaps: tuple[str, ...]
 ) -> None:
-    """Without overlap, beside the next forward, and within backward; every update runs on the cards."""
+    """Training gives the host's bits without overlap, during forward and within backward, all updated on the cards."""
     recipe = dataclasses.replace(RECIPES[name], precision=precision)
     expected = trained(recipe, tmp_path / "host", on_host(tmp_path))
     for overlap in overlaps:
@@ -127,12 +127,12 @@ def test_trains_as_on_the_host(
 
 @pytest.mark.parametrize(("size", "steps"), [("tiny", 2), pytest.param("124m", 4, marks=pytest.mark.long)])
 def test_tasklets_of_the_usual_size(emulated_cards: EmulatedCards, tmp_path: Path, size: str, steps: int) -> None:
-    """With nothing set but the device."""
+    """Tasklets of the default size give the host's bits."""
     compare(tmp_path, emulated_cards, size, steps=steps)
 
 
 def test_resumes_on_cards_what_the_host_began(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
-    """A checkpoint of one is a checkpoint of the other, in both directions, gradients by way of storage too."""
+    """The host resumes a checkpoint of the cards and the reverse, with gradients by way of storage, too."""
     recipe = dataclasses.replace(BASE, precision="bf16-mixed")
     straight = trained(recipe, tmp_path / "straight", on_host(tmp_path / "straight"))
     strategies = {
@@ -159,7 +159,7 @@ def test_resumes_on_cards_what_the_host_began(emulated_cards: EmulatedCards, tmp
 def test_cards_that_fail_in_a_fit(
     emulated_cards: EmulatedCards, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training goes on, to the bit, and the log tells."""
+    """When cards fail, training goes on with the same bits, and the log says so."""
     recipe = dataclasses.replace(BASE, precision="bf16-mixed")
     expected = trained(recipe, tmp_path / "host", on_host(tmp_path))
     strategy = on_cards(emulated_cards, tmp_path / "cards", overlap="forward")
@@ -178,7 +178,7 @@ def test_cards_that_fail_in_a_fit(
 def test_a_read_that_does_not_return_in_a_fit(
     emulated_cards: EmulatedCards, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The host takes over for that card until it returns, to the bit; then the card updates again."""
+    """The host takes over for a card whose read does not return, with the same bits."""
     recipe = dataclasses.replace(BASE, precision="bf16-mixed")
     expected = trained(recipe, tmp_path / "host", on_host(tmp_path))
     deadline = lenient(1.0)
@@ -202,7 +202,7 @@ def test_a_read_that_does_not_return_in_a_fit(
 
 
 def test_traffic_of_training(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
-    """2 + 2 bytes per parameter and step over the shared channel, 12 + 12 inside the cards."""
+    """A step moves 2 + 2 bytes per parameter over the shared channel and 12 + 12 inside the cards."""
     strategy = on_cards(emulated_cards, tmp_path)
     readings = []
 
@@ -223,7 +223,7 @@ def test_traffic_of_training(emulated_cards: EmulatedCards, tmp_path: Path) -> N
 def test_auto_takes_the_cards_and_says_so(
     emulated_cards: EmulatedCards, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an xclbin in the environment, and back to the host where cards fail their self-test."""
+    """With an xclbin in the environment "auto" takes the cards, or the host if they fail their self-test."""
     monkeypatch.setenv("SMART_INFINITY_XCLBIN", str(emulated_cards.build.xclbin))
     with caplog.at_level(logging.INFO):
         for number, p2p in enumerate((1, 0)):
@@ -241,7 +241,7 @@ def test_auto_takes_the_cards_and_says_so(
 def test_gradient_files_are_counted_before_anything_is_made(
     emulated_cards: EmulatedCards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a byte less than state and gradients take, training does not begin, and the error tells the other route."""
+    """If one byte is missing for state and gradients, training does not begin, and the error names the other route."""
     made: list[int] = []
     asked: list[SpaceRequest] = []
 
@@ -274,7 +274,7 @@ def test_gradient_files_are_counted_before_anything_is_made(
 
 
 def test_fabric(emulated_cards: EmulatedCards, tmp_path: Path) -> None:
-    """A loop of one's own, with the same bits."""
+    """A user's own loop in Fabric gives the same losses on cards as on the host."""
     losses = []
     for place in ("host", "cards"):
         strategy = SmartInfinityFabricStrategy(

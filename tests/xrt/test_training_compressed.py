@@ -1,4 +1,4 @@
-"""Compressed gradients to two emulated cards: to the bit what they train on the host, and few bytes down."""
+"""With compressed gradients two emulated cards train the same bits as the host, and receive few bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def compressed_on_host(root: Path, codec: GradientCodec) -> SmartInfinityStrateg
 def test_trains_as_on_the_host(
     emulated_cards: EmulatedCards, tmp_path: Path, name: str, precision: str, codec: str, route: str
 ) -> None:
-    """Whatever the optimizer, the precision and the route; the cards update, and get payloads alone."""
+    """Every optimizer, precision and route gives the host's bits; the cards update, and get payloads alone."""
     recipe = dataclasses.replace(RECIPES[name], precision=precision)
     expected = trained(recipe, tmp_path / "host", compressed_on_host(tmp_path, CODECS[codec]))
     config = {"gradient_route": route}
@@ -74,8 +74,8 @@ def test_trains_as_on_the_host(
     strategy.close()
     assert_same(module, expected)
     traffic = counted[1] - counted[0]
-    # Of 4 bytes, accumulated: a twentieth of the elements with 2 bytes of index, or one byte for each; and some beats
-    # for each tasklet.
+    # An accumulated element has 4 bytes. The cards get a twentieth of the elements with 2 bytes of index each, or one
+    # byte for each element, and some beats for each tasklet.
     assert 0 < traffic.shared_write_bytes < (0.5 if codec == "top" else 1.25) * traffic.numel
     assert all(emulated_cards.counter("runs_completed", card) >= recipe.max_steps for card in range(2))
 
@@ -92,7 +92,7 @@ def test_selecting_on_a_device(emulated_cards: EmulatedCards, tmp_path: Path, mo
 def test_cards_that_fail(
     emulated_cards: EmulatedCards, tmp_path: Path, caplog: pytest.LogCaptureFixture, codec: str
 ) -> None:
-    """What the host takes over it compresses once more, to the same bits; the residual moves once."""
+    """The host compresses once more what it takes over, to the same bits; the residual changes only once."""
     recipe = dataclasses.replace(BASE, precision="bf16-mixed")
     expected = trained(recipe, tmp_path / "host", compressed_on_host(tmp_path, CODECS[codec]))
 

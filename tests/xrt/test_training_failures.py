@@ -1,4 +1,4 @@
-"""Cards that fail at any point of a Trainer's life, with or without their SSD: the host's bits, or a clear error."""
+"""Cards that fail at any point of a fit, with or without their SSD, leave the host's bits or a clear error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECIPE = Recipe(precision="bf16-mixed", depth=1, groups=True, scheduler="step", 
 
 
 class Failing(LitTiny):
-    """Calls ``fail`` at one moment of its training, and keeps what it was trained to."""
+    """Calls ``fail`` at one moment of its training, and keeps its final state."""
 
     def __init__(self, moment: str, fail: Any, folder: Path) -> None:
         super().__init__(RECIPE)
@@ -67,7 +67,7 @@ class Failing(LitTiny):
 
 
 def trained_to(trainer: Any) -> list[dict[str, bytes]]:
-    """Every array of every parameter."""
+    """Return every array of every parameter."""
     handler = trainer.strategy._near_storage_optimizer.drained_handler()
     arrays = [handler.state.read_parameter(index) for index in range(len(handler.steps))]
     return [{name: values.tobytes() for name, values in each.items()} for each in arrays]
@@ -94,7 +94,7 @@ def on_host(root: Path, moment: str = "never") -> Failing:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Failing:
-    """What the host trains."""
+    """The module that the host trained."""
     return on_host(tmp_path_factory.mktemp("host"))
 
 
@@ -117,7 +117,7 @@ def test_at_every_moment(
     kind: str,
     overlap: str,
 ) -> None:
-    """The training is the host's to the bit, and so is what resumes from the checkpoint that it saved."""
+    """A failure at any moment leaves the host's bits, also in a training resumed from its checkpoint."""
     for moment in ("first step", "save", "validation", "last step", "end"):
         emulated_cards.reset()
         caplog.clear()
@@ -133,7 +133,7 @@ def test_at_every_moment(
         with caplog.at_level(logging.WARNING):
             module = fitted(root, strategy, Failing(moment, fail, root))
         happened = "emulated card 1 failed: " in caplog.text and "The host updates the" in caplog.text
-        assert happened == (moment != "end"), moment  # after which nothing is asked of a card
+        assert happened == (moment != "end"), moment  # after the end nothing is asked of a card
         assert (module.losses, module.validated) == (expected.losses, expected.validated), moment
         assert module.trained == expected.trained, moment
     emulated_cards.reset()
@@ -144,7 +144,7 @@ def test_at_every_moment(
 def test_a_card_that_takes_its_ssd_along(
     emulated_cards: EmulatedCards, tmp_path: Path, expected: Failing, overlap: str
 ) -> None:
-    """The fit ends with a StorageError that names the file; once the SSD answers, the step before is there, whole."""
+    """The fit ends with a StorageError that names the file; once the SSD answers, the whole step before is there."""
 
     def fail(trainer: Any) -> None:
         trainer.strategy.drain()
@@ -173,7 +173,7 @@ def test_a_card_that_takes_its_ssd_along(
 def test_a_write_that_does_not_return(
     emulated_cards: EmulatedCards, tmp_path: Path, expected: Failing, monkeypatch: pytest.MonkeyPatch, overlap: str
 ) -> None:
-    """The fit ends with a DeviceError. While the write is out the step before can be read and saved."""
+    """The fit ends with a DeviceError. Until the write returns, the step before can be read and saved."""
     monkeypatch.setattr(worker, "_RECOVERY", 0.0)
     late: list[tuple[Any, Hold]] = []
 
@@ -197,7 +197,7 @@ def test_a_write_that_does_not_return(
     shorter = Failing("never", None, tmp_path)
     quiet_trainer(tmp_path / "host", max_steps=RECIPE.max_steps - 1, val_check_interval=2).fit(shorter)
     assert found == shorter.trained != expected.trained
-    # With overlap Lightning has counted the step by then that is undone.
+    # With overlap Lightning has already counted the step that was rolled back.
     assert trainer.global_step == RECIPE.max_steps - (overlap == "none")
     again = on_cards(emulated_cards, tmp_path / "again", overlap=overlap)
     resumed = quiet_trainer(tmp_path / "again", again, max_steps=RECIPE.max_steps, val_check_interval=2)

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: what one finds out of a card all hear, and cards are shared."""
+"""Ranks in separate processes agree on what one finds out about a card, and share cards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUFFER_BYTES = (60 + 20 + 12 + 4) * 1024
 
 @pytest.fixture
 def small_xclbin(tmp_path: Path) -> Path:
-    """For cards of little memory."""
+    """An xclbin for cards of little memory."""
     bank = dataclasses.replace(SMARTSSD.platform.bank, size_bytes=CARD_MIB << 20)
     path = tmp_path / "small.xclbin"
     path.write_bytes(xclbin(dataclasses.replace(SMARTSSD, platform=dataclasses.replace(SMARTSSD.platform, bank=bank))))
@@ -35,7 +35,7 @@ def small_xclbin(tmp_path: Path) -> Path:
 
 
 def test_a_card_of_one_rank_fails_its_self_test(tmp_path: Path, emulated_cards_of_process: EmulatedCards) -> None:
-    """Each has a card of its own. Both raise, or both update on their hosts; else each has all of its card."""
+    """If one rank's card fails, both raise or both update on their hosts; otherwise each has all of its own card."""
     done = run_module("tests.xrt.agreement_worker", tmp_path, ranks=2, timeout=120)
     assert done.returncode == 0, done.stderr[-6000:]
     told = "sgd_update of the emulated card 1 computes other bits than the host"
@@ -50,7 +50,7 @@ def test_a_card_of_one_rank_fails_its_self_test(tmp_path: Path, emulated_cards_o
 def test_two_processes_share_a_card(
     emulated_cards: EmulatedCards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_xclbin: Path
 ) -> None:
-    """Each takes its half of the memory of both cards, and no more; the result is the host's."""
+    """Each process takes half of the memory of both cards, and no more; the result is the host's."""
     monkeypatch.setenv("SMART_INFINITY_CARD_COUNT", "2")
     monkeypatch.setenv("SMART_INFINITY_XCLBIN", str(small_xclbin))
     recipe = Recipe(

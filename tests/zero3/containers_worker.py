@@ -1,6 +1,7 @@
-"""One of two ranks of a machine, each in a container with a host name of its own: ``... containers_worker FOLDER``.
+"""Runs one of two ranks of a machine, each in a container with its own host name: ``... containers_worker FOLDER``.
 
-Every rank writes ``FOLDER/rank<n>.json``: by case the bytes of its resident tasklets, and what came of asking for disk.
+Every rank writes ``FOLDER/rank<n>.json``: the bytes of its resident tasklets in each case, and the error, if any, of
+its request for disk space.
 ``FOLDER/<case>/rank<n>`` holds the ``proc`` and ``sys`` that the rank sees.
 """
 
@@ -29,14 +30,14 @@ from lightning_smartinfinity.zero3.settings import OffloadSettings
 
 CASES = ("one limit", "a limit each")
 NUMEL = 5 << 26
-"""Parameters of each rank, whose state is 3.75 GiB: more than fits into any case's memory."""
+"""Number of parameters of each rank. Their state is 3.75 GiB, which fits into memory in no case."""
 FREE_DISK_BYTES = 1 << 30
 WANTED_BYTES = 3 * FREE_DISK_BYTES // 5
-"""Fits once, not twice."""
+"""Fits on the disk once, but not twice."""
 
 
 def cached_bytes(root: Path) -> int:
-    """What this rank keeps in memory with ``dram_cache_bytes="auto"``."""
+    """Return how many bytes this rank caches in memory with ``dram_cache_bytes="auto"``."""
     whole = ParameterSlice(name="all", numel=NUMEL, real_numel=NUMEL, group=0, sub_group=0)
     settings = OffloadSettings(storage=(root,), transfer=TransferConfig(dram_cache_bytes="auto", num_buffers=2))
     layout = build_layout(
@@ -53,7 +54,7 @@ def cached_bytes(root: Path) -> int:
 
 
 def disk_refusal(folder: Path) -> str | None:
-    """The error of two ranks that each want so much of one file system; None: there is none."""
+    """Return the error that two ranks get when each wants ``WANTED_BYTES`` of one file system, or None."""
     requests = measure_gradient_space([folder], nbytes=WANTED_BYTES)
     try:
         require_space(request for of_rank in gather(requests, None) for request in of_rank)

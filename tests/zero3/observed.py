@@ -1,4 +1,4 @@
-"""Who calls whom in DeepSpeed, Lightning and this package during a small training, as it happens."""
+"""Records which functions of DeepSpeed, Lightning and this package call which during a small training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["Calls", "observing"]
 
 _WATCHED = ("deepspeed.", "lightning.", "lightning_smartinfinity.", "torch.optim.")
-# Decorators: what they wrap was called by their caller.
+# Decorators: the function that they wrap counts as called by their caller.
 _WRAPPERS = ("wrapped_fn", "decorate_context", "inner", "_fn", "wrapper")
 
 
@@ -25,20 +25,20 @@ class Calls:
         self._made.append((invocation, caller, callee))
 
     def has(self, caller: str, callee: str) -> bool:
-        """Whether the first was seen calling the second."""
+        """Return whether the first function was seen calling the second."""
         return any(call[1:] == (caller, callee) for call in self._made)
 
     def callers(self, callee: str) -> set[str]:
-        """All that were seen calling it."""
+        """Return all functions that were seen calling it."""
         return {caller for _, caller, called in self._made if called == callee}
 
     def made_by(self, caller: str) -> list[str]:
-        """What the first invocation of a function called, in order."""
+        """Return what the first invocation of a function called, in order."""
         (first, *_) = [number for number, name, _ in self._made if name == caller] or [-1]
         return [callee for number, _, callee in self._made if number == first]
 
     def in_order(self, caller: str, *callees: str) -> bool:
-        """Whether the first invocation of a function called these, for the first time, in this order."""
+        """Return whether the first invocation of a function called these, for the first time, in this order."""
         made = self.made_by(caller)
         return all(callee in made for callee in callees) and [*callees] == sorted(callees, key=made.index)
 
@@ -47,7 +47,7 @@ class Calls:
 def observing() -> Iterator[Calls]:
     """Note the calls that this thread makes."""
     calls = Calls()
-    # Of the functions that are running: number of the invocation and name; None where nobody asks.
+    # The invocation number and the name of each running function, or None for a function that is not watched.
     stack: list[tuple[int, str] | None] = []
     count = 0
 

@@ -1,4 +1,4 @@
-"""The rows of docs/seams.md."""
+"""Reads the rows of docs/seams.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Seam:
-    """One row: what of theirs is used where, for what, and which test (``file::name`` below ``tests/``) holds it."""
+    """A row: what of a library is used, where, for what, and which test (``file::name`` below ``tests/``) covers it."""
 
     theirs: str
     used_in: str
@@ -25,7 +25,7 @@ class Seam:
 
 
 def read_seams() -> list[Seam]:
-    """All rows of all tables, without their heads."""
+    """Return all rows of all tables, without the header rows."""
     lines = (ROOT / "docs" / "seams.md").read_text().splitlines()
     rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("| ")]
     return [Seam(*row[:3], row[3].strip("`")) for row in rows if row[0] != "theirs"]

@@ -1,4 +1,4 @@
-"""Gathers that Ctrl-C broke off between DeepSpeed's notes."""
+"""Gathers that Ctrl-C interrupted halfway are ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 
 
 class Handle:
-    """Waits for a gather, or refuses to."""
+    """A handle of a gather, whose ``wait`` may fail."""
 
     def __init__(self, *, refuses: bool) -> None:
         self.refuses, self.waited = refuses, False
@@ -22,7 +22,7 @@ class Handle:
 
 
 def test_gathers_are_waited_for_or_forgotten() -> None:
-    """Afterwards nothing is in flight: who needs a parameter gathers it again."""
+    """Afterwards no gather is in flight, and a parameter that was in flight counts as not gathered."""
     module: Any = torch.nn.Linear(2, 2)
     handles = [Handle(refuses=True), Handle(refuses=False)]
     module.ds_inflight_param_registry = dict(enumerate(handles))

@@ -1,4 +1,4 @@
-"""What clipping returns to the user."""
+"""Clipping returns the gradient norm to the user as torch does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_smartinfinity.zero3.clipping import norm_as_torch
 
 
 def test_a_norm_is_returned_as_torch_does() -> None:
-    """A tensor without dimensions, of the value of torch's own for a gradient of that norm."""
+    """The norm is a tensor without dimensions, equal to the one that torch's own clipping returns."""
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
     torch.testing.assert_close(
@@ -20,7 +20,7 @@ def test_a_norm_is_returned_as_torch_does() -> None:
 
 
 def test_a_norm_that_is_not_finite() -> None:
-    """It is returned, or an error where the user asks for one."""
+    """A norm that is not finite is returned, or raises an error if the user asks for one."""
     assert norm_as_torch(math.nan, error_if_nonfinite=False).isnan()
     with pytest.raises(RuntimeError, match="non-finite"):
         norm_as_torch(math.nan, error_if_nonfinite=True)

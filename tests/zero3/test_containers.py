@@ -14,11 +14,11 @@ from tests.zero3.containers_worker import CASES, NUMEL
 GIB = 1 << 30
 TASKLET_BYTES = 4 << 20
 RESERVED = 4 * NUMEL + 2 * TASKLET_BYTES
-"""Bytes of a rank's gradients and of its ring."""
+"""Bytes of a rank's gradients and of its ring of buffers."""
 
 
 def make_root(root: Path, group: Path | None) -> None:
-    """A container's files: 16 GiB of memory, 12 of them available, and perhaps a group with a limit of 6 GiB."""
+    """Create a container's files: 16 GiB of memory, 12 GiB available, and the group, if any, with a 6 GiB limit."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: {16 << 20} kB\nMemAvailable: {12 << 20} kB\n")
     (root / "proc/self/cgroup").write_text("0::/\n")
@@ -32,7 +32,7 @@ def make_root(root: Path, group: Path | None) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What the two ranks found."""
+    """The results of the two ranks."""
     folder = tmp_path_factory.mktemp("containers")
     for case in CASES:
         for rank in range(2):
@@ -46,14 +46,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_a_limit_is_shared_by_the_ranks_under_it(ranks: list[Any]) -> None:
-    """Together they take what the group's limit leaves, less its quarter: half each."""
+    """Each rank takes half of what is left of the shared limit, less a quarter of the limit and both ranks' buffers."""
     share = (6 * GIB - 6 * GIB // 4 - 2 * RESERVED) // 2
     for rank in ranks:
         assert share - TASKLET_BYTES < rank["cached"]["one limit"] <= share
 
 
 def test_a_limit_of_its_own_is_charged_once(ranks: list[Any]) -> None:
-    """Each takes what its own limit leaves; the machine's holds both."""
+    """Each rank takes what its own limit leaves, because the machine's memory holds both."""
     share = 6 * GIB - 6 * GIB // 4 - RESERVED
     assert 2 * (share + RESERVED) <= 12 * GIB
     for rank in ranks:
@@ -61,7 +61,7 @@ def test_a_limit_of_its_own_is_charged_once(ranks: list[Any]) -> None:
 
 
 def test_a_disk_is_shared(ranks: list[Any]) -> None:
-    """What fits once does not fit twice: both are refused, and told of both containers."""
+    """Both ranks are refused when only one of their requests fits, and the error names both containers."""
     for rank in ranks:
         assert rank["disk"] is not None
         assert "1.20 GiB" in rank["disk"] and "where 1.00 GiB are free" in rank["disk"]

@@ -1,4 +1,4 @@
-"""The private seams of the installed DeepSpeed and Lightning that this package stands on."""
+"""Tests the private seams of the installed DeepSpeed and Lightning that this package relies on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OVERRIDDEN_OF_ENGINE = [
 
 
 def undecorated(function: Any) -> Any:
-    """The function under DeepSpeed's instrument_w_nvtx, which does not keep the signature."""
+    """Return the function under DeepSpeed's instrument_w_nvtx, which does not keep the signature."""
     while function.__name__ == "wrapped_fn":
         function = next(cell.cell_contents for cell in function.__closure__ if callable(cell.cell_contents))
     return function
@@ -62,7 +62,7 @@ def test_overridden_methods_take_what_the_base_passes(name: str) -> None:
 
 
 def test_setup_override_replaces_all_that_the_base_sets_up() -> None:
-    """What the base's _setup_for_real_optimizer assigns is what ours assigns or replaces."""
+    """The base's _setup_for_real_optimizer assigns only what ours assigns or replaces."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer)
     assigned = {
         line.split("=")[0].split(":")[0].strip() for line in source.splitlines() if "self." in line and " = " in line
@@ -84,7 +84,7 @@ def test_private_gradient_map_is_only_read_where_overridden() -> None:
     replaced = {"_setup_for_real_optimizer", "partition_grads", "_get_fp32_grad_state_partition"}
     not_entered = {
         "independent_gradient_partition_epilogue",  # only without offload_optimizer
-        # Both only with managed_gradient_accumulation off, which nobody can set.
+        # Both are used only with managed_gradient_accumulation off, which nobody can set.
         "finalize_gradient_accumulation_boundary",
         "_finalize_offload_gradient_accumulation",
         "update_fp32_grad_for_param_vectorized",  # only without offload_optimizer
@@ -98,14 +98,14 @@ def test_private_gradient_map_is_only_read_where_overridden() -> None:
 
 @pytest.mark.parametrize("name", OVERRIDDEN_OF_ENGINE)
 def test_overridden_methods_of_the_engine_exist(name: str) -> None:
-    """Every method that zero3/engine.py replaces, or extends by what it was given, is still one of the base's."""
+    """Every method that zero3/engine.py overrides exists in the base, and the override takes what the base passes."""
     theirs = inspect.signature(undecorated(getattr(DeepSpeedEngine, name)))
     required = [p for p in theirs.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     inspect.signature(getattr(SmartInfinityEngine, name)).bind(*required)
 
 
 def test_rank_of_a_partition_is_asked_of_the_optimizer() -> None:
-    """parameters/partition.py and state_by_parameter.py ask which slice of a parameter is this rank's."""
+    """The optimizer tells partition.py and state_by_parameter.py which slice of a parameter is this rank's."""
     parameters = inspect.signature(DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank).parameters
     assert list(parameters) == ["self", "param"], "slices of other ranks would be taken for this one's"
 

@@ -1,4 +1,4 @@
-"""Who calls whom, in which order, in the installed DeepSpeed and Lightning: seen in a small training."""
+"""Tests which functions of the installed DeepSpeed and Lightning call which, and in what order, in a small training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 class Watched(Everything):
-    """Notes what DeepSpeed has on the module in the middle of a forward pass."""
+    """A module that notes what DeepSpeed has set on it in the middle of a forward pass."""
 
     def __init__(self) -> None:
         super().__init__(Recipe(epoch_batches=4, depth=1, scheduler="step"))
@@ -56,7 +56,7 @@ class Watched(Everything):
 
 @dataclass
 class Observed:
-    """A training that is over but for its engine."""
+    """A finished training whose engine is still open."""
 
     calls: Calls
     module: Watched
@@ -72,7 +72,7 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
-    """Fit, writes from outside, a checkpoint, a resumed fit and a validation."""
+    """The record of a fit, writes from outside, a checkpoint, a resumed fit and a validation."""
     root, settings = tmp_path_factory.mktemp("observed"), {"limit_train_batches": 2, "limit_val_batches": 1}
     module, depths, masters = Watched(), [], []
     with observing() as calls:
@@ -101,11 +101,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         strategy.close()  # type: ignore[attr-defined]
 
 
-# ---- the engine and the optimizer come to be
+# ---- building the engine and the optimizer
 
 
 def test_initialize_builds_the_engine_from_its_module_global(seen: Observed) -> None:
-    """deepspeed.initialize looks DeepSpeedEngine up by its global name, where ours stand in (zero3/engine.py)."""
+    """deepspeed.initialize looks DeepSpeedEngine up by its global name, so ours can replace it (zero3/engine.py)."""
     assert seen.has("initialize", "SmartInfinityEngine.__init__"), "stock engines would train instead of ours"
     assert seen.has("initialize", "_PortableEngine.__init__"), "stock engines would evaluate instead of ours"
 
@@ -117,7 +117,7 @@ def test_engine_imports_the_optimizer_class_at_call_time(seen: Observed) -> None
 
 
 def test_engine_looks_for_duplicates_in_the_overridden_method(seen: Observed) -> None:
-    """Before the optimizer is built; the base's own way is quadratic (zero3/engine.py)."""
+    """The engine calls our check before it builds the optimizer; the base's check is quadratic (zero3/engine.py)."""
     looked = seen.callers("SmartInfinityEngine._check_for_duplicates")
     assert looked == {"DeepSpeedEngine._configure_optimizer"}, "ten thousand parameters would take seconds more"
     assert seen.in_order(
@@ -128,7 +128,7 @@ def test_engine_looks_for_duplicates_in_the_overridden_method(seen: Observed) ->
 
 
 def test_constructor_calls_the_overridden_setup(seen: Observed) -> None:
-    """The base constructor builds partitions, then calls our _setup_for_real_optimizer, then positions and hooks."""
+    """The base constructor builds partitions, calls our _setup_for_real_optimizer, then sets positions and hooks."""
     assert seen.in_order(
         f"{STAGE3}.__init__",
         f"{STAGE3}._create_fp16_partitions_with_defragmentation",
@@ -146,7 +146,7 @@ def test_engine_names_parameters_and_hands_the_names_on(seen: Observed) -> None:
 
 
 def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
-    """Attributes of the stage-3 optimizer that describe its partition, its loss scale and its buckets."""
+    """The stage-3 optimizer has attributes that describe its partition, its loss scale and its buckets."""
     optimizer = seen.engine.optimizer
     assert len(optimizer.fp16_groups) == len(optimizer.fp16_partitioned_groups_flat), "parameters/partition.py"
     assert set(optimizer.sub_group_to_group_id) == set(range(len(optimizer.fp16_groups))), "parameters/partition.py"
@@ -164,7 +164,7 @@ def test_optimizer_has_what_is_read_of_it(seen: Observed) -> None:
 
 
 def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
-    """Attributes that zero.Init gives a parameter."""
+    """zero.Init gives a parameter the attributes that this package reads."""
     param = seen.param
     assert (param.ds_numel, tuple(param.ds_shape)) == (32, (32,)), "parameters/partition.py, gather_on_use.py"
     assert param.partition_numel() == param.ds_tensor.numel() == param.ds_tensor.ds_numel == 32, (
@@ -180,7 +180,7 @@ def test_parameters_have_what_is_read_of_them(seen: Observed) -> None:
 
 
 def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
-    """Hooks hand gradients to the bucket, and nothing else does, where one process bypasses it."""
+    """Gradients come only from DeepSpeed's hooks, and in one process our methods lead them past the buckets."""
     hook = f"{STAGE3}.create_reduce_and_remove_grad_hooks.<locals>.wrapper.<locals>.reduce_partition_and_remove_grads"
     assert seen.callers("GradientPath.reduce_ready_partitions_and_remove_grads") == {hook}, "the arena would be empty"
     into_buckets = "GradientPath.reduce_independent_p_g_buckets_and_remove_grads"
@@ -190,7 +190,7 @@ def test_gradients_pass_through_the_overridden_methods(seen: Observed) -> None:
 
 
 def test_parameters_gather_and_partition_through_their_init(seen: Observed) -> None:
-    """What zero.Init installs on parameters calls its own methods, replaced for a while (gather_on_use.py)."""
+    """The methods that zero.Init installs on parameters call Init's own, which gather_on_use.py replaces at times."""
     installed = "Init._convert_to_deepspeed_param.<locals>"
     assert seen.has(f"{installed}.all_gather", "Init._all_gather"), "a read of a new model would not be noticed"
     assert seen.has(f"{installed}.partition", "Init._partition"), "nor that it was partitioned again"
@@ -214,13 +214,13 @@ def test_engine_ends_every_backward_in_the_optimizer(seen: Observed) -> None:
     ],
 )
 def test_module_hooks_look_up_what_gathers_and_releases(seen: Observed, ours: str, hook: str) -> None:
-    """Hooks call the offload's methods by name, so ours can stand before them (retained_graphs.py, late_uses.py)."""
+    """Hooks call the offload's methods by name, so ours can wrap them (retained_graphs.py, late_uses.py)."""
     caller = f"DeepSpeedZeRoOffload._register_deepspeed_module.<locals>.{hook}"
     assert caller in seen.callers(ours), "parameters of retained graphs would be released"
 
 
 def test_leftovers_of_backward_are_released_by_the_offload(seen: Observed) -> None:
-    """The method that is postponed while a graph is retained is the one that the end of backward calls."""
+    """The end of backward calls the method that we postpone while a graph is retained."""
     assert seen.has(f"{STAGE3}.backward_epilogue", "RetainedGraphs._unless_retained.<locals>.releasing")
     assert seen.has(
         "RetainedGraphs._unless_retained.<locals>.releasing", "DeepSpeedZeRoOffload.release_backward_leftovers"
@@ -240,7 +240,7 @@ def test_active_modules_of_a_parameter_are_a_set(seen: Observed) -> None:
     "verb", ["_pre_step", "_partition_all_parameters", "_loss_scale_update_and_overflow_cleanup", "_post_step"]
 )
 def test_step_calls_the_verbs_of_the_base(seen: Observed, verb: str) -> None:
-    """The engine calls our step, and our step the base's verbs around an update (zero3/storage_optimizer.py)."""
+    """The engine calls our step, which calls the base's verbs around an update (zero3/storage_optimizer.py)."""
     assert "DeepSpeedEngine._take_model_step" in seen.callers(f"{STEPPING}.step")
     caller = f"{STEPPING}.step"
     if verb == "_partition_all_parameters":
@@ -249,11 +249,11 @@ def test_step_calls_the_verbs_of_the_base(seen: Observed, verb: str) -> None:
     assert seen.has(caller, f"{STAGE3}.{verb}"), f"the step stands on {verb}"
 
 
-# ---- what is on a module
+# ---- hooks and marks on a module
 
 
 def test_hooks_of_deepspeed_can_be_told_by_their_module(seen: Observed) -> None:
-    """Every hook of an engine is a function of a module of deepspeed's; zero3/release.py takes those off, no other."""
+    """Every hook of an engine is defined in a module of DeepSpeed; zero3/release.py removes those and no others."""
     owned = {
         name: [hook.__module__ for child in seen.module.modules() for hook in getattr(child, name).values()]
         for name in HOOKS
@@ -282,7 +282,7 @@ def test_a_forward_pass_marks_modules_where_the_marks_are_removed(seen: Observed
 
 
 def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observed) -> None:
-    """GatheredParameters ends in param.partition, which ours stands before: masters learn of writes."""
+    """GatheredParameters ends in param.partition, which ours wraps, so writes reach the master weights."""
     callers = {caller for caller in seen.callers("_Watched.__call__") if caller.startswith("GatheredParameters.")}
     assert callers, "step/outside_writes.py would miss what is written in GatheredParameters"
     before, after = seen.masters
@@ -290,14 +290,14 @@ def test_writes_end_in_the_partition_method_of_the_first_parameter(seen: Observe
 
 
 def test_the_watched_partition_method_takes_what_the_original_takes(seen: Observed) -> None:
-    """zero.Init installs ``partition`` on each parameter; that of outside_writes.py has the same parameters."""
+    """The ``partition`` of outside_writes.py has the parameters of the one that zero.Init installs."""
     original = inspect.signature(seen.param.partition.original).parameters.values()
     ours = list(inspect.signature(seen.param.partition).parameters.values())
     assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in original]
 
 
 def test_gathered_parameters_are_marked(seen: Observed) -> None:
-    """Inside GatheredParameters a parameter carries the mark that lets load_state_dict through, and only there."""
+    """A parameter carries the mark that permits load_state_dict inside GatheredParameters, and only there."""
     assert seen.depths == [1], "checkpoints/full_weights.py would refuse load_state_dict also inside GatheredParameters"
     assert getattr(seen.param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0) == 0
 
@@ -313,7 +313,7 @@ def test_the_api_asks_the_optimizer_of_the_parameter(seen: Observed) -> None:
 
 
 def test_every_rank_saves_two_files(seen: Observed) -> None:
-    """Model states, then optimizer states, by the checkpoint engine: its save is collective."""
+    """The checkpoint engine saves model states, then optimizer states; its save is collective."""
     savers = ["DeepSpeedEngine._save_checkpoint", "DeepSpeedEngine._save_zero_checkpoint"]
     assert seen.callers("SmartInfinityCheckpointEngine.save") == set(savers), (
         "checkpoints/checkpoint_engine.py would hang"
@@ -323,7 +323,7 @@ def test_every_rank_saves_two_files(seen: Observed) -> None:
 
 
 def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(seen: Observed) -> None:
-    """What checkpoints/optimizer_state.py describes is saved, and handed to the optimizer as it was read."""
+    """DeepSpeed saves what checkpoints/optimizer_state.py describes and hands it to the optimizer on loading."""
     assert seen.callers(f"{OURS}._rigid_state_dict") == {f"{STAGE3}.state_dict"}
     assert seen.has("DeepSpeedEngine._save_zero_checkpoint", f"{STAGE3}.state_dict")
     assert "DeepSpeedEngine._get_all_zero_checkpoint_state_dicts" in seen.callers("SmartInfinityCheckpointEngine.load")
@@ -331,7 +331,7 @@ def test_the_optimizer_state_reaches_the_checkpoint_engine_as_it_was_described(s
 
 
 def test_names_and_shapes_of_parameters_lie_in_the_model_states(seen: Observed) -> None:
-    """checkpoints/folder_check.py compares them before anything is loaded."""
+    """checkpoints/folder_check.py can compare names and shapes before anything is loaded."""
     assert seen.has("DeepSpeedEngine._common_checkpoint_state", "DeepSpeedEngine._get_zero_param_shapes")
     ((name, shape), *_) = seen.engine._get_zero_param_shapes()[0].items()
     assert name in dict(seen.engine.module.named_parameters()) and isinstance(shape, torch.Size)
@@ -339,7 +339,7 @@ def test_names_and_shapes_of_parameters_lie_in_the_model_states(seen: Observed) 
 
 
 def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed) -> None:
-    """Whatever DeepSpeed puts beside a user's entries, in one dictionary, is reserved (checkpoints/client_state.py)."""
+    """Every key that DeepSpeed saves beside the user's entries is reserved (checkpoints/client_state.py)."""
     names = set(seen.engine._common_checkpoint_state({}, zero_optimizer_state=False, save_frozen_param=True))
     assert "module" in names
     assert names <= RESERVED_KEYS, "a user's entry of that name would be lost or replace DeepSpeed's"
@@ -349,14 +349,14 @@ def test_names_in_deepspeeds_checkpoints_are_those_that_we_refuse(seen: Observed
 
 
 def test_engine_counts_steps_and_samples(seen: Observed) -> None:
-    """In attributes of the engine, saved by their names; checkpoints/universal.py sets them."""
+    """The engine counts in attributes that are saved under their names; checkpoints/universal.py sets them."""
     saved = torch.load(seen.model_states, weights_only=False, mmap=True)
     for name, count in {"global_steps": 2, "global_samples": 2, "skipped_steps": 0}.items():
         assert saved[name] == getattr(seen.engine, name) == count, name
 
 
 def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -> None:
-    """Parameters are partitioned before, and the persistent ones gathered after; skipped steps call the same."""
+    """A save and a load partition all parameters first and gather the persistent ones last."""
     base, epilogue = f"{STAGE3}.checkpoint_event_prologue", f"{STAGE3}.checkpoint_event_epilogue"
     prologue = f"{OURS}.checkpoint_event_prologue"
     assert seen.in_order("DeepSpeedEngine.load_checkpoint", prologue, "DeepSpeedEngine._load_checkpoint", epilogue)
@@ -364,7 +364,7 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
     assert seen.has(base, f"{STEPPING}._partition_all_parameters"), (
         "checkpoints/universal.py would load into gathered ones"
     )
-    # Ours stands before the method that zero.Init installs (step/update_in_flight.py).
+    # Ours wraps the method that zero.Init installs (step/update_in_flight.py).
     assert seen.has(epilogue, "_Awaited.__call__"), "zero3/storage_optimizer.py, skipped step"
     assert seen.has("_Awaited.__call__", "Init._convert_to_deepspeed_param.<locals>.all_gather")
 
@@ -373,7 +373,7 @@ def test_a_save_and_a_load_are_framed_by_the_optimizers_events(seen: Observed) -
 
 
 def test_callbacks_are_complete_before_setup_environment_and_set_up_after_it(seen: Observed) -> None:
-    """compatibility.py refuses callbacks in setup_environment: after configure_callbacks, before any callback acts."""
+    """compatibility.py refuses callbacks in setup_environment, after configure_callbacks and before any acts."""
     assert seen.in_order(
         "Trainer._run",
         "_CallbackConnector._attach_model_callbacks",
@@ -384,7 +384,7 @@ def test_callbacks_are_complete_before_setup_environment_and_set_up_after_it(see
 
 
 def test_the_accumulation_scheduler_asks_its_trainer_for_the_strategy(seen: Observed) -> None:
-    """Its check reads trainer.strategy, in a method that the Trainer looks up on the instance (compatibility.py)."""
+    """The scheduler's check reads trainer.strategy in a method that is looked up on the instance (compatibility.py)."""
     assert seen.has("_call_callback_hooks", "_check_schedule"), "GradientAccumulationScheduler would raise again"
     assert seen.has("GradientAccumulationScheduler.on_train_start", "_AnyStrategy.__getattr__")
 
@@ -399,7 +399,7 @@ def test_on_train_start_is_the_last_hook_before_the_first_epoch(seen: Observed) 
 
 
 def test_set_up_of_training_and_evaluation_goes_through_the_overridden_hooks(seen: Observed) -> None:
-    """strategy.py replaces these methods of DeepSpeedStrategy and calls those of its own that it left."""
+    """DeepSpeedStrategy calls the methods that strategy.py replaces, and strategy.py calls those that it keeps."""
     train = "DeepSpeedStrategy._initialize_deepspeed_train"
     assert seen.has("SmartInfinityStrategy.init_deepspeed", train)
     for hook in ("_init_optimizers", "_setup_model_and_optimizer"):
@@ -412,7 +412,7 @@ def test_set_up_of_training_and_evaluation_goes_through_the_overridden_hooks(see
 
 
 def test_clipping_comes_after_the_closure_and_before_the_step(seen: Observed) -> None:
-    """precision.py clips in _clip_gradients, which _after_closure calls, and knows that the step follows."""
+    """_after_closure calls _clip_gradients, in which precision.py clips, and the step follows."""
     assert seen.in_order("SmartInfinityPrecision.optimizer_step", "Precision._after_closure", "DeepSpeedEngine.step")
     assert seen.callers("SmartInfinityPrecision._clip_gradients") == {"Precision._after_closure"}
     assert seen.callers("SmartInfinityPrecision.clip_gradients") == {"LightningModule.clip_gradients"}

@@ -1,4 +1,4 @@
-"""The private seams of DeepSpeed and torch that checkpoints stand on."""
+"""Tests the private seams of DeepSpeed and torch that checkpoints rely on."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
     ],
 )
 def test_overridden_methods_take_what_the_base_passes(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    """Names and order of the parameters are those of the method replaced."""
+    """Every override has the parameters of the method it replaces, in name and order."""
     assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)
 
 
 def test_torch_can_save_without_data() -> None:
-    """What the files are made with; tests/zero3/test_tensor_file.py holds the rest of torch's format."""
+    """torch can save tensors without their data; tests/zero3/test_tensor_file.py tests the rest of torch's format."""
     assert "materialize_fake_tensors" in inspect.signature(torch.serialization.skip_data.__init__).parameters
     assert hasattr(torch.UntypedStorage, "_checkpoint_offset")

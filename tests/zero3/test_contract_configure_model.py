@@ -1,4 +1,4 @@
-"""The private seams through which models are built while ZeRO-3 partitions them."""
+"""Tests the private seams through which models are built while ZeRO-3 partitions them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.runif import RunIf
 
 
 def test_dtypes_of_new_tensors_are_overridden_by_the_outermost_context() -> None:
-    """What top_level_context says in tensor_overrides decides, and wrappers start from torch's own functions."""
+    """The tensor_overrides of top_level_context decide, and wrappers start from torch's own functions."""
     assert partition_parameters.top_level_context is None
     source = inspect.getsource(Init._add_tensor_creation_wrappers)
     assert "if DeepSpeedTensorOverride.dtype in self.tensor_overrides:" in source
@@ -41,7 +41,7 @@ def test_engine_asks_parameters_for_its_dtype_before_it_takes_them() -> None:
 
 
 def test_references_to_the_memory_of_a_parameter_are_counted() -> None:
-    """Counted are the parameter itself and the storage object; a view, a detached alias and an array count more."""
+    """The parameter and the storage object are counted; a view, a detached alias and an array raise the count."""
     param = nn.Parameter(torch.randn(4, 3))
     assert torch._C._storage_Use_Count(param.untyped_storage()._cdata) == _OWN_REFERENCES
     aliases: list[Any] = [param[0], param.data, param.detach().numpy()]
@@ -52,7 +52,7 @@ def test_references_to_the_memory_of_a_parameter_are_counted() -> None:
 
 
 class Seen(TorchFunctionMode):
-    """Notes whether it was asked."""
+    """A mode that notes whether torch asked it."""
 
     asked = False
 
@@ -62,7 +62,7 @@ class Seen(TorchFunctionMode):
 
 
 def test_modes_are_not_asked_about_two_ways_to_a_parameter() -> None:
-    """Parameter(other) and set_ reach no mode, so they are replaced; everything else that the tests use does."""
+    """Parameter(other) and calls under DisableTorchFunction reach no mode; an ordinary copy_ does."""
     param, other = nn.Parameter(torch.randn(4, 3)), torch.zeros(4, 3)
     with Seen() as seen:
         nn.Parameter(param)
@@ -77,7 +77,7 @@ def test_modes_are_not_asked_about_two_ways_to_a_parameter() -> None:
 
 @RunIf(package="transformers")
 def test_transformers_is_told_as_its_own_integration_is() -> None:
-    """Whether ZeRO-3 is on, and that zero.Init was entered already, is read where it is told."""
+    """transformers reads whether ZeRO-3 is on, and whether zero.Init was entered, where this package sets it."""
     modeling: Any = import_module("transformers.modeling_utils")
     integration: Any = import_module("transformers.integrations.deepspeed")
     initialization: Any = import_module("transformers.initialization")

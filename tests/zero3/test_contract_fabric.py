@@ -1,4 +1,4 @@
-"""The private seams of Lightning Fabric, and of DeepSpeed as Fabric meets it, that this package stands on."""
+"""Tests the private seams of Lightning Fabric, and of DeepSpeed as Fabric uses it, that this package relies on."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_engines_are_built_through_one_method() -> None:
 
 
 def test_distributed_setup_formats_the_config_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What _setup_distributed does on CUDA is what fabric.py does on a CPU, but for the validation of GPU indices."""
+    """_setup_distributed does on CUDA what fabric.py does on a CPU, and validates the GPU indices besides."""
     validated: list[object] = []
     monkeypatch.setattr(stock, "_validate_device_index_selection", validated.append)
     strategy = mock.MagicMock(_config_initialized=False)
@@ -81,7 +81,7 @@ def test_connector_sets_the_precision_on_the_strategy() -> None:
 
 
 def test_no_backward_sync_asks_the_strategys_control() -> None:
-    """A control of its own keeps Fabric from warning that the strategy cannot skip synchronization."""
+    """The strategy's own control keeps Fabric from warning that the strategy cannot skip synchronization."""
     assert _BackwardSyncControl.__abstractmethods__ == {"no_backward_sync"}
     strategy = mock.MagicMock(spec=SmartInfinityFabricStrategy, _backward_sync_control=mock.MagicMock())
     fabric, module = mock.MagicMock(_strategy=strategy, strategy=strategy), torch.nn.Linear(1, 1)
@@ -97,7 +97,7 @@ def test_fabric_wraps_optimizers_by_their_class() -> None:
 
 
 def test_engine_takes_what_we_pass_to_its_checkpoints() -> None:
-    """Saving and loading go to the engine itself, by keywords."""
+    """The engine's save_checkpoint and load_checkpoint take the keywords that we pass."""
     saving = {"client_state", "tag", "exclude_frozen_parameters"}
     loading = {"tag", "load_optimizer_states", "load_lr_scheduler_states", "load_module_strict"}
     assert saving <= set(inspect.signature(DeepSpeedEngine.save_checkpoint).parameters)

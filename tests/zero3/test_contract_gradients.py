@@ -1,4 +1,4 @@
-"""The private seams of DeepSpeed and torch that gradients and gathered parameters pass through."""
+"""Tests the private seams of DeepSpeed and torch that gradients and gathered parameters pass through."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3, IPGBuck
 
 
 def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
-    """So what autograd adds to it while it waits is in the bucket; a second entry would fail an assertion."""
+    """Whatever autograd adds to a gradient that waits in a bucket is in the bucket, too."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
     adding = source[
         source.index("def __add_grad_to_ipg_bucket(") : source.index("def __reduce_and_partition_ipg_grads(")
@@ -31,7 +31,7 @@ def test_a_gradient_in_a_bucket_is_a_view_of_it() -> None:
 
 
 def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None:
-    """What bypasses_buckets of step/gradient_path.py leaves out: see what every step of the way does there."""
+    """step/gradient_path.py may bypass buckets in one process, because there they only round gradients."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads)
     assert 'getattr(param, "ds_grad_is_ready", True)' in source, "gradients that are not complete would leave"
     assert source.count("(param)") == 5, "something new is done to a gradient on its way into the bucket"
@@ -42,7 +42,7 @@ def test_buckets_do_nothing_to_gradients_in_one_process_but_round_them() -> None
 
 
 def test_a_reduce_scatter_of_one_process_changes_no_bit() -> None:
-    """It divides by the number of processes."""
+    """A reduce-scatter divides by the number of processes, which is one here."""
     gradient = torch.tensor([1.0, -0.0, 1e-40, math.inf])
     with (
         mock.patch.object(coalesced_collectives.dist, "get_world_size", return_value=1),
@@ -54,7 +54,7 @@ def test_a_reduce_scatter_of_one_process_changes_no_bit() -> None:
 
 
 def test_autograd_tells_whether_its_graph_is_retained() -> None:
-    """From within a backward pass, for retain_graph and create_graph alike."""
+    """A backward pass can ask whether its graph is retained, for retain_graph and create_graph alike."""
     seen = []
 
     class Noticing(torch.autograd.Function):
@@ -76,7 +76,7 @@ def test_autograd_tells_whether_its_graph_is_retained() -> None:
 
 
 def test_the_order_of_gathering_can_be_learnt_anew() -> None:
-    """external_parameters.py: uses of other modules' parameters stay on the module; the trace can be dropped."""
+    """A module keeps its uses of other modules' parameters, and the trace can be dropped (external_parameters.py)."""
     coordinator = PartitionedParameterCoordinator
     assert "_external_params" in inspect.getsource(register_external_parameter), "late uses would go unseen"
     assert list(inspect.signature(coordinator._invalidate_trace).parameters) == ["self"]
@@ -87,7 +87,10 @@ def test_the_order_of_gathering_can_be_learnt_anew() -> None:
 
 
 def test_batch_norms_have_a_common_class() -> None:
-    """Whose statistics zero3/engine.py casts: torch's kernels refuse fp32 ones beside weights in 16 bit."""
+    """zero3/engine.py finds batch norms by _BatchNorm and casts their statistics.
+
+    torch's kernels refuse fp32 statistics beside 16-bit weights.
+    """
     norm = torch.nn.BatchNorm1d(2)
     assert isinstance(norm, torch.nn.modules.batchnorm._BatchNorm)
     assert {"running_mean", "running_var"} <= dict(norm.named_buffers()).keys()

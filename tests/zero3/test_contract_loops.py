@@ -1,4 +1,4 @@
-"""The seams behind everything that a Trainer does beside plain steps."""
+"""Tests the seams behind everything that a Trainer does besides plain steps."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lightning_smartinfinity.zero3 import release
 
 @pytest.mark.parametrize("name", ["init_deepspeed", "_initialize_deepspeed_inference"])
 def test_replaced_strategy_hooks_have_the_signature_of_their_base(name: str) -> None:
-    """What our strategy replaces, it is called with."""
+    """Every hook that our strategy replaces has the parameters of its base."""
     theirs = inspect.signature(getattr(DeepSpeedStrategy, name))
     assert list(theirs.parameters) == list(inspect.signature(getattr(SmartInfinityStrategy, name)).parameters)
 
 
 @pytest.mark.parametrize("name", ["optimizer_step", "clip_gradients", "convert_module"])
 def test_replaced_precision_hooks_have_the_signature_of_their_base(name: str) -> None:
-    """What our precision plugin replaces, it is called with."""
+    """Every hook that our precision plugin replaces has the parameters of its base."""
     theirs = inspect.signature(getattr(DeepSpeedPrecision, name))
     assert list(theirs.parameters) == list(inspect.signature(getattr(SmartInfinityPrecision, name)).parameters)
 
@@ -46,7 +46,7 @@ def test_replaced_precision_hooks_have_the_signature_of_their_base(name: str) ->
     ],
 )
 def test_torch_keeps_hooks_where_they_are_removed(registering: Callable[[torch.nn.Module, Any], object]) -> None:
-    """What zero3/release.py deletes of a module's dictionaries is all of a hook; another owner's hook stays."""
+    """zero3/release.py removes DeepSpeed's hooks from a module completely, and another owner's hook stays."""
     module, ran = torch.nn.Linear(1, 1), []
     before = {name: dict(kept) for name, kept in vars(module).items() if "hook" in name and isinstance(kept, dict)}
     for owner in ("deepspeed.runtime", __name__):
@@ -62,7 +62,7 @@ def test_torch_keeps_hooks_where_they_are_removed(registering: Callable[[torch.n
 
 @pytest.mark.parametrize(("training", "call"), [(True, "train"), (False, "inference")])
 def test_init_deepspeed_does_nothing_but_warn_refuse_and_initialize(training: bool, call: str) -> None:
-    """strategy.py replaces it to leave out a warning that is not true here and a refusal made earlier."""
+    """strategy.py replaces init_deepspeed to leave out a warning that is not true here and a refusal made earlier."""
     module = pl.LightningModule()
     strategy = mock.MagicMock(model=module, lightning_module=mock.MagicMock())
     strategy.lightning_module.trainer.training = training

@@ -1,4 +1,4 @@
-"""Private names that this package reads of DeepSpeed, torch and Lightning and that no override already holds."""
+"""Tests the private names that this package reads from DeepSpeed, torch and Lightning without overriding them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_smartinfinity.fabric import SmartInfinityFabricStrategy
 
 
 def test_zero_section_has_the_fields_that_are_read() -> None:
-    """zero3/validation.py reads these of DeepSpeed's own parsing of the section, which forbids unknown keys."""
+    """DeepSpeed's own parsing gives the fields that zero3/validation.py reads, and forbids unknown keys."""
     zero = DeepSpeedZeroConfig(stage=3, offload_param={"device": "nvme", "nvme_path": "/nowhere"})
     assert zero.offload_param is not None and zero.offload_param.device == "nvme"
     assert zero.offload_param.buffer_count >= 1 and zero.offload_param.buffer_size > 0
@@ -34,7 +34,7 @@ def test_zero_section_has_the_fields_that_are_read() -> None:
 
 
 def test_keys_of_checkpoints_are_those_of_files_that_exist() -> None:
-    """Files that were saved keep their keys: optimizer_state.py and the readers of universal and stock ones."""
+    """Keys stay those of saved files, which optimizer_state.py and the readers of other checkpoints use."""
     assert (constants.OPTIMIZER_STATE_DICT, constants.FP32_FLAT_GROUPS) == ("optimizer_state_dict", "fp32_flat_groups")
     assert (constants.PARTITION_COUNT, constants.ZERO_STAGE) == ("partition_count", "zero_stage")
     assert (constants.LOSS_SCALER, constants.PARAM_SHAPES) == ("loss_scaler", "param_shapes")
@@ -45,13 +45,13 @@ def test_keys_of_checkpoints_are_those_of_files_that_exist() -> None:
 
 
 def test_process_groups_have_a_default_timeout() -> None:
-    """lightning_options.py takes it, as Lightning does, where the user gives none."""
+    """lightning_options.py takes torch's default timeout, as Lightning does, if the user gives none."""
     theirs = inspect.signature(DeepSpeedStrategy.__init__).parameters["timeout"].default
     assert default_pg_timeout == theirs, "process groups of ours would time out at another time than stock's"
 
 
 def test_a_module_loads_its_own_part_of_a_state_dict() -> None:
-    """checkpoints/full_weights.py descends as ``load_state_dict`` does, by these; buffers and misfits included."""
+    """A module loads its own parameters and buffers by the method that checkpoints/full_weights.py calls."""
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     weights = {name: tensor + 1 for name, tensor in module.state_dict().items()}
     missing, unexpected, errors = [], [], []  # type: ignore[var-annotated]
@@ -64,7 +64,7 @@ def test_a_module_loads_its_own_part_of_a_state_dict() -> None:
 
 
 def test_fabric_converts_stateful_objects() -> None:
-    """What has a ``state_dict`` is replaced by it, the rest is passed on (fabric.py, save_checkpoint)."""
+    """Fabric replaces an object by its ``state_dict``, if it has one (fabric.py, save_checkpoint)."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.ones(1, requires_grad=True)]), lambda _: 1.0)
     state = SmartInfinityFabricStrategy()._convert_stateful_objects_in_state({"a": scheduler, "b": 1}, filter={})
     assert state == {"a": scheduler.state_dict(), "b": 1}
@@ -77,7 +77,7 @@ def test_fp32_state_is_gathered_from_a_parameter_and_its_slice() -> None:
 
 
 def test_schedulers_ask_the_optimizer_whether_it_stepped() -> None:
-    """A scheduler warns of stepping first by an attribute that our step has to set itself (storage_optimizer.py)."""
+    """A scheduler warns that it stepped first unless our step sets an attribute (storage_optimizer.py)."""
     for stepped in (False, True):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -90,7 +90,7 @@ def test_schedulers_ask_the_optimizer_whether_it_stepped() -> None:
 
 
 def test_accelerator_says_how_its_streams_behave() -> None:
-    """On a CPU nothing runs beside the caller; the gradient path orders streams only where these say so."""
+    """The accelerator says that nothing runs beside the caller on a CPU, so the gradient path orders no streams."""
     assert get_accelerator().is_synchronized_device() is True
     assert get_accelerator().resolves_data_dependency() is True
 
@@ -109,6 +109,6 @@ def test_compiled_wrapper_has_its_name() -> None:
 
 
 def test_accumulation_scheduler_says_whether_it_accumulates() -> None:
-    """In 16 bit the gradients of a schedule that accumulates at any time are held in fp32 from the start."""
+    """The scheduler says whether it ever accumulates; 16-bit gradients are then held in fp32 from the start."""
     assert GradientAccumulationScheduler({0: 1, 4: 2}).going_to_accumulate_grad_batches()
     assert not GradientAccumulationScheduler({0: 1}).going_to_accumulate_grad_batches()

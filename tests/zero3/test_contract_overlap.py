@@ -1,4 +1,4 @@
-"""The private seams through which an update may run beside forward: whatever uses a parameter asks for it first."""
+"""Tests the seams through which an update may run during forward: whatever uses a parameter asks for it first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COORDINATOR = inspect.getsource(PartitionedParameterCoordinator)
 
 
 def test_parameters_are_gathered_by_two_methods_of_their_own() -> None:
-    """Both take what they gather first, or by the name that is looked for, and are looked up on the parameter."""
+    """Both methods are looked up on the parameter and take what they gather first or by a known name."""
     assert "def all_gather(param_list=None, async_op=False, hierarchy=0):" in CONVERT
     assert "def all_gather_coalesced(params: Iterable[Parameter]," in CONVERT
     assert "param.all_gather = all_gather\n" in CONVERT
@@ -33,7 +33,7 @@ def test_parameters_are_gathered_by_two_methods_of_their_own() -> None:
 
 
 def test_nothing_else_gathers() -> None:
-    """What every gather does first, making partitions available, is done by these two methods only."""
+    """Only these two methods make partitions available, which every gather does first."""
     source = inspect.getsource(partition_parameters)
     assert source.count("self._ensure_availability_of_partitioned_params(") == 2
     assert CONVERT.count("self._ensure_availability_of_partitioned_params(") == 1
@@ -43,7 +43,7 @@ def test_nothing_else_gathers() -> None:
 
 
 def test_the_coordinator_gathers_what_is_needed_and_what_is_next_by_one_method() -> None:
-    """The method is looked up on the instance for both; a fetch names the module, whose parameters come first."""
+    """The coordinator looks the method up on itself for both; a fetch names the module, whose parameters come first."""
     assert GATHER_PARAMS in vars(PartitionedParameterCoordinator)
     method = undecorated(getattr(PartitionedParameterCoordinator, GATHER_PARAMS))
     assert list(inspect.signature(method).parameters) == ["self", "params", "forward"]
@@ -56,7 +56,7 @@ def test_the_coordinator_gathers_what_is_needed_and_what_is_next_by_one_method()
 
 
 def test_a_parameter_that_was_not_gathered_ahead_is_gathered_when_it_is_needed() -> None:
-    """What a module needs is told by each parameter's status, not by the notes on what was gathered ahead."""
+    """The coordinator gathers by each parameter's status, not by its notes on what was gathered ahead."""
     assert "if p.ds_status == ZeroParamStatus.NOT_AVAILABLE])" in COORDINATOR
     assert (
         "if param.ds_status == ZeroParamStatus.NOT_AVAILABLE:\n                partitioned_params.append" in COORDINATOR
@@ -64,7 +64,7 @@ def test_a_parameter_that_was_not_gathered_ahead_is_gathered_when_it_is_needed()
 
 
 def test_parameters_are_read_ahead_from_storage_in_the_background_only() -> None:
-    """So that one that is left for later is read by whoever needs it."""
+    """Reading ahead does not wait, so a gather reads whatever is still on storage."""
     assert "nvme_swapper.swap_in(swap_in_params, async_op=True)" in COORDINATOR
     assert "nvme_swapper.swap_in(swap_in_list, async_op=False)" in inspect.getsource(
         Init._ensure_availability_of_partitioned_params
@@ -72,7 +72,7 @@ def test_parameters_are_read_ahead_from_storage_in_the_background_only() -> None
 
 
 def test_persistent_parameters_are_gathered_by_the_optimizer_in_two_places() -> None:
-    """After a step and after a checkpoint; an empty list leaves both out."""
+    """The optimizer gathers them after a step and after a checkpoint, unless the list of them is empty."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
     used = {
         name
@@ -80,7 +80,7 @@ def test_persistent_parameters_are_gathered_by_the_optimizer_in_two_places() -> 
         if "self.persistent_parameters[0].all_gather(self.persistent_parameters)"
         in inspect.getsource(undecorated(member))
     }
-    # The third mentions it in a comment.
+    # load_state_dict only mentions it in a comment.
     assert used == {"_post_step", "checkpoint_event_epilogue", "load_state_dict"}
     assert source.count("if len(self.persistent_parameters) > 0:") == 3
 
@@ -97,13 +97,13 @@ def test_checkpoints_begin_with_an_event() -> None:
 
 
 def test_lightning_tells_the_strategy_of_a_backward_and_knows_whether_a_step_follows() -> None:
-    """Its backward begins with pre_backward; the loop of a fit says whether gradients go on accumulating."""
+    """Lightning's backward calls pre_backward, and the fit loop says whether gradients go on accumulating."""
     assert "self.pre_backward(closure_loss)" in inspect.getsource(Strategy.backward)
     assert list(inspect.signature(Strategy.pre_backward).parameters) == ["self", "closure_loss"]
     assert list(inspect.signature(_FitLoop._should_accumulate).parameters) == ["self"]
 
 
 def test_a_module_that_is_through_with_a_parameter_leaves_its_active_ones() -> None:
-    """After backward of a module, whether the parameter stays gathered or not."""
+    """After a module's backward its parameters no longer list it as active, whether they stay gathered or not."""
     release = inspect.getsource(undecorated(PartitionedParameterCoordinator.release_sub_module))
     assert "param.ds_active_sub_modules.discard(submodule.ds_id)" in release

@@ -1,4 +1,4 @@
-"""The private seams of the installed Lightning that an exact resume stands on."""
+"""Tests the private seams of the installed Lightning that an exact resume relies on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_epoch_creates_its_iterator_unless_it_resumes(resuming: bool) -> None:
 
 
 def test_loops_have_what_a_resume_asks_them() -> None:
-    """Names of the loops' progress, loaders and fetcher; Lightning's own warning, which ours replaces."""
+    """Lightning's loops have the progress, loaders and fetcher that we read, and the warning that ours replaces."""
     fit_loop = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
     assert fit_loop._data_fetcher is None and fit_loop._combined_loader is None
     assert fit_loop.epoch_loop.batch_progress.is_last_batch is False

@@ -1,4 +1,4 @@
-"""What DeepSpeed asks of a parameter swapper, and where it takes one from."""
+"""Tests what DeepSpeed asks of a parameter swapper and where it takes one from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CALLED = {
     "swappable_tensor",
     "synchronize_reads",
 }
-# Names of the swapper, and the only methods of DeepSpeed that use them, which ours replaces or never enters.
+# Methods of the swapper, each with the only DeepSpeed methods that use it, which ours replaces or never enters.
 NOT_ENTERED = {
     "get_path": {"_get_sub_group_partitions"},
     "reserve_available_buffers": {"_create_fp32_partitions"},
@@ -44,7 +44,7 @@ NOT_ENTERED = {
 
 
 def test_every_name_that_deepspeed_uses_is_known() -> None:
-    """Attributes taken of param_swapper and nvme_swapper anywhere in ZeRO-3 and the engine."""
+    """ZeRO-3 and the engine use exactly the listed attributes of param_swapper and nvme_swapper."""
     found = {
         name
         for module in USERS
@@ -56,7 +56,7 @@ def test_every_name_that_deepspeed_uses_is_known() -> None:
 
 @pytest.mark.parametrize("name", sorted(CALLED))
 def test_our_swapper_takes_what_deepspeed_passes(name: str) -> None:
-    """Every verb has the parameters of DeepSpeed's own, in name, order and default."""
+    """Every method of our swapper has the parameters of DeepSpeed's, in name, order and default."""
     theirs = inspect.signature(getattr(AsyncPartitionedParameterSwapper, name)).parameters
     ours = inspect.signature(getattr(ParameterSwapper, name)).parameters
     assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
@@ -64,7 +64,7 @@ def test_our_swapper_takes_what_deepspeed_passes(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(NOT_ENTERED))
 def test_other_verbs_are_used_only_where_ours_never_goes(name: str) -> None:
-    """The base's methods around them are replaced, or called by replaced ones only."""
+    """The base's methods that use them are replaced, or called only by replaced methods."""
     users = {
         method
         for method, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)
@@ -78,7 +78,7 @@ def test_other_verbs_are_used_only_where_ours_never_goes(name: str) -> None:
             for method, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)
             if f"self.{user}(" in inspect.getsource(undecorated(member))
         }
-        # Of the base's _create_fp32_partitions, _setup_for_real_optimizer and step, all replaced.
+        # They belong to the base's _create_fp32_partitions, _setup_for_real_optimizer and step, which are all replaced.
         assert replaced or callers <= {
             "_create_fp32_partitions",
             "_reassign_or_swap_out_partitioned_parameters",
@@ -100,7 +100,7 @@ def _calls(function: Any, *calls: str) -> None:
 
 
 def test_the_order_in_which_a_partition_is_made_written_and_forgotten() -> None:
-    """get_buffer, the copy, then swap_out_and_release; without an update only the release."""
+    """An updated partition gets a buffer, is copied into it and written; otherwise it is only released."""
     _calls(
         partition_parameters.Init._partition_param,
         "param.nvme_swapper.remove_partition_and_release_buffers([param])",
@@ -112,7 +112,7 @@ def test_the_order_in_which_a_partition_is_made_written_and_forgotten() -> None:
 
 
 def test_partitions_are_there_before_they_are_gathered() -> None:
-    """Both ways of gathering ask for what is on storage first, and wait for what is on its way."""
+    """Both ways of gathering first read what is on storage and wait for reads in progress."""
     ensure = partition_parameters.Init._ensure_availability_of_partitioned_params
     _calls(ensure, "swap_in(swap_in_list, async_op=False)", "synchronize_reads()")
     _calls(partition_parameters.Init._all_gather, "_ensure_availability_of_partitioned_params(", "_allgather_param(")
@@ -122,7 +122,7 @@ def test_partitions_are_there_before_they_are_gathered() -> None:
 
 
 def test_a_sub_group_that_is_not_in_memory_has_no_flat_tensor() -> None:
-    """Those beyond max_in_cpu have None in fp16_partitioned_groups_flat; others are read into it once."""
+    """A sub-group beyond max_in_cpu has None in fp16_partitioned_groups_flat; others are read into it once."""
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation)
     assert "fp16_partitioned_group_flat = None" in source
     _calls(

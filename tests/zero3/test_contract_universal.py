@@ -1,4 +1,4 @@
-"""The private seams of the installed DeepSpeed that universal checkpoints stand on."""
+"""Tests the private seams of the installed DeepSpeed that universal checkpoints rely on."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WHOLE = {"a": torch.arange(3.0), "b": 10 + torch.arange(4.0), "c": torch.tensor(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes save: sub-groups by their number, slices padded to one length."""
+    """A checkpoint of two processes, with numbered sub-groups and slices padded to one length."""
     return save_of_two(tmp_path_factory.mktemp("two") / "two.ckpt", SHAPES, WHOLE, {"exp_avg": 100, "exp_avg_sq": 200})
 
 
 @pytest.fixture(scope="module")
 def universal(checkpoint: Path) -> Path:
-    """Converted from it."""
+    """The universal checkpoint that DeepSpeed's converter makes of it."""
     return convert(checkpoint)
 
 
@@ -50,7 +50,7 @@ def test_ours_makes_the_same(checkpoint: Path, universal: Path, tmp_path: Path) 
 
 
 def test_converter_makes_flat_tensors_of_what_our_checkpoints_hold(universal: Path) -> None:
-    """Per parameter one file for each array, without padding (checkpoints/universal_folder.py)."""
+    """The converter writes one file per parameter and array, without padding (checkpoints/universal_folder.py)."""
     expected = {
         f"{name}/{array}": values + offset
         for name, values in WHOLE.items()
@@ -63,7 +63,7 @@ def test_converter_makes_flat_tensors_of_what_our_checkpoints_hold(universal: Pa
 
 
 def test_converter_keeps_the_states_that_are_read(universal: Path) -> None:
-    """The first rank's optimizer state as a whole, and every rank's model states as they were."""
+    """The converter keeps the first rank's optimizer state and every rank's model states."""
     state = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)
     assert (state["ours"], state["optimizer_state_dict"]["param_groups"][0]["lr"]) == (0, 0.5)
     assert int(state["optimizer_state_dict"]["state"][0]["step"]) == 7
@@ -81,12 +81,12 @@ def test_converter_keeps_the_states_that_are_read(universal: Path) -> None:
     ],
 )
 def test_engine_describes_its_parameters(name: str, parameters: list[str]) -> None:
-    """Shapes of trained and frozen parameters by name, as checkpoints hold them."""
+    """The engine has methods that give the shapes of trained and frozen parameters by name."""
     assert list(inspect.signature(getattr(DeepSpeedEngine, name)).parameters) == parameters
 
 
 def test_engine_loads_buffers_and_frozen_fragments() -> None:
-    """The engine's own method takes what is left of a checkpoint beside masters and moments."""
+    """The engine's own method loads what a checkpoint holds beside masters and moments."""
     module = torch.nn.BatchNorm1d(2)
     weight: Any = module.weight
     weight.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The private seams through which parameters are written from outside of steps."""
+"""Tests the private seams through which parameters are written from outside of steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_overridden_methods_take_what_deepspeed_passes(name: str) -> None:
 
 
 def test_every_writer_of_state_is_overridden() -> None:
-    """What fetches a partition to write through it (release_swap_buffers=False) is replaced here."""
+    """Every method that fetches a partition to write to it (release_swap_buffers=False) is overridden."""
     writers = {
         name
         for name, member in inspect.getmembers(DeepSpeedZeroOptimizer_Stage3, inspect.isfunction)

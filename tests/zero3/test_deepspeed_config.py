@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, made from the user's ``zero=``."""
+"""Tests the DeepSpeed configuration that is made from the user's ``zero=``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_users_keys_come_on_top_of_ours() -> None:
 
 
 def test_parameters_on_storage() -> None:
-    """None stay in memory or gathered, unless the user says so."""
+    """No parameters stay in memory or gathered, unless the user says so."""
     made = section({"offload_param": {"device": "nvme"}})
     assert made["offload_param"]["max_in_cpu"] == 0 and made["stage3_max_reuse_distance"] == 0
     made = section({"offload_param": {"device": "nvme", "max_in_cpu": 7}, "max_reuse_distance": 9})
@@ -49,5 +49,5 @@ def test_keys_that_are_refused(zero: Any, error: type[Exception], words: str) ->
 
 
 def test_refused_features_that_are_off() -> None:
-    """A key that switches nothing on is let through."""
+    """A key that switches nothing on is accepted."""
     assert section({"zenflow": None, "mics_shard_size": -1, "zero_hpz_partition_size": 1})["mics_shard_size"] == -1

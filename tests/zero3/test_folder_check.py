@@ -1,4 +1,4 @@
-"""What is asked of a checkpoint folder before anything is loaded."""
+"""A checkpoint folder is checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_smartinfinity.zero3.checkpoints.folder_check import check_frozen,
 
 
 def test_what_a_trainer_needs() -> None:
-    """Every key that is missing is named."""
+    """The error names every missing key."""
     check_needed({"loops": 1, "callbacks": 2, "more": 3}, ["loops", "callbacks"], "there")
     with pytest.raises(CheckpointError, match="there lacks 'callbacks', 'loops'"):
         check_needed({"more": 3}, ["loops", "callbacks"], "there")
 
 
 def test_frozen_parameters_that_were_left_out() -> None:
-    """A module without any can do without."""
+    """A module without frozen parameters loads a checkpoint that lacks them; for others the error names one."""
     module = torch.nn.Linear(2, 2)
     check_frozen(module, {}, "there")
     module.bias.requires_grad_(False)
@@ -30,12 +30,12 @@ def test_frozen_parameters_that_were_left_out() -> None:
 
 @pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("damaged"), KeyError("module")])
 def test_a_damaged_file(error: Exception, tmp_path: Path) -> None:
-    """Whatever reading it raises becomes one error, which names the folder and the cause."""
+    """Any error while reading becomes one error that names the folder and the cause."""
     with pytest.raises(CheckpointError, match=f"{tmp_path.name}.*{type(error).__name__}"), reading_checkpoint(tmp_path):
         raise error
 
 
 def test_our_own_errors_pass() -> None:
-    """They say more."""
+    """Our own errors pass unchanged, because they say more."""
     with pytest.raises(ConfigError, match="mine"), reading_checkpoint("there"):
         raise ConfigError("mine", "Do.")

@@ -1,4 +1,4 @@
-"""Saves that are killed at any moment leave the old folder or the new one, whole."""
+"""A save that is killed at any moment leaves the whole old folder or the whole new one."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ SYSTEM_CALLS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agreements between ranks are tested with real ranks elsewhere."""
+    """Run as one rank; agreement between ranks is tested elsewhere with real ranks."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(folder_swap, "raising_together", nullcontext)
 
 
 @pytest.fixture(params=["exchange", "two renames"])
 def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that exchanges folders by one call, and one that does not."""
+    """A file system that exchanges folders by one call, and one that does not."""
     if request.param == "two renames":
         monkeypatch.setattr(folder_swap, "exchange", lambda first, second: False)
 
 
 def save(path: Path, content: str) -> None:
-    """As DeepSpeed does: a subfolder with files, and files beside it."""
+    """Save as DeepSpeed does: a subfolder with files, and files beside it."""
     with replacing(path, TAG, local_rank=0) as staging:
         (staging / TAG).mkdir(exist_ok=True)
         for name in ("model.pt", "optim.pt"):
@@ -45,14 +45,14 @@ def save(path: Path, content: str) -> None:
 
 
 def saved(path: Path) -> set[str]:
-    """What the files under the tag say."""
+    """Return the contents of the files under the tag."""
     restore_interrupted(path, TAG)
     return {(path / TAG / name).read_text() for name in ("model.pt", "optim.pt")}
 
 
 @pytest.mark.usefixtures("_file_system")
 def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None:
-    """Files of the old save go, also those that the new one has no counterpart of; what the user put there stays."""
+    """A save removes all files of the old one, even those without a counterpart, and keeps the user's own files."""
     path = tmp_path / "deep" / "a.ckpt"
     save(path, "old")
     (path / TAG / "rank-7.pt").write_text("old")
@@ -66,7 +66,7 @@ def test_a_save_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("_file_system")
 def test_a_kill_at_any_system_call_leaves_one_save_whole(tmp_path: Path) -> None:
-    """The first save leaves itself or nothing, the second itself or the first; the third removes what was left."""
+    """A killed first save leaves itself or nothing, a killed second one itself or the first; a third cleans up."""
     for first in (True, False):
         outcomes = set()
         for number in range(100):
@@ -86,7 +86,7 @@ def test_a_kill_at_any_system_call_leaves_one_save_whole(tmp_path: Path) -> None
 
 
 def killed_at(number: int, action: Callable[[], object]) -> bool:
-    """Run it in a fork that is killed before its system call of this number; whether it came to its end."""
+    """Run it in a fork that is killed before its system call of this number, and return whether it finished."""
     child = os.fork()
     if child == 0:
         calls = iter(range(10_000))
@@ -110,7 +110,7 @@ def dying(call: Callable[..., Any], calls: Iterator[int], number: int) -> Callab
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_save_that_raises_changes_nothing(first: bool, tmp_path: Path) -> None:
-    """The error goes through; the folder is as before and nothing lies beside it."""
+    """The error is passed on, the folder stays as it was and nothing lies beside it."""
     path = tmp_path / "a.ckpt"
     if not first:
         save(path, "old")
@@ -128,7 +128,7 @@ def test_a_save_that_raises_changes_nothing(first: bool, tmp_path: Path) -> None
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
-    """A checkpoint is a folder; a file is not replaced by one."""
+    """A file is not replaced by a checkpoint, which is a folder; the error names the file."""
     (tmp_path / "a.ckpt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"a\.ckpt is a file"):
         save(tmp_path / "a.ckpt", "new")
@@ -136,14 +136,14 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
 
 
 def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
-    """Asking whether it exists fails already: a name that is too long, a folder without permission."""
+    """The error names a path whose existence cannot even be checked, such as a name that is too long."""
     with pytest.raises(CheckpointError, match=r"n\.ckpt could not be written: .*too long"):
         save(tmp_path / f"{'n' * 300}.ckpt", "new")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_link_is_saved_through(tmp_path: Path) -> None:
-    """Lightning's last.ckpt may be a link to another checkpoint's folder."""
+    """A save to a link, as Lightning's last.ckpt may be, replaces the linked checkpoint and keeps the link."""
     save(tmp_path / "a.ckpt", "old")
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "a.ckpt")
     save(tmp_path / "last.ckpt", "new")
@@ -152,7 +152,7 @@ def test_a_link_is_saved_through(tmp_path: Path) -> None:
 
 
 def test_folders_are_exchanged_by_one_call(tmp_path: Path) -> None:
-    """On the file systems of tests: afterwards each name has the other's content."""
+    """After an exchange each name has the other's content, if the file system of the tests can exchange."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()

@@ -1,4 +1,4 @@
-"""Optimizers that have nothing to do with ZeRO-3 are looked through once, not at every step."""
+"""Optimizers that have nothing to do with ZeRO-3 are checked once, not at every step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_smartinfinity.zero3.step import foreign_step
 
 
 def test_parameters_are_looked_at_once_for_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again when there are more of them, or an engine may have partitioned them."""
+    """Parameters are checked again only when there are more of them or an engine may have partitioned them."""
     look, looks = foreign_step._refuse_partitioned, []
     monkeypatch.setattr(foreign_step, "_refuse_partitioned", lambda optimizer: (looks.append(1), look(optimizer)))
     foreign_step.refuse_foreign_steps()

@@ -1,4 +1,4 @@
-"""When guessing pauses, and when it goes on."""
+"""Tests when speculative updates pause and when they go on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_smartinfinity.zero3.step.speculation import Hysteresis
 
 
 def guesses(hysteresis: Hysteresis, outcomes: str, num_windows: int) -> int:
-    """How many are made in so many windows, each window's guess being right ("r") or wrong ("w") in turn."""
+    """Return how many speculative updates so many windows make, each being right ("r") or wrong ("w") in turn."""
     made = 0
     for outcome in islice(cycle(outcomes), num_windows):
         if hysteresis.allows():
@@ -21,23 +21,23 @@ def guesses(hysteresis: Hysteresis, outcomes: str, num_windows: int) -> int:
 
 @pytest.mark.parametrize("outcomes", ["w", "wwr", "wrw", "rww", "wwrwr", "wwwwwwwwwr", "rrrrrrwwwwwwwww"])
 def test_guesses_most_of_which_are_wrong_are_few(outcomes: str) -> None:
-    """Whatever their order."""
+    """Few speculative updates are made when most are wrong, whatever their order."""
     assert guesses(Hysteresis(), outcomes, 1000) < 80
 
 
 @pytest.mark.parametrize("outcomes", ["r", "wr", "wrr", "wwrr", "wwrrrrrrrr", "wrrrrrrrrr"])
 def test_guesses_most_of_which_are_right_never_pause(outcomes: str) -> None:
-    """One wrong in ten, and up to one in two."""
+    """Speculation never pauses when one update in ten, or up to one in two, is wrong."""
     assert guesses(Hysteresis(), outcomes, 1000) == 1000
 
 
 def until_allowed(hysteresis: Hysteresis) -> int:
-    """Windows without a guess before the next."""
+    """Return the number of windows without a speculative update before the next one."""
     return next(number for number in range(100) if hysteresis.allows())
 
 
 def test_pauses_grow_while_guesses_are_wrong() -> None:
-    """Three lost, then a pause; one more, then twice as long, up to the longest."""
+    """A pause follows three wrong updates; each further wrong one doubles it, up to the longest."""
     hysteresis = Hysteresis(patience=3, first_pause=4, longest_pause=8)
     for expected in (0, 0, 0, 4, 8, 8):
         assert until_allowed(hysteresis) == expected
@@ -50,7 +50,7 @@ def test_pauses_grow_while_guesses_are_wrong() -> None:
     [(1, (0, 16)), (2, (0, 0, 16)), (3, (0, 0, 8)), (4, (0, 0, 4)), (9, (0, 0, 4))],
 )
 def test_right_guesses_after_a_pause_win_back_what_was_lost(num_right: int, pauses: tuple[int, ...]) -> None:
-    """They take the count to zero, then shorten the next pause, down to the first."""
+    """Right updates bring the count of wrong ones to zero, then shorten the next pause, down to the first length."""
     hysteresis = Hysteresis(patience=3, first_pause=4, longest_pause=16)
     for _ in range(5):
         until_allowed(hysteresis)

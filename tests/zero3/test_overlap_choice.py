@@ -1,4 +1,4 @@
-"""Which overlap ``auto`` works with: decided by time, alike on all ranks, and by nothing else."""
+"""``auto`` chooses its overlap by measured time, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_smartinfinity.zero3.step.overlap_choice import OverlapChoice
 
 
 def run(choice: OverlapChoice, seconds: dict[str, float], *, steps: int = 40, jitter: bool = False) -> list[str]:
-    """The mode of every step, each of which takes the seconds of its mode."""
+    """Return the mode of every step, each of which takes the seconds of its mode."""
     now, modes = 0.0, []
     for step in range(steps):
         choice.step_begins(now, sum_over_ranks=lambda value: value)
@@ -28,7 +28,7 @@ def test_a_setting_is_kept(setting: str) -> None:
 @pytest.mark.parametrize("fastest", ["none", "forward", "backward"])
 @pytest.mark.parametrize("jitter", [False, True])
 def test_the_fastest_is_chosen(fastest: str, jitter: bool) -> None:
-    """Each is tried for some steps; a few slow ones, as those of a validation, do not count."""
+    """Each mode is tried for some steps; a few slow steps, as after a validation, do not count."""
     seconds = {"none": 1.0, "forward": 1.0, "backward": 1.0, fastest: 0.8}
     modes = run(OverlapChoice("auto"), seconds, jitter=jitter)
     assert modes[0] == "none" and set(modes) == {"none", "forward", "backward"}
@@ -40,7 +40,7 @@ def test_what_is_simpler_stays_where_nothing_is_gained() -> None:
 
 
 def test_no_speculation_where_something_is_in_its_way(caplog: pytest.LogCaptureFixture) -> None:
-    """The log says why, and a warning where it had been asked for."""
+    """The log says why speculation is left out, and a warning does so if the user asked for it."""
     with caplog.at_level(logging.INFO):
         choice = OverlapChoice("auto", obstacle="there is but one slot")
     assert "'backward': there is but one slot" in caplog.text
@@ -51,7 +51,7 @@ def test_no_speculation_where_something_is_in_its_way(caplog: pytest.LogCaptureF
 
 
 def test_ranks_choose_alike() -> None:
-    """By the sum of what they measured, asked for at the same steps, though each finds another one fastest."""
+    """Ranks choose by the sum of their times, so they agree although each alone finds another mode fastest."""
     measured = [{"none": 1.0, "forward": 0.9, "backward": 1.2}, {"none": 1.0, "forward": 0.9, "backward": 0.5}]
     totals = {mode: sum(of_rank[mode] for of_rank in measured) for mode in measured[0]}
     chosen = []

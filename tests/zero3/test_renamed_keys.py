@@ -1,4 +1,4 @@
-"""Which saved parameter a module's parameter takes its values from."""
+"""Tests which saved parameter each parameter of a module takes its values from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_smartinfinity.zero3.checkpoints.renamed_keys import saved_names
 
 
 class Renamed(torch.nn.Module):
-    """Calls ``inner`` what an older version of it called ``body``."""
+    """A module whose ``inner`` was called ``body`` in an older version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Renamed(torch.nn.Module):
 
 
 class Computed(Renamed):
-    """Computes its weight of two that were saved."""
+    """A module that computes its weight from two saved ones."""
 
     @staticmethod
     def _rename(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -41,13 +41,13 @@ def test_names_that_are_the_same() -> None:
 
 
 def test_names_that_a_hook_changes() -> None:
-    """A hook of a module within the module renames: the names of both sides begin with that module's."""
+    """A submodule's hook renames its keys; the names before and after begin with the submodule's name."""
     module = torch.nn.Sequential(Renamed())
     names = saved_names(module, ["0.body.weight", "0.body.bias"], {}, Path())
     assert names == {"0.inner.weight": "0.body.weight", "0.inner.bias": "0.body.bias"}
 
 
 def test_values_that_a_hook_computes() -> None:
-    """There are no values to compute with: the error names the parameter and the file."""
+    """A hook that computes values is refused, since it gets only names; the error names the parameter and the file."""
     with pytest.raises(CheckpointError, match=r"Computed computes 'inner.weight' of what there holds"):
         saved_names(Computed(), ["first", "second"], {}, Path("there"))

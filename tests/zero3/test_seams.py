@@ -10,12 +10,12 @@ from tests.zero3.seams import ROOT, read_seams
 
 PACKAGE = ROOT / "lightning_smartinfinity"
 LIBRARIES = ("deepspeed", "lightning", "torch", "transformers")
-# Of no library: documented by Python, or ours under a name that is put together.
+# Names that belong to no library: documented by Python, or our own under a computed name.
 NOT_THEIRS = {"_replace"}
 
 
 def test_every_seam_names_one_test_that_exists() -> None:
-    """The last cell of each row is a test, and the files that would break are there."""
+    """The last cell of each row names a test that exists, and the files that would break exist, too."""
     seams, tests = read_seams(), set(_tests())
     assert len(seams) > 80
     assert [seam.test for seam in seams if seam.test not in tests] == []

@@ -1,4 +1,4 @@
-"""What a guess asks the layout: per parameter only once its gradient has come."""
+"""A speculative update asks the layout for a parameter only when its gradient has come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_PARAMETERS = 1000
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
-    """The parameters whose tasklets somebody asked for."""
+    """A growing list of the parameters whose tasklets somebody asked for."""
     calls: list[slice] = []
     tasklets_of = PartitionLayout.tasklets_of
 
@@ -31,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
 
 
 class Param:
-    """As much of one of ZeRO-3's as is looked at; counts how often somebody looks whether a module computes with it."""
+    """A stand-in for a ZeRO-3 parameter that counts how often somebody asks whether a module uses it."""
 
     num_looks = 0
 
@@ -45,7 +45,7 @@ class Param:
 
 
 def test_a_window_costs_what_arrives_in_it(asked: list[slice]) -> None:
-    """Nothing is asked when a window begins; one question for each gradient; a release looks at what waits for one."""
+    """A window asks nothing when it begins and once for each gradient; a release looks only at parameters that wait."""
     layout = build_layout(
         [ParameterSlice(name="", numel=100, real_numel=100, group=0, sub_group=0) for _ in range(NUM_PARAMETERS)],
         tasklet_bytes=64 * 1024,

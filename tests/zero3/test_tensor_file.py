@@ -1,4 +1,4 @@
-"""Files of torch.save whose large tensors are written and read in pieces."""
+"""Large tensors in files of torch.save are written and read in pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def content() -> list[np.ndarray]:
 
 
 def described() -> dict[str, Any]:
-    """Two arrays in runs, amid everything that a state has beside them."""
+    """Return a state with two arrays in runs of tensors, among everything else that a state holds."""
     return {
         "step": torch.tensor(3.0),
         "first": [room_for(numel) for numel in NUMELS],
@@ -65,7 +65,7 @@ def read(path: Path, *, size: int = 311) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("size", [13, 777, 10_000, 1 << 20])
 def test_torch_reads_what_was_written_in_pieces(size: int, tmp_path: Path) -> None:
-    """The file is one of torch.save: tensors, views and everything else are there, and zip's checksums are right."""
+    """torch loads tensors, views and everything else from the file, and its zip checksums are right."""
     write(tmp_path / "file.pt", size=size)
     for mmap in (False, True):
         state = torch.load(tmp_path / "file.pt", weights_only=True, mmap=mmap)
@@ -80,7 +80,7 @@ def test_torch_reads_what_was_written_in_pieces(size: int, tmp_path: Path) -> No
 
 
 def test_files_of_torch_are_read_in_pieces(tmp_path: Path) -> None:
-    """Saved by torch itself, with tensors that are slices of one storage as well."""
+    """A file that torch saved is read in pieces, also where its tensors are slices of one storage."""
     first, second = content()
     whole = torch.from_numpy(second)
     state = {
@@ -93,7 +93,7 @@ def test_files_of_torch_are_read_in_pieces(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_found_wherever_it_matters(tmp_path: Path) -> None:
-    """Of 300 single bits, each is either reported with the file's name or changes nothing that is read."""
+    """Each of 300 single flipped bits is either reported with the file's name or changes nothing that is read."""
     path = tmp_path / "file.pt"
     write(path)
     good, generator, found = path.read_bytes(), random.Random(0), 0
@@ -113,7 +113,7 @@ def test_a_flipped_bit_is_found_wherever_it_matters(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_cut_short_is_reported(tmp_path: Path) -> None:
-    """Its directory is gone; the message names the file."""
+    """A file that was cut short has lost its directory; the error names the file."""
     path = tmp_path / "file.pt"
     write(path)
     path.write_bytes(path.read_bytes()[:-100])

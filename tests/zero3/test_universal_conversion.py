@@ -1,4 +1,4 @@
-"""Making universal checkpoints of what any optimizer keeps."""
+"""Universal checkpoints are made from the state of any optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARRAYS = {"momentum_buffer": 100.0}
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Of two processes; the second has nothing of ``b``."""
+    """A checkpoint of two processes, of which the second has nothing of ``b``."""
     return save_of_two(tmp_path / "two.ckpt", SHAPES, WHOLE, ARRAYS)
 
 
@@ -37,7 +37,7 @@ def file_of(checkpoint: Path, rank: int, kind: str = "optim") -> Path:
 
 
 def test_arrays_are_put_together_in_windows(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without padding, by the names that the optimizer has for them; and it is told how far it is."""
+    """The conversion joins arrays without padding, under the optimizer's names for them, and reports its progress."""
     for module in (saved_weights, universal_conversion):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 4)
     told: list[tuple[int, int]] = []
@@ -57,7 +57,7 @@ def test_arrays_are_put_together_in_windows(checkpoint: Path, tmp_path: Path, mo
 
 
 def test_the_optimizer_state_has_names_and_counts_but_no_arrays(checkpoint: Path, tmp_path: Path) -> None:
-    """Readers tell by it what lies beside the masters."""
+    """The optimizer state tells readers which arrays lie beside the masters."""
     convert_checkpoint(checkpoint / "checkpoint", tmp_path / "new")
     state = torch.load(tmp_path / "new/zero/optimizer_state.pt", weights_only=False)
     assert state["fp32_flat_groups"] == [] and state["ours"] == 0
@@ -66,7 +66,7 @@ def test_the_optimizer_state_has_names_and_counts_but_no_arrays(checkpoint: Path
 
 
 def change(checkpoint: Path, rank: int, edit: Callable[[dict[str, Any]], object], kind: str = "optim") -> None:
-    """Save a file anew with other content."""
+    """Rewrite a file with changed content."""
     content = torch.load(file_of(checkpoint, rank, kind), weights_only=False)
     edit(content)
     torch.save(content, file_of(checkpoint, rank, kind))
@@ -77,7 +77,7 @@ def states_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def flip(checkpoint: Path, rank: int) -> None:
-    """A bit of the momentum of ``a``."""
+    """Flip a bit of the momentum of ``a``."""
     state = states_in(torch.load(file_of(checkpoint, rank), weights_only=False))
     content = state[0]["momentum_buffer"].numpy().tobytes()
     flip_bit_behind(content[:8], file_of(checkpoint, rank))
@@ -125,7 +125,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_cannot_be_converted_is_refused(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    """The message names it, and nothing is left."""
+    """The error names what cannot be converted, and no output is left."""
     damage, named = DAMAGES[name]
     damage(checkpoint)
     with pytest.raises(CheckpointError, match=named) as caught:
@@ -135,7 +135,7 @@ def test_what_cannot_be_converted_is_refused(name: str, checkpoint: Path, tmp_pa
 
 
 def test_a_folder_that_exists_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
-    """Although it is empty."""
+    """A folder that exists is left alone even if it is empty."""
     (tmp_path / "new").mkdir()
     with pytest.raises(CheckpointError, match="exists already"):
         convert_checkpoint(checkpoint, tmp_path / "new")
@@ -143,7 +143,7 @@ def test_a_folder_that_exists_is_left_alone(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_a_disk_that_is_full(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the new folder, not the old one; what was begun is removed."""
+    """The error names the new folder, not the old one; partial output is removed."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -170,7 +170,7 @@ def test_a_disk_that_cannot_be_read(checkpoint: Path, tmp_path: Path, monkeypatc
 def test_what_a_killed_conversion_left_is_removed(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the next one to the same place."""
+    """The next conversion to the same place removes what a killed one left."""
 
     def killed(*_: object, **__: object) -> None:
         raise RuntimeError("killed")

@@ -25,7 +25,7 @@ def values_of(name: str) -> torch.Tensor:
 
 
 def slice_of(name: str, rank: int, world_size: int) -> torch.Tensor:
-    """As ZeRO-3 cuts and pads: an independent statement of the layout, with padding that must never be seen."""
+    """Cut and pad as ZeRO-3 does, stated independently; the padding is NaN and must never be read."""
     values = values_of(name)
     numel = (len(values) + world_size - 1) // world_size
     padded = torch.cat([values, torch.full((numel * world_size - len(values),), torch.nan)])
@@ -33,7 +33,7 @@ def slice_of(name: str, rank: int, world_size: int) -> torch.Tensor:
 
 
 def save(folder: Path, world_size: int) -> None:
-    """The files of a ZeRO-3 checkpoint, with two sub-groups, whose border lies within a parameter."""
+    """Write the files of a ZeRO-3 checkpoint with two sub-groups, whose border lies within a parameter."""
     for rank in range(world_size):
         flat = torch.cat([slice_of(name, rank, world_size) for name in SHAPES])
         torch.save(
@@ -51,7 +51,7 @@ def save(folder: Path, world_size: int) -> None:
 
 
 def read(folder: Path, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """The slices of one of so many processes; what nobody reads is NaN."""
+    """Return the slices of one of so many processes; elements that nobody reads are NaN."""
     wanted, slices = {}, {}
     for name in [*SHAPES, *FROZEN]:
         numel = len(values_of(name))
@@ -86,7 +86,7 @@ def test_all_slices_together_are_the_parameters(
 
 
 def test_a_process_reads_its_own_file_alone(tmp_path: Path) -> None:
-    """If as many processes saved the checkpoint, nothing of the other's file is needed."""
+    """If as many processes saved the checkpoint, a process needs nothing of another's file."""
     save(tmp_path, 2)
     (tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt").write_bytes(b"")
     read(tmp_path, 0, 2)
@@ -94,7 +94,7 @@ def test_a_process_reads_its_own_file_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["model_states", "optim_states"])
 def test_a_lost_file_is_noticed(lost: str, tmp_path: Path) -> None:
-    """Before anything is read."""
+    """A lost file is noticed before anything is read."""
     save(tmp_path, 3)
     (tmp_path / f"zero_pp_rank_1_mp_rank_00_{lost}.pt").unlink()
     with pytest.raises(CheckpointError, match=r"3.*saved"):
@@ -119,7 +119,7 @@ def change(folder: Path, **changes: object) -> None:
     ],
 )
 def test_files_that_do_not_belong_together(changes: dict[str, object], named: str, tmp_path: Path) -> None:
-    """The error says what is wrong; nothing has been read."""
+    """The error says what is wrong, and gives a remedy."""
     save(tmp_path, 1)
     change(tmp_path, **changes)
     file = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"

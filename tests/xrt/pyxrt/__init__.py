@@ -1,6 +1,6 @@
 """pyxrt for the tests: the system's own where it has one, else ``module.cpp``, built once.
 
-Both are held to ``signatures_2.13.json``, which was read off the genuine module of XRT 2.13.
+Both must match ``signatures_2.13.json``, which was read from the genuine module of XRT 2.13.
 """
 
 from tests.xrt.pyxrt.build import built, load

@@ -26,7 +26,7 @@ _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall
 
 @cache
 def load() -> ModuleType:
-    """The module; it is not in ``sys.modules`` where it is ours, so that only a test that wants it finds it."""
+    """Return pyxrt; our own module is not in ``sys.modules``, so that only a test that asks for it finds it."""
     if find_spec("pyxrt") is not None:
         return importlib.import_module("pyxrt")
     spec = spec_from_file_location("pyxrt", built())
@@ -37,7 +37,7 @@ def load() -> ModuleType:
 
 
 def built() -> Path:
-    """Our module's file, in a folder of its own; compiled in a quarter of a minute if there is none yet."""
+    """Return our module's file, in its own folder; compile it in a quarter of a minute if there is none yet."""
     folder = ROOT / "build/pyxrt" / _state_of_sources()
     module = folder / f"pyxrt{sysconfig.get_config_var('EXT_SUFFIX')}"
     with locked(folder):

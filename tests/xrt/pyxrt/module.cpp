@@ -1,8 +1,8 @@
 // Binds XRT's C++ classes for Python as the pyxrt of XRT 2.13 does, for tests on systems that come without it. Names,
-// overloads, enum values and shortcomings are the genuine module's: signatures_2.13.json and test_traps.py hold them.
+// overloads, enum values and shortcomings are the genuine module's: see signatures_2.13.json and test_pyxrt_traps.py.
 //
-// What follows from the order of registration: a class is bound before those whose functions take it, except where the
-// genuine module has it the other way round and a signature shows the C++ name.
+// Signatures depend on the order of registration: a class is bound before those whose functions take it, except where
+// the genuine module has it the other way round and a signature shows the C++ name.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -132,7 +132,7 @@ void bind_run(py::module_& m) {
         .def("add_callback", &xrt::run::add_callback);
 }
 
-// An argument of an unsuitable type, or one too many, is passed over in silence.
+// An argument of an unsuitable type, or one too many, is silently ignored.
 void set_if_possible(xrt::run& run, int index, py::handle argument) {
     try {
         if (py::isinstance<xrt::bo>(argument)) {
@@ -170,7 +170,7 @@ void bind_kernel(py::module_& m) {
 
 void write(xrt::bo& buffer, const py::buffer& source, std::size_t seek) {
     const py::buffer_info info = source.request();
-    // Strides are not looked at: what is not contiguous arrives wrong.
+    // Strides are ignored: data that are not contiguous arrive wrong.
     buffer.write(info.ptr, static_cast<std::size_t>(info.itemsize * info.size), seek);
 }
 
@@ -180,7 +180,7 @@ py::array_t<char> read(xrt::bo& buffer, std::size_t size, std::size_t skip) {
     return bytes;
 }
 
-// The view knows the address only: it is no reason for the buffer to stay.
+// The view knows only the address, so it does not keep the buffer alive.
 py::memoryview map(xrt::bo& buffer) {
     return py::memoryview::from_memory(buffer.map(), static_cast<py::ssize_t>(buffer.size()));
 }

@@ -1,4 +1,4 @@
-"""What a pyxrt offers, in a form that does not depend on the pybind11 that it was built with."""
+"""Lists what a pyxrt offers, in a form that does not depend on the pybind11 that it was built with."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _SPECIAL = ("__init__", "__call__")
 
 
 def expected() -> Signatures:
-    """Those of XRT 2.13."""
+    """Return the signatures of XRT 2.13."""
     return {name: _plain(value) for name, value in json.loads(_FILE.read_text()).items()}
 
 
 def signatures(module: ModuleType) -> Signatures:
-    """Those of a module: of every class, with the classes inside it."""
+    """Return the signatures of a module: of every class, with the classes inside it."""
     found: Signatures = {}
     for name in ("bo", "device", "ert_cmd_state", "kernel", "run", "uuid", "xclBOSyncDirection", "xclbin"):
         _add(found, name, getattr(module, name))
@@ -58,7 +58,7 @@ def _plain(value: list[str] | dict[str, int]) -> list[str] | dict[str, int]:
 
 
 def one_spelling(line: str) -> str:
-    """A signature with its types written in one way."""
+    """Return a signature with its types written in one way."""
     for pattern, spelling in _SPELLINGS.items():
         line = re.sub(pattern, spelling, line)
     return line
