@@ -22,13 +22,16 @@ from tests.helpers.waiting import PROCESS_LIMIT
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_smartinfinity"
 
+# What the wheel holds does not depend on these, and they halve the time of the build.
+_QUICK_BUILD = ("-Ccmake.build-type=Debug", "-Ccmake.define.CMAKE_UNITY_BUILD=ON")
+
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the source distribution of this checkout and the wheel from that, and return their folder."""
     folder = tmp_path_factory.mktemp("dist")
     completed = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT],
+        [sys.executable, "-m", "build", "--no-isolation", *_QUICK_BUILD, "--outdir", folder, ROOT],
         capture_output=True,
         text=True,
         timeout=PROCESS_LIMIT,

@@ -21,7 +21,7 @@ namespace {
 
 nb::object none_if_empty(std::string_view text) { return text.empty() ? nb::none() : nb::object(nb::cast(text)); }
 
-nb::tuple arrays_of(const StateFormat& format) {
+nb::tuple array_names_of(const StateFormat& format) {
     if (format.rule == nullptr) return nb::tuple();
     nb::list arrays;
     for (std::size_t array = 0; array < format.rule->num_arrays; ++array)
@@ -78,7 +78,7 @@ void bind_state_format(nb::module_& m) {
         "        elements needs padding and no cell is divided.")
         .def_ro("number", &StateFormat::number)
         .def_ro("name", &StateFormat::name)
-        .def_prop_ro("arrays", &arrays_of, nb::sig("def arrays(self) -> tuple[str, ...]"))
+        .def_prop_ro("arrays", &array_names_of, nb::sig("def arrays(self) -> tuple[str, ...]"))
         .def_prop_ro(
             "step", [](const StateFormat& self) { return none_if_empty(self.rule == nullptr ? "" : self.rule->step); },
             nb::sig("def step(self) -> str | None"))
