@@ -13,13 +13,13 @@
 #include "base/worker_pool.hpp"
 #include "extent/batch.hpp"
 #include "io/counters.hpp"
+#include "pipeline/active_batch.hpp"
 #include "pipeline/device_traffic.hpp"
 #include "pipeline/extent_transfers.hpp"
 #include "pipeline/parameter_slots.hpp"
 #include "pipeline/pipeline_options.hpp"
 #include "pipeline/resident_tasklets.hpp"
 #include "pipeline/schedule.hpp"
-#include "pipeline/transfer_run.hpp"
 #include "pipeline/updater.hpp"
 
 namespace smart_infinity {
@@ -94,10 +94,10 @@ class Pipeline final {
 
     // The following are called with the mutex held.
     void abandon_batch(std::unique_lock<std::mutex>& lock);
-    void forget(const std::shared_ptr<TransferRun>& run);
+    void forget(const std::shared_ptr<ActiveBatch>& active);
     void require_open() const;
     void require_idle() const;
-    static void require_listed(const TransferRun& run, const std::vector<std::size_t>& positions);
+    static void require_listed(const ActiveBatch& active, const std::vector<std::size_t>& positions);
     void prepare_slots(const Batch& batch);
     void start_ready();
     void start(const Action& action);
@@ -118,8 +118,8 @@ class Pipeline final {
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;
-    std::shared_ptr<TransferRun> run_;  // the active batch, shared with the threads that wait for it
-    std::vector<bool> complete_;        // by position in the last batch
+    std::shared_ptr<ActiveBatch> batch_;  // the active batch, shared with the threads that wait for it
+    std::vector<bool> complete_;          // by position in the last batch
     Counters counters_;
     bool closed_ = false;
     std::unique_ptr<ParameterSlots> slots_;  // changes only while no batch is active
