@@ -130,7 +130,7 @@ const Rule kRules[] = {
       RmspropStep{1.0f, 0.0f, 0.3f, 0.7f, 1e-6f, 0.0f, 1.0f, 1e-3f}}},
 };
 
-// A file with two slots for each tasklet, and the parameters that come from it.
+// A file with two places for each tasklet, and the parameters that come from it.
 struct Side {
     StateFile file;
     std::string path;
@@ -207,8 +207,8 @@ class Scenario {
         tasklet.numel = std::min(tasklet_numel_, numel_ - index * tasklet_numel_);
         tasklet.num_arrays = rule_.num_arrays;
         tasklet.extent_bytes = extent_of(tasklet.numel);
-        tasklet.read_offset = (2 * index + slot_) * extent();
-        tasklet.write_offset = (2 * index + (1 - slot_)) * extent();
+        tasklet.read_offset = (2 * index + place_) * extent();
+        tasklet.write_offset = (2 * index + (1 - place_)) * extent();
         tasklet.read_generation = generation_;
         tasklet.write_generation = generation_ + 1;
         return tasklet;
@@ -253,7 +253,7 @@ class Scenario {
     }
 
     void commit() {
-        slot_ = 1 - slot_;
+        place_ = 1 - place_;
         ++generation_;
     }
 
@@ -275,7 +275,7 @@ class Scenario {
         commit();
     }
 
-    // Lets the host do, from the old slots in the card's file, the tasklets that the card has not completed.
+    // Lets the host do, from the old places in the card's file, the tasklets that the card has not completed.
     void redo(Batch batch) {
         check_busy();
         const std::vector<std::size_t> finished = on_card_->complete();
@@ -340,7 +340,7 @@ class Scenario {
     std::vector<char> content(const Side& side) const {
         std::vector<char> content(num_tasklets_ * extent());
         for (std::size_t index = 0; index < num_tasklets_; ++index) {
-            const auto offset = static_cast<off_t>((2 * index + (1 - slot_)) * extent());
+            const auto offset = static_cast<off_t>((2 * index + (1 - place_)) * extent());
             const ssize_t read = ::pread(side.file.descriptor(), content.data() + index * extent(), extent(), offset);
             require(read == static_cast<ssize_t>(extent()), "storage cannot be read", seed_);
         }
@@ -454,7 +454,7 @@ class Scenario {
     bool through_file_ = false;
     int gradients_descriptor_ = -1;
     CardFault fault_ = CardFault::kNone;
-    std::size_t slot_ = 0;
+    std::size_t place_ = 0;
     std::uint64_t generation_ = 0;
     std::vector<float> gradients_;
     std::vector<std::vector<std::byte>> payloads_;

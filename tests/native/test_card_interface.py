@@ -75,7 +75,7 @@ def update(stored: StoredState, kernel: Kernel, binding: DescribedCard, run: Run
 
 def read(stored: StoredState, num_arrays: int) -> tuple[Failure | None, list[Array]]:
     """Read, on the host, the state that a card wrote."""
-    stored.generation, stored.slot = stored.generation + 1, 1 - stored.slot
+    stored.generation, stored.place = stored.generation + 1, 1 - stored.place
     found = [np.zeros(NUMEL, np.float32) for _ in range(num_arrays)]
     stored.start(Operation.READ, [Run(0, NUMEL, arrays=found)])
     return stored.drain(commits=False), found

@@ -52,7 +52,7 @@ WAITS: list[Callable[[Pipeline], object]] = [Pipeline.wait, Pipeline.drain]
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_an_interrupt_ends_the_wait_and_abandon_the_batch(wait: Callable[[Pipeline], object], tmp_path: Path) -> None:
-    """An interrupt ends the wait early. abandon() skips tasklets that have not begun. The old slot stays intact."""
+    """An interrupt ends the wait early. abandon() skips tasklets that have not begun. The old place stays intact."""
     arrays = initial(NUMEL)
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
         state.write(*arrays)

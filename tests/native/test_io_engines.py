@@ -225,7 +225,7 @@ def test_full_disk(tmp_path: Path, engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("which", ["read", "write"])
 def test_every_request_may_fail(tmp_path: Path, engine: str, which: str) -> None:
-    """Whichever request fails, the old slot stays intact."""
+    """Whichever request fails, the old place stays intact."""
     gradient, parameter, arrays = normals(1), np.zeros(NUMEL, np.float32), initial()
     with StoredState(tmp_path, NUMEL, 4096, options={"io_engine": engine, "num_buffers": 3}) as state:
         state.write(*arrays)

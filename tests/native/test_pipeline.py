@@ -149,7 +149,7 @@ def test_read_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_modify(tmp_path: Path) -> None:
-    """MODIFY replaces the given arrays within the segments and copies the rest to the other slot."""
+    """MODIFY replaces the given arrays within the segments and copies the rest to the other place."""
     arrays = initial()
     new = normals(4)
     with StoredState(tmp_path, NUMEL, 5000) as state:
@@ -293,7 +293,7 @@ def test_a_batch_in_any_order_that_grows(tmp_path: Path, seed: int) -> None:
                 at = slice(2048 * int(index), 2048 * (int(index) + 1))
                 np.testing.assert_array_equal(parameter[at], expected[0][at])
         assert state.pipeline.drain() is None
-        state.generation, state.slot = state.generation + 1, 1 - state.slot
+        state.generation, state.place = state.generation + 1, 1 - state.place
         assert_same(state.read(), expected)
 
 

@@ -246,12 +246,12 @@ def test_whole_tasklets_from_the_first_on(written_through: bool) -> None:
         assert cut.num_resident == count
         on_storage = nbytes if written_through else nbytes[count:]
         places = [cut.extents.num_places(device) for device in range(2)]
-        assert sum(places) == len(on_storage) * case_slots(case)
-        assert max(places) - min(places) <= case_slots(case)
+        assert sum(places) == len(on_storage) * case_places(case)
+        assert max(places) - min(places) <= case_places(case)
         assert cut.extents.place_bytes == max(on_storage)
 
 
-def case_slots(case: Case) -> int:
+def case_places(case: Case) -> int:
     return 1 if case.durability == "none" else 2
 
 

@@ -165,7 +165,7 @@ def test_rollback_that_fails_can_be_tried_again(tmp_path: Path) -> None:
         assert_equal(run.state(), before)
 
 
-def test_one_slot_cannot_roll_back(tmp_path: Path) -> None:
+def test_one_place_cannot_roll_back(tmp_path: Path) -> None:
     """With durability none rollback is refused. The error says why and names the alternative."""
     with running(tmp_path, Case(durability="none")) as run:
         assert not run.handler.can_roll_back
@@ -293,7 +293,7 @@ def test_modification_that_another_rank_could_not_commit(tmp_path: Path) -> None
         assert run.handler.generation == 2
 
 
-def test_one_slot_cannot_take_back_what_it_committed(tmp_path: Path) -> None:
+def test_one_place_cannot_take_back_what_it_committed(tmp_path: Path) -> None:
     """With durability none a committed step cannot be undone, even if another rank failed."""
     with running(tmp_path, Case(durability="none")) as run:
         run.handler.begin_step(run.collect(1))
@@ -357,7 +357,7 @@ def test_truncated_file(tmp_path: Path) -> None:
 
 
 def test_modification_that_fails_changes_nothing(tmp_path: Path) -> None:
-    """A failed modification changes nothing, because it writes to the other slot."""
+    """A failed modification changes nothing, because it writes to the other place."""
     with running(tmp_path, Case()) as run:
         run.step(1)
         before = run.state()

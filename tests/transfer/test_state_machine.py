@@ -189,7 +189,7 @@ def test_one_parameter(tmp_path: Path) -> None:
 
 
 def test_modified_state_is_stepped_from(tmp_path: Path) -> None:
-    """A step after a modification starts from the replaced arrays, with one slot or two."""
+    """A step after a modification starts from the replaced arrays, with one place or two."""
     for durability in ("none", "step"):
         with running(tmp_path / durability, Case(dtype=torch.bfloat16, durability=durability)) as run:
             run.step(1)

@@ -62,7 +62,7 @@ class CardState:
         failure = self.pipeline.drain()
         if failure is None:
             self.stored.generation += 1
-            self.stored.slot = 1 - self.stored.slot
+            self.stored.place = 1 - self.stored.place
         return failure
 
     def update(self, runs: Sequence[Run], steps: Sequence[Any]) -> Failure | None:
@@ -81,10 +81,10 @@ class CardState:
 
     def assert_same(self) -> None:
         """Every extent of the last generation, to the byte."""
-        assert self.stored.slot == self.host.slot
+        assert self.stored.place == self.host.place
         contents = [np.fromfile(side.paths[0], np.uint8) for side in (self.stored, self.host)]
         for index in range(self.stored.num_tasklets):
-            begin = self.stored.extent_offset(index, self.stored.slot)
+            begin = self.stored.extent_offset(index, self.stored.place)
             found, expected = (content[begin : begin + self.stored.extent_bytes_of(index)] for content in contents)
             np.testing.assert_array_equal(found, expected)
 

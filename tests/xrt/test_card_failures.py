@@ -182,7 +182,7 @@ def test_storage_that_returns_other_bytes(tmp_path: Path, emulated_cards: Emulat
     parameter = np.zeros(NUMEL, np.float32)
     with card_state(tmp_path, emulated_cards, STEP, NUMEL) as state:
         state.write(*ARRAYS)
-        offset = state.stored.extent_offset(0, state.stored.slot) + array * state.stored.extent_bytes // 3
+        offset = state.stored.extent_offset(0, state.stored.place) + array * state.stored.extent_bytes // 3
         with state.stored.paths[0].open("r+b") as file:
             file.seek(offset // 4096 * 4096)
             byte = file.read(1)

@@ -291,8 +291,7 @@ void Pipeline::transferred(std::size_t buffer, Direction direction, std::optiona
     end(direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[buffer], std::move(failure));
 }
 
-// Runs on a thread of the compute pool. Neither batch_ nor the buffer's tasklet can change while its action is in
-// flight.
+// Runs on a thread of the compute pool. Neither batch_ nor the buffer's tasklet changes while its action is in flight.
 void Pipeline::compute_item(const Action& action) {
     const Stopwatch stopwatch;
     const TransferItem& item = items_[action.buffer];
