@@ -208,7 +208,7 @@ class TransferHandler:
         self._numel_updated += step.batches.numel
 
     def rollback(self) -> None:
-        """Rolls the step in flight back: its parameters are restored in the partition from the current generation.
+        """Rolls the step in flight back: its parameters are read back from the current generation.
 
         If an interrupt came after the step's commit, the step is finished instead.
 
@@ -226,7 +226,7 @@ class TransferHandler:
                 "A step cannot be rolled back with TransferConfig(durability='none'): it overwrote the state.",
                 "Resume from a checkpoint, and use durability='step' to survive such a failure.",
             ) from step.failure
-        step.restore()
+        step.read_back()
         self._step = None
 
     def traffic(self) -> Traffic:

@@ -208,7 +208,7 @@ class StagedSubmission(Submission):
         """Returns when the first ``count`` waves are done and their parameters are in the partition."""
         while self._num_finished < count:
             if not self._is_submitted:
-                raise StorageError("An interrupt came while a part of the step began.", "Undo it.")
+                raise StorageError("An interrupt came while a part of the step began.", "Roll it back.")
             self._finish_wave(self._waves[self._num_finished])
         self._partition.synchronize()
 

@@ -228,7 +228,7 @@ class FailAt(pl.Callback):
 
 @pytest.mark.parametrize("zero", [None, NVME], ids=["in memory", "nvme"])
 @pytest.mark.parametrize("faults", [{"fail_read_at": 0}, {"fail_write_at": 0}], ids=["read", "write"])
-def test_a_failure_in_the_background_undoes_the_step(
+def test_a_failure_in_the_background_rolls_the_step_back(
     faults: dict[str, int], zero: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     """The error is raised while the next step is computed. The state before the failed step can be saved."""

@@ -149,7 +149,7 @@ def test_a_rate_that_is_out_of_range_takes_no_step(overlap: str, tmp_path: Path)
     strategy.close()
 
 
-def test_a_failure_within_backward_undoes_the_step(tmp_path: Path) -> None:
+def test_a_failure_within_backward_rolls_the_step_back(tmp_path: Path) -> None:
     """The error is raised by the next step at the latest. The state is that of the step before it."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward", zero=BUCKET)
     fail = FailAt(2, fail_write_at=0)
@@ -197,9 +197,9 @@ INTERRUPTED = {
     "a tasklet is opened": (Step, "extend"),
     "a gradient has come": (Speculation, "arrived"),
     "the guess is completed": (Step, "complete"),
-    "the guess is undone": (Step, "restore"),
+    "the guess is rolled back": (Step, "read_back"),
     "the step begins after a wrong guess": (TransferHandler, "begin_step"),
-    "a failed step is undone": (Step, "restore"),
+    "a failed step is rolled back": (Step, "read_back"),
 }
 
 
@@ -231,7 +231,7 @@ def test_an_interrupt_within_a_guess(
     name: str, after: bool, two_steps: Callable[[float | None], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters and masters are those of the last step and can be saved."""
-    clip = 1e-3 if "wrong" in name or "guess is undone" in name else None
+    clip = 1e-3 if "wrong" in name or "guess is rolled back" in name else None
     faults = [FailAt(2, fail_write_at=0)] if "failed" in name else []
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward", zero=BUCKET)
     interrupt = InterruptAt(monkeypatch, INTERRUPTED[name], after=after)

@@ -226,7 +226,7 @@ def failing_elsewhere() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_step_that_another_rank_could_not_commit(tmp_path: Path, case: Case) -> None:
-    """A step committed here but not on another rank is undone, on storage too, and can be repeated."""
+    """A step committed here but not on another rank is rolled back, on storage too, and can be repeated."""
     expected = undisturbed(tmp_path / "undisturbed", case, 3)
     with running(tmp_path / "disturbed", case) as run:
         run.steps(range(2))
@@ -255,7 +255,7 @@ def test_step_that_another_rank_could_not_commit(tmp_path: Path, case: Case) -> 
 def test_step_whose_agreement_was_interrupted(tmp_path: Path) -> None:
     """An interrupted agreement leaves the step in flight.
 
-    If another rank then fails, the step is undone although its record was written.
+    If another rank then fails, the step is rolled back although its record was written.
     """
 
     @contextmanager
@@ -278,7 +278,7 @@ def test_step_whose_agreement_was_interrupted(tmp_path: Path) -> None:
 
 
 def test_modification_that_another_rank_could_not_commit(tmp_path: Path) -> None:
-    """A modification that another rank could not commit is undone as well."""
+    """A modification that another rank could not commit is rolled back as well."""
     with running(tmp_path, Case()) as run:
         run.step(1)
         before = run.state()
@@ -293,8 +293,8 @@ def test_modification_that_another_rank_could_not_commit(tmp_path: Path) -> None
         assert run.handler.generation == 2
 
 
-def test_one_place_cannot_take_back_what_it_committed(tmp_path: Path) -> None:
-    """With durability none a committed step cannot be undone, even if another rank failed."""
+def test_one_place_cannot_roll_back_what_it_committed(tmp_path: Path) -> None:
+    """With durability none a committed step cannot be rolled back, even if another rank failed."""
     with running(tmp_path, Case(durability="none")) as run:
         run.handler.begin_step(run.collect(1))
         with pytest.raises(StorageFullError, match="another rank"):

@@ -303,7 +303,7 @@ def test_a_completed_step_goes_on_with_what_is_used_first(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("changed", ["a gradient scale", "a learning rate", "a parameter that turns out inactive"])
-def test_a_step_that_began_otherwise_is_undone(tmp_path: Path, changed: str) -> None:
+def test_a_step_that_began_otherwise_is_rolled_back(tmp_path: Path, changed: str) -> None:
     """An incremental step that does not fit the final plan is refused, rolled back and repeated exactly."""
     with running(tmp_path / "plain", Case()) as run:
         plan = run.collect(1)

@@ -70,13 +70,13 @@ class CardState:
         return self.drain()
 
     def redo(self, runs: Sequence[Run], steps: Sequence[Any]) -> None:
-        """What the card left undone of its last batch, by the host, from the place that is untouched."""
+        """what the card left unfinished of its last batch, by the host, from the place that is untouched."""
         finished = self.pipeline.finished()
         whole = self.stored.update_batch(runs, steps)
-        undone = [tasklet for index, tasklet in enumerate(whole.tasklets) if index not in finished]
-        assert undone
+        unfinished = [tasklet for index, tasklet in enumerate(whole.tasklets) if index not in finished]
+        assert unfinished
         codec, scale = self.stored.codec, self.stored.residual_scale
-        self.stored.pipeline.submit(Batch(Operation.UPDATE, undone, list(steps), codec=codec, residual_scale=scale))
+        self.stored.pipeline.submit(Batch(Operation.UPDATE, unfinished, list(steps), codec=codec, residual_scale=scale))
         assert self.stored.drain() is None
 
     def assert_same(self) -> None:

@@ -197,7 +197,7 @@ def test_a_write_that_does_not_return(
     shorter = Failing("never", None, tmp_path)
     quiet_trainer(tmp_path / "host", max_steps=RECIPE.max_steps - 1, val_check_interval=2).fit(shorter)
     assert found == shorter.trained != expected.trained
-    # With overlap Lightning has counted the step by then that is undone.
+    # With overlap Lightning has counted the step by then that is rolled back.
     assert trainer.global_step == RECIPE.max_steps - (overlap == "none")
     again = on_cards(emulated_cards, tmp_path / "again", overlap=overlap)
     resumed = quiet_trainer(tmp_path / "again", again, max_steps=RECIPE.max_steps, val_check_interval=2)
