@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class TransferHandler:
     """Updates one rank's optimizer state on storage, tasklet by tasklet.
 
-    A step is ``begin_step`` -> ``step.wait`` (any number of times) -> ``commit``, or ``rollback`` instead of ``commit``
+    A step is ``begin_step`` -> ``step.wait`` (any number of times) -> ``commit``, or ``roll_back`` instead of ``commit``
     at any time after ``begin_step``. Between steps ``state`` reads and replaces the state on storage. All calls come
     from one thread.
 
@@ -157,7 +157,7 @@ class TransferHandler:
         """Begins a step before its tasklets are known: as :meth:`begin_step`, but no tasklet starts yet.
 
         ``step.extend`` starts some tasklets; ``step.complete`` starts the others and makes it an ordinary step, which
-        can be committed. ``rollback`` rolls it back at any time.
+        can be committed. ``roll_back`` rolls it back at any time.
 
         Args:
             plan: The step's plan, with every parameter active and parameters in host memory.
@@ -207,7 +207,7 @@ class TransferHandler:
         self._num_steps += 1
         self._numel_updated += step.batches.numel
 
-    def rollback(self) -> None:
+    def roll_back(self) -> None:
         """Rolls the step in flight back: its parameters are read back from the current generation.
 
         If an interrupt came after the step's commit, the step is finished instead.

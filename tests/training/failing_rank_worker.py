@@ -63,7 +63,7 @@ def fail_roll_back(optimizer: Any) -> None:
     def unreadable() -> None:
         raise StorageError("rank-00001 cannot be read.", "Use another disk.")
 
-    optimizer.rank_state.handler.rollback = unreadable
+    optimizer.rank_state.handler.roll_back = unreadable
 
 
 def damage_payload(optimizer: Any) -> None:

@@ -98,9 +98,9 @@ class Pair:
             elif event != "abandon":
                 run.handler.drain()
         try:
-            run.handler.rollback()
+            run.handler.roll_back()
         except StorageError:  # a fault still pending
-            run.handler.rollback()
+            run.handler.roll_back()
         assert torch.equal(torch.cat(run.partition).view(torch.uint8), before.view(torch.uint8))
         inject(run.device.pipeline)
 
@@ -228,7 +228,7 @@ def test_a_rolled_back_step_is_read_again_once(tmp_path: Path) -> None:
     with running(tmp_path, Case(cache_bytes=EVERYTHING)) as run:
         run.handler.begin_step(run.collect(1))
         run.handler.drain()
-        run.handler.rollback()
+        run.handler.roll_back()
         rolled_back = run.handler.traffic().read_calls
         assert rolled_back > 0
         run.step(1)

@@ -50,7 +50,7 @@ def test_rollback_restores_every_bit(tmp_path: Path, case: Case, waited: slice |
         run.handler.begin_step(run.collect(4))
         if waited is not None:
             run.handler.step.wait(waited)
-        run.handler.rollback()
+        run.handler.roll_back()
         assert not run.handler.in_flight
         assert_equal(run.state(), before)
         run.step(2)
@@ -84,7 +84,7 @@ def test_failed_step_can_be_done_again(
         with pytest.raises(kind):
             run.handler.step.wait()
         assert run.handler.generation == 2
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.handler.begin_step(plan)
         run.handler.commit()
@@ -144,9 +144,9 @@ def finish(run: Run, plan: StepPlan) -> None:
 
 def roll_back(run: Run) -> None:
     try:
-        run.handler.rollback()
+        run.handler.roll_back()
     except StorageError:
-        run.handler.rollback()
+        run.handler.roll_back()
 
 
 def test_rollback_that_fails_can_be_tried_again(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_rollback_that_fails_can_be_tried_again(tmp_path: Path) -> None:
         inject(run.device.pipeline, fail_read_at=num_reads + 1)
         run.handler.begin_step(run.collect(1))
         with pytest.raises(StorageError, match=r"state\.bin"):
-            run.handler.rollback()
+            run.handler.roll_back()
         assert run.handler.in_flight
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
 
 
@@ -171,7 +171,7 @@ def test_one_place_cannot_roll_back(tmp_path: Path) -> None:
         assert not run.handler.can_roll_back
         run.handler.begin_step(run.collect(1))
         with pytest.raises(StorageError, match="durability='none'") as caught:
-            run.handler.rollback()
+            run.handler.roll_back()
         assert "durability='step'" in caught.value.remedy
 
 
@@ -195,7 +195,7 @@ def test_commit_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytes
             run.handler.begin_step(plan)
             with pytest.raises(StorageFullError, match=r"commit\.bin"):
                 run.handler.commit()
-            run.handler.rollback()
+            run.handler.roll_back()
             assert_equal(run.state(), before)
             run.handler.begin_step(plan)
             run.handler.commit()
@@ -211,7 +211,7 @@ def test_commit_record_in_doubt_ends_training(tmp_path: Path) -> None:
         commit_path.unlink()
         with pytest.raises(StorageError, match=r"commit\.bin"):
             run.handler.commit()
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         with pytest.raises(StorageError, match=r"commit\.bin"):
             run.handler.begin_step(run.collect(2))
@@ -235,7 +235,7 @@ def test_step_that_another_rank_could_not_commit(tmp_path: Path, case: Case) -> 
         with pytest.raises(StorageFullError, match="another rank"):
             run.handler.commit(together=failing_elsewhere)
         assert run.handler.generation == 2
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.handler.begin_step(plan)
         run.handler.commit()
@@ -272,7 +272,7 @@ def test_step_whose_agreement_was_interrupted(tmp_path: Path) -> None:
         assert run.handler.in_flight and run.handler.generation == 2
         with pytest.raises(StorageFullError, match="another rank"):
             run.handler.commit(together=failing_elsewhere)
-        run.handler.rollback()
+        run.handler.roll_back()
         assert run.handler.generation == 1
         assert_equal(run.state(), before)
 
@@ -300,7 +300,7 @@ def test_one_place_cannot_roll_back_what_it_committed(tmp_path: Path) -> None:
         with pytest.raises(StorageFullError, match="another rank"):
             run.handler.commit(together=failing_elsewhere)
         with pytest.raises(StorageError, match="durability='none'"):
-            run.handler.rollback()
+            run.handler.roll_back()
 
 
 @pytest.mark.parametrize("offset_in_extent", [100, 20_480 + 9, 40_960 + 4_000, 61_440 + 4_095])

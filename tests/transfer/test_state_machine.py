@@ -19,7 +19,7 @@ from tests.transfer.harness import Case, Run, assert_equal, running
 
 OUT_OF_ORDER: list[tuple[str, Callable[[Run], object]]] = [
     ("commit", lambda run: run.handler.commit()),
-    ("rollback", lambda run: run.handler.rollback()),
+    ("roll_back", lambda run: run.handler.roll_back()),
     ("wait", lambda run: run.handler.step.wait()),
 ]
 NOT_IN_A_STEP: list[tuple[str, Callable[[Run], object]]] = [
@@ -321,7 +321,7 @@ def test_a_step_that_began_otherwise_is_rolled_back(tmp_path: Path, changed: str
         opened = range(len(run.layout.tasklets)) if "inactive" in changed else _complete_tasklets(run, plan.active)
         run.handler.step.extend(list(opened))
         assert not run.handler.step.complete(final)
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.handler.begin_step(final)
         run.handler.commit()

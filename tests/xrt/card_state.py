@@ -70,7 +70,7 @@ class CardState:
         return self.drain()
 
     def redo(self, runs: Sequence[Run], steps: Sequence[Any]) -> None:
-        """what the card left unfinished of its last batch, by the host, from the place that is untouched."""
+        """What the card left unfinished of its last batch, by the host, from the place that is untouched."""
         finished = self.pipeline.finished()
         whole = self.stored.update_batch(runs, steps)
         unfinished = [tasklet for index, tasklet in enumerate(whole.tasklets) if index not in finished]

@@ -245,7 +245,7 @@ def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
         with pytest.raises(DeviceError, match=r"emulated card 1 failed: .*durability='step'"):
             run.handler.commit()
         with pytest.raises(StorageError, match="cannot be rolled back"):
-            run.handler.rollback()
+            run.handler.roll_back()
 
 
 def test_a_card_that_takes_its_ssd_along(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -260,7 +260,7 @@ def test_a_card_that_takes_its_ssd_along(tmp_path: Path, emulated_cards: Emulate
         with pytest.raises(StorageError, match=r"state\.bin"):
             run.handler.commit()
         inject(run.device._host.pipeline)
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.step(1)
 

@@ -86,6 +86,6 @@ def finish(run: Run, step: int, *, goes_on: bool) -> None:
         except SmartInfinityError:
             assert run.handler.in_flight
     if run.handler.in_flight:
-        run.handler.rollback()
+        run.handler.roll_back()
     if run.handler.generation == step:  # that of the step before it
         make_step(run, step)

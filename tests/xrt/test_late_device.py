@@ -160,7 +160,7 @@ def test_a_hundred_writes_that_do_not_return(
                 both.run.step(step)
                 break
             except DeviceError:
-                both.run.handler.rollback()
+                both.run.handler.roll_back()
                 happened |= late.end()
                 await_cards(both.run)
         late.end()

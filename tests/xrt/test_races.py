@@ -187,7 +187,7 @@ def test_steps_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds
             host.step(seed)
             for _ in range(random.integers(3)):
                 begin(random, run, host, seed)
-                run.handler.rollback()
+                run.handler.roll_back()
                 assert torch.equal(torch.cat(run.partition), before)
             begin(random, run, host, seed)
             run.handler.commit()

@@ -26,7 +26,7 @@ __all__ = ["SmartSSDDevice"]
 
 _log = logging.getLogger(__name__)
 
-_HOST_BUFFERS = 2  # the host reads and writes outside of steps, and updates what a card leaves undone
+_HOST_BUFFERS = 2  # the host reads and writes outside of steps, and updates what a card leaves unfinished
 _MOST_IO_THREADS = 64  # one for each buffer: with fewer, earlier reads delay writes that could run beside them
 _WRITING = (native.Operation.UPDATE, native.Operation.WRITE, native.Operation.MODIFY)
 _COMPUTE_THREADS = 2  # while one waits for a card's run, the other fetches the parameters of another
@@ -35,7 +35,7 @@ _COMPUTE_THREADS = 2  # while one waits for a card's run, the other fetches the 
 class SmartSSDDevice(StorageDevice):
     """Updates on the cards beside the SSDs: gradients go to the cards, parameters come back, state stays there.
 
-    Everything but updates runs on a host device over the same files, and so does what a card leaves undone.
+    Everything but updates runs on a host device over the same files, and so does what a card leaves unfinished.
 
     Args:
         setup: The cards, one for each storage folder.
@@ -270,7 +270,7 @@ class SmartSSDDevice(StorageDevice):
             self._give_host([])
 
     def _end(self, worker: CardWorker) -> None:
-        """Wait for a card and let the host finish what it leaves undone, from the places that it has not touched.
+        """Wait for a card and let the host finish what it leaves unfinished, from the places that it has not touched.
 
         The worker keeps its part of the batch until then, so that this can be repeated after an interrupt.
 
@@ -281,25 +281,25 @@ class SmartSSDDevice(StorageDevice):
         if worker.drain():
             worker.count_success()
         else:
-            self._take_over(worker, worker.undone())
+            self._take_over(worker, worker.unfinished())
             worker.count_failure()
         worker.forget()
 
-    def _take_over(self, worker: CardWorker, undone: Sequence[Work]) -> None:
-        if any(_in_place(work.tasklet) for work in undone):
+    def _take_over(self, worker: CardWorker, unfinished: Sequence[Work]) -> None:
+        if any(_in_place(work.tasklet) for work in unfinished):
             error = DeviceError(
                 f"The {worker.card.label} failed: {worker.failure}. It may have overwritten the state.",
                 "Resume from a checkpoint, and use TransferConfig(durability='step') to survive such a failure.",
             )
             self._give_up(worker, error)
-        late = worker.await_writes([work.tasklet for work in undone])
+        late = worker.await_writes([work.tasklet for work in unfinished])
         if late is not None:
             self._give_up(worker, _unfinished_write(worker, late))
         _log.warning(
-            "The %s failed: %s. The host updates the %d tasklets that it leaves undone.",
-            *(worker.card.label, worker.failure, len(undone)),
+            "The %s failed: %s. The host updates the %d tasklets that it leaves unfinished.",
+            *(worker.card.label, worker.failure, len(unfinished)),
         )
-        self._give_host(undone)
+        self._give_host(unfinished)
 
     def _give_up(self, worker: CardWorker, error: DeviceError) -> NoReturn:
         """Mark the batch as failed for good, and raise."""

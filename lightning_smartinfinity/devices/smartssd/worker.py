@@ -1,4 +1,4 @@
-"""One card at work: its part of a batch, and what it leaves undone when it fails."""
+"""One card at work: its part of a batch, and what it leaves unfinished when it fails."""
 
 from __future__ import annotations
 
@@ -157,12 +157,12 @@ class CardWorker:
         """Wait until nothing is in progress.
 
         Returns:
-            Whether all work is on storage; if not, :meth:`undone` tells what is missing. Until :meth:`forget` the
+            Whether all work is on storage; if not, :meth:`unfinished` tells what is missing. Until :meth:`forget` the
             answer stays the same, although the pipeline reports a failure only once.
         """
         self._ending = True
         self._failure = self.pipeline.drain() or self._failure
-        return not self.undone()
+        return not self.unfinished()
 
     def count_success(self) -> None:
         """Record that the batch has not failed."""
@@ -178,7 +178,7 @@ class CardWorker:
                 *(self.card.label, _MOST_FAILURES),
             )
 
-    def undone(self) -> list[Work]:
+    def unfinished(self) -> list[Work]:
         """Return, after :meth:`drain`, the works that are not wholly on storage."""
         finished = set(self.pipeline.finished())
         return [one for index, one in enumerate(self._work) if index not in finished]
