@@ -205,7 +205,7 @@ class StorageDevice(ABC):
         """
 
     @abstractmethod
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """End the batch, if there is one, without starting more tasklets; return when none is in progress."""
 
     @abstractmethod
@@ -220,6 +220,6 @@ class StorageDevice(ABC):
         """After :meth:`close`, call ``then`` once nothing writes to the files any more, which here is at once.
 
         Args:
-            then: Function to call. A device that gave up a write calls it later, when that write has returned.
+            then: Function to call. A device that abandoned a write calls it later, when that write has returned.
         """
         then()

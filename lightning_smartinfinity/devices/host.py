@@ -140,8 +140,8 @@ class HostDevice(StorageDevice):
         if len(self.pipeline.finished()) < self._num_given:
             raise StorageError("Optimizer state was not moved, and an interrupt hid why.", "Do it again.")
 
-    def abandon(self) -> None:
-        self.pipeline.abandon()
+    def stop(self) -> None:
+        self.pipeline.stop()
         self._num_given = 0
 
     def counters(self) -> Traffic:

@@ -169,5 +169,5 @@ class DirectSubmission(Submission):
 
     def stop(self) -> None:
         if self._active:
-            self._device.abandon()
+            self._device.stop()
             self._active = False

@@ -175,7 +175,7 @@ class Scenario {
         }
         check_state();
         if (!in_memory_only_) check_storage();
-        abandon();
+        close_in_flight();
     }
 
  private:
@@ -414,7 +414,7 @@ class Scenario {
     }
 
     // Closes a pipeline while a thread waits, and destroys another one, with work in flight.
-    void abandon() {
+    void close_in_flight() {
         const Batch batch = update_batch();
         inject(100);
         pipeline_->submit(batch);

@@ -158,7 +158,7 @@ class Scenario {
     void run() {
         initialize();
         for (std::size_t round = random_.between(1, 3); round > 0; --round) update();
-        abandon();
+        close_in_flight();
     }
 
  private:
@@ -214,7 +214,7 @@ class Scenario {
         return tasklet;
     }
 
-    // Whether the timeout is so short that a slow run or transfer may be given up.
+    // Whether the timeout is so short that a slow run or transfer may be abandoned.
     bool is_impatient() const { return seed_ % 4 == 3; }
 
     // Draws bits that are finite numbers in every type.
@@ -428,7 +428,7 @@ class Scenario {
     }
 
     // Closes a pipeline with work in flight, even with a run that does not return.
-    void abandon() {
+    void close_in_flight() {
         const bool hangs = is_impatient() && random_.coin();
         const bool stalls = hangs && random_.coin();
         core_->inject(stalls ? CardFault::kStalledSync : hangs ? CardFault::kHang : CardFault::kNone, 0);

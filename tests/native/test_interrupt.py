@@ -1,4 +1,4 @@
-"""Ctrl-C while the core works ends the wait. The batch can then be continued or abandoned."""
+"""Ctrl-C while the core works ends the wait. The batch can then be continued or stopped."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ WAITS: list[Callable[[Pipeline], object]] = [Pipeline.wait, Pipeline.drain]
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_an_interrupt_ends_the_wait_and_abandon_the_batch(wait: Callable[[Pipeline], object], tmp_path: Path) -> None:
-    """An interrupt ends the wait early. abandon() skips tasklets that have not begun. The old place stays intact."""
+def test_an_interrupt_ends_the_wait_and_stop_the_batch(wait: Callable[[Pipeline], object], tmp_path: Path) -> None:
+    """An interrupt ends the wait early. stop() skips tasklets that have not begun. The old place stays intact."""
     arrays = initial(NUMEL)
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
         state.write(*arrays)
         _, parameter = start_slow_update(state, delay_us=100_000)
         with interrupted():
             wait(state.pipeline)
-        state.pipeline.abandon()
+        state.pipeline.stop()
         assert parameter[-1] == UNTOUCHED
         seen = parameter.copy()
-        assert state.pipeline.drain() is None, "an abandoned batch is over"
+        assert state.pipeline.drain() is None, "a stopped batch is over"
         inject(state.pipeline)
         assert_same(state.read(), arrays)
         np.testing.assert_array_equal(parameter, seen)
@@ -80,12 +80,12 @@ def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
         np.testing.assert_array_equal(parameter, adam(STEP, gradient, arrays)[0])
 
 
-def test_abandoning_nothing(tmp_path: Path) -> None:
-    """abandon() without a batch does nothing."""
+def test_stopping_nothing(tmp_path: Path) -> None:
+    """stop() without a batch does nothing."""
     with StoredState(tmp_path, NUMEL, 1024) as state:
-        state.pipeline.abandon()
+        state.pipeline.stop()
         state.write(*initial(NUMEL))
-        state.pipeline.abandon()
+        state.pipeline.stop()
         assert_same(state.read(), initial(NUMEL))
 
 

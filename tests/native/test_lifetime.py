@@ -155,7 +155,7 @@ def test_sync_after_close_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
-    """close() abandons the batch, fails waiting calls, and leaves no thread. The old place stays intact."""
+    """close() stops the batch, fails waiting calls, and leaves no thread. The old place stays intact."""
     arrays = initial(NUMEL)
     threads = num_threads()
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 4, "compute_threads": 2}) as state:

@@ -314,7 +314,7 @@ def test_what_somebody_needs_is_begun_first(tmp_path: Path, asks_by: str) -> Non
             state.pipeline.prefer([last])
             assert state.pipeline.wait(last, last + 1) is None
         assert state.pipeline.counters().read_calls - before < last // 2
-        state.pipeline.abandon()
+        state.pipeline.stop()
 
 
 def test_only_listed_tasklets_can_be_preferred(tmp_path: Path) -> None:

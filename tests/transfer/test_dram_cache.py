@@ -32,7 +32,7 @@ FORMATS = [
 ]
 EVERYTHING = 1 << 30
 FAULTS = {"fail a read": {"fail_read_at": 1}, "fail a write": {"fail_write_at": 1}}
-ROLLED_BACK = ["abandon", "abandon a part", *FAULTS, "guess wrongly", "commit in vain", "modify in vain"]
+ROLLED_BACK = ["stop", "stop a part", *FAULTS, "guess wrongly", "commit in vain", "modify in vain"]
 DONE = ["step", "step", "modify", "modify a range", "replace", "initialize", "read a parameter", "compare"]
 
 
@@ -91,11 +91,11 @@ class Pair:
         else:
             run.handler.begin_step(plan)
         with suppress(StorageError):
-            if event == "abandon a part":
+            if event == "stop a part":
                 run.handler.step.wait([0])
             elif event == "commit in vain":
                 run.handler.commit(together=failing_elsewhere)
-            elif event != "abandon":
+            elif event != "stop":
                 run.handler.drain()
         try:
             run.handler.roll_back()

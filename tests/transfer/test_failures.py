@@ -1,4 +1,4 @@
-"""Failed and abandoned steps: their errors, their rollback and the steps after them."""
+"""Failed and stopped steps: their errors, their rollback and the steps after them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_failed_step_can_be_done_again(
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     number=st.integers(0, 1 << 30),
-    events=st.lists(st.sampled_from(["commit", "abandon", "fail read", "fail write"]), min_size=3, max_size=8),
+    events=st.lists(st.sampled_from(["commit", "stop", "fail read", "fail write"]), min_size=3, max_size=8),
     seed=st.integers(0, 1 << 16),
     position=st.integers(0, 5),
     staged=st.booleans(),
@@ -103,7 +103,7 @@ def test_failed_step_can_be_done_again(
 def test_any_order_of_failures(
     tmp_path: Path, number: int, events: list[str], seed: int, position: int, staged: bool, compressed: bool
 ) -> None:
-    """Only committed steps count, under any sequence of failures, abandoned steps and moved tasklets."""
+    """Only committed steps count, under any sequence of failures, stopped steps and moved tasklets."""
     codec = TopK(0.05) if compressed else None
     case = Case(dtype=torch.bfloat16, staged=staged, num_devices=2, compression=codec)
     folder = tmp_path / f"{number}-{seed}-{len(events)}"
@@ -115,7 +115,7 @@ def test_any_order_of_failures(
             faults = {"fail read": {"fail_read_at": position}, "fail write": {"fail_write_at": position}}.get(event, {})
             inject(run.device.pipeline, seed=seed, max_delay_us=300, short_transfer_every=7, **faults)
             if event != "commit":
-                abandon(run, plan)
+                begin_and_roll_back(run, plan)
                 torch.testing.assert_close(torch.cat(run.partition), before, rtol=0, atol=0)
             finish(run, plan)
         with suppress(StorageError):
@@ -123,7 +123,7 @@ def test_any_order_of_failures(
         assert_equal(run.state(), expected)
 
 
-def abandon(run: Run, plan: StepPlan) -> None:
+def begin_and_roll_back(run: Run, plan: StepPlan) -> None:
     """Begin a step and roll it back, whether it failed or not."""
     run.handler.begin_step(plan)
     with suppress(StorageError):

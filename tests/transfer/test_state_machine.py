@@ -219,7 +219,7 @@ def test_kept_store_goes_on_in_another_handler(tmp_path: Path) -> None:
 
 
 def test_close_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    """close() abandons the step, is idempotent, and leaves the last committed generation."""
+    """close() stops the step, is idempotent, and leaves the last committed generation."""
     run = Run(tmp_path, Case())
     run.handler.begin_step(run.collect(1))
     run.close(remove=False)

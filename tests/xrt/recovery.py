@@ -44,7 +44,7 @@ def succeed(state: CardState) -> None:
 
 
 def wait_until_returned(state: CardState) -> None:
-    """Nothing that was given up is still out."""
+    """No abandoned call is still in progress."""
     await_that(lambda: not state.pipeline.busy)
 
 

@@ -66,7 +66,7 @@ def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, ki
 
 
 def test_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Each is given up for its time; while it is out, the card takes nothing, and afterwards everything again."""
+    """Each is abandoned in time; while it is out, the card takes nothing, and afterwards everything again."""
     case = CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient(0.02)))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
@@ -110,7 +110,7 @@ def test_a_lost_card(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
 
 
 def test_closing_with_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """No hang; its memory is given up for lost, because it may still be written."""
+    """No hang; its memory is never freed, because it may still be written."""
     emulated_cards.reset(count=3)
     lost = 2  # which takes no other xclbin from now on: other tests have the first two
     before = emulated_cards.counter("num_buffers", lost)
@@ -139,7 +139,7 @@ def test_closing_frees_everything(tmp_path: Path, emulated_cards: EmulatedCards)
     assert (emulated_cards.counter("num_buffers"), emulated_cards.counter("card_bytes")) == before
 
 
-def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+def test_stopping_waits_for_what_runs(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("hang", skipped=1)
@@ -148,29 +148,29 @@ def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: Emulated
         emulated_cards.wait_for("run-hung")
         completed: list[int] = []
 
-        def abandon() -> None:
-            state.pipeline.abandon()
+        def stop() -> None:
+            state.pipeline.stop()
             completed.append(emulated_cards.counter("runs_completed"))
 
-        abandoning = threading.Thread(target=abandon)
-        abandoning.start()
+        stopping = threading.Thread(target=stop)
+        stopping.start()
         before = emulated_cards.counter("runs_completed")
         assert not completed
         emulated_cards.release()
-        join(abandoning)
+        join(stopping)
         assert completed[0] > before and not state.pipeline.busy
         succeed(state)
 
 
-def test_abandoning_what_was_given_up(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """It is not waited for. One run at a time: no other is given up too, however busy this machine is."""
+def test_stopping_with_an_abandoned_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+    """It is not waited for. One run at a time: no other is abandoned too, however busy this machine is."""
     case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=round(1000 * lenient(0.2)))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("hang")
         state.submit(runs_of(np.zeros(NUMEL, np.float32)), [STEP])
         emulated_cards.wait_for("run-hung")
-        state.pipeline.abandon()
+        state.pipeline.stop()
         assert state.pipeline.busy
         emulated_cards.release()
         wait_until_returned(state)

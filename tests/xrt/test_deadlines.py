@@ -1,4 +1,4 @@
-"""Reads, writes and syncs of a card that do not return: given up for their time, and left what they still use."""
+"""Reads, writes and syncs of a card that do not return: abandoned in time, and left what they still use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = RunIf(xrt=True)
 
 
 def impatient(**settings: Any) -> CardCase:
-    """A card whose requests are given up early."""
+    """A card whose requests are abandoned early."""
     return CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient(0.15)), **settings)
 
 
@@ -75,7 +75,7 @@ def test_late_write(tmp_path: Path, emulated_cards: EmulatedCards, number: int) 
 
 
 def test_several_late_writes(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """The batch ends when all have been given up; the card works again when the last has returned."""
+    """The batch ends when all have been abandoned; the card works again when the last has returned."""
     case = impatient()
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
@@ -175,7 +175,7 @@ LATE: dict[str, Callable[[CardState, EmulatedCards, int], Callable[[], None]]] =
 
 @pytest.mark.parametrize("kind", LATE)
 def test_closing_with_something_out(tmp_path: Path, emulated_cards: EmulatedCards, kind: str) -> None:
-    """No hang; what it may still use is given up for lost, and what comes late reaches nothing."""
+    """No hang; what it may still use is never freed, and what comes late reaches nothing."""
     emulated_cards.reset(count=6)
     lost = 3 + list(LATE).index(kind)  # whose memory stays taken
     before = emulated_cards.counter("num_buffers", lost)

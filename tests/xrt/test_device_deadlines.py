@@ -34,7 +34,7 @@ HELD: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def deadline() -> float:
-    """Seconds after which cards give up what does not return."""
+    """Seconds after which cards abandon what does not return."""
     return lenient(0.2)
 
 

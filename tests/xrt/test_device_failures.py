@@ -58,7 +58,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No card is given up for having failed several times in a row."""
+    """No card is left out for having failed several times in a row."""
     monkeypatch.setattr(worker_module, "_MOST_FAILURES", 10 * NUM_FAILURES)
 
 
@@ -145,7 +145,7 @@ def test_state_that_was_corrupted_on_the_card(tmp_path: Path, emulated_cards: Em
 
 
 def await_cards(run: Run, emulated_cards: EmulatedCards) -> None:
-    """Waits until all that was given up has returned, also a run that hangs only after a slow one was given up."""
+    """Waits until all that was abandoned has returned, also a run that hangs only after a slow one was abandoned."""
     assert isinstance(run.device, SmartSSDDevice)
     pipelines = [worker.pipeline for worker in run.device._workers]
 
@@ -159,7 +159,7 @@ def await_cards(run: Run, emulated_cards: EmulatedCards) -> None:
 def test_a_card_that_fails_every_step(
     tmp_path: Path, emulated_cards: EmulatedCards, log: pytest.LogCaptureFixture
 ) -> None:
-    """It is given up after three failures in a row, once and for the training; a success in between starts anew."""
+    """It is left out after three failures in a row, once and for the training; a success in between starts anew."""
     device = cards(emulated_cards.build.xclbin)
     with (
         running(tmp_path / "card", CASE, device=device) as run,
@@ -186,7 +186,7 @@ def test_a_card_that_fails_every_step(
 
 
 def test_late_completion(tmp_path: Path, emulated_cards: EmulatedCards, log: pytest.LogCaptureFixture) -> None:
-    """A card whose run was given up gets no work until it has returned, which is told once; then it works again."""
+    """A card whose run was abandoned gets no work until it has returned, which is told once; then it works again."""
     with (
         running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=lenient(SHORT))) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,

@@ -32,7 +32,7 @@ SHORT = 0.01
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No card is given up for having failed several times in a row."""
+    """No card is left out for having failed several times in a row."""
     monkeypatch.setattr(worker_module, "_MOST_FAILURES", 10 * MOST_STEPS)
 
 

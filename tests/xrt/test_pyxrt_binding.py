@@ -60,7 +60,7 @@ def test_failures(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
 
 
 def test_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """It is polled with the lock released in between, and given up in time."""
+    """It is polled with the lock released in between, and abandoned in time."""
     case = Case(num_devices=1)
     with (
         running(

@@ -99,9 +99,9 @@ class Racer:
             tasklet = self._tasklets[position]
             assert self._on_card[tasklet.offset : tasklet.offset + tasklet.numel].all()
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """Gives the batch up, wherever it is; nothing of it counts."""
-        self._state.pipeline.abandon()
+        self._state.pipeline.stop()
 
     def end(self) -> None:
         """Does the rest, and compares."""
@@ -118,7 +118,7 @@ class Racer:
 
 @SEEDS
 def test_pipelines_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds: range) -> None:
-    """Batches that are extended, change their order, are waited for in parts, given up and closed, on two cards."""
+    """Batches that are extended, change their order, are waited for in parts, stopped and closed, on two cards."""
     for seed in seeds:
         random = np.random.default_rng(seed)
         slow_down(random, emulated_cards)
@@ -154,7 +154,7 @@ def race(random: np.random.Generator, racers: list[Racer]) -> None:
         racer.begin()
         if random.integers(3) == 0:
             racer.go_on()
-            racer.abandon()
+            racer.stop()
             racer.begin()
     for _ in range(random.integers(12)):
         racers[random.integers(len(racers))].go_on()

@@ -93,7 +93,7 @@ def test_a_card_whose_run_fails(tmp_path: Path, emulated_cards: EmulatedCards, k
 
 
 def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
-    """Nobody waits for it in vain: who asks for it next is told, until the run that was given up returns."""
+    """Nobody waits for it in vain: who asks for it next is told, until the abandoned run returns."""
     emulated_cards.reset(count=6)
     emulated_cards.inject("hang", card=5)
     setup = setup_of(1, emulated_cards.build.xclbin, first=5, timeout=lenient(0.03))
@@ -101,7 +101,7 @@ def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCa
         self_test(setup, [tmp_path], KERNELS[:1])
     begun = emulated_cards.counter("runs_begun", 5)
     with pytest.raises(
-        DeviceError, match="emulated card 5 has not returned from a run or transfer that this process gave up"
+        DeviceError, match="emulated card 5 has not returned from a run or transfer that this process abandoned"
     ):
         self_test(setup, [tmp_path], KERNELS[:1])
     assert emulated_cards.counter("runs_begun", 5) == begun
@@ -139,14 +139,14 @@ def held_queue(monkeypatch: pytest.MonkeyPatch, **where: int) -> list[testing.Ho
 def test_p2p_that_does_not_return(
     tmp_path: Path, emulated_cards: EmulatedCards, monkeypatch: pytest.MonkeyPatch, where: str, verb: str
 ) -> None:
-    """It is given up for its time, and keeps the card's memory until it returns; then the card can be used again."""
+    """It is abandoned in time, and keeps the card's memory until it returns; then the card can be used again."""
     before = emulated_cards.counter("num_buffers")
     setup = setup_of(1, emulated_cards.build.xclbin, timeout=lenient(0.05))
     with monkeypatch.context() as patched:
         (hold,) = _given_up(setup, tmp_path, held_queue(patched, **{where: 0}), verb)
     assert list(tmp_path.iterdir()) == []
     assert emulated_cards.counter("num_buffers") == before + 1
-    with pytest.raises(DeviceError, match="has not returned from a run or transfer that this process gave up"):
+    with pytest.raises(DeviceError, match="has not returned from a run or transfer that this process abandoned"):
         self_test(setup, [tmp_path], KERNELS[:1])
     hold.release()
     await_that(unreturned.close_returned)

@@ -164,7 +164,7 @@ class SmartSSDDevice(StorageDevice):
         self._distribute(more)
 
     def _require_no_late_write(self, tasklets: Sequence[native.Tasklet]) -> None:
-        """Raise if a write that was given up may still reach the place that one of these tasklets will write to.
+        """Raise if an abandoned write may still reach the place that one of these tasklets will write to.
 
         Raises:
             DeviceError: There is such a write; nothing has been started.
@@ -199,7 +199,7 @@ class SmartSSDDevice(StorageDevice):
             self._on_host = [*self._on_host, *chain(*batches)]
         else:
             # An interrupt may have come before or after any call. Starting over hands each work over exactly once.
-            self._host.abandon()
+            self._host.stop()
             self._host_active = False
             batches = _by_batch(list({work.position: work for work in [*self._on_host, *works]}.values()))
             self._on_host = list(chain(*batches))
@@ -291,27 +291,27 @@ class SmartSSDDevice(StorageDevice):
                 f"The {worker.card.label} failed: {worker.failure}. It may have overwritten the state.",
                 "Resume from a checkpoint, and use TransferConfig(durability='step') to survive such a failure.",
             )
-            self._give_up(worker, error)
+            self._fail(worker, error)
         late = worker.await_writes([work.tasklet for work in unfinished])
         if late is not None:
-            self._give_up(worker, _unfinished_write(worker, late))
+            self._fail(worker, _unfinished_write(worker, late))
         _log.warning(
             "The %s failed: %s. The host updates the %d tasklets that it leaves unfinished.",
             *(worker.card.label, worker.failure, len(unfinished)),
         )
         self._give_host(unfinished)
 
-    def _give_up(self, worker: CardWorker, error: DeviceError) -> NoReturn:
+    def _fail(self, worker: CardWorker, error: DeviceError) -> NoReturn:
         """Mark the batch as failed for good, and raise."""
         self._error = error
         worker.count_failure()
         worker.forget()
         raise error
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         for worker in self._workers:
-            worker.abandon()
-        self._host.abandon()
+            worker.stop()
+        self._host.stop()
         self._host_active, self._host_has_all = False, True
 
     def counters(self) -> Traffic:

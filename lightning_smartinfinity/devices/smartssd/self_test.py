@@ -240,7 +240,7 @@ class _Tile:
             pipeline.submit(batch)
             failure = pipeline.drain()
         finally:
-            pipeline.abandon()
+            pipeline.stop()
             close_or_keep(pipeline, scratch.card)
             file.close()
         if failure is not None:

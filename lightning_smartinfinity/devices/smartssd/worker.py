@@ -99,7 +99,7 @@ class CardWorker:
     def usable(self) -> bool:
         """Return whether the card can be given work.
 
-        It cannot while a call that was given up has not returned, nor after several failures in a row.
+        It cannot while an abandoned call has not returned, nor after several failures in a row.
         """
         if self._num_failures >= _MOST_FAILURES:
             return False
@@ -186,7 +186,7 @@ class CardWorker:
     def may_still_write(self, tasklets: Iterable[native.Tasklet]) -> str | None:
         """Describe a destination of these tasklets with an unfinished write; ``None`` if there is none.
 
-        That write was given up after a timeout and may overwrite whatever is written there in the meantime.
+        That write was abandoned after a timeout and may overwrite whatever is written there in the meantime.
         """
         ranges = self.pipeline.writes_out()
         for tasklet in tasklets:
@@ -208,15 +208,15 @@ class CardWorker:
         self._work = []
         self._failure, self._ending = None, False
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """End the batch; return when nothing of it is in progress."""
         if self._work:
-            self.pipeline.abandon()
+            self.pipeline.stop()
         self.forget()
 
     def close(self) -> None:
         """Release the card now, or once calls that are in progress have returned; idempotent."""
         if not self._closed:
-            self.abandon()
+            self.stop()
             self._closed = True
             close_or_keep(self.pipeline, self.card)

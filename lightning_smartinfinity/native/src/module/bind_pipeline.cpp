@@ -103,7 +103,7 @@ void bind_pipeline(nb::module_& m) {
         .def(
             "drain", [](PythonPipeline& self) { return self.get()->drain(check_signals); }, WithoutGil(),
             "Wait until nothing is in flight; the batch is then over. A signal handler may end the wait, as in wait().")
-        .def("abandon", method(&Pipeline::abandon), WithoutGil(),
+        .def("stop", method(&Pipeline::stop), WithoutGil(),
              "End the batch without starting more of it; wait until nothing is in flight. Waits for the batch fail.")
         .def("finished", method(&Pipeline::complete), WithoutGil(),
              "Return the positions, in the active or else the last batch, of complete tasklets: their outputs are in\n"
@@ -118,7 +118,7 @@ void bind_pipeline(nb::module_& m) {
                  const Pipeline::Report report = self.report();
                  return PythonCounters{report.counters, report.traffic};
              })
-        .def("close", &PythonPipeline::close, WithoutGil(), "Abandon the batch and close the pipeline; idempotent.");
+        .def("close", &PythonPipeline::close, WithoutGil(), "Stop the batch and close the pipeline; idempotent.");
 }
 
 }  // namespace smart_infinity

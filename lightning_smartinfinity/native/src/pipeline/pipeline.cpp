@@ -190,15 +190,15 @@ void Pipeline::await(std::unique_lock<std::mutex>& lock, const Poll& poll, const
     }
 }
 
-void Pipeline::abandon() {
+void Pipeline::stop() {
     std::unique_lock lock(mutex_);
-    abandon_batch(lock);
+    stop_batch(lock);
 }
 
-void Pipeline::abandon_batch(std::unique_lock<std::mutex>& lock) {
+void Pipeline::stop_batch(std::unique_lock<std::mutex>& lock) {
     const std::shared_ptr<ActiveBatch> active = batch_;
     if (active == nullptr) return;
-    if (!active->schedule.finished() && !active->failure) active->failure = abandoned();
+    if (!active->schedule.finished() && !active->failure) active->failure = stopped();
     active->schedule.stop();
     changed_.notify_all();
     changed_.wait(lock, [&] { return active->schedule.finished(); });
@@ -214,7 +214,7 @@ void Pipeline::forget(const std::shared_ptr<ActiveBatch>& active) {
 void Pipeline::close() {
     std::unique_lock lock(mutex_);
     closed_ = true;
-    abandon_batch(lock);
+    stop_batch(lock);
 }
 
 void Pipeline::decorate_engine(const DeadlineEngine::Decorate& decorate) {

@@ -70,9 +70,9 @@ class Pipeline final {
     std::vector<IoRequest> abandoned_writes() const { return transfers_.abandoned_writes(); }
 
     // Ends the batch early without starting more of it, and waits for the actions in flight. Waits for the batch fail.
-    void abandon();
+    void stop();
 
-    // Abandons the batch. Later calls throw, except close() and abandon().
+    // Stops the batch. Later calls throw, except close() and stop().
     void close();
 
     // Puts an engine in front of the present one. No batch may be active.
@@ -93,7 +93,7 @@ class Pipeline final {
     void await(std::unique_lock<std::mutex>& lock, const Poll& poll, const Condition& condition);
 
     // The following are called with the mutex held.
-    void abandon_batch(std::unique_lock<std::mutex>& lock);
+    void stop_batch(std::unique_lock<std::mutex>& lock);
     void forget(const std::shared_ptr<ActiveBatch>& active);
     void require_open() const;
     void require_idle() const;
