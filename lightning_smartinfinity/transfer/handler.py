@@ -33,7 +33,8 @@ class TransferHandler:
     """Updates one rank's optimizer state on storage, tasklet by tasklet.
 
     A step is ``begin_step`` -> ``step.wait`` (any number of times) -> ``commit``, or ``roll_back`` instead at any time
-    after ``begin_step``. Between steps ``state`` reads and replaces the state on storage. All calls come from one thread.
+    after ``begin_step``. Between steps ``state`` reads and replaces the state on storage. All calls come from one
+    thread.
 
     A failure leaves the current generation intact, on storage and here, unless a tasklet has only one place
     (``durability="none"``): then the state that was being overwritten is lost.

@@ -51,7 +51,7 @@ def guesses(root: Path, recipe: Recipe) -> tuple[int, int]:
     _, trainer, _ = train(run_of(root, recipe, "backward"))
     speculation = trainer.strategy.optimizers[0].speculation
     trainer.strategy.close()  # type: ignore[attr-defined]
-    return speculation.num_right, speculation.num_wrong
+    return speculation.num_adopted, speculation.num_discarded
 
 
 def test_a_plain_loop_is_guessed_right(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_happens_between_backward_and_the_step(action: Callable[[Any], None
         seen[overlap] = [module.losses, getattr(module, "seen", [])]
         if overlap == "backward":
             speculation = strategy.optimizers[0].speculation
-            assert (speculation.num_right, speculation.num_wrong) == (0, 3)
+            assert (speculation.num_adopted, speculation.num_discarded) == (0, 3)
         strategy.close()
     assert seen["none"][0] == seen["backward"][0]
     assert all(torch.equal(a, b) for a, b in zip(seen["none"][1], seen["backward"][1], strict=True))
@@ -125,7 +125,7 @@ def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> No
         strategy = SmartInfinityStrategy(tmp_path / overlap, overlap=overlap, zero=BUCKET)
         quiet_trainer(tmp_path, strategy, callbacks=[AfterBackward(read)], max_steps=4).fit(LitTiny(BF16))
         if overlap == "backward":
-            assert strategy.optimizers[0].speculation.num_right == 4
+            assert strategy.optimizers[0].speculation.num_adopted == 4
         strategy.close()
     assert len(seen["none"][-1]) == 32
     assert all(torch.equal(a, b) for a, b in zip(seen["none"], seen["backward"], strict=True))

@@ -234,7 +234,7 @@ class UpdateInFlight:
             self.drain()
 
     def _commit(self) -> None:
-        """Commit on all ranks; if one cannot, those that have committed take their record back, and all raise."""
+        """Commit on all ranks. If one cannot, those that have written their record erase it, and all ranks raise."""
         together = partial(failing_together, self._partition.group)
         if self._failure is None:
             # An interrupt may have come between an earlier commit and the record of it here.
