@@ -241,7 +241,7 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
     ):
         pass
     emulated_cards.inject("alloc", skipped=5)
-    message = rf"a ring of 3 buffers takes {needed} bytes of the card's DRAM, buffer 1 is not to be had: xrtBOAlloc of"
+    message = rf"a ring of 3 buffers takes {needed} bytes of the card's DRAM, buffer 1 is unavailable: xrtBOAlloc of"
     with pytest.raises(CardError, match=message), card_state(tmp_path / "2", emulated_cards, STEP, NUMEL):
         pass
     emulated_cards.set("p2p", 0)
