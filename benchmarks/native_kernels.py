@@ -202,7 +202,7 @@ class State:
         """Work every tasklet, from its current place to the other."""
         tasklets = [self.tasklet(index) for index in range(self.sizes.num_tasklets)]
         self.pipeline.submit(Batch(operation, tasklets, [self.rule.step]))
-        failure = self.pipeline.drain()
+        failure = self.pipeline.finish()
         if failure is not None:
             raise SystemExit(failure.message)
         self.generation += 1

@@ -179,7 +179,7 @@ class StorageDevice(ABC):
 
     @abstractmethod
     def extend(self, more: native.Batch) -> None:
-        """Append tasklets to the batch, which has not been drained, and return at once."""
+        """Append tasklets to the batch, which has not been finished, and return at once."""
 
     @abstractmethod
     def prefer(self, positions: Sequence[int]) -> None:
@@ -192,13 +192,13 @@ class StorageDevice(ABC):
         Those that have not started are moved ahead of the others.
 
         Raises:
-            StorageError: The batch failed. :meth:`drain` must still be called.
+            StorageError: The batch failed. :meth:`finish` must still be called.
             CudaError: The batch failed while copying parameters from or to a CUDA device.
             DeviceError: The batch failed on a card.
         """
 
     @abstractmethod
-    def drain(self) -> None:
+    def finish(self) -> None:
         """Return when nothing of the batch is in progress; the batch is then over. Raises the errors of :meth:`wait`.
 
         Ctrl-C ends this wait, and that of :meth:`wait`, with KeyboardInterrupt; the batch continues.

@@ -169,14 +169,14 @@ class TransferHandler:
         self._prepare()
         self._step = self._new_step(plan=plan, staging=self._staging_for, incremental=True)
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         """Returns when the step in flight, if any, has finished all reads, updates and writes.
 
         Raises:
             StorageError: As ``step.wait``.
         """
         if self._step is not None:
-            self._step.drain()
+            self._step.finish()
 
     def commit(self, *, together: Together = nullcontext) -> None:
         """Waits for all writes of the step in flight and makes it the current generation.
@@ -197,9 +197,9 @@ class TransferHandler:
         with committing(self._store, step.generation, together):
             step.commit()
         with together() if step.batches.has_residual else nullcontext():
-            self._finish(step)
+            self._after_commit(step)
 
-    def _finish(self, step: Step) -> None:
+    def _after_commit(self, step: Step) -> None:
         """Stores the residual and updates measurements and counters after a commit."""
         step.batches.feed_back()
         self._step = None
@@ -219,7 +219,7 @@ class TransferHandler:
         step = self.step
         step.stop()
         if self.can_roll_back and self._store.generation == step.generation:
-            self._finish(step)
+            self._after_commit(step)
             return
         if step.overwrites:
             raise StorageError(

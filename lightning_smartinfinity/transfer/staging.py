@@ -194,7 +194,7 @@ class StagedSubmission(Submission):
         last = max((self._wave_of[tasklet] for tasklet in tasklets if tasklet in self._wave_of), default=-1)
         self._finish_waves(last + 1)
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         self._finish_waves(len(self._waves))
 
     def stop(self) -> None:
@@ -215,7 +215,7 @@ class StagedSubmission(Submission):
     def _finish_wave(self, wave: _Wave) -> None:
         if self._num_begun == self._num_finished + 1:
             assert self._current is not None
-            self._current.drain()
+            self._current.finish()
             # The next wave overwrites the other half, whose copies ran while this wave was in progress.
             self._partition.synchronize()
             self._begin_next()

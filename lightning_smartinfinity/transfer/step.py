@@ -175,19 +175,19 @@ class Step:
         self._require_submitted()
         self._guarded(lambda: self._submission.wait(wanted))
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         """Returns when all submitted work is done. Raises as :meth:`wait`."""
         self._require_submitted()
-        self._guarded(self._submission.drain)
+        self._guarded(self._submission.finish)
 
     def _require_submitted(self) -> None:
         if not self._is_submitted and self.failure is None:
             self.failure = StorageError("An interrupt came while the step began.", "Roll it back.")
 
     def commit(self) -> None:
-        """Drains the step and makes it the current generation. Raises as :meth:`wait`."""
+        """Finishes the step and makes it the current generation. Raises as :meth:`wait`."""
         assert self.is_complete
-        self.drain()
+        self.finish()
         # An interrupted earlier call may have committed the step already.
         if self._store.generation < self.generation:
             steps = self.batches.updates.counts_after(self._store.steps)
@@ -208,7 +208,7 @@ class Step:
         self._submission = self._outputs.submission(self._assignment(self.batches.read_back), self._staging)
         try:
             self._submission.start()
-            self._submission.drain()
+            self._submission.finish()
         except BaseException:  # an interrupt as well
             self._submission.stop()
             raise

@@ -267,11 +267,11 @@ class StoredState:
     ) -> Failure | None:
         """Work a whole batch, and commit it if it wrote and did not fail."""
         self.start(operation, runs, steps, master_in_parameter=master_in_parameter)
-        return self.drain(commits=operation is not Operation.READ)
+        return self.finish(commits=operation is not Operation.READ)
 
-    def drain(self, *, commits: bool = True) -> Failure | None:
+    def finish(self, *, commits: bool = True) -> Failure | None:
         """Finish a batch, and commit its writes if it did not fail."""
-        failure = self.pipeline.drain()
+        failure = self.pipeline.finish()
         if failure is None and commits:
             self.generation += 1
             self.place = 1 - self.place

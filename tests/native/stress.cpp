@@ -274,9 +274,9 @@ class Scenario {
         }
         submit_others(batch, begun);
         if (random_.coin()) (void)pipeline_->wait(0, std::nullopt);
-        auto failure = pipeline_->drain();
+        auto failure = pipeline_->finish();
         for (std::thread& waiter : waiters) waiter.join();
-        require(!pipeline_->drain(), "a failure outlives its batch", seed_);
+        require(!pipeline_->finish(), "a failure outlives its batch", seed_);
         return failure;
     }
 

@@ -247,7 +247,7 @@ class Scenario {
         for (Side* side : {host_.get(), card_.get()}) {
             auto pipeline = make_host_pipeline(*side);
             pipeline->submit(batch);
-            require(!pipeline->drain(), "the first write failed", seed_);
+            require(!pipeline->finish(), "the first write failed", seed_);
         }
         commit();
     }
@@ -261,10 +261,10 @@ class Scenario {
         draw_gradients();
         const Batch batch = update_batch();
         on_host_->submit(on(batch, *host_));
-        require(!on_host_->drain(), "the host failed", seed_);
+        require(!on_host_->finish(), "the host failed", seed_);
         inject();
         on_card_->submit(on(batch, *card_));
-        const auto failure = on_card_->drain();
+        const auto failure = on_card_->finish();
         if (!gate().happened()) gate().open();
         require(!failure || is_impatient() || fault_ != CardFault::kNone, "the card failed by itself", seed_);
         require(failure || !gate().happened(), "a transfer that did not return was lost", seed_);
@@ -285,7 +285,7 @@ class Scenario {
         require(!batch.tasklets.empty(), "a failed batch is wholly done", seed_);
         auto pipeline = make_host_pipeline(*card_);
         pipeline->submit(on(batch, *card_));
-        require(!pipeline->drain(), "the second attempt failed", seed_);
+        require(!pipeline->finish(), "the second attempt failed", seed_);
     }
 
     void check_busy() {

@@ -185,7 +185,7 @@ def test_error_in_the_middle(tmp_path: Path, seed: int, which: str) -> None:
         failure, _ = update(state)
         assert failure is not None
         assert (failure.kind, failure.errno, failure.path) == ("io", errno.EIO, str(state.paths[0]))
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
         assert_same(state.read(), arrays)
         assert update(state)[0] is None
 
@@ -201,8 +201,8 @@ def test_interrupted_transfer(tmp_path: Path, which: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_wait_reports_and_drain_ends(tmp_path: Path, seed: int) -> None:
-    """wait() returns a failure once it has occurred. drain() returns it too and allows the next batch."""
+def test_wait_reports_and_finish_ends(tmp_path: Path, seed: int) -> None:
+    """wait() returns a failure once it has occurred. finish() returns it too and allows the next batch."""
     state, arrays = stored(tmp_path, num_buffers=2)
     with state:
         inject(state.pipeline, seed=seed, max_delay_us=300, fail_read_at=3, errno=errno.ENODEV)
@@ -215,9 +215,9 @@ def test_wait_reports_and_drain_ends(tmp_path: Path, seed: int) -> None:
         assert again is not None and again.message == waited.message
         with pytest.raises(ValueError, match="active"):
             state.start(Operation.UPDATE, runs, [adam_step()])
-        drained = state.pipeline.drain()
-        assert drained is not None and drained.message == waited.message
-        assert state.pipeline.drain() is None and state.pipeline.wait() is None
+        finished = state.pipeline.finish()
+        assert finished is not None and finished.message == waited.message
+        assert state.pipeline.finish() is None and state.pipeline.wait() is None
         assert_same(state.read(), arrays)
 
 
@@ -239,7 +239,7 @@ def test_full_disk(tmp_path: Path) -> None:
     full = StateFile("/dev/full", direct=False)
     pipeline = Pipeline(files=[full], identity=identity, num_buffers=2, buffer_bytes=layout.extent_bytes)
     pipeline.submit(Batch(Operation.WRITE, layout.tasklets([])))
-    failure = pipeline.drain()
+    failure = pipeline.finish()
     pipeline.close()
     layout.pipeline.close()
     assert failure is not None

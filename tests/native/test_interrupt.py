@@ -47,7 +47,7 @@ def start_slow_update(state: StoredState, *, delay_us: int) -> tuple[Any, Any]:
     return gradient, parameter
 
 
-WAITS: list[Callable[[Pipeline], object]] = [Pipeline.wait, Pipeline.drain]
+WAITS: list[Callable[[Pipeline], object]] = [Pipeline.wait, Pipeline.finish]
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -62,7 +62,7 @@ def test_an_interrupt_ends_the_wait_and_stop_the_batch(wait: Callable[[Pipeline]
         state.pipeline.stop()
         assert parameter[-1] == UNTOUCHED
         seen = parameter.copy()
-        assert state.pipeline.drain() is None, "a stopped batch is over"
+        assert state.pipeline.finish() is None, "a stopped batch is over"
         inject(state.pipeline)
         assert_same(state.read(), arrays)
         np.testing.assert_array_equal(parameter, seen)
@@ -75,8 +75,8 @@ def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
         state.write(*arrays)
         gradient, parameter = start_slow_update(state, delay_us=15_000)
         with interrupted():
-            state.pipeline.drain()
-        assert state.pipeline.drain() is None
+            state.pipeline.finish()
+        assert state.pipeline.finish() is None
         np.testing.assert_array_equal(parameter, adam(STEP, gradient, arrays)[0])
 
 

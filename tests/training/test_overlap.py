@@ -222,7 +222,7 @@ class FailAt(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             handler = trainer.strategy.optimizers[0].rank_state.handler
-            handler.drain()
+            handler.finish()
             testing.inject(handler._device._pipeline, max_delay_us=1000, **self.faults)
 
 

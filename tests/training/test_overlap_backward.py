@@ -118,7 +118,7 @@ def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> No
 
     def read(module: Any) -> None:
         optimizer = module.trainer.strategy.optimizers[0]
-        optimizer.rank_state.handler.drain()
+        optimizer.rank_state.handler.finish()
         seen[optimizer.overlap.mode].append(module.model.norm.weight.detach().clone())
 
     for overlap in seen:

@@ -96,7 +96,7 @@ class Pair:
             elif event == "commit in vain":
                 run.handler.commit(together=failing_elsewhere)
             elif event != "stop":
-                run.handler.drain()
+                run.handler.finish()
         try:
             run.handler.roll_back()
         except StorageError:  # a fault still pending
@@ -227,7 +227,7 @@ def test_a_rolled_back_step_is_read_again_once(tmp_path: Path) -> None:
     """A rollback reads the previous generation into the cache, so the next step reads nothing."""
     with running(tmp_path, Case(cache_bytes=EVERYTHING)) as run:
         run.handler.begin_step(run.collect(1))
-        run.handler.drain()
+        run.handler.finish()
         run.handler.roll_back()
         rolled_back = run.handler.traffic().read_calls
         assert rolled_back > 0

@@ -49,13 +49,13 @@ def test_calls_that_no_step_may_precede(tmp_path: Path, call: Callable[[Run], ob
         run.handler.commit()
 
 
-def test_drain_without_a_step(tmp_path: Path) -> None:
-    """drain() without a step returns at once, and it may be called twice."""
+def test_finish_without_a_step(tmp_path: Path) -> None:
+    """finish() without a step returns at once, and it may be called twice."""
     with running(tmp_path, Case()) as run:
-        run.handler.drain()
+        run.handler.finish()
         run.handler.begin_step(run.collect(1))
-        run.handler.drain()
-        run.handler.drain()
+        run.handler.finish()
+        run.handler.finish()
         run.handler.commit()
 
 

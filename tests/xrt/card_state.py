@@ -57,9 +57,9 @@ class CardState:
         """Starts the card's batch."""
         self.pipeline.submit(self.stored.update_batch(runs, steps))
 
-    def drain(self) -> Failure | None:
+    def finish(self) -> Failure | None:
         """Ends it, and commits it if it did not fail."""
-        failure = self.pipeline.drain()
+        failure = self.pipeline.finish()
         if failure is None:
             self.stored.generation += 1
             self.stored.place = 1 - self.stored.place
@@ -67,7 +67,7 @@ class CardState:
 
     def update(self, runs: Sequence[Run], steps: Sequence[Any]) -> Failure | None:
         self.submit(runs, steps)
-        return self.drain()
+        return self.finish()
 
     def redo(self, runs: Sequence[Run], steps: Sequence[Any]) -> None:
         """What the card left unfinished of its last batch, by the host, from the place that is untouched."""
@@ -77,7 +77,7 @@ class CardState:
         assert unfinished
         codec, scale = self.stored.codec, self.stored.residual_scale
         self.stored.pipeline.submit(Batch(Operation.UPDATE, unfinished, list(steps), codec=codec, residual_scale=scale))
-        assert self.stored.drain() is None
+        assert self.stored.finish() is None
 
     def assert_same(self) -> None:
         """Every extent of the last generation, to the byte."""

@@ -175,7 +175,7 @@ def test_a_card_that_fails_every_step(
         assert emulated_cards.counter("runs_begun", 0) > begun[0]
         host.steps(range(8))
         same_as_host(run, host)
-        run.device.drain()
+        run.device.finish()
     assert len(failures(log)) == 5
     told = [record.getMessage() for record in log.records if "is not used any more" in record.getMessage()]
     assert len(told) == 1 and "card 1" in told[0] and "smart-infinity selftest" in told[0]

@@ -71,7 +71,7 @@ def interrupted_step(run: Run, line: int, *, incremental: bool) -> bool:
             else:
                 run.handler.begin_step(plan)
                 run.handler.step.wait([0])
-            run.handler.drain()
+            run.handler.finish()
             run.handler.commit()
     except KeyboardInterrupt:
         return True
@@ -81,7 +81,7 @@ def interrupted_step(run: Run, line: int, *, incremental: bool) -> bool:
 def finish(run: Run, step: int, *, goes_on: bool) -> None:
     if run.handler.in_flight and goes_on and run.handler.step.is_complete:
         try:
-            run.handler.drain()
+            run.handler.finish()
             run.handler.commit()
         except SmartInfinityError:
             assert run.handler.in_flight

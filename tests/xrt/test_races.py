@@ -107,7 +107,7 @@ class Racer:
         """Does the rest, and compares."""
         if self._num_begun < len(self._tasklets):
             self._state.pipeline.extend(self._batch(self._num_begun, len(self._tasklets)))
-        assert self._state.drain() is None
+        assert self._state.finish() is None
         assert self._state.host.work(Operation.UPDATE, self._runs(self._on_host), [self._step]) is None
         np.testing.assert_array_equal(self._on_card, self._on_host)
         self._state.assert_same()

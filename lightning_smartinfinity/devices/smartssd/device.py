@@ -240,20 +240,20 @@ class SmartSSDDevice(StorageDevice):
         own = {work.position: index for index, work in enumerate(self._on_host)}
         return [own[position] for position in positions if position in own]
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         self._resume()
         for worker in self._workers:
             if worker.active:
                 with suppress(DeviceError):  # self._error holds it and is raised below
                     self._end(worker)
-        self._drain_host()
+        self._finish_host()
         if self._error is not None:
             raise self._error
 
-    def _drain_host(self) -> None:
+    def _finish_host(self) -> None:
         if self._host_active:
             try:
-                self._host.drain()
+                self._host.finish()
             except SmartInfinityError:
                 self._host_active = False
                 raise
@@ -261,10 +261,10 @@ class SmartSSDDevice(StorageDevice):
             self._host_active = False
 
     def _resume(self) -> None:
-        """Continue what an interrupt of :meth:`wait` or :meth:`drain` cut short."""
+        """Continue what an interrupt of :meth:`wait` or :meth:`finish` cut short."""
         for worker in self._workers:
             if worker.ending:
-                with suppress(DeviceError):  # self._error holds it; wait() and drain() raise it
+                with suppress(DeviceError):  # self._error holds it; wait() and finish() raise it
                     self._end(worker)
         if not self._host_has_all:
             self._give_host([])
@@ -276,9 +276,9 @@ class SmartSSDDevice(StorageDevice):
 
         Raises:
             DeviceError: A tasklet has only one place, which the card may have overwritten, or the card may still write
-                to its other place; :meth:`drain` must follow.
+                to its other place; :meth:`finish` must follow.
         """
-        if worker.drain():
+        if worker.finish():
             worker.count_success()
         else:
             self._take_over(worker, worker.unfinished())

@@ -238,7 +238,7 @@ class _Tile:
         )
         try:
             pipeline.submit(batch)
-            failure = pipeline.drain()
+            failure = pipeline.finish()
         finally:
             pipeline.stop()
             close_or_keep(pipeline, scratch.card)

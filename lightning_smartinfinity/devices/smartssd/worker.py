@@ -79,12 +79,12 @@ class CardWorker:
 
     @property
     def active(self) -> bool:
-        """Whether the worker has a batch that has not been drained."""
+        """Whether the worker has a batch that has not been finished."""
         return bool(self._work)
 
     @property
     def ending(self) -> bool:
-        """Whether :meth:`drain` was called but not yet :meth:`forget`, because an interrupt came between."""
+        """Whether :meth:`finish` was called but not yet :meth:`forget`, because an interrupt came between."""
         return self._ending
 
     @property
@@ -153,7 +153,7 @@ class CardWorker:
             self._failure = self.pipeline.wait_for(own) or self._failure
         return self._failure is None
 
-    def drain(self) -> bool:
+    def finish(self) -> bool:
         """Wait until nothing is in progress.
 
         Returns:
@@ -161,7 +161,7 @@ class CardWorker:
             answer stays the same, although the pipeline reports a failure only once.
         """
         self._ending = True
-        self._failure = self.pipeline.drain() or self._failure
+        self._failure = self.pipeline.finish() or self._failure
         return not self.unfinished()
 
     def count_success(self) -> None:
@@ -179,7 +179,7 @@ class CardWorker:
             )
 
     def unfinished(self) -> list[Work]:
-        """Return, after :meth:`drain`, the works that are not wholly on storage."""
+        """Return, after :meth:`finish`, the works that are not wholly on storage."""
         finished = set(self.pipeline.finished())
         return [one for index, one in enumerate(self._work) if index not in finished]
 

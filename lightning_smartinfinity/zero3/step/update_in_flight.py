@@ -197,7 +197,7 @@ class UpdateInFlight:
             self._complete_roll_back()
             if self._begun and self._failure is None and self._rank_state.is_open:
                 try:
-                    self._handler.drain()
+                    self._handler.finish()
                 except SmartInfinityError as error:
                     self._failure = error
 

@@ -66,7 +66,7 @@ void Pipeline::submit(Batch batch) {
     if (slot_bytes(batch) == 0) batch.stream.reset();  // no parameter travels
     const std::lock_guard lock(mutex_);
     require_open();
-    require(batch_ == nullptr, "a batch is active; drain() it before the next one");
+    require(batch_ == nullptr, "a batch is active; finish() it before the next one");
     auto active = std::make_shared<ActiveBatch>(std::move(batch), options_.num_buffers, resident_);
     prepare_slots(*active->parts.front());
     batch_ = std::move(active);
@@ -148,7 +148,7 @@ std::optional<Failure> Pipeline::wait_until(std::unique_lock<std::mutex>& lock, 
     return active->failure;
 }
 
-std::optional<Failure> Pipeline::drain(const Poll& poll) {
+std::optional<Failure> Pipeline::finish(const Poll& poll) {
     const Stopwatch stopwatch;
     std::unique_lock lock(mutex_);
     require_open();
@@ -233,7 +233,7 @@ void Pipeline::require_open() const { require(!closed_, "it is closed"); }
 
 void Pipeline::require_idle() const {
     require_open();
-    require(batch_ == nullptr, "a batch is active; drain() it first");
+    require(batch_ == nullptr, "a batch is active; finish() it first");
 }
 
 // Slots are made once, because later batches of a run have similar tasklets and the same stream.

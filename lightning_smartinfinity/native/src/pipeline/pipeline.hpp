@@ -59,7 +59,7 @@ class Pipeline final {
     // Waits in the same way for tasklets at any positions, and moves them ahead of the others that have not started.
     std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const Poll& poll = [] {});
     // Waits until nothing is in flight; the batch is then over.
-    std::optional<Failure> drain(const Poll& poll = [] {});
+    std::optional<Failure> finish(const Poll& poll = [] {});
     IoEngineKind io_engine() const;
     // Returns the positions, in the active or else the last batch, of tasklets that are complete, writes included.
     std::vector<std::size_t> complete() const;
