@@ -86,10 +86,10 @@ class Bench:
         """Read one half of the file while writing the other."""
         half, open_tickets = self.nbytes // 2, []
         for index, offset in enumerate(range(0, half, PIECE)):
-            slot = index % IN_FLIGHT
-            if len(open_tickets) > slot and index >= IN_FLIGHT:
+            row = index % IN_FLIGHT
+            if len(open_tickets) > row and index >= IN_FLIGHT:
                 finish(self.queue, open_tickets.pop(0))
-            address = self.memory.address + 2 * slot * PIECE
+            address = self.memory.address + 2 * row * PIECE
             read = self.queue.read(self.file, offset=offset, address=address, nbytes=PIECE)
             write = self.queue.write(self.file, offset=half + offset, address=address + PIECE, nbytes=PIECE)
             open_tickets.append((read, write))

@@ -88,7 +88,7 @@ def main() -> None:
     """Print four tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(), help="where the state file is made, and removed again")
-    parser.add_argument("--state-mib", type=int, default=1536, help="state of the whole step, each of its two slots")
+    parser.add_argument("--state-mib", type=int, default=1536, help="state of the whole step, each of its two places")
     parser.add_argument("--tiny", action="store_true", help="shows no more than that it works")
     arguments = parser.parse_args()
     repeats = 1 if arguments.tiny else 10
@@ -202,7 +202,7 @@ class State:
         """Work every tasklet, from its current place to the other."""
         tasklets = [self.tasklet(index) for index in range(self.sizes.num_tasklets)]
         self.pipeline.submit(Batch(operation, tasklets, [self.rule.step]))
-        failure = self.pipeline.drain()
+        failure = self.pipeline.finish()
         if failure is not None:
             raise SystemExit(failure.message)
         self.generation += 1
@@ -210,7 +210,7 @@ class State:
     def tasklet(self, index: int) -> Tasklet:
         """Make a tasklet with one segment over all of its elements."""
         numel, nbytes = self.sizes.tasklet_numel, self.sizes.extent_bytes
-        slot = self.generation % 2
+        place = self.generation % 2
         segment = Segment(
             offset=0,
             numel=numel,
@@ -227,9 +227,9 @@ class State:
             numel=numel,
             num_arrays=self.rule.num_arrays,
             extent_bytes=nbytes,
-            read_offset=(2 * index + slot) * nbytes,
+            read_offset=(2 * index + place) * nbytes,
             read_generation=self.generation,
-            write_offset=(2 * index + 1 - slot) * nbytes,
+            write_offset=(2 * index + 1 - place) * nbytes,
             write_generation=self.generation + 1,
             segments=[segment],
         )

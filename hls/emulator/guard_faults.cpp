@@ -13,22 +13,22 @@ namespace smart_infinity::emulator {
 namespace {
 
 // The signal handler reads it, so it consists of lock-free atomics only.
-struct Slot {
+struct GuardedRange {
     std::atomic<bool> taken = false;
     std::atomic<std::uintptr_t> begin = 0;
     std::atomic<std::uintptr_t> end = 0;
     std::atomic<std::uintptr_t> first_fault = 0;
 };
 
-constexpr std::size_t kNumSlots = 256;
-std::array<Slot, kNumSlots> slots;
+constexpr std::size_t kNumRanges = 256;
+std::array<GuardedRange, kNumRanges> ranges;
 struct sigaction previous;
 
 bool let_through(std::uintptr_t address) {
-    for (Slot& slot : slots) {
-        if (address < slot.begin.load() || address >= slot.end.load()) continue;
+    for (GuardedRange& guarded : ranges) {
+        if (address < guarded.begin.load() || address >= guarded.end.load()) continue;
         std::uintptr_t none = 0;
-        slot.first_fault.compare_exchange_strong(none, address);
+        guarded.first_fault.compare_exchange_strong(none, address);
         void* page = reinterpret_cast<void*>(address / kPageBytes * kPageBytes);
         return mprotect(page, kPageBytes, PROT_READ | PROT_WRITE) == 0;
     }
@@ -54,30 +54,30 @@ void install_handler() {
     sigaction(SIGSEGV, &ours, nullptr);
 }
 
-std::size_t take_slot() {
-    for (std::size_t index = 0; index < kNumSlots; ++index) {
-        if (!slots[index].taken.exchange(true)) return index;
+std::size_t take_range() {
+    for (std::size_t index = 0; index < kNumRanges; ++index) {
+        if (!ranges[index].taken.exchange(true)) return index;
     }
     throw std::runtime_error("too many runs at a time");
 }
 
 }  // namespace
 
-GuardedAddresses::GuardedAddresses(const void* begin, std::uint64_t bytes) : slot_(take_slot()) {
+GuardedAddresses::GuardedAddresses(const void* begin, std::uint64_t bytes) : index_(take_range()) {
     install_handler();
-    Slot& slot = slots[slot_];
-    slot.first_fault = 0;
-    slot.begin = reinterpret_cast<std::uintptr_t>(begin);
-    slot.end = slot.begin + bytes;
+    GuardedRange& guarded = ranges[index_];
+    guarded.first_fault = 0;
+    guarded.begin = reinterpret_cast<std::uintptr_t>(begin);
+    guarded.end = guarded.begin + bytes;
 }
 
 GuardedAddresses::~GuardedAddresses() {
-    Slot& slot = slots[slot_];
-    slot.end = 0;
-    slot.begin = 0;
-    slot.taken = false;
+    GuardedRange& guarded = ranges[index_];
+    guarded.end = 0;
+    guarded.begin = 0;
+    guarded.taken = false;
 }
 
-std::uintptr_t GuardedAddresses::first_fault() const { return slots[slot_].first_fault; }
+std::uintptr_t GuardedAddresses::first_fault() const { return ranges[index_].first_fault; }
 
 }  // namespace smart_infinity::emulator

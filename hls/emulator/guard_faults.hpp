@@ -19,7 +19,7 @@ class GuardedAddresses {
     std::uintptr_t first_fault() const;
 
  private:
-    std::size_t slot_;
+    std::size_t index_;
 };
 
 }  // namespace smart_infinity::emulator

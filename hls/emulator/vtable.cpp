@@ -40,7 +40,7 @@ VirtualTable::VirtualTable(void* library, const char* symbol)
     }
 }
 
-void* VirtualTable::replace_slot(const char* symbol, void* replacement) {
+void* VirtualTable::replace_entry(const char* symbol, void* replacement) {
     void* const original = require_symbol(library_, symbol);
     if (std::count(begin_, end_, original) != 1) refuse(std::string(symbol) + " is not once in " + name_);
     *std::find(begin_, end_, original) = replacement;

@@ -14,11 +14,11 @@ class VirtualTable {
     // Replaces the function with that mangled name; returns its address.
     template <class Function>
     Function* replace(const char* symbol, Function* replacement) {
-        return reinterpret_cast<Function*>(replace_slot(symbol, reinterpret_cast<void*>(replacement)));
+        return reinterpret_cast<Function*>(replace_entry(symbol, reinterpret_cast<void*>(replacement)));
     }
 
  private:
-    void* replace_slot(const char* symbol, void* replacement);
+    void* replace_entry(const char* symbol, void* replacement);
 
     void* const library_;
     const std::string name_;

@@ -14,7 +14,7 @@ __all__ = ["add_to"]
 
 _DESCRIPTION = """\
 Write the optimizer state that a run with TransferConfig(keep=True) left, of every rank, anew in another state format
-and other folders. The old state stays. Ended early, the command leaves nothing; killed, what the next one replaces.
+and other folders. The old state stays. Ctrl-C removes partial output. After a kill, the next run overwrites it.
 """
 
 

@@ -14,8 +14,8 @@ __all__ = ["add_to"]
 _DESCRIPTION = f"""\
 Write a universal checkpoint: every parameter as a whole, with what the optimizer keeps of it. fit(ckpt_path=INTO) and
 Fabric.load go on from it on any number of processes. Takes checkpoints of this strategy, and of stock DeepSpeed with
-ZeRO-3, of {optimizer_names()}. The old checkpoint stays. Ended early, the command leaves nothing; killed, what
-the next one removes.
+ZeRO-3, of {optimizer_names()}. The old checkpoint stays. Ctrl-C removes partial output.
+After a kill, the next run removes it.
 """
 
 

@@ -179,7 +179,7 @@ class StorageDevice(ABC):
 
     @abstractmethod
     def extend(self, more: native.Batch) -> None:
-        """Append tasklets to the batch, which has not been drained, and return at once."""
+        """Append tasklets to the batch, which has not been finished, and return at once."""
 
     @abstractmethod
     def prefer(self, positions: Sequence[int]) -> None:
@@ -192,20 +192,20 @@ class StorageDevice(ABC):
         Those that have not started are moved ahead of the others.
 
         Raises:
-            StorageError: The batch failed. :meth:`drain` must still be called.
+            StorageError: The batch failed. :meth:`finish` must still be called.
             CudaError: The batch failed while copying parameters from or to a CUDA device.
             DeviceError: The batch failed on a card.
         """
 
     @abstractmethod
-    def drain(self) -> None:
+    def finish(self) -> None:
         """Return when nothing of the batch is in progress; the batch is then over. Raises the errors of :meth:`wait`.
 
         Ctrl-C ends this wait, and that of :meth:`wait`, with KeyboardInterrupt; the batch continues.
         """
 
     @abstractmethod
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """End the batch, if there is one, without starting more tasklets; return when none is in progress."""
 
     @abstractmethod
@@ -220,6 +220,6 @@ class StorageDevice(ABC):
         """After :meth:`close`, call ``then`` once nothing writes to the files any more, which here is at once.
 
         Args:
-            then: Function to call. A device that gave up a write calls it later, when that write has returned.
+            then: Function to call. A device that abandoned a write calls it later, when that write has returned.
         """
         then()

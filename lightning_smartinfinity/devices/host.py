@@ -134,14 +134,14 @@ class HostDevice(StorageDevice):
     def wait(self, positions: Sequence[int] | None = None) -> None:
         _raise_failure(self.pipeline.wait() if positions is None else self.pipeline.wait_for(positions))
 
-    def drain(self) -> None:
-        _raise_failure(self.pipeline.drain())
+    def finish(self) -> None:
+        _raise_failure(self.pipeline.finish())
         # The pipeline reports a failure once; an interrupt may have come before the caller heard of it.
         if len(self.pipeline.finished()) < self._num_given:
             raise StorageError("Optimizer state was not moved, and an interrupt hid why.", "Do it again.")
 
-    def abandon(self) -> None:
-        self.pipeline.abandon()
+    def stop(self) -> None:
+        self.pipeline.stop()
         self._num_given = 0
 
     def counters(self) -> Traffic:

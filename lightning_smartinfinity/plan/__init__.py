@@ -3,14 +3,14 @@ reproduces the paper's tables, and estimates costs.
 
 ::
 
-    virtual_time   processes, and resources that they share
-    hardware       devices, channel, GPU, host          workload, gradients   data of an update
-    wiring         paths over a machine's resources
-    schedule_run   the native core's TransferSchedule in virtual time
-    handler        our update on that schedule          published             SmartUpdate, ZeRO-Infinity
-    systems        the updates by system                step                  a whole step of any system
-    paper          the paper's tables as data           fit, reproduction     the same numbers, simulated
-    cost           gain of compression                  memory                host memory of an update
+    virtual_time     processes, and resources that they share
+    hardware         devices, channel, GPU, host          workload, gradients   data of an update
+    wiring           paths over a machine's resources
+    simulated_batch  the native core's TransferSchedule in virtual time
+    handler          our update on that schedule          published             SmartUpdate, ZeRO-Infinity
+    systems          the updates by system                step                  a whole step of any system
+    paper            the paper's tables as data           fit, reproduction     the same numbers, simulated
+    cost             gain of compression                  memory                host memory of an update
 
 The package computes with numbers only: no torch, no I/O. It simulates what runs: tasklets are those of
 ``transfer.layout``, and the state machine that orders them also orders real steps.

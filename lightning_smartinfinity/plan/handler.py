@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 
-from lightning_smartinfinity.plan.schedule_run import ScheduleRun
+from lightning_smartinfinity.plan.simulated_batch import SimulatedBatch
 from lightning_smartinfinity.plan.virtual_time import Path, Pool, Process, Simulation
 from lightning_smartinfinity.plan.wiring import HostPaths, Lane
 from lightning_smartinfinity.plan.workload import Workload
@@ -49,7 +49,7 @@ def update_on_cards(
     workload: Workload,
     route: Route,
     depth: int,
-) -> ScheduleRun:
+) -> SimulatedBatch:
     """Start the update of a device by its accelerator.
 
     Args:
@@ -91,7 +91,7 @@ def update_on_cards(
     def write(number: int) -> Process:
         yield io.push(_in_turn(simulation, (lane.write, workload.array_bytes * tasklets[number].numel)))
 
-    return ScheduleRun(
+    return SimulatedBatch(
         simulation,
         num_tasklets=len(tasklets),
         num_buffers=workload.num_buffers,
@@ -107,7 +107,7 @@ def update_on_host(
     *,
     workload: Workload,
     depth: int,
-) -> ScheduleRun:
+) -> SimulatedBatch:
     """Start the update of all devices by one thread of the host, in one ring.
 
     Args:
@@ -136,7 +136,7 @@ def update_on_host(
         home = homes[number]
         yield queues[home].push(_in_turn(simulation, (lanes[home].store, tasklets[number].extent_bytes)))
 
-    return ScheduleRun(
+    return SimulatedBatch(
         simulation,
         num_tasklets=len(tasklets),
         num_buffers=workload.num_buffers,

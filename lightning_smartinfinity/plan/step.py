@@ -10,7 +10,7 @@ from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.plan.handler import Route
 from lightning_smartinfinity.plan.hardware import Machine
-from lightning_smartinfinity.plan.systems import BEGIN, Run, System, Update
+from lightning_smartinfinity.plan.systems import BEGIN, SimulatedStep, System, Update
 from lightning_smartinfinity.plan.virtual_time import Event, Process
 from lightning_smartinfinity.plan.workload import Workload
 
@@ -93,14 +93,14 @@ def simulate_step(
     ):
         check("simulate_step", name, value, instance(kind))
     _require_possible(machine, workload, system, overlap)
-    run = Run.of(machine, workload, system, route)
-    update = BEGIN[system](run)
+    step = SimulatedStep.of(machine, workload, system, route)
+    update = BEGIN[system](step)
     stores_gradients = system not in _OURS or (system is System.CARDS and route is Route.BACKWARD)
     keeps_rest = system is System.CARDS and workload.gradients.compressed
     marks: dict[str, float] = {}
-    timed = run.simulation.start(_timed(run, update.finished, keeps_rest, marks))
-    steps = _step(
-        run,
+    timed = step.simulation.start(_timed(step, update.finished, keeps_rest, marks))
+    stages = _step(
+        step,
         update,
         timed,
         stores_gradients,
@@ -109,10 +109,10 @@ def simulate_step(
         # Residuals of these gradients must be stored before the next gradients come.
         backward_waits=keeps_rest and machine.host.feed_back > 0,
     )
-    run.simulation.start(steps)
-    step = run.simulation.run()
+    step.simulation.start(stages)
+    seconds = step.simulation.run()
     forward = machine.gpu.forward * workload.numel
-    return StepTime(forward=forward, step=step, traffic=_traffic(run, update), **marks)
+    return StepTime(forward=forward, step=seconds, traffic=_traffic(step, update), **marks)
 
 
 def _require_possible(machine: Machine, workload: Workload, system: System, overlap: Overlap) -> None:
@@ -132,7 +132,7 @@ def _require_possible(machine: Machine, workload: Workload, system: System, over
 
 
 def _step(
-    run: Run,
+    step: SimulatedStep,
     update: Update,
     timed: Event,
     stores_gradients: bool,
@@ -144,24 +144,24 @@ def _step(
     """Run update, forward and backward in this order; with an overlap the update is that of the previous step."""
     if forward_waits:
         yield timed
-    yield from _forward(run, update)
+    yield from _forward(step, update)
     if backward_waits:
         yield timed
-    began = run.simulation.now
-    yield from _backward(run, update, stores_gradients)
-    marks["backward"] = run.simulation.now - began
+    began = step.simulation.now
+    yield from _backward(step, update, stores_gradients)
+    marks["backward"] = step.simulation.now - began
     yield timed
 
 
-def _timed(run: Run, finished: Event, keeps_rest: bool, marks: dict[str, float]) -> Process:
+def _timed(step: SimulatedStep, finished: Event, keeps_rest: bool, marks: dict[str, float]) -> Process:
     """Wait for the update, then do what must happen before the next update."""
     yield finished
     if keeps_rest:
-        yield run.simulation.work(run.host.feed_back, run.workload.numel)
-    marks["update"] = run.simulation.now
+        yield step.simulation.work(step.host.feed_back, step.workload.numel)
+    marks["update"] = step.simulation.now
 
 
-def _forward(run: Run, update: Update) -> Process:
+def _forward(step: SimulatedStep, update: Update) -> Process:
     """Compute layer by layer, each as soon as its parameters are in memory."""
     out = update.parameters_out or [update.finished]
     waited = 0
@@ -169,26 +169,26 @@ def _forward(run: Run, update: Update) -> Process:
         needed = -(-layer * len(out) // _NUM_LAYERS)
         yield from out[waited:needed]
         waited = needed
-        yield run.simulation.work(run.host.forward, run.workload.numel / _NUM_LAYERS)
+        yield step.simulation.work(step.host.forward, step.workload.numel / _NUM_LAYERS)
 
 
-def _backward(run: Run, update: Update, stores_gradients: bool) -> Process:
+def _backward(step: SimulatedStep, update: Update, stores_gradients: bool) -> Process:
     """Compute, then store gradients: the published seconds of backward are the sum of both."""
-    gradients = run.workload.gradients
-    yield run.simulation.work(run.host.backward, run.workload.numel)
+    gradients = step.workload.gradients
+    yield step.simulation.work(step.host.backward, step.workload.numel)
     if gradients.sparse:
-        yield run.simulation.work(run.host.top_k, run.workload.numel)
+        yield step.simulation.work(step.host.top_k, step.workload.numel)
     if stores_gradients:
-        nbytes = gradients.nbytes(update.numel // len(run.lanes))
-        yield from [run.simulation.work(lane.store, nbytes) for lane in run.lanes]
+        nbytes = gradients.nbytes(update.numel // len(step.lanes))
+        yield from [step.simulation.work(lane.store, nbytes) for lane in step.lanes]
 
 
-def _traffic(run: Run, update: Update) -> Traffic:
+def _traffic(step: SimulatedStep, update: Update) -> Traffic:
     """Scale the traffic of the simulated devices, which may have a tasklet more than their share, to all devices."""
-    scale = run.workload.numel / update.numel
+    scale = step.workload.numel / update.numel
     return Traffic(
-        shared_down=scale * sum(lane.down.done + lane.store.done for lane in run.lanes),
-        shared_up=scale * sum(lane.up.done + lane.load.done for lane in run.lanes),
-        internal_read=scale * sum(lane.read.done for lane in run.lanes),
-        internal_write=scale * sum(lane.write.done for lane in run.lanes),
+        shared_down=scale * sum(lane.down.done + lane.store.done for lane in step.lanes),
+        shared_up=scale * sum(lane.up.done + lane.load.done for lane in step.lanes),
+        internal_read=scale * sum(lane.read.done for lane in step.lanes),
+        internal_write=scale * sum(lane.write.done for lane in step.lanes),
     )

@@ -14,7 +14,7 @@ from lightning_smartinfinity.plan.virtual_time import Event, Simulation
 from lightning_smartinfinity.plan.wiring import HostPaths, Lane, connect
 from lightning_smartinfinity.plan.workload import Workload
 
-__all__ = ["BEGIN", "Run", "System", "Update"]
+__all__ = ["BEGIN", "SimulatedStep", "System", "Update"]
 
 
 class System(Enum):
@@ -33,8 +33,8 @@ class System(Enum):
 
 
 @dataclass(frozen=True)
-class Run:
-    """A simulation with everything that it needs.
+class SimulatedStep:
+    """The simulation of a step, with everything that it needs.
 
     Args:
         simulation: The simulation.
@@ -53,8 +53,8 @@ class Run:
     route: Route
 
     @classmethod
-    def of(cls, machine: Machine, workload: Workload, system: System, route: Route) -> Run:
-        """Make a run in which one device represents all if every device does the same on its own."""
+    def of(cls, machine: Machine, workload: Workload, system: System, route: Route) -> SimulatedStep:
+        """Make a step in which one device represents all if every device does the same on its own."""
         lanes, host = connect(machine, machine.num_devices if system is System.HOST else 1)
         return cls(Simulation(), lanes, host, machine, workload, route)
 
@@ -79,47 +79,47 @@ class Update:
     numel: int
 
 
-def _on_cards(run: Run) -> Update:
-    tasklets = tasklets_of_device(run.workload.simulated_card_layout(run.machine.num_devices), 0)
+def _on_cards(step: SimulatedStep) -> Update:
+    tasklets = tasklets_of_device(step.workload.simulated_card_layout(step.machine.num_devices), 0)
     update = update_on_cards(
-        run.simulation,
-        run.lanes[0],
-        run.host,
+        step.simulation,
+        step.lanes[0],
+        step.host,
         tasklets,
-        workload=run.workload,
-        route=run.route,
-        depth=run.machine.device.depth,
+        workload=step.workload,
+        route=step.route,
+        depth=step.machine.device.depth,
     )
     return Update(update.finished, update.parameters_out, sum(tasklet.numel for tasklet in tasklets))
 
 
-def _on_host(run: Run) -> Update:
-    layout, depth = run.workload.host_layout(run.machine.num_devices), run.machine.device.depth
-    update = update_on_host(run.simulation, run.lanes, run.host, layout, workload=run.workload, depth=depth)
-    return Update(update.finished, update.parameters_out, run.workload.numel)
+def _on_host(step: SimulatedStep) -> Update:
+    layout, depth = step.workload.host_layout(step.machine.num_devices), step.machine.device.depth
+    update = update_on_host(step.simulation, step.lanes, step.host, layout, workload=step.workload, depth=depth)
+    return Update(update.finished, update.parameters_out, step.workload.numel)
 
 
-def _zero_infinity(run: Run) -> Update:
-    update = zero_infinity(run.simulation, run.lanes[0], workload=run.workload, numel=run.share)
-    return Update(run.simulation.start(update), [], run.share)
+def _zero_infinity(step: SimulatedStep) -> Update:
+    update = zero_infinity(step.simulation, step.lanes[0], workload=step.workload, numel=step.share)
+    return Update(step.simulation.start(update), [], step.share)
 
 
-def _su(run: Run) -> Update:
-    return _smart_update(run, optimized=False)
+def _su(step: SimulatedStep) -> Update:
+    return _smart_update(step, optimized=False)
 
 
-def _su_o(run: Run) -> Update:
-    return _smart_update(run, optimized=True)
+def _su_o(step: SimulatedStep) -> Update:
+    return _smart_update(step, optimized=True)
 
 
-def _smart_update(run: Run, *, optimized: bool) -> Update:
+def _smart_update(step: SimulatedStep, *, optimized: bool) -> Update:
     update = smart_update(
-        run.simulation, run.lanes, run.host, workload=run.workload, numel=run.share, optimized=optimized
+        step.simulation, step.lanes, step.host, workload=step.workload, numel=step.share, optimized=optimized
     )
-    return Update(run.simulation.start(update), [], run.share)
+    return Update(step.simulation.start(update), [], step.share)
 
 
-BEGIN: Mapping[System, Callable[[Run], Update]] = MappingProxyType(
+BEGIN: Mapping[System, Callable[[SimulatedStep], Update]] = MappingProxyType(
     {
         System.ZERO_INFINITY: _zero_infinity,
         System.SMART_UPDATE: _su,

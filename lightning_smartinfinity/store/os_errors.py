@@ -67,7 +67,7 @@ def require_io_engine(name: str) -> None:
     reason = dict(native.io_engines()).get(name)
     if reason is not None:
         raise ConfigError(
-            f"TransferConfig(io_engine={name!r}) is not to be had here: {reason}.",
+            f"TransferConfig(io_engine={name!r}) is unavailable here: {reason}.",
             "Use io_engine='auto', which takes what there is.",
         )
 

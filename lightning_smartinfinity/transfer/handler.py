@@ -32,9 +32,9 @@ _log = logging.getLogger(__name__)
 class TransferHandler:
     """Updates one rank's optimizer state on storage, tasklet by tasklet.
 
-    A step is ``begin_step`` -> ``step.wait`` (any number of times) -> ``commit``, or ``rollback`` instead of ``commit``
-    at any time after ``begin_step``. Between steps ``state`` reads and replaces the state on storage. All calls come
-    from one thread.
+    A step is ``begin_step`` -> ``step.wait`` (any number of times) -> ``commit``, or ``roll_back`` instead at any time
+    after ``begin_step``. Between steps ``state`` reads and replaces the state on storage. All calls come from one
+    thread.
 
     A failure leaves the current generation intact, on storage and here, unless a tasklet has only one place
     (``durability="none"``): then the state that was being overwritten is lost.
@@ -157,7 +157,7 @@ class TransferHandler:
         """Begins a step before its tasklets are known: as :meth:`begin_step`, but no tasklet starts yet.
 
         ``step.extend`` starts some tasklets; ``step.complete`` starts the others and makes it an ordinary step, which
-        can be committed. ``rollback`` rolls it back at any time.
+        can be committed. ``roll_back`` rolls it back at any time.
 
         Args:
             plan: The step's plan, with every parameter active and parameters in host memory.
@@ -169,14 +169,14 @@ class TransferHandler:
         self._prepare()
         self._step = self._new_step(plan=plan, staging=self._staging_for, incremental=True)
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         """Returns when the step in flight, if any, has finished all reads, updates and writes.
 
         Raises:
             StorageError: As ``step.wait``.
         """
         if self._step is not None:
-            self._step.drain()
+            self._step.finish()
 
     def commit(self, *, together: Together = nullcontext) -> None:
         """Waits for all writes of the step in flight and makes it the current generation.
@@ -197,9 +197,9 @@ class TransferHandler:
         with committing(self._store, step.generation, together):
             step.commit()
         with together() if step.batches.has_residual else nullcontext():
-            self._finish(step)
+            self._after_commit(step)
 
-    def _finish(self, step: Step) -> None:
+    def _after_commit(self, step: Step) -> None:
         """Stores the residual and updates measurements and counters after a commit."""
         step.batches.feed_back()
         self._step = None
@@ -207,8 +207,8 @@ class TransferHandler:
         self._num_steps += 1
         self._numel_updated += step.batches.numel
 
-    def rollback(self) -> None:
-        """Rolls the step in flight back: its parameters are restored in the partition from the current generation.
+    def roll_back(self) -> None:
+        """Rolls the step in flight back: its parameters are read back from the current generation.
 
         If an interrupt came after the step's commit, the step is finished instead.
 
@@ -219,14 +219,14 @@ class TransferHandler:
         step = self.step
         step.stop()
         if self.can_roll_back and self._store.generation == step.generation:
-            self._finish(step)
+            self._after_commit(step)
             return
         if step.overwrites:
             raise StorageError(
                 "A step cannot be rolled back with TransferConfig(durability='none'): it overwrote the state.",
                 "Resume from a checkpoint, and use durability='step' to survive such a failure.",
             ) from step.failure
-        step.restore()
+        step.read_back()
         self._step = None
 
     def traffic(self) -> Traffic:

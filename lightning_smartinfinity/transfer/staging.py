@@ -194,7 +194,7 @@ class StagedSubmission(Submission):
         last = max((self._wave_of[tasklet] for tasklet in tasklets if tasklet in self._wave_of), default=-1)
         self._finish_waves(last + 1)
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         self._finish_waves(len(self._waves))
 
     def stop(self) -> None:
@@ -208,14 +208,14 @@ class StagedSubmission(Submission):
         """Returns when the first ``count`` waves are done and their parameters are in the partition."""
         while self._num_finished < count:
             if not self._is_submitted:
-                raise StorageError("An interrupt came while a part of the step began.", "Undo it.")
+                raise StorageError("An interrupt came while a part of the step began.", "Roll it back.")
             self._finish_wave(self._waves[self._num_finished])
         self._partition.synchronize()
 
     def _finish_wave(self, wave: _Wave) -> None:
         if self._num_begun == self._num_finished + 1:
             assert self._current is not None
-            self._current.drain()
+            self._current.finish()
             # The next wave overwrites the other half, whose copies ran while this wave was in progress.
             self._partition.synchronize()
             self._begin_next()

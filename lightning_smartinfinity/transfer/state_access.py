@@ -324,6 +324,6 @@ def _finish(submission: Submission) -> None:
     """Starts a submission and returns when it is done."""
     try:
         submission.start()
-        submission.drain()
+        submission.finish()
     finally:
         submission.stop()  # after an interrupt, work is still in progress on the device

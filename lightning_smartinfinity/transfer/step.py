@@ -20,7 +20,7 @@ __all__ = ["Step"]
 
 
 class Step:
-    """Runs a plan, from :meth:`start` to :meth:`commit` or :meth:`restore`.
+    """Runs a plan, from :meth:`start` to :meth:`commit` or :meth:`read_back`.
 
     An incremental step starts without tasklets: :meth:`extend` adds some as if every parameter were active, and
     :meth:`complete` adds the others once the active parameters are known.
@@ -175,19 +175,19 @@ class Step:
         self._require_submitted()
         self._guarded(lambda: self._submission.wait(wanted))
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         """Returns when all submitted work is done. Raises as :meth:`wait`."""
         self._require_submitted()
-        self._guarded(self._submission.drain)
+        self._guarded(self._submission.finish)
 
     def _require_submitted(self) -> None:
         if not self._is_submitted and self.failure is None:
-            self.failure = StorageError("An interrupt came while the step began.", "Undo it.")
+            self.failure = StorageError("An interrupt came while the step began.", "Roll it back.")
 
     def commit(self) -> None:
-        """Drains the step and makes it the current generation. Raises as :meth:`wait`."""
+        """Finishes the step and makes it the current generation. Raises as :meth:`wait`."""
         assert self.is_complete
-        self.drain()
+        self.finish()
         # An interrupted earlier call may have committed the step already.
         if self._store.generation < self.generation:
             steps = self.batches.updates.counts_after(self._store.steps)
@@ -195,20 +195,20 @@ class Step:
 
     def stop(self) -> None:
         """Starts no more tasklets and returns when none is in flight. The step cannot be committed any more."""
-        self.failure = self.failure or StorageError("The step was abandoned.", "Undo it.")
+        self.failure = self.failure or StorageError("The step was stopped.", "Roll it back.")
         self._submission.stop()
 
-    def restore(self) -> None:
+    def read_back(self) -> None:
         """Reads the current generation's parameters back into the partition, after :meth:`stop`.
 
         Raises:
             StorageError: The parameters could not be read; the call may be repeated.
             CudaError: The parameters could not be copied; the call may be repeated.
         """
-        self._submission = self._outputs.submission(self._assignment(self.batches.restore), self._staging)
+        self._submission = self._outputs.submission(self._assignment(self.batches.read_back), self._staging)
         try:
             self._submission.start()
-            self._submission.drain()
+            self._submission.finish()
         except BaseException:  # an interrupt as well
             self._submission.stop()
             raise

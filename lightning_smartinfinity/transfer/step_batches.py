@@ -18,7 +18,7 @@ from lightning_smartinfinity.transfer.batches import (
 )
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.step_plan import StepPlan
-from lightning_smartinfinity.transfer.work import Updates, restore_batch
+from lightning_smartinfinity.transfer.work import Updates, read_back_batch
 
 __all__ = ["StepBatches"]
 
@@ -117,9 +117,9 @@ class StepBatches:
             self._sent |= {tasklet.index: tasklet for tasklet in batch.tasklets}
         return compressed.encoded(batch)
 
-    def restore(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
+    def read_back(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
         """Makes the batch that reads the current masters of updated parameters back into the parameters."""
-        return [restore_batch(self._layout, self.pieces, tasklets, self._places, outputs=outputs)]
+        return [read_back_batch(self._layout, self.pieces, tasklets, self._places, outputs=outputs)]
 
     @property
     def has_residual(self) -> bool:

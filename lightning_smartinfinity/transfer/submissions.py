@@ -70,7 +70,7 @@ class Link(Protocol):
 
 
 class Submission(ABC):
-    """Tasklets in progress on the device. The order of calls is ``start``, ``wait``, then ``drain`` or ``stop``."""
+    """Tasklets in progress on the device. The order of calls is ``start``, ``wait``, then ``finish`` or ``stop``."""
 
     @abstractmethod
     def start(self) -> None:
@@ -86,7 +86,7 @@ class Submission(ABC):
         """
 
     @abstractmethod
-    def drain(self) -> None:
+    def finish(self) -> None:
         """Returns when all work is done and the device is free. Raises as :meth:`wait`."""
 
     @abstractmethod
@@ -157,10 +157,10 @@ class DirectSubmission(Submission):
             if self._link is not None:
                 self._link.give()
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         if self._active:
             try:
-                self._device.drain()
+                self._device.finish()
             except SmartInfinityError:
                 self._active = False
                 raise
@@ -169,5 +169,5 @@ class DirectSubmission(Submission):
 
     def stop(self) -> None:
         if self._active:
-            self._device.abandon()
+            self._device.stop()
             self._active = False

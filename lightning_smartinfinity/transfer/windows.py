@@ -98,7 +98,7 @@ class WindowWalk:
                 submission = self._start(native.Operation.READ, tasklets, window, in_flight)
                 if visited is not None:
                     visit(visited)
-                submission.drain()
+                submission.finish()
                 visited = window
             if visited is not None:
                 visit(visited)
@@ -110,10 +110,10 @@ class WindowWalk:
             for tasklets, window in self._buffer.windows():
                 fill(window)
                 if submission is not None:
-                    submission.drain()
+                    submission.finish()
                 submission = self._start(native.Operation.WRITE, tasklets, window, in_flight)
             if submission is not None:
-                submission.drain()
+                submission.finish()
 
     def _start(
         self, operation: native.Operation, tasklets: range, window: Window, in_flight: ExitStack

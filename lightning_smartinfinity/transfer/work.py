@@ -14,7 +14,7 @@ from lightning_smartinfinity.transfer.batches import Memory, Piece, Places, segm
 from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.transfer.rules import UpdateRule
 
-__all__ = ["Updates", "array_batch", "choose_updates", "restore_batch", "start_batch"]
+__all__ = ["Updates", "array_batch", "choose_updates", "read_back_batch", "start_batch"]
 
 
 class Updates:
@@ -96,7 +96,7 @@ def choose_updates(
     )
 
 
-def restore_batch(
+def read_back_batch(
     layout: PartitionLayout, pieces: Sequence[Piece], tasklets: Sequence[int], places: Places, *, outputs: Memory
 ) -> native.Batch:
     """Make the batch that reads current masters back into the parameters of the pieces with a key of 0 or more."""

@@ -37,14 +37,14 @@ class StateByParameter(StorageOptimizer):
         if not self._has_state(param):
             return _NO_STATE, 0
         index = self.partition.index[param.ds_id]
-        piece = self.layout.parameters[index]
-        padded = torch.zeros(piece.numel, dtype=torch.float32)
+        own = self.layout.parameters[index]
+        padded = torch.zeros(own.numel, dtype=torch.float32)
         self.update.drain()
         with raising_together(self.dp_process_group):
             name = self._array_named(optim_state_key, index)
             values = self.rank_state.handler.state.read_parameter(index, names=[name])[name]
-            padded[: piece.real_numel] = torch.from_numpy(values)
-        return padded, piece.sub_group
+            padded[: own.real_numel] = torch.from_numpy(values)
+        return padded, own.sub_group
 
     def set_full_hp_param(self, value: torch.Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Replace the master, and the parameter with it, or one array of the optimizer state.
@@ -71,7 +71,7 @@ class StateByParameter(StorageOptimizer):
             return
         values = None
         with raising_together(self.dp_process_group):
-            values = _checked(value, param.ds_tensor.numel())[: self._piece(param).real_numel]
+            values = _checked(value, param.ds_tensor.numel())[: self._slice_of(param).real_numel]
         self._set(param, values, optim_state_key)
 
     def _set(self, param: ZeroParameter, values: torch.Tensor | None, key: str | None) -> None:
@@ -89,13 +89,13 @@ class StateByParameter(StorageOptimizer):
 
     @torch.no_grad()
     def _write_parameter(self, param: ZeroParameter, values: torch.Tensor) -> None:
-        piece = self._piece(param)
+        own = self._slice_of(param)
         with raising_together(self.dp_process_group):
-            self.partition.write(piece.offset, values)
+            self.partition.write(own.offset, values)
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             # The parameter is gathered, like the small ones that ZeRO-3 keeps gathered between steps.
-            padded = torch.zeros(piece.numel, dtype=torch.float32, device=param.device)
-            padded[: piece.real_numel].copy_(values)
+            padded = torch.zeros(own.numel, dtype=torch.float32, device=param.device)
+            padded[: own.real_numel].copy_(values)
             param.data.copy_(self._fp32_state_allgather(param, padded))
 
     def _array_named(self, key: str | None, parameter: int) -> str:
@@ -123,7 +123,7 @@ class StateByParameter(StorageOptimizer):
     ) -> tuple[torch.Tensor, int]:
         index = self.partition.index[param.ds_id]
         self.arena.synchronize()
-        return self.arena.gradient(index), self._piece(param).sub_group
+        return self.arena.gradient(index), self._slice_of(param).sub_group
 
     def get_fp32_grad_for_param(self, param: ZeroParameter) -> torch.Tensor | None:
         """Return the full gradient in fp32, or None if there is none in this window."""
@@ -180,12 +180,12 @@ class StateByParameter(StorageOptimizer):
     def _has_state(self, param: ZeroParameter) -> bool:
         return bool(param.requires_grad) and param.ds_id in self.partition.index
 
-    def _piece(self, param: ZeroParameter) -> ParameterSlice:
+    def _slice_of(self, param: ZeroParameter) -> ParameterSlice:
         return self.layout.parameters[self.partition.index[param.ds_id]]
 
     def _own_slice(self, param: ZeroParameter, full: torch.Tensor) -> torch.Tensor:
-        piece = self._piece(param)
-        return full[self._get_param_partition_rank(param) * piece.numel :][: piece.real_numel]
+        own = self._slice_of(param)
+        return full[self._get_param_partition_rank(param) * own.numel :][: own.real_numel]
 
 
 def _checked(value: object, numel: int) -> torch.Tensor:

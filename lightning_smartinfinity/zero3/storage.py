@@ -237,14 +237,14 @@ def _describe(
         arrays=rule.arrays,
         parameters=tuple(
             {
-                "name": piece.name,
-                "numel": piece.numel,
-                "real_numel": piece.real_numel,
-                "group": piece.group,
-                "sub_group": piece.sub_group,
+                "name": parameter.name,
+                "numel": parameter.numel,
+                "real_numel": parameter.real_numel,
+                "group": parameter.group,
+                "sub_group": parameter.sub_group,
                 "dtype": str(dtype).removeprefix("torch."),
             }
-            for piece in layout.parameters
+            for parameter in layout.parameters
         ),
         groups=tuple(_plain(group) for group in groups),
     )

@@ -71,9 +71,9 @@ def test_all_state_crosses_the_shared_channel(device: HostDevice) -> None:
     """State traffic counts as shared-channel bytes and calls. Nothing moves on the internal channel."""
     device.submit(batch(native.Operation.WRITE))
     device.wait()
-    device.drain()
+    device.finish()
     device.submit(batch(native.Operation.READ))
-    device.drain()
+    device.finish()
     traffic = device.counters()
     assert traffic.shared_read_bytes == traffic.shared_write_bytes == 2 * EXTENT_BYTES
     assert (traffic.read_calls, traffic.write_calls) == (2, 2)
@@ -98,11 +98,11 @@ def test_failed_batch(device: HostDevice, number: int, kind: type[StorageError])
     inject(device.pipeline, fail_write_at=1, errno=number)
     device.submit(batch(native.Operation.WRITE))
     with pytest.raises(kind, match=rf"at offset {EXTENT_BYTES} of /.*state\.bin \(tasklet 1\)") as caught:
-        device.drain()
+        device.finish()
     assert type(caught.value) is kind
     assert caught.value.remedy
     device.submit(batch(native.Operation.WRITE))
-    device.drain()
+    device.finish()
     device.close()
 
 
@@ -110,14 +110,14 @@ def test_corrupt_extents(device: HostDevice) -> None:
     """Reading a missing extent, or one of another generation, raises StorageCorruptError."""
     device.submit(batch(native.Operation.READ))
     with pytest.raises(StorageCorruptError, match="there is no extent here"):
-        device.drain()
+        device.finish()
     device.submit(batch(native.Operation.WRITE, generation=4))
-    device.drain()
+    device.finish()
     device.submit(batch(native.Operation.READ, generation=5))
     with pytest.raises(StorageCorruptError, match="generation"):
         device.wait()
     with pytest.raises(StorageCorruptError):
-        device.drain()
+        device.finish()
     device.close()
 
 

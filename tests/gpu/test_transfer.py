@@ -64,7 +64,7 @@ def test_partition_on_the_device(tmp_path: Path, link: CudaLink, dtype: torch.dt
         before = run.state()
         run.handler.begin_step(run.collect(1))
         run.handler.step.wait(slice(0, 1))
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.step(number)
     assert_equal(run.state(), expected)

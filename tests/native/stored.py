@@ -1,4 +1,4 @@
-"""A partition's state on storage with two slots per tasklet, laid out as in training."""
+"""A partition's state on storage with two places per tasklet, laid out as in training."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class StoredState:
         options: Options of the Pipeline.
         borders: Offsets at which a parameter ends and the next one begins.
         offset: Offset of the first tasklet in the partition, as the native core is told.
-        wanders: Whether the two slots of a tasklet lie in different files.
+        wanders: Whether the two places of a tasklet lie in different files.
         payloads: Compressed gradients of tasklets, by index, for updates whose runs have no gradients. With a codec,
             memory for the compressed gradients of the runs.
         codec: Codec of the updates.
@@ -128,7 +128,7 @@ class StoredState:
     identity: Identity = field(default_factory=lambda: Identity(job=JOB, rank=3, state_format=0))
     options: dict[str, Any] = field(default_factory=dict)
     generation: int = 0
-    slot: int = 0
+    place: int = 0
     borders: Sequence[int] = ()
     offset: int = 0
     wanders: bool = False
@@ -179,7 +179,7 @@ class StoredState:
 
     def regions(self, index: int = 0) -> list[Array]:
         """Return the bytes of each region as they are on storage."""
-        path, offset = self.paths[self.file_of(index, self.slot)], self.extent_offset(index, self.slot)
+        path, offset = self.paths[self.file_of(index, self.place)], self.extent_offset(index, self.place)
         content = np.fromfile(path, np.uint8, self.extent_bytes_of(index), offset=offset)
         begin, found = 0, []
         for used in self.region_bytes_of(index):
@@ -192,16 +192,16 @@ class StoredState:
         options = {"num_buffers": 2, "buffer_bytes": self.extent_bytes, **self.options}
         return Pipeline(files=self.files, identity=self.identity, **options)
 
-    def file_of(self, index: int, slot: int) -> int:
-        return (index + slot * self.wanders) % self.num_files
+    def file_of(self, index: int, place: int) -> int:
+        return (index + place * self.wanders) % self.num_files
 
-    def extent_offset(self, index: int, slot: int) -> int:
-        return (2 * index + slot) * self.extent_bytes
+    def extent_offset(self, index: int, place: int) -> int:
+        return (2 * index + place) * self.extent_bytes
 
     def tasklets(
         self, runs: Sequence[Run], *, master_in_parameter: bool = False, compressed: bool = False
     ) -> list[Tasklet]:
-        """Return every tasklet with its share of the runs, reading the current slot and writing the other."""
+        """Return every tasklet with its share of the runs, reading the current place and writing the other."""
         return [self.tasklet(index, runs, master_in_parameter, compressed) for index in range(self.num_tasklets)]
 
     def tasklet(
@@ -217,14 +217,14 @@ class StoredState:
                 segments.append(run.segment(first, last, tasklet_offset=offset))
         return Tasklet(
             index=index,
-            read_file=self.file_of(index, self.slot),
-            write_file=self.file_of(index, 1 - self.slot),
+            read_file=self.file_of(index, self.place),
+            write_file=self.file_of(index, 1 - self.place),
             numel=numel,
             num_arrays=self.num_arrays,
             extent_bytes=self.extent_bytes_of(index),
-            read_offset=self.extent_offset(index, self.slot),
+            read_offset=self.extent_offset(index, self.place),
             read_generation=self.generation,
-            write_offset=self.extent_offset(index, 1 - self.slot),
+            write_offset=self.extent_offset(index, 1 - self.place),
             write_generation=self.generation + 1,
             segments=segments,
             master_in_parameter=master_in_parameter,
@@ -267,14 +267,14 @@ class StoredState:
     ) -> Failure | None:
         """Work a whole batch, and commit it if it wrote and did not fail."""
         self.start(operation, runs, steps, master_in_parameter=master_in_parameter)
-        return self.drain(commits=operation is not Operation.READ)
+        return self.finish(commits=operation is not Operation.READ)
 
-    def drain(self, *, commits: bool = True) -> Failure | None:
+    def finish(self, *, commits: bool = True) -> Failure | None:
         """Finish a batch, and commit its writes if it did not fail."""
-        failure = self.pipeline.drain()
+        failure = self.pipeline.finish()
         if failure is None and commits:
             self.generation += 1
-            self.slot = 1 - self.slot
+            self.place = 1 - self.place
         return failure
 
     def write(self, *arrays: Array | None) -> None:

@@ -142,7 +142,7 @@ void update_element(const RmspropStep& s, float gradient, State& state, std::siz
     p = p - s.lr * change;
 }
 
-// A partition on storage, two slots per tasklet, and the same state in memory.
+// A partition on storage, two places per tasklet, and the same state in memory.
 class Scenario {
  public:
     Scenario(const std::string& folder, std::uint64_t seed, const FakeCuda& cuda)
@@ -154,7 +154,7 @@ class Scenario {
         num_tasklets_ = random_.between(1, 7);
         tasklet_numel_ = (numel_ + num_tasklets_ - 1) / num_tasklets_;
         num_tasklets_ = (numel_ + tasklet_numel_ - 1) / tasklet_numel_;
-        slot_.assign(num_tasklets_, 0);
+        place_.assign(num_tasklets_, 0);
         num_resident_ = random_.upto(num_tasklets_);
         in_memory_only_ = seed % 3 == 2;
         master_in_parameter_ = random_.coin();
@@ -175,7 +175,7 @@ class Scenario {
         }
         check_state();
         if (!in_memory_only_) check_storage();
-        abandon();
+        close_in_flight();
     }
 
  private:
@@ -244,7 +244,7 @@ class Scenario {
     }
 
     // With two files a tasklet moves from one to the other.
-    std::size_t file_of(std::size_t index, std::size_t slot) const { return (index + slot) % files_.size(); }
+    std::size_t file_of(std::size_t index, std::size_t place) const { return (index + place) % files_.size(); }
 
     Tasklet tasklet(std::size_t index) const {
         Tasklet tasklet;
@@ -252,10 +252,10 @@ class Scenario {
         tasklet.numel = std::min(tasklet_numel_, numel_ - index * tasklet_numel_);
         tasklet.num_arrays = num_arrays();
         tasklet.extent_bytes = extent_of(tasklet.numel);
-        tasklet.read_file = file_of(index, slot_[index]);
-        tasklet.write_file = file_of(index, 1 - slot_[index]);
-        tasklet.read_offset = (2 * index + slot_[index]) * extent();
-        tasklet.write_offset = (2 * index + (1 - slot_[index])) * extent();
+        tasklet.read_file = file_of(index, place_[index]);
+        tasklet.write_file = file_of(index, 1 - place_[index]);
+        tasklet.read_offset = (2 * index + place_[index]) * extent();
+        tasklet.write_offset = (2 * index + (1 - place_[index])) * extent();
         tasklet.read_generation = generation_;
         tasklet.write_generation = generation_ + 1;
         return tasklet;
@@ -274,9 +274,9 @@ class Scenario {
         }
         submit_others(batch, begun);
         if (random_.coin()) (void)pipeline_->wait(0, std::nullopt);
-        auto failure = pipeline_->drain();
+        auto failure = pipeline_->finish();
         for (std::thread& waiter : waiters) waiter.join();
-        require(!pipeline_->drain(), "a failure outlives its batch", seed_);
+        require(!pipeline_->finish(), "a failure outlives its batch", seed_);
         return failure;
     }
 
@@ -326,7 +326,7 @@ class Scenario {
     void initialize() {
         for (auto& array : expected_.arrays) random_.fill(array);
         for (float& value : expected_.arrays.back()) value = value * value;  // an array of squares is the last one
-        if (std::holds_alternative<RmspropStep>(steps_.front())) {  // average squared <= average of squares
+        if (std::holds_alternative<RmspropStep>(steps_.front())) {           // average squared <= average of squares
             for (std::size_t i = 0; i < numel_; ++i) {
                 float& square = expected_.arrays[1][i];
                 expected_.arrays[3][i] = 0.5f * square;
@@ -339,7 +339,7 @@ class Scenario {
     }
 
     void commit() {
-        for (std::size_t& slot : slot_) slot = 1 - slot;
+        for (std::size_t& place : place_) place = 1 - place;
         ++generation_;
     }
 
@@ -414,7 +414,7 @@ class Scenario {
     }
 
     // Closes a pipeline while a thread waits, and destroys another one, with work in flight.
-    void abandon() {
+    void close_in_flight() {
         const Batch batch = update_batch();
         inject(100);
         pipeline_->submit(batch);
@@ -447,7 +447,7 @@ class Scenario {
     bool master_in_parameter_ = false;
     bool failing_ = false;
     std::uint64_t generation_ = 0;
-    std::vector<std::size_t> slot_;
+    std::vector<std::size_t> place_;
     State expected_;
     std::vector<float> parameters_;
     std::vector<float> gradients_;

@@ -130,7 +130,7 @@ const Rule kRules[] = {
       RmspropStep{1.0f, 0.0f, 0.3f, 0.7f, 1e-6f, 0.0f, 1.0f, 1e-3f}}},
 };
 
-// A file with two slots for each tasklet, and the parameters that come from it.
+// A file with two places for each tasklet, and the parameters that come from it.
 struct Side {
     StateFile file;
     std::string path;
@@ -158,7 +158,7 @@ class Scenario {
     void run() {
         initialize();
         for (std::size_t round = random_.between(1, 3); round > 0; --round) update();
-        abandon();
+        close_in_flight();
     }
 
  private:
@@ -207,14 +207,14 @@ class Scenario {
         tasklet.numel = std::min(tasklet_numel_, numel_ - index * tasklet_numel_);
         tasklet.num_arrays = rule_.num_arrays;
         tasklet.extent_bytes = extent_of(tasklet.numel);
-        tasklet.read_offset = (2 * index + slot_) * extent();
-        tasklet.write_offset = (2 * index + (1 - slot_)) * extent();
+        tasklet.read_offset = (2 * index + place_) * extent();
+        tasklet.write_offset = (2 * index + (1 - place_)) * extent();
         tasklet.read_generation = generation_;
         tasklet.write_generation = generation_ + 1;
         return tasklet;
     }
 
-    // Whether the timeout is so short that a slow run or transfer may be given up.
+    // Whether the timeout is so short that a slow run or transfer may be abandoned.
     bool is_impatient() const { return seed_ % 4 == 3; }
 
     // Draws bits that are finite numbers in every type.
@@ -247,13 +247,13 @@ class Scenario {
         for (Side* side : {host_.get(), card_.get()}) {
             auto pipeline = make_host_pipeline(*side);
             pipeline->submit(batch);
-            require(!pipeline->drain(), "the first write failed", seed_);
+            require(!pipeline->finish(), "the first write failed", seed_);
         }
         commit();
     }
 
     void commit() {
-        slot_ = 1 - slot_;
+        place_ = 1 - place_;
         ++generation_;
     }
 
@@ -261,10 +261,10 @@ class Scenario {
         draw_gradients();
         const Batch batch = update_batch();
         on_host_->submit(on(batch, *host_));
-        require(!on_host_->drain(), "the host failed", seed_);
+        require(!on_host_->finish(), "the host failed", seed_);
         inject();
         on_card_->submit(on(batch, *card_));
-        const auto failure = on_card_->drain();
+        const auto failure = on_card_->finish();
         if (!gate().happened()) gate().open();
         require(!failure || is_impatient() || fault_ != CardFault::kNone, "the card failed by itself", seed_);
         require(failure || !gate().happened(), "a transfer that did not return was lost", seed_);
@@ -275,7 +275,7 @@ class Scenario {
         commit();
     }
 
-    // Lets the host do, from the old slots in the card's file, the tasklets that the card has not completed.
+    // Lets the host do, from the old places in the card's file, the tasklets that the card has not completed.
     void redo(Batch batch) {
         check_busy();
         const std::vector<std::size_t> finished = on_card_->complete();
@@ -285,7 +285,7 @@ class Scenario {
         require(!batch.tasklets.empty(), "a failed batch is wholly done", seed_);
         auto pipeline = make_host_pipeline(*card_);
         pipeline->submit(on(batch, *card_));
-        require(!pipeline->drain(), "the second attempt failed", seed_);
+        require(!pipeline->finish(), "the second attempt failed", seed_);
     }
 
     void check_busy() {
@@ -340,7 +340,7 @@ class Scenario {
     std::vector<char> content(const Side& side) const {
         std::vector<char> content(num_tasklets_ * extent());
         for (std::size_t index = 0; index < num_tasklets_; ++index) {
-            const auto offset = static_cast<off_t>((2 * index + (1 - slot_)) * extent());
+            const auto offset = static_cast<off_t>((2 * index + (1 - place_)) * extent());
             const ssize_t read = ::pread(side.file.descriptor(), content.data() + index * extent(), extent(), offset);
             require(read == static_cast<ssize_t>(extent()), "storage cannot be read", seed_);
         }
@@ -428,7 +428,7 @@ class Scenario {
     }
 
     // Closes a pipeline with work in flight, even with a run that does not return.
-    void abandon() {
+    void close_in_flight() {
         const bool hangs = is_impatient() && random_.coin();
         const bool stalls = hangs && random_.coin();
         core_->inject(stalls ? CardFault::kStalledSync : hangs ? CardFault::kHang : CardFault::kNone, 0);
@@ -454,7 +454,7 @@ class Scenario {
     bool through_file_ = false;
     int gradients_descriptor_ = -1;
     CardFault fault_ = CardFault::kNone;
-    std::size_t slot_ = 0;
+    std::size_t place_ = 0;
     std::uint64_t generation_ = 0;
     std::vector<float> gradients_;
     std::vector<std::vector<std::byte>> payloads_;

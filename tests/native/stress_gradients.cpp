@@ -342,9 +342,9 @@ class Scenario {
         }
         update.residual_scale = gradients.front()->scale();
         pipeline.submit(write);
-        require(!pipeline.drain(), "the first write failed", seed_);
+        require(!pipeline.finish(), "the first write failed", seed_);
         pipeline.submit(update);
-        require(!pipeline.drain(), "an update failed", seed_);
+        require(!pipeline.finish(), "an update failed", seed_);
         check_updated(gradients, update, parameters);
         feed_back(update.tasklets, update.residual_scale, 2);
     }

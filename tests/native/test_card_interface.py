@@ -68,17 +68,17 @@ def update(stored: StoredState, kernel: Kernel, binding: DescribedCard, run: Run
         card=options,
     )
     pipeline.submit(Batch(Operation.UPDATE, stored.tasklets([run], compressed=True), [step_of(kernel)]))
-    failure = pipeline.drain()
+    failure = pipeline.finish()
     pipeline.close()
     return failure
 
 
 def read(stored: StoredState, num_arrays: int) -> tuple[Failure | None, list[Array]]:
     """Read, on the host, the state that a card wrote."""
-    stored.generation, stored.slot = stored.generation + 1, 1 - stored.slot
+    stored.generation, stored.place = stored.generation + 1, 1 - stored.place
     found = [np.zeros(NUMEL, np.float32) for _ in range(num_arrays)]
     stored.start(Operation.READ, [Run(0, NUMEL, arrays=found)])
-    return stored.drain(commits=False), found
+    return stored.finish(commits=False), found
 
 
 @pytest.mark.parametrize("form", [1, 256 + 1, 512], ids=["dense", "sparse", "8 bits"])

@@ -259,6 +259,6 @@ def test_a_batch_whose_parameters_do_not_travel(fake_cuda: FakeCuda, tmp_path: P
         found = np.zeros(1_000, np.float32)
         batch = Batch(Operation.READ, state.tasklets([Run(0, 1_000, arrays=(None, found))]), [], stream)
         state.pipeline.submit(batch)
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
         assert found.all()
         assert (state.pipeline.ring_bytes, fake_cuda.log()) == (ring_bytes, [])

@@ -1,4 +1,4 @@
-"""A failure on storage stops the batch, is reported with path and offset, and leaves the old slot intact."""
+"""A failure on storage stops the batch, is reported with path and offset, and leaves the old place intact."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def update(state: StoredState, **kwargs: bool) -> tuple[Failure | None, Floats]:
 def flip(state: StoredState, tasklet: int, position: int) -> None:
     """Flip a bit of the tasklet's current extent."""
     with state.paths[0].open("r+b") as file:
-        file.seek(state.extent_offset(tasklet, state.slot) + position)
+        file.seek(state.extent_offset(tasklet, state.place) + position)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 4]))
@@ -86,7 +86,7 @@ def test_a_flipped_bit(tmp_path: Path, position: int, kind: str) -> None:
     assert failure is not None
     assert (failure.kind, failure.tasklet, failure.errno) == (kind, 4, 0)
     assert failure.path == str(state.paths[0])
-    assert failure.offset == state.extent_offset(4, state.slot)
+    assert failure.offset == state.extent_offset(4, state.place)
     assert failure.path in failure.message and str(failure.offset) in failure.message
 
 
@@ -127,7 +127,7 @@ def test_foreign_tasklet(tmp_path: Path) -> None:
     """An extent that lies where another tasklet's should is refused."""
     state, _ = stored(tmp_path)
     content = bytearray(state.paths[0].read_bytes())
-    third, fourth = state.extent_offset(3, state.slot), state.extent_offset(4, state.slot)
+    third, fourth = state.extent_offset(3, state.place), state.extent_offset(4, state.place)
     content[fourth : fourth + state.extent_bytes] = content[third : third + state.extent_bytes]
     state.paths[0].write_bytes(content)
     with state:
@@ -152,7 +152,7 @@ def test_wrong_format(tmp_path: Path, change: str) -> None:
     if change == "numel":
         state.numel -= 1
     else:
-        state.slot = 1 - state.slot
+        state.place = 1 - state.place
     with state:
         failure, _ = update(state)
     assert failure is not None and failure.kind == "format"
@@ -166,7 +166,7 @@ def test_short_file(tmp_path: Path, direct: bool, missing: int) -> None:
     with state:
         state.write(*initial(NUMEL))
         last = state.num_tasklets - 1
-        end = state.extent_offset(last, state.slot) + extent_bytes(NUMEL - last * TASKLET)
+        end = state.extent_offset(last, state.place) + extent_bytes(NUMEL - last * TASKLET)
         os.truncate(state.paths[0], end - missing)
         failure, _ = update(state)
     assert failure is not None
@@ -177,7 +177,7 @@ def test_short_file(tmp_path: Path, direct: bool, missing: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("which", ["read", "write"])
 def test_error_in_the_middle(tmp_path: Path, seed: int, which: str) -> None:
-    """EIO with other transfers in flight is reported with errno, and the old slot stays intact."""
+    """EIO with other transfers in flight is reported with errno, and the old place stays intact."""
     state, arrays = stored(tmp_path, num_buffers=3, io_threads=3, compute_threads=2)
     at = {f"fail_{which}_at": seed % state.num_tasklets}
     with state:
@@ -185,7 +185,7 @@ def test_error_in_the_middle(tmp_path: Path, seed: int, which: str) -> None:
         failure, _ = update(state)
         assert failure is not None
         assert (failure.kind, failure.errno, failure.path) == ("io", errno.EIO, str(state.paths[0]))
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
         assert_same(state.read(), arrays)
         assert update(state)[0] is None
 
@@ -201,8 +201,8 @@ def test_interrupted_transfer(tmp_path: Path, which: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_wait_reports_and_drain_ends(tmp_path: Path, seed: int) -> None:
-    """wait() returns a failure once it has occurred. drain() returns it too and allows the next batch."""
+def test_wait_reports_and_finish_ends(tmp_path: Path, seed: int) -> None:
+    """wait() returns a failure once it has occurred. finish() returns it too and allows the next batch."""
     state, arrays = stored(tmp_path, num_buffers=2)
     with state:
         inject(state.pipeline, seed=seed, max_delay_us=300, fail_read_at=3, errno=errno.ENODEV)
@@ -215,9 +215,9 @@ def test_wait_reports_and_drain_ends(tmp_path: Path, seed: int) -> None:
         assert again is not None and again.message == waited.message
         with pytest.raises(ValueError, match="active"):
             state.start(Operation.UPDATE, runs, [adam_step()])
-        drained = state.pipeline.drain()
-        assert drained is not None and drained.message == waited.message
-        assert state.pipeline.drain() is None and state.pipeline.wait() is None
+        finished = state.pipeline.finish()
+        assert finished is not None and finished.message == waited.message
+        assert state.pipeline.finish() is None and state.pipeline.wait() is None
         assert_same(state.read(), arrays)
 
 
@@ -239,7 +239,7 @@ def test_full_disk(tmp_path: Path) -> None:
     full = StateFile("/dev/full", direct=False)
     pipeline = Pipeline(files=[full], identity=identity, num_buffers=2, buffer_bytes=layout.extent_bytes)
     pipeline.submit(Batch(Operation.WRITE, layout.tasklets([])))
-    failure = pipeline.drain()
+    failure = pipeline.finish()
     pipeline.close()
     layout.pipeline.close()
     assert failure is not None

@@ -321,7 +321,7 @@ def test_masters_in_parameters_are_not_read(tmp_path: Path, state_format: int) -
         parameter: Bits = codecs.split(p)[0] if sixteen else p.copy()
         dtype = DType.BFLOAT16 if sixteen else DType.FLOAT32
         with open(state.paths[0], "r+b") as file:
-            file.seek(state.extent_offset(0, state.slot))
+            file.seek(state.extent_offset(0, state.place))
             file.write(bytes(state.region_bytes_of(0)[0]))
         runs = [
             Run(0, 1, parameter=parameter, parameter_dtype=dtype),
@@ -347,7 +347,7 @@ def test_every_region_is_checked(tmp_path: Path) -> None:
     for state_format in FORMATS.values():
         with stored(tmp_path, numel, state_format, borders=BORDERS) as state:
             state.write(p, m, v)
-            begin = state.extent_offset(0, state.slot)
+            begin = state.extent_offset(0, state.place)
             for region, used in enumerate(state.region_bytes_of(0)):
                 content = bytearray(state.paths[0].read_bytes())
                 content[begin + used - 1] ^= 4

@@ -159,7 +159,7 @@ def test_any_number_of_threads_in_any_order(tmp_path: Path) -> None:
             batch = state.update_batch(runs_of(gradient, DType.FLOAT32, parameter), [step, step])
             tasklets = list(batch.tasklets)[:: 1 if threads == 1 else -1]
             state.pipeline.submit(Batch(Operation.UPDATE, tasklets, [step, step], codec=state.codec))
-            assert state.drain() is None
+            assert state.finish() is None
             results.append((parameter, *state.payloads.values(), *state.read()))
     for found, expected in zip(*results, strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -1,4 +1,4 @@
-"""Ctrl-C while the core works ends the wait. The batch can then be continued or abandoned."""
+"""Ctrl-C while the core works ends the wait. The batch can then be continued or stopped."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def start_slow_update(state: StoredState, *, delay_us: int) -> tuple[Any, Any]:
     return gradient, parameter
 
 
-WAITS: list[Callable[[Pipeline], object]] = [Pipeline.wait, Pipeline.drain]
+WAITS: list[Callable[[Pipeline], object]] = [Pipeline.wait, Pipeline.finish]
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_an_interrupt_ends_the_wait_and_abandon_the_batch(wait: Callable[[Pipeline], object], tmp_path: Path) -> None:
-    """An interrupt ends the wait early. abandon() skips tasklets that have not begun. The old slot stays intact."""
+def test_an_interrupt_ends_the_wait_and_stop_the_batch(wait: Callable[[Pipeline], object], tmp_path: Path) -> None:
+    """An interrupt ends the wait early. stop() skips tasklets that have not begun. The old place stays intact."""
     arrays = initial(NUMEL)
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
         state.write(*arrays)
         _, parameter = start_slow_update(state, delay_us=100_000)
         with interrupted():
             wait(state.pipeline)
-        state.pipeline.abandon()
+        state.pipeline.stop()
         assert parameter[-1] == UNTOUCHED
         seen = parameter.copy()
-        assert state.pipeline.drain() is None, "an abandoned batch is over"
+        assert state.pipeline.finish() is None, "a stopped batch is over"
         inject(state.pipeline)
         assert_same(state.read(), arrays)
         np.testing.assert_array_equal(parameter, seen)
@@ -75,17 +75,17 @@ def test_an_interrupted_batch_goes_on(tmp_path: Path) -> None:
         state.write(*arrays)
         gradient, parameter = start_slow_update(state, delay_us=15_000)
         with interrupted():
-            state.pipeline.drain()
-        assert state.pipeline.drain() is None
+            state.pipeline.finish()
+        assert state.pipeline.finish() is None
         np.testing.assert_array_equal(parameter, adam(STEP, gradient, arrays)[0])
 
 
-def test_abandoning_nothing(tmp_path: Path) -> None:
-    """abandon() without a batch does nothing."""
+def test_stopping_nothing(tmp_path: Path) -> None:
+    """stop() without a batch does nothing."""
     with StoredState(tmp_path, NUMEL, 1024) as state:
-        state.pipeline.abandon()
+        state.pipeline.stop()
         state.write(*initial(NUMEL))
-        state.pipeline.abandon()
+        state.pipeline.stop()
         assert_same(state.read(), initial(NUMEL))
 
 

@@ -216,7 +216,7 @@ def test_full_disk(tmp_path: Path, engine: str) -> None:
             files=[full], identity=state.identity, num_buffers=2, buffer_bytes=state.extent_bytes, io_engine=engine
         )
         pipeline.submit(Batch(Operation.WRITE, state.tasklets([])))
-        failure = pipeline.drain()
+        failure = pipeline.finish()
         pipeline.close()
     assert failure is not None
     assert (failure.kind, failure.errno, failure.path) == ("io", errno.ENOSPC, "/dev/full")
@@ -225,7 +225,7 @@ def test_full_disk(tmp_path: Path, engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("which", ["read", "write"])
 def test_every_request_may_fail(tmp_path: Path, engine: str, which: str) -> None:
-    """Whichever request fails, the old slot stays intact."""
+    """Whichever request fails, the old place stays intact."""
     gradient, parameter, arrays = normals(1), np.zeros(NUMEL, np.float32), initial()
     with StoredState(tmp_path, NUMEL, 4096, options={"io_engine": engine, "num_buffers": 3}) as state:
         state.write(*arrays)
@@ -260,7 +260,7 @@ def test_loaders_fork_workers_while_transferring(tmp_path: Path, engine: str) ->
             state.start(Operation.UPDATE, runs, STEPS)
             loader = DataLoader(_Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork")
             assert [value for batch in loader for value in batch.tolist()] == [float(k * k) for k in range(16)]
-            assert state.drain() is None
+            assert state.finish() is None
             arrays = expected_update(arrays, gradient, runs)
         assert_same(state.read(), arrays)
 
@@ -296,7 +296,7 @@ def test_two_pipelines_in_one_process(tmp_path: Path) -> None:
             second.start(Operation.UPDATE, runs, STEPS)
             first.start(Operation.UPDATE, runs := some_runs(gradient, parameter.copy(), seed=0), STEPS)
             second.pipeline.close()
-            assert first.drain() is None
+            assert first.finish() is None
         assert_same(first.read(), expected_update(arrays, gradient, runs))
 
 

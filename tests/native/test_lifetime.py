@@ -155,7 +155,7 @@ def test_sync_after_close_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
-    """close() abandons the batch, fails waiting calls, and leaves no thread. The old slot stays intact."""
+    """close() stops the batch, fails waiting calls, and leaves no thread. The old place stays intact."""
     arrays = initial(NUMEL)
     threads = num_threads()
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 4, "compute_threads": 2}) as state:
@@ -179,7 +179,7 @@ def test_close_with_work_in_flight(tmp_path: Path, seed: int) -> None:
         assert_threads_end(threads)
         for failure in results:
             assert failure is not None and (failure.kind, failure.errno) == ("io", errno.ECANCELED)
-        for method in (state.pipeline.wait, state.pipeline.drain):
+        for method in (state.pipeline.wait, state.pipeline.finish):
             with pytest.raises(ValueError, match="closed"):
                 method()
         del memory
@@ -201,7 +201,7 @@ def test_destruction_with_work_in_flight(tmp_path: Path, seed: int) -> None:
 
 
 def test_other_python_threads_run_during_a_wait(tmp_path: Path) -> None:
-    """drain() releases the interpreter lock, so that other Python threads run."""
+    """finish() releases the interpreter lock, so that other Python threads run."""
     with StoredState(tmp_path, NUMEL, 1024, options={"num_buffers": 1}) as state:
         state.write(*initial(NUMEL))
         interval = sys.getswitchinterval()
@@ -224,7 +224,7 @@ def another_thread_ran(state: StoredState, seed: int) -> bool:
     thread.start()
     memory = start_slow_update(state, seed=seed)
     gate.release()
-    assert state.pipeline.drain() is None
+    assert state.pipeline.finish() is None
     result = ran.is_set()
     join(thread)
     del memory
@@ -241,7 +241,7 @@ def test_fork_with_work_in_flight(tmp_path: Path, seed: int) -> None:
         child = os.fork()
         if child == 0:
             os._exit(child_result(state, buffers))
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         del memory
 
@@ -252,7 +252,7 @@ def child_result(state: StoredState, buffers: list[HostBuffer]) -> int:
     try:
         if smaps(buffers[0].address):
             return 2
-        for name in ("wait", "drain", "counters"):
+        for name in ("wait", "finish", "counters"):
             try:
                 getattr(state.pipeline, name)()
             except RuntimeError:

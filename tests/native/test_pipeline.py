@@ -149,7 +149,7 @@ def test_read_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_modify(tmp_path: Path) -> None:
-    """MODIFY replaces the given arrays within the segments and copies the rest to the other slot."""
+    """MODIFY replaces the given arrays within the segments and copies the rest to the other place."""
     arrays = initial()
     new = normals(4)
     with StoredState(tmp_path, NUMEL, 5000) as state:
@@ -267,7 +267,7 @@ def test_wait_for_a_range(tmp_path: Path, seed: int) -> None:
             np.testing.assert_array_equal(parameter[at], expected[at])
         assert state.pipeline.wait() is None
         np.testing.assert_array_equal(parameter, expected)
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -292,8 +292,8 @@ def test_a_batch_in_any_order_that_grows(tmp_path: Path, seed: int) -> None:
             for index in begun[positions]:
                 at = slice(2048 * int(index), 2048 * (int(index) + 1))
                 np.testing.assert_array_equal(parameter[at], expected[0][at])
-        assert state.pipeline.drain() is None
-        state.generation, state.slot = state.generation + 1, 1 - state.slot
+        assert state.pipeline.finish() is None
+        state.generation, state.place = state.generation + 1, 1 - state.place
         assert_same(state.read(), expected)
 
 
@@ -314,7 +314,7 @@ def test_what_somebody_needs_is_begun_first(tmp_path: Path, asks_by: str) -> Non
             state.pipeline.prefer([last])
             assert state.pipeline.wait(last, last + 1) is None
         assert state.pipeline.counters().read_calls - before < last // 2
-        state.pipeline.abandon()
+        state.pipeline.stop()
 
 
 def test_only_listed_tasklets_can_be_preferred(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_only_listed_tasklets_can_be_preferred(tmp_path: Path) -> None:
         state.pipeline.submit(Batch(Operation.WRITE, state.tasklets([])))
         with pytest.raises(ValueError, match=f"tasklet 99 of {state.num_tasklets}"):
             state.pipeline.prefer([0, 99])
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
 
 
 def test_counters(tmp_path: Path) -> None:
@@ -346,10 +346,10 @@ def test_counters(tmp_path: Path) -> None:
 
 
 def test_empty_batch(tmp_path: Path) -> None:
-    """A batch without tasklets is finished at once. Without a batch wait() and drain() return at once."""
+    """A batch without tasklets is finished at once. Without a batch wait() and finish() return at once."""
     with StoredState(tmp_path, 10) as state:
         assert state.pipeline.wait() is None
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
         state.num_files = 1
         state.tasklet_numel = 10
         state.numel = 0

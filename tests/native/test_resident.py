@@ -69,7 +69,7 @@ def test_a_tasklet_twice_in_a_batch(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="resident tasklet 0 is listed twice"):
             state.pipeline.extend(Batch(Operation.READ, [second, first]))
         state.pipeline.extend(Batch(Operation.READ, [second]))
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
         for one, other in zip(found, arrays(1), strict=True):
             assert np.array_equal(one, other)
 
@@ -82,7 +82,7 @@ def test_another_generation_is_read_from_storage(tmp_path: Path) -> None:
     with stored(tmp_path) as state:
         state.write(*arrays(1))
         state.start(Operation.WRITE, [Run(0, NUMEL, arrays=arrays(2))])
-        assert state.pipeline.drain() is None  # and the batch is not committed
+        assert state.pipeline.finish() is None  # and the batch is not committed
         reads = state.pipeline.counters().read_calls
         for expected_reads in (3, 1):
             for one, other in zip(state.read(), arrays(1), strict=True):

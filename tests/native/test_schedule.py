@@ -221,7 +221,7 @@ def test_parameters_are_out_with_the_end_of_compute(
 
 
 @given(num_tasklets=st.integers(1, 12), num_buffers=buffers, data=st.data())
-def test_failure_drains(num_tasklets: int, num_buffers: int, data: st.DataObject) -> None:
+def test_a_failure_lets_the_others_finish(num_tasklets: int, num_buffers: int, data: st.DataObject) -> None:
     """After a failure only deliveries of computed tasklets start, and the batch ends when nothing is in flight.
 
     A delivery waits for copies that began with the end of compute, so it cannot be left out.

@@ -143,9 +143,9 @@ def test_offsets_that_are_not_used(tmp_path: Path) -> None:
     """A read's write offset and a write's read offset are not checked."""
     with StoredState(tmp_path, NUMEL) as state:
         state.pipeline.submit(Batch(Operation.WRITE, [tasklet(read_offset=1, write_offset=0, segments=[])]))
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
         state.pipeline.submit(Batch(Operation.READ, [tasklet(read_generation=1, write_offset=1, segments=[])]))
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
 
 
 def test_wait_for_tasklets_that_do_not_exist(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_wait_for_tasklets_that_do_not_exist(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="wait"):
                 state.pipeline.wait(first, last)
         assert state.pipeline.wait(1, 1) is None
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
 
 
 def test_wait_for_positions_that_do_not_exist(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_wait_for_positions_that_do_not_exist(tmp_path: Path) -> None:
             state.pipeline.wait_for([0, 1])
         assert state.pipeline.wait_for([]) is None
         assert state.pipeline.wait_for([0, 0]) is None
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
 
 
 def test_extend_asks_for_an_active_batch_of_the_same_operation(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_extend_asks_for_an_active_batch_of_the_same_operation(tmp_path: Path) -
             state.pipeline.extend(Batch(Operation.WRITE, [tasklet(numel=0, segments=[])]))
         state.pipeline.extend(more)
         assert state.pipeline.wait() is None
-        assert state.pipeline.drain() is None
+        assert state.pipeline.finish() is None
         assert state.pipeline.counters().write_calls == 1
 
 

@@ -17,7 +17,7 @@ from lightning_smartinfinity.plan import handler
 from lightning_smartinfinity.plan.gradients import BlockScaledPayload, Dense, GradientForm, Pairs, TopKPayload
 from lightning_smartinfinity.plan.handler import Route, tasklets_of_device, update_on_cards, update_on_host
 from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
-from lightning_smartinfinity.plan.schedule_run import ScheduleRun
+from lightning_smartinfinity.plan.simulated_batch import SimulatedBatch
 from lightning_smartinfinity.plan.step import Overlap, System, simulate_step
 from lightning_smartinfinity.plan.virtual_time import Process, Simulation
 from lightning_smartinfinity.plan.wiring import connect
@@ -43,7 +43,7 @@ def workload(gradients: GradientForm = Dense(2), **settings: int | str | None) -
     return Workload(**{"numel": NUMEL, "gradients": gradients, "tasklet_bytes": 6 * MIB + 4096} | settings)  # type: ignore[arg-type]
 
 
-def on_cards(simulation: Simulation, of: Workload, route: Route, **figures: float) -> ScheduleRun:
+def on_cards(simulation: Simulation, of: Workload, route: Route, **figures: float) -> SimulatedBatch:
     (lane,), host = connect(machine(**figures), 1)  # type: ignore[arg-type]
     tasklets = tasklets_of_device(of.card_layout(2), 0)
     return update_on_cards(simulation, lane, host, tasklets, workload=of, route=route, depth=64)
@@ -74,20 +74,20 @@ def test_actions_start_in_the_order_of_the_machine(
         def finished(self) -> bool:
             return self.schedule.finished
 
-    monkeypatch.setattr("lightning_smartinfinity.plan.schedule_run.TransferSchedule", Watched)
+    monkeypatch.setattr("lightning_smartinfinity.plan.simulated_batch.TransferSchedule", Watched)
     simulation = Simulation()
-    run = on_cards(simulation, workload(num_buffers=num_buffers), route)
+    batch = on_cards(simulation, workload(num_buffers=num_buffers), route)
     simulation.run()
-    assert run.finished.happened
+    assert batch.finished.happened
     replayed: list[tuple[str, str, int]] = []
-    other = TransferSchedule(len(run.parameters_out), num_buffers, reads=True, writes=True)
+    other = TransferSchedule(len(batch.parameters_out), num_buffers, reads=True, writes=True)
     for kind, action, tasklet in [("begin", "", 0), *(event for event in events if event[0] == "end")]:
         if kind == "end":
             replayed.append((kind, action, tasklet))
             other.done(action, tasklet)
         replayed.extend(("start", started, of) for started, of, _ in other.next())
     assert events == replayed
-    assert [(action, tasklet) for kind, action, tasklet in events if kind == "start"] == run.started
+    assert [(action, tasklet) for kind, action, tasklet in events if kind == "start"] == batch.started
 
 
 def test_buffers_bound_what_is_under_way() -> None:
@@ -257,9 +257,9 @@ def test_an_empty_batch_ends_at_once() -> None:
     def nothing(tasklet: int) -> Process:
         yield simulation.event()
 
-    run = ScheduleRun(simulation, num_tasklets=0, num_buffers=2, works={"read": nothing, "compute": nothing})
+    batch = SimulatedBatch(simulation, num_tasklets=0, num_buffers=2, works={"read": nothing, "compute": nothing})
     assert simulation.run() == 0
-    assert run.finished.happened
+    assert batch.finished.happened
 
 
 @pytest.mark.parametrize("system", System)

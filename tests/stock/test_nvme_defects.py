@@ -111,7 +111,7 @@ def test_full_disk_is_noticed(outcomes: Outcomes) -> None:
 
 @both("a bare AssertionError in the middle of the set-up")
 def test_state_in_16_bit_trains(outcomes: Outcomes) -> None:
-    """Moments in bf16 take 8 bytes per parameter instead of 12 in each slot, and losses stay near those with fp32."""
+    """Moments in bf16 take 8 bytes per parameter instead of 12 in each place, and losses stay near those with fp32."""
     assert "error" not in outcomes["state_in_16_bit"]
     assert 16 <= outcomes["state_in_16_bit"]["bytes_per_parameter"] < 17
     losses, expected = (torch.tensor(outcomes[name]["losses"]) for name in ("state_in_16_bit", "straight"))

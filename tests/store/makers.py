@@ -80,7 +80,7 @@ def write_generation(store: StateStore, generation: int, *, tasklets: Sequence[i
         files=list(store.files), identity=store.identity, num_buffers=2, buffer_bytes=4 * 4096, io_threads=1
     )
     pipeline.submit(batch)
-    assert pipeline.drain() is None
+    assert pipeline.finish() is None
     pipeline.close()
     return store.placement.after(following, np.asarray(chosen, np.intp))
 

@@ -63,8 +63,8 @@ def test_manifest_is_readable(tmp_path: Path) -> None:
             assert manifest["groups"] == [{"lr": 0.1}]
 
 
-def test_one_slot_takes_half_the_space(tmp_path: Path) -> None:
-    """With durability none a tasklet has one slot instead of two."""
+def test_one_place_takes_half_the_space(tmp_path: Path) -> None:
+    """With durability none a tasklet has one place instead of two."""
     sizes = []
     for durability in ("none", "step"):
         with created([tmp_path], durability=durability) as store:

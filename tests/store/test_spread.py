@@ -107,7 +107,7 @@ def situations(draw: st.DrawFn) -> Situation:
 def test_next_places_are_free_and_at_home(situation: Situation) -> None:
     """Places are distinct and free, and in the tasklet's home file unless that is full.
 
-    With two slots no extent on storage is overwritten.
+    With two places no extent on storage is overwritten.
     """
     held = situation.places(situation.current, lying=True)
     taken = situation.places(situation.next())

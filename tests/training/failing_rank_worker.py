@@ -57,13 +57,13 @@ def fail_commit(optimizer: Any) -> None:
     os.pwrite = full  # type: ignore[assignment]
 
 
-def fail_undo(optimizer: Any) -> None:
+def fail_roll_back(optimizer: Any) -> None:
     """Make a rollback fail because the previous state is unreadable."""
 
     def unreadable() -> None:
         raise StorageError("rank-00001 cannot be read.", "Use another disk.")
 
-    optimizer.rank_state.handler.rollback = unreadable
+    optimizer.rank_state.handler.roll_back = unreadable
 
 
 def damage_payload(optimizer: Any) -> None:
@@ -140,7 +140,7 @@ def main() -> None:
         _, seen["damage_payload"] = fit(root, FailOnRankOne(damage_payload, step=1), compression=TopK(0.05))
     if sys.argv[2] == "backward":
         # Clipping makes every speculative update wrong. After the third one speculation pauses.
-        _, seen["fail_undo"] = fit(root, FailOnRankOne(fail_undo, step=1), clip=1e-3)
+        _, seen["fail_roll_back"] = fit(root, FailOnRankOne(fail_roll_back, step=1), clip=1e-3)
     for fail in (fail_write, fail_commit):
         trainer, met = fit(root, FailOnRankOne(fail))
         handler = trainer.strategy.optimizers[0].drained_handler()

@@ -262,8 +262,8 @@ def test_too_little_space_is_found_before_anything_is_allocated(
     needed = re.search(r"needs ([\d.]+) MiB", str(caught.value))
     assert needed is not None, caught.value
     numel = sum(parameter.numel() for parameter in LitTiny(Recipe()).parameters())
-    both_slots_bytes = 2 * 12 * numel
-    assert both_slots_bytes <= float(needed.group(1)) * 2**20 < 1.25 * both_slots_bytes
+    both_places_bytes = 2 * 12 * numel
+    assert both_places_bytes <= float(needed.group(1)) * 2**20 < 1.25 * both_places_bytes
     assert not list(tmp_path.rglob("*.bin"))
 
 

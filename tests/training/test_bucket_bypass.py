@@ -117,7 +117,7 @@ def test_overlap_learns_of_gradients_at_once(tmp_path: Path, monkeypatch: pytest
     module = LitTiny(BF16)
     quiet_trainer(tmp_path, strategy, precision=BF16.precision, max_steps=2).fit(module)
     assert told == [1] * (2 * len(list(module.parameters())))
-    assert strategy.optimizers[0].speculation.num_right == 2
+    assert strategy.optimizers[0].speculation.num_adopted == 2
     strategy.close()
 
 

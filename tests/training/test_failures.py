@@ -100,10 +100,10 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap:
     if overlap == "none":
         assert "What was not sent of the gradients cannot be kept" in seen[0]["damage_payload"]
     if overlap == "backward":
-        assert seen[0]["fail_undo"].startswith("StorageError: The optimizer state of this training is lost")
-        assert "rank-00001" in seen[0]["fail_undo"]
+        assert seen[0]["fail_roll_back"].startswith("StorageError: The optimizer state of this training is lost")
+        assert "rank-00001" in seen[0]["fail_roll_back"]
     if overlap == "forward":
-        assert seen[0]["close_in_flight"], "a step was undone on one rank and not on the other"
+        assert seen[0]["close_in_flight"], "a step was rolled back on one rank and not on the other"
     for fault, kind, file in (
         ("fail_write", "StorageError", "state.bin"),
         ("fail_commit", "StorageFullError", "commit.bin"),

@@ -141,7 +141,7 @@ class FailingWrites(pl.Callback):
             testing.inject(trainer.strategy.optimizers[0].drained_handler()._device._pipeline, fail_write_at=0)
 
 
-def test_with_one_slot_a_failed_step_loses_the_state_and_says_so(tmp_path: Path) -> None:
+def test_with_one_place_a_failed_step_loses_the_state_and_says_so(tmp_path: Path) -> None:
     """With durability="none" a failed step raises, and saving afterwards raises instead of saving mixed steps."""
     trainer = quiet_trainer(tmp_path, transfer={"durability": "none"}, callbacks=[FailingWrites()])
     with pytest.raises(StorageError):

@@ -143,7 +143,7 @@ class InterruptTheWait(pl.Callback):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_ctrl_c_during_the_update_abandons_the_step(precision: Any, tmp_path: Path) -> None:
+def test_ctrl_c_during_the_update_stops_the_step(precision: Any, tmp_path: Path) -> None:
     """Parameters equal those of the previous step bit for bit, and the checkpoint saved then resumes."""
     straight = Everything()
     settings: dict[str, Any] = {"precision": precision, "use_distributed_sampler": False, "max_steps": 3}

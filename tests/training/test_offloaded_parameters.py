@@ -87,7 +87,7 @@ def test_every_precision_trains_to_the_same_bits(
         ({"overlap_comm": True, "offload_param": {"device": "nvme", "pin_memory": False}}, {}),
         ({}, {"transfer": {"durability": "none", "direct_io": "off", "num_buffers": 3}}),
     ],
-    ids=["no prefetch", "parameters stay gathered", "some persistent", "overlap_comm", "one slot"],
+    ids=["no prefetch", "parameters stay gathered", "some persistent", "overlap_comm", "one place"],
 )
 def test_settings_change_nothing(zero: dict[str, Any], settings: Any, plain: Any, tmp_path: Path) -> None:
     """Settings for gathering, keeping and prefetching parameters change no bit."""

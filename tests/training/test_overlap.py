@@ -222,13 +222,13 @@ class FailAt(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             handler = trainer.strategy.optimizers[0].rank_state.handler
-            handler.drain()
+            handler.finish()
             testing.inject(handler._device._pipeline, max_delay_us=1000, **self.faults)
 
 
 @pytest.mark.parametrize("zero", [None, NVME], ids=["in memory", "nvme"])
 @pytest.mark.parametrize("faults", [{"fail_read_at": 0}, {"fail_write_at": 0}], ids=["read", "write"])
-def test_a_failure_in_the_background_undoes_the_step(
+def test_a_failure_in_the_background_rolls_the_step_back(
     faults: dict[str, int], zero: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     """The error is raised while the next step is computed. The state before the failed step can be saved."""

@@ -51,7 +51,7 @@ def guesses(root: Path, recipe: Recipe) -> tuple[int, int]:
     _, trainer, _ = train(run_of(root, recipe, "backward"))
     speculation = trainer.strategy.optimizers[0].speculation
     trainer.strategy.close()  # type: ignore[attr-defined]
-    return speculation.num_right, speculation.num_wrong
+    return speculation.num_adopted, speculation.num_discarded
 
 
 def test_a_plain_loop_is_guessed_right(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_happens_between_backward_and_the_step(action: Callable[[Any], None
         seen[overlap] = [module.losses, getattr(module, "seen", [])]
         if overlap == "backward":
             speculation = strategy.optimizers[0].speculation
-            assert (speculation.num_right, speculation.num_wrong) == (0, 3)
+            assert (speculation.num_adopted, speculation.num_discarded) == (0, 3)
         strategy.close()
     assert seen["none"][0] == seen["backward"][0]
     assert all(torch.equal(a, b) for a, b in zip(seen["none"][1], seen["backward"][1], strict=True))
@@ -118,14 +118,14 @@ def test_what_stays_gathered_has_its_values_until_the_step(tmp_path: Path) -> No
 
     def read(module: Any) -> None:
         optimizer = module.trainer.strategy.optimizers[0]
-        optimizer.rank_state.handler.drain()
+        optimizer.rank_state.handler.finish()
         seen[optimizer.overlap.mode].append(module.model.norm.weight.detach().clone())
 
     for overlap in seen:
         strategy = SmartInfinityStrategy(tmp_path / overlap, overlap=overlap, zero=BUCKET)
         quiet_trainer(tmp_path, strategy, callbacks=[AfterBackward(read)], max_steps=4).fit(LitTiny(BF16))
         if overlap == "backward":
-            assert strategy.optimizers[0].speculation.num_right == 4
+            assert strategy.optimizers[0].speculation.num_adopted == 4
         strategy.close()
     assert len(seen["none"][-1]) == 32
     assert all(torch.equal(a, b) for a, b in zip(seen["none"], seen["backward"], strict=True))
@@ -149,7 +149,7 @@ def test_a_rate_that_is_out_of_range_takes_no_step(overlap: str, tmp_path: Path)
     strategy.close()
 
 
-def test_a_failure_within_backward_undoes_the_step(tmp_path: Path) -> None:
+def test_a_failure_within_backward_rolls_the_step_back(tmp_path: Path) -> None:
     """The error is raised by the next step at the latest. The state is that of the step before it."""
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward", zero=BUCKET)
     fail = FailAt(2, fail_write_at=0)
@@ -197,9 +197,9 @@ INTERRUPTED = {
     "a tasklet is opened": (Step, "extend"),
     "a gradient has come": (Speculation, "arrived"),
     "the guess is completed": (Step, "complete"),
-    "the guess is undone": (Step, "restore"),
+    "the guess is rolled back": (Step, "read_back"),
     "the step begins after a wrong guess": (TransferHandler, "begin_step"),
-    "a failed step is undone": (Step, "restore"),
+    "a failed step is rolled back": (Step, "read_back"),
 }
 
 
@@ -231,7 +231,7 @@ def test_an_interrupt_within_a_guess(
     name: str, after: bool, two_steps: Callable[[float | None], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters and masters are those of the last step and can be saved."""
-    clip = 1e-3 if "wrong" in name or "guess is undone" in name else None
+    clip = 1e-3 if "wrong" in name or "guess is rolled back" in name else None
     faults = [FailAt(2, fail_write_at=0)] if "failed" in name else []
     strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward", zero=BUCKET)
     interrupt = InterruptAt(monkeypatch, INTERRUPTED[name], after=after)

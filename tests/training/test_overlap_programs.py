@@ -278,7 +278,7 @@ def train(program: Program, root: Path, *callbacks: pl.Callback) -> Left:
         repr((handler.steps.tolist(), None if failed else trained)),
         handler.generation,
         tensors,
-        (optimizer.speculation.num_right, optimizer.speculation.num_wrong),
+        (optimizer.speculation.num_adopted, optimizer.speculation.num_discarded),
     )
     strategy.close()
     return left

@@ -50,7 +50,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[floa
 def test_losses_follow_torch(alone: dict[str, tuple[list[float], Recorder]]) -> None:
     """With groups, a scheduler, clipping and an unused parameter losses stay near torch's.
 
-    The state takes two slots of the format's size.
+    The state takes two places of the format's size.
     """
     expected = torch.tensor(reference.train(RECIPE).losses)
     for name, (losses, recorder) in alone.items():

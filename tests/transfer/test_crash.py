@@ -94,7 +94,7 @@ def restore_partition(run: Run) -> None:
 
 
 def test_killed_without_durability(tmp_path: Path) -> None:
-    """With one slot, recovery finds a whole generation or refuses, never a mixture."""
+    """With one place, recovery finds a whole generation or refuses, never a mixture."""
     case = Case(durability="none", num_devices=2)
     expected = generations(tmp_path / "undisturbed", case, 2 * LAST_STEP + 20)
     for seed in range(4):

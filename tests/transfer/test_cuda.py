@@ -76,7 +76,7 @@ def test_steps_and_rollbacks_give_the_bits_of_the_host(
         before = run.state()
         run.handler.begin_step(run.collect(1))
         run.handler.step.wait(slice(0, 1 + 3 * number))
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.step(number)
     assert_equal(run.state(), expected)
@@ -213,7 +213,7 @@ def test_no_step_waits_for_the_device_as_a_whole(
     run.handler.step.wait()
     run.handler.commit()
     run.handler.begin_step(run.collect(2))
-    run.handler.rollback()
+    run.handler.roll_back()
     calls = link.fake.calls()
     assert not set(calls) & set(SYNCHRONOUS)
     assert calls.count("cuEventSynchronize") <= 2 + 3 * len(run.layout.tasklets)
@@ -225,7 +225,7 @@ def test_neighbours_in_memory_travel_as_one_copy(start: Callable[[Case], CudaRun
     run = start(Case(shapes=((3, 0, 0, 0),) * 200, dtype=torch.bfloat16))
     link.fake.clear()
     run.handler.begin_step(run.collect(1))
-    run.handler.rollback()
+    run.handler.roll_back()
     assert len(run.layout.tasklets) == 1
     # Two of three neighbours have a gradient, and both are in one parameter group.
     assert link.fake.calls().count("cuMemcpyHtoDAsync_v2") <= 2 * 67
@@ -243,7 +243,7 @@ def test_a_refused_copy_ends_the_step_and_rolls_back(start: Callable[[Case], Cud
         run.handler.begin_step(plan)
         with pytest.raises(CudaError, match=r"tasklet \d+ failed: cuMemcpyHtoDAsync_v2 .*\(2\): out of memory"):
             run.handler.commit()
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
     run.steps(range(3))
     assert_equal(run.state(), expected)
@@ -267,7 +267,7 @@ def test_a_lost_device_is_reported_and_left(start: Callable[[Case], CudaRun], li
     with pytest.raises(CudaError, match=r"\(700\).*nvidia-smi"):
         run.handler.commit()
     with pytest.raises(CudaError, match="700"):
-        run.handler.rollback()
+        run.handler.roll_back()
     run.handler.close(remove=False)
     assert run.handler.generation == generation
     again = CudaRun.__mro__[1](run.folders[0].parent, run.case, recover=True)
@@ -300,7 +300,7 @@ def test_storage_fails_while_parameters_travel(start: Callable[[Case], CudaRun],
         with pytest.raises(StorageError, match="tasklet"):
             run.handler.commit()
         inject(run.device.pipeline)
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
 
 
@@ -353,7 +353,7 @@ def test_exactly_the_arena_and_the_slots_are_registered(tmp_path: Path, link: Fa
     run = CudaRun(tmp_path, SMALL_RING.but(dtype=torch.bfloat16), link)
     run.steps(range(2))
     run.handler.begin_step(run.collect(1))
-    run.handler.rollback()
+    run.handler.roll_back()
     run.read()
     ring_bytes = SMALL_RING.num_buffers * max(extent.nbytes for extent in run.layout.extents.extents)
     slots_bytes = run.handler.ring_bytes - ring_bytes

@@ -32,7 +32,7 @@ FORMATS = [
 ]
 EVERYTHING = 1 << 30
 FAULTS = {"fail a read": {"fail_read_at": 1}, "fail a write": {"fail_write_at": 1}}
-UNDONE = ["abandon", "abandon a part", *FAULTS, "guess wrongly", "commit in vain", "modify in vain"]
+ROLLED_BACK = ["stop", "stop a part", *FAULTS, "guess wrongly", "commit in vain", "modify in vain"]
 DONE = ["step", "step", "modify", "modify a range", "replace", "initialize", "read a parameter", "compare"]
 
 
@@ -59,8 +59,8 @@ class Pair:
             values = {"exp_avg": np.zeros(12_000, np.float32)}
             with pytest.raises(StorageError, match="elsewhere"):
                 self.cached.handler.state.modify({1: values}, together=failing_elsewhere)
-        elif event in UNDONE:
-            self.undone(event)
+        elif event in ROLLED_BACK:
+            self.roll_back(event)
         elif event == "step":
             self.both(lambda run: run.step(self.number))
         elif event == "compare":
@@ -80,8 +80,8 @@ class Pair:
             values = {"exp_avg_sq": self.random.random(5_000, np.float32)}
             self.both(lambda run: run.handler.state.modify_range(begin, values))
 
-    def undone(self, event: str) -> None:
-        """Begin a step of the cached run and undo it."""
+    def roll_back(self, event: str) -> None:
+        """Begin a step of the cached run and roll it back."""
         run, before = self.cached, torch.cat(self.cached.partition)
         plan = run.collect(self.number + 100)
         inject(run.device.pipeline, seed=self.number, max_delay_us=200, **FAULTS.get(event, {}))
@@ -91,16 +91,16 @@ class Pair:
         else:
             run.handler.begin_step(plan)
         with suppress(StorageError):
-            if event == "abandon a part":
+            if event == "stop a part":
                 run.handler.step.wait([0])
             elif event == "commit in vain":
                 run.handler.commit(together=failing_elsewhere)
-            elif event != "abandon":
-                run.handler.drain()
+            elif event != "stop":
+                run.handler.finish()
         try:
-            run.handler.rollback()
+            run.handler.roll_back()
         except StorageError:  # a fault still pending
-            run.handler.rollback()
+            run.handler.roll_back()
         assert torch.equal(torch.cat(run.partition).view(torch.uint8), before.view(torch.uint8))
         inject(run.device.pipeline)
 
@@ -159,8 +159,8 @@ def test_no_bit_depends_on_the_cache(tmp_path_factory: pytest.TempPathFactory, d
         compute_threads=data.draw(st.integers(1, 2)),
         staged=staged,
     )
-    undone = [event for event in UNDONE if not staged or event != "guess wrongly"]
-    events = data.draw(st.lists(st.sampled_from(DONE + undone * durable), min_size=2, max_size=10))
+    rolled_back = [event for event in ROLLED_BACK if not staged or event != "guess wrongly"]
+    events = data.draw(st.lists(st.sampled_from(DONE + rolled_back * durable), min_size=2, max_size=10))
     cache_bytes = data.draw(st.integers(0, sum(sizes(case))))
     folder = tmp_path_factory.mktemp("pair")
     with running(folder / "plain", case) as plain:
@@ -223,16 +223,16 @@ def test_resident_tasklets_are_never_read_again(tmp_path: Path) -> None:
             assert (sum(file.stat().st_size for file in files) == 0) == (durability == "none")
 
 
-def test_an_undone_step_is_read_again_once(tmp_path: Path) -> None:
+def test_a_rolled_back_step_is_read_again_once(tmp_path: Path) -> None:
     """A rollback reads the previous generation into the cache, so the next step reads nothing."""
     with running(tmp_path, Case(cache_bytes=EVERYTHING)) as run:
         run.handler.begin_step(run.collect(1))
-        run.handler.drain()
-        run.handler.rollback()
-        undone = run.handler.traffic().read_calls
-        assert undone > 0
+        run.handler.finish()
+        run.handler.roll_back()
+        rolled_back = run.handler.traffic().read_calls
+        assert rolled_back > 0
         run.step(1)
-        assert run.handler.traffic().read_calls == undone
+        assert run.handler.traffic().read_calls == rolled_back
 
 
 @pytest.mark.parametrize("written_through", [True, False])
@@ -246,12 +246,12 @@ def test_whole_tasklets_from_the_first_on(written_through: bool) -> None:
         assert cut.num_resident == count
         on_storage = nbytes if written_through else nbytes[count:]
         places = [cut.extents.num_places(device) for device in range(2)]
-        assert sum(places) == len(on_storage) * case_slots(case)
-        assert max(places) - min(places) <= case_slots(case)
+        assert sum(places) == len(on_storage) * case_places(case)
+        assert max(places) - min(places) <= case_places(case)
         assert cut.extents.place_bytes == max(on_storage)
 
 
-def case_slots(case: Case) -> int:
+def case_places(case: Case) -> int:
     return 1 if case.durability == "none" else 2
 
 

@@ -1,4 +1,4 @@
-"""Failed and abandoned steps: their errors, their rollback and the steps after them."""
+"""Failed and stopped steps: their errors, their rollback and the steps after them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rollback_restores_every_bit(tmp_path: Path, case: Case, waited: slice |
         run.handler.begin_step(run.collect(4))
         if waited is not None:
             run.handler.step.wait(waited)
-        run.handler.rollback()
+        run.handler.roll_back()
         assert not run.handler.in_flight
         assert_equal(run.state(), before)
         run.step(2)
@@ -84,7 +84,7 @@ def test_failed_step_can_be_done_again(
         with pytest.raises(kind):
             run.handler.step.wait()
         assert run.handler.generation == 2
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.handler.begin_step(plan)
         run.handler.commit()
@@ -94,7 +94,7 @@ def test_failed_step_can_be_done_again(
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     number=st.integers(0, 1 << 30),
-    events=st.lists(st.sampled_from(["commit", "abandon", "fail read", "fail write"]), min_size=3, max_size=8),
+    events=st.lists(st.sampled_from(["commit", "stop", "fail read", "fail write"]), min_size=3, max_size=8),
     seed=st.integers(0, 1 << 16),
     position=st.integers(0, 5),
     staged=st.booleans(),
@@ -103,7 +103,7 @@ def test_failed_step_can_be_done_again(
 def test_any_order_of_failures(
     tmp_path: Path, number: int, events: list[str], seed: int, position: int, staged: bool, compressed: bool
 ) -> None:
-    """Only committed steps count, under any sequence of failures, abandoned steps and moved tasklets."""
+    """Only committed steps count, under any sequence of failures, stopped steps and moved tasklets."""
     codec = TopK(0.05) if compressed else None
     case = Case(dtype=torch.bfloat16, staged=staged, num_devices=2, compression=codec)
     folder = tmp_path / f"{number}-{seed}-{len(events)}"
@@ -115,7 +115,7 @@ def test_any_order_of_failures(
             faults = {"fail read": {"fail_read_at": position}, "fail write": {"fail_write_at": position}}.get(event, {})
             inject(run.device.pipeline, seed=seed, max_delay_us=300, short_transfer_every=7, **faults)
             if event != "commit":
-                abandon(run, plan)
+                begin_and_roll_back(run, plan)
                 torch.testing.assert_close(torch.cat(run.partition), before, rtol=0, atol=0)
             finish(run, plan)
         with suppress(StorageError):
@@ -123,7 +123,7 @@ def test_any_order_of_failures(
         assert_equal(run.state(), expected)
 
 
-def abandon(run: Run, plan: StepPlan) -> None:
+def begin_and_roll_back(run: Run, plan: StepPlan) -> None:
     """Begin a step and roll it back, whether it failed or not."""
     run.handler.begin_step(plan)
     with suppress(StorageError):
@@ -144,9 +144,9 @@ def finish(run: Run, plan: StepPlan) -> None:
 
 def roll_back(run: Run) -> None:
     try:
-        run.handler.rollback()
+        run.handler.roll_back()
     except StorageError:
-        run.handler.rollback()
+        run.handler.roll_back()
 
 
 def test_rollback_that_fails_can_be_tried_again(tmp_path: Path) -> None:
@@ -159,19 +159,19 @@ def test_rollback_that_fails_can_be_tried_again(tmp_path: Path) -> None:
         inject(run.device.pipeline, fail_read_at=num_reads + 1)
         run.handler.begin_step(run.collect(1))
         with pytest.raises(StorageError, match=r"state\.bin"):
-            run.handler.rollback()
+            run.handler.roll_back()
         assert run.handler.in_flight
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
 
 
-def test_one_slot_cannot_roll_back(tmp_path: Path) -> None:
+def test_one_place_cannot_roll_back(tmp_path: Path) -> None:
     """With durability none rollback is refused. The error says why and names the alternative."""
     with running(tmp_path, Case(durability="none")) as run:
         assert not run.handler.can_roll_back
         run.handler.begin_step(run.collect(1))
         with pytest.raises(StorageError, match="durability='none'") as caught:
-            run.handler.rollback()
+            run.handler.roll_back()
         assert "durability='step'" in caught.value.remedy
 
 
@@ -195,7 +195,7 @@ def test_commit_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytes
             run.handler.begin_step(plan)
             with pytest.raises(StorageFullError, match=r"commit\.bin"):
                 run.handler.commit()
-            run.handler.rollback()
+            run.handler.roll_back()
             assert_equal(run.state(), before)
             run.handler.begin_step(plan)
             run.handler.commit()
@@ -211,7 +211,7 @@ def test_commit_record_in_doubt_ends_training(tmp_path: Path) -> None:
         commit_path.unlink()
         with pytest.raises(StorageError, match=r"commit\.bin"):
             run.handler.commit()
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         with pytest.raises(StorageError, match=r"commit\.bin"):
             run.handler.begin_step(run.collect(2))
@@ -226,7 +226,7 @@ def failing_elsewhere() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_step_that_another_rank_could_not_commit(tmp_path: Path, case: Case) -> None:
-    """A step committed here but not on another rank is undone, on storage too, and can be repeated."""
+    """A step committed here but not on another rank is rolled back, on storage too, and can be repeated."""
     expected = undisturbed(tmp_path / "undisturbed", case, 3)
     with running(tmp_path / "disturbed", case) as run:
         run.steps(range(2))
@@ -235,7 +235,7 @@ def test_step_that_another_rank_could_not_commit(tmp_path: Path, case: Case) -> 
         with pytest.raises(StorageFullError, match="another rank"):
             run.handler.commit(together=failing_elsewhere)
         assert run.handler.generation == 2
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.handler.begin_step(plan)
         run.handler.commit()
@@ -255,7 +255,7 @@ def test_step_that_another_rank_could_not_commit(tmp_path: Path, case: Case) -> 
 def test_step_whose_agreement_was_interrupted(tmp_path: Path) -> None:
     """An interrupted agreement leaves the step in flight.
 
-    If another rank then fails, the step is undone although its record was written.
+    If another rank then fails, the step is rolled back although its record was written.
     """
 
     @contextmanager
@@ -272,13 +272,13 @@ def test_step_whose_agreement_was_interrupted(tmp_path: Path) -> None:
         assert run.handler.in_flight and run.handler.generation == 2
         with pytest.raises(StorageFullError, match="another rank"):
             run.handler.commit(together=failing_elsewhere)
-        run.handler.rollback()
+        run.handler.roll_back()
         assert run.handler.generation == 1
         assert_equal(run.state(), before)
 
 
 def test_modification_that_another_rank_could_not_commit(tmp_path: Path) -> None:
-    """A modification that another rank could not commit is undone as well."""
+    """A modification that another rank could not commit is rolled back as well."""
     with running(tmp_path, Case()) as run:
         run.step(1)
         before = run.state()
@@ -293,14 +293,14 @@ def test_modification_that_another_rank_could_not_commit(tmp_path: Path) -> None
         assert run.handler.generation == 2
 
 
-def test_one_slot_cannot_take_back_what_it_committed(tmp_path: Path) -> None:
-    """With durability none a committed step cannot be undone, even if another rank failed."""
+def test_one_place_cannot_roll_back_what_it_committed(tmp_path: Path) -> None:
+    """With durability none a committed step cannot be rolled back, even if another rank failed."""
     with running(tmp_path, Case(durability="none")) as run:
         run.handler.begin_step(run.collect(1))
         with pytest.raises(StorageFullError, match="another rank"):
             run.handler.commit(together=failing_elsewhere)
         with pytest.raises(StorageError, match="durability='none'"):
-            run.handler.rollback()
+            run.handler.roll_back()
 
 
 @pytest.mark.parametrize("offset_in_extent", [100, 20_480 + 9, 40_960 + 4_000, 61_440 + 4_095])
@@ -357,7 +357,7 @@ def test_truncated_file(tmp_path: Path) -> None:
 
 
 def test_modification_that_fails_changes_nothing(tmp_path: Path) -> None:
-    """A failed modification changes nothing, because it writes to the other slot."""
+    """A failed modification changes nothing, because it writes to the other place."""
     with running(tmp_path, Case()) as run:
         run.step(1)
         before = run.state()

@@ -154,7 +154,7 @@ def test_rollback_is_exact(tmp_path: Path, name: str, dtype: torch.dtype, staged
         run.handler.begin_step(run.collect(2))
         with pytest.raises(SmartInfinityError):
             run.handler.commit()
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.step(2)
         assert_equal(run.state(), expected)

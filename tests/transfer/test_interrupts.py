@@ -58,7 +58,7 @@ def test_opening_tasklets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             with pytest.raises(KeyboardInterrupt):
                 run.handler.step.extend([tasklet])
         assert not run.handler.step.complete(plan)
-        run.handler.rollback()
+        run.handler.roll_back()
         run.step(1)
         straight.step(1)
         assert_equal(in_memory(run), in_memory(straight))
@@ -84,7 +84,7 @@ def finish(run: Run, step: int, *, goes_on: bool) -> None:
         with suppress(StorageError):
             run.handler.commit()
     if run.handler.in_flight:
-        run.handler.rollback()
+        run.handler.roll_back()
     if run.handler.generation == step:  # still the generation before the step
         run.step(step)
 

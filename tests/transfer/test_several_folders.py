@@ -104,7 +104,7 @@ def test_tasklets_that_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Case(num_devices=3, state_format="int8_remainder", dtype=torch.bfloat16),
         Case(num_devices=2, durability="none", cache_bytes=2 * 65_536),
     ],
-    ids=["fp32", "one-slot", "staged", "int8", "cache"],
+    ids=["fp32", "one-place", "staged", "int8", "cache"],
 )
 def test_no_bit_depends_on_where_tasklets_lie(tmp_path: Path, case: Case) -> None:
     """Moving tasklets at every step gives the bits of one folder, also with modifications and a new initial state."""

@@ -58,7 +58,7 @@ def test_staging_is_not_overwritten_before_it_was_copied(tmp_path: Path, dtype: 
     before = run.state()
     run.handler.begin_step(run.collect(3))
     run.handler.step.wait(slice(0, 1))
-    run.handler.rollback()
+    run.handler.roll_back()
     assert_equal(run.state(), before)
     run.steps(range(1, 3))
     assert_equal(run.state(), expected)
@@ -74,7 +74,7 @@ def test_failure_between_waves(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="tasklet"):
             run.handler.step.wait()
         assert not torch.equal(torch.cat(run.partition), before["partition"])
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
 
 
@@ -99,7 +99,7 @@ def test_masters_in_fp32_come_from_storage_not_from_the_partition(tmp_path: Path
         for tensor in run.partition:
             tensor.fill_(torch.nan)
         run.handler.begin_step(run.collect(1))
-        run.handler.rollback()
+        run.handler.roll_back()
         active = torch.cat([run.slice(i) for i in range(len(run.parameters)) if (i + 1) % 3])
         assert not active.isnan().any()
         torch.testing.assert_close(run.state()["master"], master, rtol=0, atol=0)

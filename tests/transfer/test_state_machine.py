@@ -19,7 +19,7 @@ from tests.transfer.harness import Case, Run, assert_equal, running
 
 OUT_OF_ORDER: list[tuple[str, Callable[[Run], object]]] = [
     ("commit", lambda run: run.handler.commit()),
-    ("rollback", lambda run: run.handler.rollback()),
+    ("roll_back", lambda run: run.handler.roll_back()),
     ("wait", lambda run: run.handler.step.wait()),
 ]
 NOT_IN_A_STEP: list[tuple[str, Callable[[Run], object]]] = [
@@ -49,13 +49,13 @@ def test_calls_that_no_step_may_precede(tmp_path: Path, call: Callable[[Run], ob
         run.handler.commit()
 
 
-def test_drain_without_a_step(tmp_path: Path) -> None:
-    """drain() without a step returns at once, and it may be called twice."""
+def test_finish_without_a_step(tmp_path: Path) -> None:
+    """finish() without a step returns at once, and it may be called twice."""
     with running(tmp_path, Case()) as run:
-        run.handler.drain()
+        run.handler.finish()
         run.handler.begin_step(run.collect(1))
-        run.handler.drain()
-        run.handler.drain()
+        run.handler.finish()
+        run.handler.finish()
         run.handler.commit()
 
 
@@ -189,7 +189,7 @@ def test_one_parameter(tmp_path: Path) -> None:
 
 
 def test_modified_state_is_stepped_from(tmp_path: Path) -> None:
-    """A step after a modification starts from the replaced arrays, with one slot or two."""
+    """A step after a modification starts from the replaced arrays, with one place or two."""
     for durability in ("none", "step"):
         with running(tmp_path / durability, Case(dtype=torch.bfloat16, durability=durability)) as run:
             run.step(1)
@@ -219,7 +219,7 @@ def test_kept_store_goes_on_in_another_handler(tmp_path: Path) -> None:
 
 
 def test_close_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    """close() abandons the step, is idempotent, and leaves the last committed generation."""
+    """close() stops the step, is idempotent, and leaves the last committed generation."""
     run = Run(tmp_path, Case())
     run.handler.begin_step(run.collect(1))
     run.close(remove=False)
@@ -303,7 +303,7 @@ def test_a_completed_step_goes_on_with_what_is_used_first(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("changed", ["a gradient scale", "a learning rate", "a parameter that turns out inactive"])
-def test_a_step_that_began_otherwise_is_undone(tmp_path: Path, changed: str) -> None:
+def test_a_step_that_began_otherwise_is_rolled_back(tmp_path: Path, changed: str) -> None:
     """An incremental step that does not fit the final plan is refused, rolled back and repeated exactly."""
     with running(tmp_path / "plain", Case()) as run:
         plan = run.collect(1)
@@ -321,7 +321,7 @@ def test_a_step_that_began_otherwise_is_undone(tmp_path: Path, changed: str) -> 
         opened = range(len(run.layout.tasklets)) if "inactive" in changed else _complete_tasklets(run, plan.active)
         run.handler.step.extend(list(opened))
         assert not run.handler.step.complete(final)
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.handler.begin_step(final)
         run.handler.commit()

@@ -23,7 +23,7 @@ CASES = [
     Case(tasklet_bytes=100_000, num_buffers=9, num_devices=3),
     Case(durability="none", num_devices=2),
 ]
-IDS = ["one-tasklet-windows", "one-window", "one-tasklet", "three-devices", "one-slot"]
+IDS = ["one-tasklet-windows", "one-window", "one-tasklet", "three-devices", "one-place"]
 
 
 def scanned(run: Run) -> list[np.ndarray]:

@@ -57,34 +57,34 @@ class CardState:
         """Start the card's batch."""
         self.pipeline.submit(self.stored.update_batch(runs, steps))
 
-    def drain(self) -> Failure | None:
+    def finish(self) -> Failure | None:
         """End the batch, and commit it if it did not fail."""
-        failure = self.pipeline.drain()
+        failure = self.pipeline.finish()
         if failure is None:
             self.stored.generation += 1
-            self.stored.slot = 1 - self.stored.slot
+            self.stored.place = 1 - self.stored.place
         return failure
 
     def update(self, runs: Sequence[Run], steps: Sequence[Any]) -> Failure | None:
         self.submit(runs, steps)
-        return self.drain()
+        return self.finish()
 
     def redo(self, runs: Sequence[Run], steps: Sequence[Any]) -> None:
         """Let the host do what the card left undone of its last batch, from the place that is untouched."""
         finished = self.pipeline.finished()
         whole = self.stored.update_batch(runs, steps)
-        undone = [tasklet for index, tasklet in enumerate(whole.tasklets) if index not in finished]
-        assert undone
+        unfinished = [tasklet for index, tasklet in enumerate(whole.tasklets) if index not in finished]
+        assert unfinished
         codec, scale = self.stored.codec, self.stored.residual_scale
-        self.stored.pipeline.submit(Batch(Operation.UPDATE, undone, list(steps), codec=codec, residual_scale=scale))
-        assert self.stored.drain() is None
+        self.stored.pipeline.submit(Batch(Operation.UPDATE, unfinished, list(steps), codec=codec, residual_scale=scale))
+        assert self.stored.finish() is None
 
     def assert_same(self) -> None:
         """Assert that every extent of the last generation is equal, byte for byte."""
-        assert self.stored.slot == self.host.slot
+        assert self.stored.place == self.host.place
         contents = [np.fromfile(side.paths[0], np.uint8) for side in (self.stored, self.host)]
         for index in range(self.stored.num_tasklets):
-            begin = self.stored.extent_offset(index, self.stored.slot)
+            begin = self.stored.extent_offset(index, self.stored.place)
             found, expected = (content[begin : begin + self.stored.extent_bytes_of(index)] for content in contents)
             np.testing.assert_array_equal(found, expected)
 

@@ -139,7 +139,7 @@ def test_closing_frees_everything(tmp_path: Path, emulated_cards: EmulatedCards)
     assert (emulated_cards.counter("num_buffers"), emulated_cards.counter("card_bytes")) == before
 
 
-def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+def test_stopping_waits_for_what_runs(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, CardCase(tasklet_numel=TASKLET)) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("hang", skipped=1)
@@ -148,21 +148,21 @@ def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: Emulated
         emulated_cards.wait_for("run-hung")
         completed: list[int] = []
 
-        def abandon() -> None:
-            state.pipeline.abandon()
+        def stop() -> None:
+            state.pipeline.stop()
             completed.append(emulated_cards.counter("runs_completed"))
 
-        abandoning = threading.Thread(target=abandon)
-        abandoning.start()
+        stopping = threading.Thread(target=stop)
+        stopping.start()
         before = emulated_cards.counter("runs_completed")
         assert not completed
         emulated_cards.release()
-        join(abandoning)
+        join(stopping)
         assert completed[0] > before and not state.pipeline.busy
         succeed(state)
 
 
-def test_abandoning_what_was_given_up(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
+def test_stopping_with_an_abandoned_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Abandoning does not wait for a hung run. With one run at a time no other is given up on a busy machine."""
     case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=round(1000 * lenient(0.2)))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
@@ -170,7 +170,7 @@ def test_abandoning_what_was_given_up(tmp_path: Path, emulated_cards: EmulatedCa
         emulated_cards.inject("hang")
         state.submit(runs_of(np.zeros(NUMEL, np.float32)), [STEP])
         emulated_cards.wait_for("run-hung")
-        state.pipeline.abandon()
+        state.pipeline.stop()
         assert state.pipeline.busy
         emulated_cards.release()
         wait_until_returned(state)
@@ -182,7 +182,7 @@ def test_storage_that_returns_other_bytes(tmp_path: Path, emulated_cards: Emulat
     parameter = np.zeros(NUMEL, np.float32)
     with card_state(tmp_path, emulated_cards, STEP, NUMEL) as state:
         state.write(*ARRAYS)
-        offset = state.stored.extent_offset(0, state.stored.slot) + array * state.stored.extent_bytes // 3
+        offset = state.stored.extent_offset(0, state.stored.place) + array * state.stored.extent_bytes // 3
         with state.stored.paths[0].open("r+b") as file:
             file.seek(offset // 4096 * 4096)
             byte = file.read(1)
@@ -241,7 +241,7 @@ def test_too_little_memory(tmp_path: Path, emulated_cards: EmulatedCards) -> Non
     ):
         pass
     emulated_cards.inject("alloc", skipped=5)
-    message = rf"a ring of 3 buffers takes {needed} bytes of the card's DRAM, buffer 1 is not to be had: xrtBOAlloc of"
+    message = rf"a ring of 3 buffers takes {needed} bytes of the card's DRAM, buffer 1 is unavailable: xrtBOAlloc of"
     with pytest.raises(CardError, match=message), card_state(tmp_path / "2", emulated_cards, STEP, NUMEL):
         pass
     emulated_cards.set("p2p", 0)

@@ -283,7 +283,7 @@ def test_parameters_on_a_cuda_device(tmp_path: Path, emulated_cards: EmulatedCar
         fake_cuda.clear()
         tasklets = state.stored.tasklets([Run(7, numel - 7, 0, gradient[7:], parameter=parameter[7:])])
         state.pipeline.submit(Batch(Operation.UPDATE, tasklets, [step], stream))
-        assert state.drain() is None
+        assert state.finish() is None
         runs = [Run(7, numel - 7, 0, gradient[7:], parameter=expected[7:])]
         assert state.host.work(Operation.UPDATE, runs, [step]) is None
         state.assert_same()
@@ -326,7 +326,7 @@ def test_the_cards_memory_is_registered_with_nobody(
         state.write(*arrays)
         runs = [Run(0, numel, 0, gradient, parameter=np.zeros(numel, np.float32))]
         state.pipeline.submit(Batch(Operation.UPDATE, state.stored.tasklets(runs), [step], stream))
-        assert state.drain() is None
+        assert state.finish() is None
         assert state.pipeline.io_engine == "threads"
     registered = [line.split()[1:] for line in fake_cuda.log() if line.startswith("cuMemHostRegister")]
     assert registered and len(binding.peers) == 3 * (2 if route == "storage" else 1)
@@ -390,7 +390,7 @@ def test_reads_and_gradients_travel_while_a_kernel_runs(tmp_path: Path, emulated
         assert state.pipeline.counters().written_bytes == 0
         assert not emulated_cards.events("from-begin", "run-end")
         emulated_cards.release()
-        assert state.drain() is None
+        assert state.finish() is None
         assert state.host.work(Operation.UPDATE, [Run(0, numel, 0, gradient)], [step]) is None
         state.assert_same()
 
@@ -412,7 +412,7 @@ def test_two_cards_do_not_wait_for_each_other(tmp_path: Path, emulated_cards: Em
         assert free.update(runs, [step]) is None
         assert not emulated_cards.events("run-end", card=0)
         emulated_cards.release(0)
-        assert held.drain() is None
+        assert held.finish() is None
         for state in (held, free):
             assert state.host.work(Operation.UPDATE, runs, [step]) is None
             state.assert_same()

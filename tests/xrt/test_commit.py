@@ -89,7 +89,7 @@ def test_a_flush_that_fails(tmp_path: Path, emulated_cards: EmulatedCards, monke
             run.handler.commit()
         assert not [event for event in events if event.startswith("record")]
         assert run.store.generation == generation and commit_record(run) == content
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         files[1].fails = False
         run.step(1)

@@ -64,7 +64,7 @@ def test_late_write(tmp_path: Path, emulated_cards: EmulatedCards, number: int) 
         assert told is not None
         nbytes, offset, tasklet = map(int, told.groups())
         assert state.pipeline.busy and state.pipeline.writes_out() == [(offset, nbytes)]
-        begin = state.stored.extent_offset(tasklet, 1 - state.stored.slot)
+        begin = state.stored.extent_offset(tasklet, 1 - state.stored.place)
         assert begin <= offset and offset + nbytes <= begin + state.stored.extent_bytes_of(tasklet)
         assert tasklet not in state.pipeline.finished()
         hold.release()

@@ -190,7 +190,7 @@ def test_rollback_and_outside_changes(tmp_path: Path, emulated_cards: EmulatedCa
             each.step(0)
             before = torch.cat(each.partition).clone()
             each.handler.begin_step(each.collect(1))
-            each.handler.rollback()
+            each.handler.roll_back()
             assert torch.equal(torch.cat(each.partition), before)
             each.handler.state.modify({1: {"master": values}})
             each.slice(1).copy_(torch.from_numpy(values))

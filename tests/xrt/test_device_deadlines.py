@@ -34,7 +34,7 @@ HELD: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def deadline() -> float:
-    """Seconds after which cards give up what does not return."""
+    """Seconds after which cards abandon what does not return."""
     return lenient(0.2)
 
 
@@ -91,11 +91,11 @@ def test_a_late_write_ends_the_step(tmp_path: Path, emulated_cards: EmulatedCard
         for _ in range(2):
             with pytest.raises(DeviceError, match=r"card 0 has not returned from writing \d+ bytes at offset \d+"):
                 run.handler.commit()
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         with pytest.raises(DeviceError, match=r"it may still overwrite.*step before is whole"):
             run.handler.begin_step(run.collect(1))
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         values = run.handler.state.read_parameter(0)
         with pytest.raises(DeviceError, match="it may still overwrite"):
@@ -182,5 +182,5 @@ def test_the_log_of_a_late_write_does_not_promise_the_host(
             run.handler.commit()
         hold.release()
         await_that(lambda: not pipeline(run).busy)
-        run.handler.rollback()
+        run.handler.roll_back()
     assert "The host updates" not in caplog.text

@@ -175,7 +175,7 @@ def test_a_card_that_fails_every_step(
         assert emulated_cards.counter("runs_begun", 0) > begun[0]
         host.steps(range(8))
         same_as_host(run, host)
-        run.device.drain()
+        run.device.finish()
     assert len(failures(log)) == 5
     told = [record.getMessage() for record in log.records if "is not used any more" in record.getMessage()]
     assert len(told) == 1 and "card 1" in told[0] and "smart-infinity selftest" in told[0]
@@ -245,7 +245,7 @@ def test_one_place_each(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
         with pytest.raises(DeviceError, match=r"emulated card 1 failed: .*durability='step'"):
             run.handler.commit()
         with pytest.raises(StorageError, match="cannot be rolled back"):
-            run.handler.rollback()
+            run.handler.roll_back()
 
 
 def test_a_card_that_takes_its_ssd_along(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
@@ -260,7 +260,7 @@ def test_a_card_that_takes_its_ssd_along(tmp_path: Path, emulated_cards: Emulate
         with pytest.raises(StorageError, match=r"state\.bin"):
             run.handler.commit()
         inject(run.device._host.pipeline)
-        run.handler.rollback()
+        run.handler.roll_back()
         assert_equal(run.state(), before)
         run.step(1)
 

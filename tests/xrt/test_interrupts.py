@@ -71,7 +71,7 @@ def interrupted_step(run: Run, line: int, *, incremental: bool) -> bool:
             else:
                 run.handler.begin_step(plan)
                 run.handler.step.wait([0])
-            run.handler.drain()
+            run.handler.finish()
             run.handler.commit()
     except KeyboardInterrupt:
         return True
@@ -81,11 +81,11 @@ def interrupted_step(run: Run, line: int, *, incremental: bool) -> bool:
 def finish(run: Run, step: int, *, goes_on: bool) -> None:
     if run.handler.in_flight and goes_on and run.handler.step.is_complete:
         try:
-            run.handler.drain()
+            run.handler.finish()
             run.handler.commit()
         except SmartInfinityError:
             assert run.handler.in_flight
     if run.handler.in_flight:
-        run.handler.rollback()
-    if run.handler.generation == step:  # the generation of the step before
+        run.handler.roll_back()
+    if run.handler.generation == step:  # that of the step before it
         make_step(run, step)

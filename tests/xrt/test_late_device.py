@@ -160,7 +160,7 @@ def test_a_hundred_writes_that_do_not_return(
                 both.run.step(step)
                 break
             except DeviceError:
-                both.run.handler.rollback()
+                both.run.handler.roll_back()
                 happened |= late.end()
                 await_cards(both.run)
         late.end()
@@ -178,7 +178,7 @@ def test_a_hundred_allocations_that_fail(tmp_path: Path, emulated_cards: Emulate
         num_allocations = emulated_cards.counter("num_buffers", 0) - before[0]
     for number in range(NUM_FAILURES):
         emulated_cards.inject("alloc", card=number % 2, skipped=number // 2 % num_allocations)
-        with pytest.raises(DeviceError, match=rf"emulated card {number % 2}: .*is not to be had: xrtBOAlloc"):
+        with pytest.raises(DeviceError, match=rf"emulated card {number % 2}: .*is unavailable: xrtBOAlloc"):
             Run(tmp_path / "card", CASE, device=device)
         assert [emulated_cards.counter("num_buffers", card) for card in range(2)] == before
     with (

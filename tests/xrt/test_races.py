@@ -99,15 +99,15 @@ class Racer:
             tasklet = self._tasklets[position]
             assert self._on_card[tasklet.offset : tasklet.offset + tasklet.numel].all()
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """Abandon the batch, wherever it is; nothing of it counts."""
-        self._state.pipeline.abandon()
+        self._state.pipeline.stop()
 
     def end(self) -> None:
         """Do the rest, and compare with the host."""
         if self._num_begun < len(self._tasklets):
             self._state.pipeline.extend(self._batch(self._num_begun, len(self._tasklets)))
-        assert self._state.drain() is None
+        assert self._state.finish() is None
         assert self._state.host.work(Operation.UPDATE, self._runs(self._on_host), [self._step]) is None
         np.testing.assert_array_equal(self._on_card, self._on_host)
         self._state.assert_same()
@@ -154,7 +154,7 @@ def race(random: np.random.Generator, racers: list[Racer]) -> None:
         racer.begin()
         if random.integers(3) == 0:
             racer.go_on()
-            racer.abandon()
+            racer.stop()
             racer.begin()
     for _ in range(random.integers(12)):
         racers[random.integers(len(racers))].go_on()
@@ -187,7 +187,7 @@ def test_steps_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, seeds
             host.step(seed)
             for _ in range(random.integers(3)):
                 begin(random, run, host, seed)
-                run.handler.rollback()
+                run.handler.roll_back()
                 assert torch.equal(torch.cat(run.partition), before)
             begin(random, run, host, seed)
             run.handler.commit()

@@ -101,7 +101,7 @@ def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCa
         self_test(setup, [tmp_path], KERNELS[:1])
     begun = emulated_cards.counter("runs_begun", 5)
     with pytest.raises(
-        DeviceError, match="emulated card 5 has not returned from a run or transfer that this process gave up"
+        DeviceError, match="emulated card 5 has not returned from a run or transfer that this process abandoned"
     ):
         self_test(setup, [tmp_path], KERNELS[:1])
     assert emulated_cards.counter("runs_begun", 5) == begun
@@ -146,7 +146,7 @@ def test_p2p_that_does_not_return(
         (hold,) = _given_up(setup, tmp_path, held_queue(patched, **{where: 0}), verb)
     assert list(tmp_path.iterdir()) == []
     assert emulated_cards.counter("num_buffers") == before + 1
-    with pytest.raises(DeviceError, match="has not returned from a run or transfer that this process gave up"):
+    with pytest.raises(DeviceError, match="has not returned from a run or transfer that this process abandoned"):
         self_test(setup, [tmp_path], KERNELS[:1])
     hold.release()
     await_that(unreturned.close_returned)

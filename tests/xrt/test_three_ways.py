@@ -179,7 +179,7 @@ def test_the_same_bits(
             on_card, on_host, in_simulation = (training.runs(gradient, place) for place in places)
             state.submit(on_card, steps)
             simulated.update(in_simulation, steps, places[2])
-            assert state.drain() is None
+            assert state.finish() is None
             assert state.host.work(Operation.UPDATE, on_host, steps) is None
             state.assert_same()
             simulated.assert_same()

@@ -15,7 +15,7 @@ def guesses(hysteresis: Hysteresis, outcomes: str, num_windows: int) -> int:
     for outcome in islice(cycle(outcomes), num_windows):
         if hysteresis.allows():
             made += 1
-            (hysteresis.was_right if outcome == "r" else hysteresis.was_wrong)()
+            (hysteresis.adopted if outcome == "r" else hysteresis.discarded)()
     return made
 
 
@@ -41,24 +41,24 @@ def test_pauses_grow_while_guesses_are_wrong() -> None:
     hysteresis = Hysteresis(patience=3, first_pause=4, longest_pause=8)
     for expected in (0, 0, 0, 4, 8, 8):
         assert until_allowed(hysteresis) == expected
-        hysteresis.was_wrong()
+        hysteresis.discarded()
     assert until_allowed(hysteresis) == 8
 
 
 @pytest.mark.parametrize(
-    ("num_right", "pauses"),
+    ("num_adopted", "pauses"),
     [(1, (0, 16)), (2, (0, 0, 16)), (3, (0, 0, 8)), (4, (0, 0, 4)), (9, (0, 0, 4))],
 )
-def test_right_guesses_after_a_pause_win_back_what_was_lost(num_right: int, pauses: tuple[int, ...]) -> None:
+def test_right_guesses_after_a_pause_win_back_what_was_lost(num_adopted: int, pauses: tuple[int, ...]) -> None:
     """Right updates bring the count of wrong ones to zero, then shorten the next pause, down to the first length."""
     hysteresis = Hysteresis(patience=3, first_pause=4, longest_pause=16)
     for _ in range(5):
         until_allowed(hysteresis)
-        hysteresis.was_wrong()
+        hysteresis.discarded()
     assert until_allowed(hysteresis) == 16
-    for _ in range(num_right):
-        hysteresis.was_right()
+    for _ in range(num_adopted):
+        hysteresis.adopted()
         assert until_allowed(hysteresis) == 0
     for expected in pauses:
-        hysteresis.was_wrong()
+        hysteresis.discarded()
         assert until_allowed(hysteresis) == expected

@@ -42,11 +42,11 @@ def test_what_is_simpler_stays_where_nothing_is_gained() -> None:
 def test_no_speculation_where_something_is_in_its_way(caplog: pytest.LogCaptureFixture) -> None:
     """The log says why speculation is left out, and a warning does so if the user asked for it."""
     with caplog.at_level(logging.INFO):
-        choice = OverlapChoice("auto", obstacle="there is but one slot")
-    assert "'backward': there is but one slot" in caplog.text
+        choice = OverlapChoice("auto", obstacle="there is but one place")
+    assert "'backward': there is but one place" in caplog.text
     assert set(run(choice, {"none": 1.0, "forward": 0.5})) == {"none", "forward"}
-    with pytest.warns(UserWarning, match="works as 'forward': there is but one slot"):
-        choice = OverlapChoice("backward", obstacle="there is but one slot")
+    with pytest.warns(UserWarning, match="works as 'forward': there is but one place"):
+        choice = OverlapChoice("backward", obstacle="there is but one place")
     assert set(run(choice, {"forward": 1.0})) == {"forward"}
 
 

@@ -57,30 +57,30 @@ class Dataflow {
         look_for_deadlock();
     }
 
-    // Requires the mutex. `slot` is where the other process finds the waiter to serve it.
-    void wait(std::unique_lock<std::mutex>& lock, Waiter*& slot, const std::string& what) {
+    // Requires the mutex. `link` is where the other process finds the waiter to serve it.
+    void wait(std::unique_lock<std::mutex>& lock, Waiter*& link, const std::string& what) {
         Waiter waiter;
         waiter.what = process_name() + " waits to " + what;
-        slot = &waiter;
+        link = &waiter;
         waiters_.insert(&waiter);
         --num_running_;
         look_for_deadlock();
         waiter.wake.wait(lock, [&] { return waiter.served || deadlocked_; });
         if (waiter.served) return;
-        slot = nullptr;
+        link = nullptr;
         waiters_.erase(&waiter);
         ++num_running_;
         throw Deadlock(failure_);
     }
 
     // Requires the mutex.
-    void serve(Waiter*& slot) {
-        if (slot == nullptr) return;
-        slot->served = true;
-        waiters_.erase(slot);
+    void serve(Waiter*& link) {
+        if (link == nullptr) return;
+        link->served = true;
+        waiters_.erase(link);
         ++num_running_;
-        slot->wake.notify_one();
-        slot = nullptr;
+        link->wake.notify_one();
+        link = nullptr;
     }
 
     // Why the first process failed; empty if none did. Read it when all have ended.

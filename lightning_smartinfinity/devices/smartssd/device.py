@@ -26,7 +26,7 @@ __all__ = ["SmartSSDDevice"]
 
 _log = logging.getLogger(__name__)
 
-_HOST_BUFFERS = 2  # the host reads and writes outside of steps, and updates what a card leaves undone
+_HOST_BUFFERS = 2  # the host reads and writes outside of steps, and updates what a card leaves unfinished
 _MOST_IO_THREADS = 64  # one for each buffer: with fewer, earlier reads delay writes that could run beside them
 _WRITING = (native.Operation.UPDATE, native.Operation.WRITE, native.Operation.MODIFY)
 _COMPUTE_THREADS = 2  # while one waits for a card's run, the other fetches the parameters of another
@@ -35,7 +35,7 @@ _COMPUTE_THREADS = 2  # while one waits for a card's run, the other fetches the 
 class SmartSSDDevice(StorageDevice):
     """Updates on the cards beside the SSDs: gradients go to the cards, parameters come back, state stays there.
 
-    Everything but updates runs on a host device over the same files, and so does what a card leaves undone.
+    Everything but updates runs on a host device over the same files, and so does what a card leaves unfinished.
 
     Args:
         setup: The cards, one for each storage folder.
@@ -164,7 +164,7 @@ class SmartSSDDevice(StorageDevice):
         self._distribute(more)
 
     def _require_no_late_write(self, tasklets: Sequence[native.Tasklet]) -> None:
-        """Raise if a write that was given up may still reach the place that one of these tasklets will write to.
+        """Raise if an abandoned write may still reach the place that one of these tasklets will write to.
 
         Raises:
             DeviceError: There is such a write; nothing has been started.
@@ -199,7 +199,7 @@ class SmartSSDDevice(StorageDevice):
             self._on_host = [*self._on_host, *chain(*batches)]
         else:
             # An interrupt may have come before or after any call. Starting over hands each work over exactly once.
-            self._host.abandon()
+            self._host.stop()
             self._host_active = False
             batches = _by_batch(list({work.position: work for work in [*self._on_host, *works]}.values()))
             self._on_host = list(chain(*batches))
@@ -240,20 +240,20 @@ class SmartSSDDevice(StorageDevice):
         own = {work.position: index for index, work in enumerate(self._on_host)}
         return [own[position] for position in positions if position in own]
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         self._resume()
         for worker in self._workers:
             if worker.active:
                 with suppress(DeviceError):  # self._error holds it and is raised below
                     self._end(worker)
-        self._drain_host()
+        self._finish_host()
         if self._error is not None:
             raise self._error
 
-    def _drain_host(self) -> None:
+    def _finish_host(self) -> None:
         if self._host_active:
             try:
-                self._host.drain()
+                self._host.finish()
             except SmartInfinityError:
                 self._host_active = False
                 raise
@@ -261,57 +261,57 @@ class SmartSSDDevice(StorageDevice):
             self._host_active = False
 
     def _resume(self) -> None:
-        """Continue what an interrupt of :meth:`wait` or :meth:`drain` cut short."""
+        """Continue what an interrupt of :meth:`wait` or :meth:`finish` cut short."""
         for worker in self._workers:
             if worker.ending:
-                with suppress(DeviceError):  # self._error holds it; wait() and drain() raise it
+                with suppress(DeviceError):  # self._error holds it; wait() and finish() raise it
                     self._end(worker)
         if not self._host_has_all:
             self._give_host([])
 
     def _end(self, worker: CardWorker) -> None:
-        """Wait for a card and let the host finish what it leaves undone, from the places that it has not touched.
+        """Wait for a card and let the host finish what it leaves unfinished, from the places that it has not touched.
 
         The worker keeps its part of the batch until then, so that this can be repeated after an interrupt.
 
         Raises:
             DeviceError: A tasklet has only one place, which the card may have overwritten, or the card may still write
-                to its other place; :meth:`drain` must follow.
+                to its other place; :meth:`finish` must follow.
         """
-        if worker.drain():
+        if worker.finish():
             worker.count_success()
         else:
-            self._take_over(worker, worker.undone())
+            self._take_over(worker, worker.unfinished())
             worker.count_failure()
         worker.forget()
 
-    def _take_over(self, worker: CardWorker, undone: Sequence[Work]) -> None:
-        if any(_in_place(work.tasklet) for work in undone):
+    def _take_over(self, worker: CardWorker, unfinished: Sequence[Work]) -> None:
+        if any(_in_place(work.tasklet) for work in unfinished):
             error = DeviceError(
                 f"The {worker.card.label} failed: {worker.failure}. It may have overwritten the state.",
                 "Resume from a checkpoint, and use TransferConfig(durability='step') to survive such a failure.",
             )
-            self._give_up(worker, error)
-        late = worker.await_writes([work.tasklet for work in undone])
+            self._fail(worker, error)
+        late = worker.await_writes([work.tasklet for work in unfinished])
         if late is not None:
-            self._give_up(worker, _unfinished_write(worker, late))
+            self._fail(worker, _unfinished_write(worker, late))
         _log.warning(
-            "The %s failed: %s. The host updates the %d tasklets that it leaves undone.",
-            *(worker.card.label, worker.failure, len(undone)),
+            "The %s failed: %s. The host updates the %d tasklets that it leaves unfinished.",
+            *(worker.card.label, worker.failure, len(unfinished)),
         )
-        self._give_host(undone)
+        self._give_host(unfinished)
 
-    def _give_up(self, worker: CardWorker, error: DeviceError) -> NoReturn:
+    def _fail(self, worker: CardWorker, error: DeviceError) -> NoReturn:
         """Mark the batch as failed for good, and raise."""
         self._error = error
         worker.count_failure()
         worker.forget()
         raise error
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         for worker in self._workers:
-            worker.abandon()
-        self._host.abandon()
+            worker.stop()
+        self._host.stop()
         self._host_active, self._host_has_all = False, True
 
     def counters(self) -> Traffic:

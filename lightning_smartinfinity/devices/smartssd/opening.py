@@ -55,7 +55,7 @@ def open_card(setup: CardSetup, card: Card) -> native.Card:
     """Open a card and load the xclbin, unless it is loaded already.
 
     Raises:
-        DeviceError: XRT refuses, or a call that this process gave up has not returned from the card yet.
+        DeviceError: XRT refuses, or a call that this process abandoned has not returned from the card yet.
     """
     require_returned(card)
     with card_errors(card):

@@ -72,9 +72,7 @@ def choose_binding(wanted: str, runtime: Runtime) -> str:
         raise DeviceError(f"Neither XRT's C library ({_LIBRARY}) nor its Python module pyxrt can be loaded.", _INSTALL)
     if not (runtime.library if wanted == "native" else runtime.pyxrt):
         missing = f"{_LIBRARY} cannot be loaded" if wanted == "native" else "there is no module pyxrt"
-        raise ConfigError(
-            f"SmartSSDConfig(binding={wanted!r}) is not to be had here: {missing}.", "Use binding='auto'."
-        )
+        raise ConfigError(f"SmartSSDConfig(binding={wanted!r}) is unavailable here: {missing}.", "Use binding='auto'.")
     return wanted
 
 

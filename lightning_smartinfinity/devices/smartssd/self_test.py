@@ -238,9 +238,9 @@ class _Tile:
         )
         try:
             pipeline.submit(batch)
-            failure = pipeline.drain()
+            failure = pipeline.finish()
         finally:
-            pipeline.abandon()
+            pipeline.stop()
             close_or_keep(pipeline, scratch.card)
             file.close()
         if failure is not None:

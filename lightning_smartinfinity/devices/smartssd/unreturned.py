@@ -80,7 +80,7 @@ def require_returned(card: Card) -> None:
     close_returned()
     if any(kept.address == card.address for _, kept in _kept):
         raise DeviceError(
-            f"The {card.label} has not returned from a run or transfer that this process gave up.",
+            f"The {card.label} has not returned from a run or transfer that this process abandoned.",
             "Use update_device='host', or end this process; if a new one cannot use the card either, reset it.",
         )
 

@@ -1,4 +1,4 @@
-"""One card at work: its part of a batch, and what it leaves undone when it fails."""
+"""One card at work: its part of a batch, and what it leaves unfinished when it fails."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class CardWorker:
 
     @property
     def active(self) -> bool:
-        """Whether the worker has a batch that has not been drained."""
+        """Whether the worker has a batch that has not been finished."""
         return bool(self._work)
 
     @property
     def ending(self) -> bool:
-        """Whether :meth:`drain` was called but not yet :meth:`forget`, because an interrupt came between."""
+        """Whether :meth:`finish` was called but not yet :meth:`forget`, because an interrupt came between."""
         return self._ending
 
     @property
@@ -99,7 +99,7 @@ class CardWorker:
     def usable(self) -> bool:
         """Return whether the card can be given work.
 
-        It cannot while a call that was given up has not returned, nor after several failures in a row.
+        It cannot while an abandoned call has not returned, nor after several failures in a row.
         """
         if self._num_failures >= _MOST_FAILURES:
             return False
@@ -153,16 +153,16 @@ class CardWorker:
             self._failure = self.pipeline.wait_for(own) or self._failure
         return self._failure is None
 
-    def drain(self) -> bool:
+    def finish(self) -> bool:
         """Wait until nothing is in progress.
 
         Returns:
-            Whether all work is on storage; if not, :meth:`undone` tells what is missing. Until :meth:`forget` the
+            Whether all work is on storage; if not, :meth:`unfinished` tells what is missing. Until :meth:`forget` the
             answer stays the same, although the pipeline reports a failure only once.
         """
         self._ending = True
-        self._failure = self.pipeline.drain() or self._failure
-        return not self.undone()
+        self._failure = self.pipeline.finish() or self._failure
+        return not self.unfinished()
 
     def count_success(self) -> None:
         """Record that the batch has not failed."""
@@ -178,15 +178,15 @@ class CardWorker:
                 *(self.card.label, _MOST_FAILURES),
             )
 
-    def undone(self) -> list[Work]:
-        """Return, after :meth:`drain`, the works that are not wholly on storage."""
+    def unfinished(self) -> list[Work]:
+        """Return, after :meth:`finish`, the works that are not wholly on storage."""
         finished = set(self.pipeline.finished())
         return [one for index, one in enumerate(self._work) if index not in finished]
 
     def may_still_write(self, tasklets: Iterable[native.Tasklet]) -> str | None:
         """Describe a destination of these tasklets with an unfinished write; ``None`` if there is none.
 
-        That write was given up after a timeout and may overwrite whatever is written there in the meantime.
+        That write was abandoned after a timeout and may overwrite whatever is written there in the meantime.
         """
         ranges = self.pipeline.writes_out()
         for tasklet in tasklets:
@@ -208,15 +208,15 @@ class CardWorker:
         self._work = []
         self._failure, self._ending = None, False
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """End the batch; return when nothing of it is in progress."""
         if self._work:
-            self.pipeline.abandon()
+            self.pipeline.stop()
         self.forget()
 
     def close(self) -> None:
         """Release the card now, or once calls that are in progress have returned; idempotent."""
         if not self._closed:
-            self.abandon()
+            self.stop()
             self._closed = True
             close_or_keep(self.pipeline, self.card)

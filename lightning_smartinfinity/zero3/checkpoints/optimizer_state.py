@@ -68,7 +68,7 @@ def state_dict(optimizer: StorageOptimizer) -> SavedState:
             "save_id": optimizer.save_id,
             "weights_only": optimizer.saves_weights_only,
             WITHOUT_ARRAYS: not with_arrays,
-            "parameters": [(piece.name, piece.numel) for piece in layout.parameters],
+            "parameters": [(parameter.name, parameter.numel) for parameter in layout.parameters],
             "steps": steps.tolist(),
             **describe_residual(optimizer),
         },
@@ -246,7 +246,7 @@ def _check_ours(optimizer: StorageOptimizer, extra: SavedState) -> None:
             f"The checkpoint's parameters are {extra['dtype']}, this run's are {optimizer.dtype}.",
             "Use the precision that it was saved with.",
         )
-    expected = [(piece.name, piece.numel) for piece in optimizer.layout.parameters]
+    expected = [(parameter.name, parameter.numel) for parameter in optimizer.layout.parameters]
     saved = [tuple(item) for item in extra["parameters"]]
     if saved != expected:
         raise CheckpointError(

@@ -17,7 +17,7 @@ from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 
-__all__ = ["WINDOW_NUMEL", "Piece", "Put", "SavedWeights", "Wanted", "pieces_of", "read_pieces", "reaches", "windows"]
+__all__ = ["WINDOW_NUMEL", "Put", "SavedSlice", "SavedWeights", "Wanted", "holds", "read_saved", "slices_of", "windows"]
 
 WINDOW_NUMEL = 1 << 22
 """Largest number of elements that are in memory at once."""
@@ -32,7 +32,7 @@ The values lie in host memory that is reused: copy what is to be kept.
 """
 
 
-class Piece(NamedTuple):
+class SavedSlice(NamedTuple):
     """The elements of a parameter that one process saved.
 
     Args:
@@ -48,26 +48,26 @@ class Piece(NamedTuple):
     padding: int
 
 
-def pieces_of(shapes: Mapping[str, torch.Size], *, rank: int, world_size: int) -> list[Piece]:
-    """Return the pieces that one process saves: ZeRO-3's slices, which padding makes equally long on all processes."""
-    pieces = []
+def slices_of(shapes: Mapping[str, torch.Size], *, rank: int, world_size: int) -> list[SavedSlice]:
+    """Return the slices that one process saves; padding makes them equally long on all processes."""
+    slices = []
     for name, shape in shapes.items():
         numel = shape.numel()
         per_rank = -(-numel // world_size)
         begin, end = (min(edge * per_rank, numel) for edge in (rank, rank + 1))
-        pieces.append(Piece(name, begin, end, per_rank - (end - begin)))
-    return pieces
+        slices.append(SavedSlice(name, begin, end, per_rank - (end - begin)))
+    return slices
 
 
-def reaches(pieces: Sequence[Piece], wanted: Wanted) -> bool:
-    """Return whether these pieces hold any wanted element."""
-    return any(_overlap(piece.name, piece.begin, piece.end, wanted) for piece in pieces)
+def holds(slices: Sequence[SavedSlice], wanted: Wanted) -> bool:
+    """Return whether these slices hold any wanted element."""
+    return any(_overlap(each.name, each.begin, each.end, wanted) for each in slices)
 
 
-def read_pieces(
-    file: TensorFile, tensors: Sequence[torch.Tensor], pieces: Sequence[Piece], wanted: Wanted, put: Put
+def read_saved(
+    file: TensorFile, tensors: Sequence[torch.Tensor], slices: Sequence[SavedSlice], wanted: Wanted, put: Put
 ) -> None:
-    """Read fp32 tensors that hold these pieces one after another, and pass the wanted elements to ``put``.
+    """Read fp32 tensors that hold these slices one after another, and pass the wanted elements to ``put``.
 
     The tensors are read completely, since their checksums cover all of their elements.
 
@@ -75,15 +75,15 @@ def read_pieces(
         CheckpointError: The file is damaged. What lies before the damage has been passed on by then.
     """
     stream = file.stream(tensors)
-    largest = max((piece.end - piece.begin + piece.padding for piece in pieces), default=0)
+    largest = max((each.end - each.begin + each.padding for each in slices), default=0)
     buffer = np.empty(min(WINDOW_NUMEL, largest), np.float32)
-    for piece in pieces:
-        for begin, end in windows(piece.begin, piece.end + piece.padding):
+    for each in slices:
+        for begin, end in windows(each.begin, each.end + each.padding):
             values = buffer[: end - begin]
             stream.read(values)
-            overlap = _overlap(piece.name, begin, min(end, piece.end), wanted)
+            overlap = _overlap(each.name, begin, min(end, each.end), wanted)
             if overlap:
-                put(piece.name, overlap.start, torch.from_numpy(values)[overlap.start - begin : overlap.stop - begin])
+                put(each.name, overlap.start, torch.from_numpy(values)[overlap.start - begin : overlap.stop - begin])
 
 
 class SavedWeights(ABC):

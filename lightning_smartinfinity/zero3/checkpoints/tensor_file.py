@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` whose large tensors are read and written in pieces, with bounded memory and page cache.
+"""Files of ``torch.save`` whose large tensors are read and written part by part, with bounded memory and page cache.
 
 ``torch.save`` writes a zip archive with one stored (uncompressed) record per storage. Its ``skip_data`` mode omits the
 records' bytes; this module writes them afterwards, together with the CRC-32 that the archive keeps of each record. The

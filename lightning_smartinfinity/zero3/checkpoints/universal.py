@@ -68,7 +68,7 @@ def load_universal(
             _check_buffers(engine.module, folder)
         _check_optimizer(optimizer, folder)
         saved_steps = folder.steps
-        steps = np.array([saved_steps[piece.name] for piece in optimizer.layout.parameters], dtype=np.int64)
+        steps = np.array([saved_steps[parameter.name] for parameter in optimizer.layout.parameters], dtype=np.int64)
         _check_files(optimizer, folder)
         folder.check_arrays(_files_of(optimizer, folder))
         frozen = _frozen_slices(engine, folder)
@@ -100,37 +100,37 @@ def _filler(optimizer: StorageOptimizer, folder: UniversalFolder) -> Callable[[W
     files, first_values = _files_of(optimizer, folder), optimizer.first_values
     opened: dict[tuple[str, str], torch.Tensor] = {}
 
-    def array_of(piece: ParameterSlice, file: str) -> torch.Tensor:
-        key = (piece.name, file)
+    def array_of(parameter: ParameterSlice, file: str) -> torch.Tensor:
+        key = (parameter.name, file)
         if key not in opened:
             # Windows come in partition order: only the last parameter of a window can be in the next one.
-            for other in [other for other in opened if other[0] != piece.name]:
+            for other in [other for other in opened if other[0] != parameter.name]:
                 del opened[other]
-            opened[key] = folder.tensor(*key, numel=shapes[piece.name].numel())
+            opened[key] = folder.tensor(*key, numel=shapes[parameter.name].numel())
         return opened[key]
 
     def fill(window: Window) -> None:
         for array in window.arrays:
             array.fill(0)
-        for piece, begin, end in _pieces_in(layout, window):
+        for parameter, begin, end in _parameters_in(layout, window):
             target = slice(begin - window.begin, end - window.begin)
-            first = rank * piece.numel + begin - piece.offset
+            first = rank * parameter.numel + begin - parameter.offset
             for number, first_value in enumerate(first_values, start=1):
                 window.arrays[number][target] = first_value
             for file, number in files.items():
-                window.arrays[number][target] = array_of(piece, file)[first : first + end - begin].numpy()
+                window.arrays[number][target] = array_of(parameter, file)[first : first + end - begin].numpy()
         optimizer.partition.write(window.begin, torch.from_numpy(window.arrays[0]))
 
     return fill
 
 
-def _pieces_in(layout: PartitionLayout, window: Window) -> list[tuple[ParameterSlice, int, int]]:
+def _parameters_in(layout: PartitionLayout, window: Window) -> list[tuple[ParameterSlice, int, int]]:
     """Return a window's parameters, each with its range ``[begin, end)`` of the partition, without padding."""
-    pieces = [
-        (piece, max(window.begin, piece.offset), min(window.end, piece.offset + piece.real_numel))
-        for piece in layout.parameters_between(window.begin, window.end)
+    ranges = [
+        (parameter, max(window.begin, parameter.offset), min(window.end, parameter.offset + parameter.real_numel))
+        for parameter in layout.parameters_between(window.begin, window.end)
     ]
-    return [(piece, begin, end) for piece, begin, end in pieces if begin < end]
+    return [(parameter, begin, end) for parameter, begin, end in ranges if begin < end]
 
 
 def _frozen_slices(engine: DeepSpeedEngine, folder: UniversalFolder) -> dict[str, torch.Tensor] | None:
@@ -236,6 +236,6 @@ def _params_of_groups(optimizer: StorageOptimizer) -> list[list[ZeroParameter]]:
 
 def _check_files(optimizer: StorageOptimizer, folder: UniversalFolder) -> None:
     shapes = folder.shapes
-    for piece in optimizer.layout.parameters:
+    for parameter in optimizer.layout.parameters:
         for file in _files_of(optimizer, folder):
-            folder.tensor(piece.name, file, numel=shapes[piece.name].numel())
+            folder.tensor(parameter.name, file, numel=shapes[parameter.name].numel())

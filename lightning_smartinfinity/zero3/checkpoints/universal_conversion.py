@@ -23,7 +23,7 @@ from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import beside
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
-from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL, Piece, pieces_of, windows
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL, SavedSlice, slices_of, windows
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import (
     TensorFile,
@@ -148,32 +148,32 @@ def _arrays_in(file: TensorFile, masters: list[torch.Tensor]) -> dict[str, list[
 
 
 def _write_arrays(
-    source: ZeroFolder, streams: Mapping[str, Sequence[TensorStream]], folder: Path, progress: Progress
+    source: ZeroFolder, arrays: Mapping[str, Sequence[TensorStream]], folder: Path, progress: Progress
 ) -> None:
     shapes = source.shapes
     numel, done = sum(shape.numel() for shape in shapes.values()), 0
     buffer = np.empty(min(WINDOW_NUMEL, max((shape.numel() for shape in shapes.values()), default=0)), np.float32)
-    pieces_by_rank = [pieces_of(shapes, rank=rank, world_size=source.num_saved) for rank in range(source.num_saved)]
-    for pieces in zip(*pieces_by_rank, strict=True):
-        (folder / pieces[0].name).mkdir(parents=True, exist_ok=True)
-        for name, slices in streams.items():
-            _write_array(folder / pieces[0].name / f"{name}.pt", slices, pieces, buffer, source.path)
-        done += pieces[-1].end
+    slices_by_rank = [slices_of(shapes, rank=rank, world_size=source.num_saved) for rank in range(source.num_saved)]
+    for slices in zip(*slices_by_rank, strict=True):
+        (folder / slices[0].name).mkdir(parents=True, exist_ok=True)
+        for name, streams in arrays.items():
+            _write_array(folder / slices[0].name / f"{name}.pt", streams, slices, buffer, source.path)
+        done += slices[-1].end
         progress(done, numel)
 
 
 def _write_array(
-    file: Path, slices: Sequence[TensorStream], pieces: Sequence[Piece], buffer: NDArray[np.float32], source: Path
+    file: Path, streams: Sequence[TensorStream], slices: Sequence[SavedSlice], buffer: NDArray[np.float32], source: Path
 ) -> None:
-    """Write one array of one parameter, of which every process saved a piece."""
-    with closing(saved_with_room(room_for(pieces[-1].end), file)) as written:
+    """Write one array of one parameter, of which every process saved a slice."""
+    with closing(saved_with_room(room_for(slices[-1].end), file)) as written:
         whole = written.stream([written.state])
-        for stream, piece in zip(slices, pieces, strict=True):
-            for begin, end in windows(piece.begin, piece.end + piece.padding):
+        for stream, each in zip(streams, slices, strict=True):
+            for begin, end in windows(each.begin, each.end + each.padding):
                 values = buffer[: end - begin]
                 with reading_checkpoint(source):
                     stream.read(values)
-                whole.write(values[: max(0, piece.end - begin)])
+                whole.write(values[: max(0, each.end - begin)])
 
 
 # ---- state other than arrays

@@ -30,9 +30,9 @@ from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
     Put,
     SavedWeights,
     Wanted,
-    pieces_of,
-    reaches,
-    read_pieces,
+    holds,
+    read_saved,
+    slices_of,
 )
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, check_records
@@ -147,10 +147,10 @@ class UniversalFolder(SavedWeights):
     @override
     def read_masters(self, wanted: Wanted, put: Put) -> None:
         for name, shape in self.shapes.items():
-            pieces = pieces_of({name: shape}, rank=0, world_size=1)
-            if reaches(pieces, wanted):
+            slices = slices_of({name: shape}, rank=0, world_size=1)
+            if holds(slices, wanted):
                 with closing(TensorFile(self._file(name, MASTER_FILE))) as file:
-                    read_pieces(file, [file.state], pieces, wanted, put)
+                    read_saved(file, [file.state], slices, wanted, put)
 
     def _file(self, name: str, array: str) -> Path:
         return self.path / "zero" / name / f"{array}.pt"

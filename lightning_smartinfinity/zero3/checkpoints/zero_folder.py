@@ -17,9 +17,9 @@ from lightning_smartinfinity.zero3.checkpoints.saved_weights import (
     Put,
     SavedWeights,
     Wanted,
-    pieces_of,
-    reaches,
-    read_pieces,
+    holds,
+    read_saved,
+    slices_of,
 )
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile
 from lightning_smartinfinity.zero3.untyped import SavedState
@@ -56,10 +56,10 @@ class ZeroFolder(SavedWeights):
     def read_masters(self, wanted: Wanted, put: Put) -> None:
         shapes = self.shapes
         for rank in range(self.num_saved):
-            pieces = pieces_of(shapes, rank=rank, world_size=self.num_saved)
-            if reaches(pieces, wanted):
+            slices = slices_of(shapes, rank=rank, world_size=self.num_saved)
+            if holds(slices, wanted):
                 with closing(TensorFile(self.optimizer_file(rank))) as file:
-                    read_pieces(file, self.masters(file, rank), pieces, wanted, put)
+                    read_saved(file, self.masters(file, rank), slices, wanted, put)
 
     def optimizer_file(self, rank: int) -> Path:
         """Return the path of the optimizer state that a process saved."""
@@ -78,8 +78,8 @@ class ZeroFolder(SavedWeights):
         Raises:
             CheckpointError: They are not exactly the process's slices, or come from another save.
         """
-        pieces = pieces_of(self.shapes, rank=rank, world_size=self.num_saved)
-        numel = sum(piece.end - piece.begin + piece.padding for piece in pieces)
+        slices = slices_of(self.shapes, rank=rank, world_size=self.num_saved)
+        numel = sum(each.end - each.begin + each.padding for each in slices)
         state = file.state[OPTIMIZER_STATE_DICT]
         masters: list[torch.Tensor] = state[FP32_FLAT_GROUPS]
         found = sum(master.numel() for master in masters)

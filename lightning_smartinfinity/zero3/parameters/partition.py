@@ -122,13 +122,13 @@ class Partition:
 
         Padding is updated like everything else; if it starts as zero it stays zero, and two runs store the same bytes.
         """
-        for piece, param in zip(self.layout.parameters, self.params(), strict=True):
-            flat = self._flats[piece.sub_group]
+        for own, param in zip(self.layout.parameters, self.params(), strict=True):
+            flat = self._flats[own.sub_group]
             if flat is not None:
-                start = piece.offset - self.layout.sub_groups[piece.sub_group].offset
-                flat.narrow(0, start + piece.real_numel, piece.numel - piece.real_numel).zero_()
+                start = own.offset - self.layout.sub_groups[own.sub_group].offset
+                flat.narrow(0, start + own.real_numel, own.numel - own.real_numel).zero_()
             elif stored_parameter(param) is None:
-                param.ds_tensor.detach()[piece.real_numel :].zero_()
+                param.ds_tensor.detach()[own.real_numel :].zero_()
 
     def release_prefetched(self) -> None:
         """Discard parameters that were read ahead from storage, if there are any: they are about to change there."""

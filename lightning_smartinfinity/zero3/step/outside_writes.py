@@ -117,23 +117,23 @@ class OutsideWrites:
         rank = dist.get_rank(self._partition.group)
         before = masters.clone()
         masters.copy_(torch.where(masters.to(current.dtype) == current, masters, current.float()))
-        for piece, full in self._pieces_between(begin, begin + len(masters), precise):
-            first, last = max(begin, piece.offset), min(begin + len(masters), piece.offset + piece.real_numel)
+        for own, full in self._given_between(begin, begin + len(masters), precise):
+            first, last = max(begin, own.offset), min(begin + len(masters), own.offset + own.real_numel)
             if first >= last:
                 continue
-            skipped = rank * piece.numel + first - piece.offset
+            skipped = rank * own.numel + first - own.offset
             values = full.detach().reshape(-1)[skipped : skipped + last - first].to("cpu", torch.float32)
             where = slice(first - begin, last - begin)
             agrees = values.to(current.dtype) == current[where]
             masters[where] = torch.where(agrees, values, masters[where])
         return not torch.equal(masters.view(torch.int32), before.view(torch.int32))
 
-    def _pieces_between(
+    def _given_between(
         self, begin: int, end: int, precise: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[ParameterSlice, torch.Tensor]]:
-        for piece in self._partition.layout.parameters_between(begin, end):
-            if piece.name in precise:
-                yield piece, precise[piece.name]
+        for own in self._partition.layout.parameters_between(begin, end):
+            if own.name in precise:
+                yield own, precise[own.name]
 
     def _modify(self, begin: int, masters: NDArray[np.float32]) -> None:
         together = partial(raising_together, self._partition.group)

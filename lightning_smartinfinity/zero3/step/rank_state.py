@@ -113,7 +113,7 @@ class RankState:
             self._unusable_reason = f"with durability='none' a failed step cannot be rolled back. {error}"
             return
         try:
-            handler.rollback()
+            handler.roll_back()
         except SmartInfinityError as second:
             self._unusable_reason = f"a failed step could not be rolled back. {second}"
 

@@ -51,14 +51,14 @@ class Hysteresis:
             return False
         return True
 
-    def was_right(self) -> None:
+    def adopted(self) -> None:
         """Record that the last speculative update was adopted."""
         if self._surplus > 0:
             self._surplus -= 1
         else:
             self._pause = max(self._pause // 2, self._first_pause)
 
-    def was_wrong(self) -> None:
+    def discarded(self) -> None:
         """Record that the last speculative update was discarded."""
         self._surplus += 1
         if self._surplus >= self._patience:
@@ -84,8 +84,8 @@ class Speculation:
         self._complete: set[int] = set()
         # For each tasklet, the number of its parameters that are not complete.
         self._missing: list[int] = []
-        self.num_right = 0
-        self.num_wrong = 0
+        self.num_adopted = 0
+        self.num_discarded = 0
 
     @property
     def on(self) -> bool:
@@ -161,8 +161,8 @@ class Speculation:
             return
         self._rank_state.roll_back(_DISCARDED)
         self._on = False
-        self._hysteresis.was_wrong()
-        self.num_wrong += 1
+        self._hysteresis.discarded()
+        self.num_discarded += 1
 
     def adopt(self, plan: StepPlan) -> bool:
         """Make the update the step, if it agrees with the plan; otherwise discard it.
@@ -179,19 +179,19 @@ class Speculation:
             self._on = False
             return False
         try:
-            right = self._handler.step.complete(plan)
+            agrees = self._handler.step.complete(plan)
         except ConfigError:
             self.discard()
             raise
         except SmartInfinityError:
             # The update has failed. Waiting for it raises, and so does its commit, on all ranks.
-            right = True
-        if not right:
+            agrees = True
+        if not agrees:
             self.discard()
             return False
         self._on = False
-        self._hysteresis.was_right()
-        self.num_right += 1
+        self._hysteresis.adopted()
+        self.num_adopted += 1
         return True
 
     @property

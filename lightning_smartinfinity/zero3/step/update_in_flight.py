@@ -57,7 +57,7 @@ class UpdateInFlight:
         self._training_over = False
         self._failure: SmartInfinityError | None = None
         # Why the step in flight is being rolled back, until that is complete.
-        self._rollback_reason: BaseException | None = None
+        self._roll_back_reason: BaseException | None = None
         # Indices of the parameters that have not been asked for, and of those that still have to be waited for.
         self._untouched: set[int] = set()
         self._awaited: set[int] = set()
@@ -148,10 +148,10 @@ class UpdateInFlight:
         wanted = sorted(self._partition.indices_of(parameters))
         self._uses.update(dict.fromkeys(wanted))
         self._speculation.before_use(parameters)
-        if not self._begun and self._rollback_reason is None:
+        if not self._begun and self._roll_back_reason is None:
             return
         with self._lock:
-            self._complete_rollback()
+            self._complete_roll_back()
             self._untouched.difference_update(wanted)
             wanted = [parameter for parameter in wanted if parameter in self._awaited]
             if self._begun and wanted and self._failure is None and self._rank_state.is_open:
@@ -194,10 +194,10 @@ class UpdateInFlight:
         """Return when nothing of the step in flight is in progress. Not collective; never raises StorageError."""
         with self._lock:
             self._speculation.discard()
-            self._complete_rollback()
+            self._complete_roll_back()
             if self._begun and self._failure is None and self._rank_state.is_open:
                 try:
-                    self._handler.drain()
+                    self._handler.finish()
                 except SmartInfinityError as error:
                     self._failure = error
 
@@ -207,13 +207,13 @@ class UpdateInFlight:
         Args:
             error: Why the step is rolled back.
         """
-        self._rollback_reason = error  # after Ctrl-C, the next call completes the rollback
+        self._roll_back_reason = error  # after Ctrl-C, the next call completes the rollback
         self._end()
         # Parameters that are gathered or read ahead may have the step's values.
         self._release_gathered()
         self._partition.release_prefetched()
         self._rank_state.roll_back(error)
-        self._rollback_reason = None
+        self._roll_back_reason = None
 
     @property
     def _handler(self) -> TransferHandler:
@@ -234,7 +234,7 @@ class UpdateInFlight:
             self.drain()
 
     def _commit(self) -> None:
-        """Commit on all ranks; if one cannot, those that have committed take their record back, and all raise."""
+        """Commit on all ranks. If one cannot, those that have written their record erase it, and all ranks raise."""
         together = partial(failing_together, self._partition.group)
         if self._failure is None:
             # An interrupt may have come between an earlier commit and the record of it here.
@@ -249,9 +249,9 @@ class UpdateInFlight:
         self._untouched.clear()
         self._awaited.clear()
 
-    def _complete_rollback(self) -> None:
-        if self._rollback_reason is not None:
-            self.roll_back(self._rollback_reason)
+    def _complete_roll_back(self) -> None:
+        if self._roll_back_reason is not None:
+            self.roll_back(self._roll_back_reason)
 
 
 class _Awaited:

@@ -51,7 +51,7 @@ std::uint32_t CardGradient::form(const CardPass& pass) const {
 }
 
 // Elements that pass through need no gradient.
-SentGradient CardGradient::sent_for(const CardPass& pass, const CardRunPlan& run) const {
+SentGradient CardGradient::sent_for(const CardPass& pass, const RunRange& run) const {
     if (run.step == kNoStep) return {};
     if (payload_) return sent_payload_;
     SentGradient sent;
@@ -73,7 +73,7 @@ void CardGradient::send_payload() {
 void CardGradient::send(const CardPass& pass) {
     if (payload_) return;
     const std::size_t item = item_bytes(pass.gradient_dtype);
-    for (const CardRunPlan& run : pass.runs) {
+    for (const RunRange& run : pass.runs) {
         for (const Segment* segment : run.segments) {
             std::memcpy(memory() + segment->offset * item, memory_at(segment->gradient), segment->numel * item);
         }

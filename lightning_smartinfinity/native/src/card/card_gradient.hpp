@@ -6,7 +6,7 @@
 
 #include "card/card_calls.hpp"
 #include "card/card_options.hpp"
-#include "card/card_plan.hpp"
+#include "card/card_passes.hpp"
 #include "card/card_ring.hpp"
 #include "card/card_status.hpp"
 #include "gradient/gradient_payload.hpp"
@@ -27,7 +27,7 @@ class CardGradient {
 
     std::uint32_t form(const CardPass& pass) const;
     // Returns the checksums that the kernel must find.
-    SentGradient sent_for(const CardPass& pass, const CardRunPlan& run) const;
+    SentGradient sent_for(const CardPass& pass, const RunRange& run) const;
     const DeviceTraffic& traffic() const { return traffic_; }
 
  private:

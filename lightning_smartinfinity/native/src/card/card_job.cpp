@@ -20,7 +20,7 @@ const char* name_of_state(int state) {
     }
 }
 
-bool gives_parameters(const CardRunPlan& run) {
+bool gives_parameters(const RunRange& run) {
     for (const Segment* segment : run.segments) {
         if (segment->parameter != 0) return true;
     }
@@ -60,12 +60,12 @@ std::optional<Refusal> CardJob::run() {
 void CardJob::work(const CardPass& pass, bool is_last) {
     parameters_.clear();
     gradient_.send(pass);
-    for (const CardRunPlan& run : pass.runs) work(pass, run);
+    for (const RunRange& run : pass.runs) work(pass, run);
     if (is_last) check_arrays_read();
     receive(pass);
 }
 
-void CardJob::work(const CardPass& pass, const CardRunPlan& run) {
+void CardJob::work(const CardPass& pass, const RunRange& run) {
     clear_status();
     std::shared_ptr<CardRun> call = buffers_.take_run();
     set_arguments(pass, run, *call);
@@ -78,7 +78,7 @@ void CardJob::work(const CardPass& pass, const CardRunPlan& run) {
     take_checksums(status, run);
 }
 
-void CardJob::set_arguments(const CardPass& pass, const CardRunPlan& run, CardRun& call) {
+void CardJob::set_arguments(const CardPass& pass, const RunRange& run, CardRun& call) {
     const auto& arrays = buffers_.arrays(regions_);
     call.set(type_.gradient(), buffers_.gradient().buffer);
     for (std::size_t array = 0; array < arrays.size(); ++array) {
@@ -150,7 +150,7 @@ CardStatus CardJob::take_status() {
     return status;
 }
 
-void CardJob::take_checksums(const CardStatus& status, const CardRunPlan& run) {
+void CardJob::take_checksums(const CardStatus& status, const RunRange& run) {
     const std::uint64_t bytes = std::uint64_t{run.last - run.first} * sizeof(float);
     for (std::size_t array = 0; array < type_.num_arrays; ++array) {
         read_[array] = crc32c_combine(read_[array], status.arrays_read[array], bytes);
@@ -171,7 +171,7 @@ void CardJob::receive(const CardPass& pass) {
     const std::size_t item = item_bytes(pass.parameter_dtype);
     const MappedBuffer& parameter = buffers_.parameter();
     for (std::size_t index = 0; index < pass.runs.size(); ++index) {
-        const CardRunPlan& run = pass.runs[index];
+        const RunRange& run = pass.runs[index];
         if (!gives_parameters(run)) continue;
         const std::size_t begin = run.first * item / kBeatBytes * kBeatBytes;
         const std::size_t end = align_up(run.last * item, kBeatBytes);

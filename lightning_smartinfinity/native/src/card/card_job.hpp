@@ -9,7 +9,7 @@
 #include "card/card_calls.hpp"
 #include "card/card_gradient.hpp"
 #include "card/card_options.hpp"
-#include "card/card_plan.hpp"
+#include "card/card_passes.hpp"
 #include "card/card_ring.hpp"
 #include "card/card_status.hpp"
 #include "pipeline/device_traffic.hpp"
@@ -32,14 +32,14 @@ class CardJob {
 
  private:
     void work(const CardPass& pass, bool is_last);
-    void work(const CardPass& pass, const CardRunPlan& run);
-    void set_arguments(const CardPass& pass, const CardRunPlan& run, CardRun& call);
+    void work(const CardPass& pass, const RunRange& run);
+    void set_arguments(const CardPass& pass, const RunRange& run, CardRun& call);
     void clear_status();
     void execute(const std::shared_ptr<CardRun>& call);
     void start(const std::shared_ptr<CardRun>& call);
     int state_after(CardRun& call);
     CardStatus take_status();
-    void take_checksums(const CardStatus& status, const CardRunPlan& run);
+    void take_checksums(const CardStatus& status, const RunRange& run);
     void check_arrays_read() const;
     void receive(const CardPass& pass);
     void give_out(const Segment& segment) const;

@@ -75,7 +75,7 @@ CardRing::CardRing(const CardOptions& options, std::size_t num_buffers, std::siz
         while (sets_.size() < num_buffers) sets_.emplace_back(options, kernel, regions_bytes);
     } catch (const CardError& error) {
         throw CardError(
-            ring + " of the card's DRAM, buffer " + std::to_string(sets_.size()) + " is not to be had: " + error.what(),
+            ring + " of the card's DRAM, buffer " + std::to_string(sets_.size()) + " is unavailable: " + error.what(),
             error.error());
     }
 }

@@ -20,16 +20,16 @@ inline ExtentMemory contiguous(std::byte* data, const Tasklet& tasklet) {
 }
 
 // A part of an extent that is contiguous in memory, too.
-struct ExtentPiece {
+struct ExtentPart {
     std::size_t offset;  // in the extent
     std::byte* data;
     std::size_t bytes;
 };
 
-constexpr std::size_t kMostPieces = 2;
+constexpr std::size_t kMostParts = 2;
 
-// Returns the pieces of an extent to transfer, without the first `skipped` bytes of its regions.
-inline std::vector<ExtentPiece> pieces_of(const Tasklet& tasklet, const ExtentMemory& memory, std::size_t skipped) {
+// Returns the parts of an extent to transfer, without the first `skipped` bytes of its regions.
+inline std::vector<ExtentPart> parts_of(const Tasklet& tasklet, const ExtentMemory& memory, std::size_t skipped) {
     const std::size_t regions = tasklet.extent_bytes - kTrailerPageBytes;
     if (memory.trailer_page == memory.regions + regions) {
         return {{skipped, memory.regions + skipped, tasklet.extent_bytes - skipped}};

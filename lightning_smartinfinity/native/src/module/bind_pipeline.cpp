@@ -37,7 +37,7 @@ void bind_pipeline(nb::module_& m) {
     nb::class_<PythonPipeline>(
         m, "Pipeline",
         "Works batches of tasklets in a ring of buffers: reads, compute and writes overlap.\n\n"
-        "The first failure stops new work; wait() returns it from then on, drain() returns it and ends the\n"
+        "The first failure stops new work; wait() returns it from then on, finish() returns it and ends the\n"
         "batch. Not usable in a forked child.\n\n"
         "io_engine is one of io_engines(), or \"auto\": the fastest that works here for these files.\n\n"
         "The first len(resident_bytes) tasklets are resident: their state stays in host memory. resident_bytes has\n"
@@ -76,7 +76,7 @@ void bind_pipeline(nb::module_& m) {
             "cache_bytes", [](const PythonPipeline& self) { return self.report().cache_bytes; },
             "Host memory of resident tasklets.")
         .def("submit", method(&Pipeline::submit), "batch"_a, WithoutGil(),
-             "Start a batch and return at once. The memory that it names must stay until drain().\n\n"
+             "Start a batch and return at once. The memory that it names must stay until finish().\n\n"
              "Raises:\n    ValueError: The batch cannot be worked, or another one is active.")
         .def("extend", method(&Pipeline::extend), "more"_a, WithoutGil(),
              "Append tasklets to the active batch and return at once. Their positions continue those of the batch.\n\n"
@@ -101,9 +101,9 @@ void bind_pipeline(nb::module_& m) {
             "positions"_a, WithoutGil(),
             "Wait as wait() does, for tasklets at any positions in the batch, which are moved ahead of the others.")
         .def(
-            "drain", [](PythonPipeline& self) { return self.get()->drain(check_signals); }, WithoutGil(),
+            "finish", [](PythonPipeline& self) { return self.get()->finish(check_signals); }, WithoutGil(),
             "Wait until nothing is in flight; the batch is then over. A signal handler may end the wait, as in wait().")
-        .def("abandon", method(&Pipeline::abandon), WithoutGil(),
+        .def("stop", method(&Pipeline::stop), WithoutGil(),
              "End the batch without starting more of it; wait until nothing is in flight. Waits for the batch fail.")
         .def("finished", method(&Pipeline::complete), WithoutGil(),
              "Return the positions, in the active or else the last batch, of complete tasklets: their outputs are in\n"
@@ -118,7 +118,7 @@ void bind_pipeline(nb::module_& m) {
                  const Pipeline::Report report = self.report();
                  return PythonCounters{report.counters, report.traffic};
              })
-        .def("close", &PythonPipeline::close, WithoutGil(), "Abandon the batch and close the pipeline; idempotent.");
+        .def("close", &PythonPipeline::close, WithoutGil(), "Stop the batch and close the pipeline; idempotent.");
 }
 
 }  // namespace smart_infinity

@@ -20,7 +20,7 @@ ExtentTransfers::ExtentTransfers(const PipelineOptions& options, const MemoryRan
       mutex_(mutex),
       counters_(counters),
       ended_(std::move(ended)),
-      transfers_(num_buffers * kMostPieces),
+      transfers_(num_buffers * kMostParts),
       in_progress_(num_buffers),
       busy_(options.files.size()),
       engine_(make_engine(ring)) {
@@ -41,11 +41,11 @@ void ExtentTransfers::start(std::size_t buffer, const Tasklet& tasklet, const Ex
     const bool read = direction == Direction::kRead;
     const std::size_t skipped = read ? skipped_bytes(options_.identity.format(), tasklet) : 0;
     const std::uint64_t place = read ? tasklet.read_offset : tasklet.write_offset;
-    const std::vector<ExtentPiece> pieces = pieces_of(tasklet, memory, skipped);
-    in_progress_[buffer] = {&tasklet, pieces.size(), std::nullopt};
-    std::size_t tag = buffer * kMostPieces;
-    for (const ExtentPiece& piece : pieces) {
-        const IoRequest whole{direction, file.descriptor(), place + piece.offset, piece.data, piece.bytes, tag};
+    const std::vector<ExtentPart> parts = parts_of(tasklet, memory, skipped);
+    in_progress_[buffer] = {&tasklet, parts.size(), std::nullopt};
+    std::size_t tag = buffer * kMostParts;
+    for (const ExtentPart& part : parts) {
+        const IoRequest whole{direction, file.descriptor(), place + part.offset, part.data, part.bytes, tag};
         transfers_[tag++] = Transfer(whole, file.access());
         engine_->submit(whole, *this);
     }
@@ -74,15 +74,15 @@ void ExtentTransfers::completed(const IoRequest& request, const IoResult& result
     const std::lock_guard lock(mutex_);
     count(request, result);
     if (progress == Transfer::Progress::kAgain) return engine_->submit(transfer.rest(), *this);
-    const std::size_t buffer = request.tag / kMostPieces;
+    const std::size_t buffer = request.tag / kMostParts;
     InProgress& in_progress = in_progress_[buffer];
     if (!in_progress.failure) in_progress.failure = failure_of(transfer, progress, *in_progress.tasklet);
-    if (--in_progress.num_pieces == 0) ended_(buffer, request.direction, std::move(in_progress.failure));
+    if (--in_progress.num_parts == 0) ended_(buffer, request.direction, std::move(in_progress.failure));
 }
 
 void ExtentTransfers::count(const IoRequest& request, const IoResult& result) {
     counters_.count(request.direction, result);
-    const std::size_t file = index_of_file(*in_progress_[request.tag / kMostPieces].tasklet, request.direction);
+    const std::size_t file = index_of_file(*in_progress_[request.tag / kMostParts].tasklet, request.direction);
     busy_[file].ended(result.seconds);
     counters_.files[file].count(request.direction, result);
     counters_.files[file].busy_seconds = busy_[file].seconds();

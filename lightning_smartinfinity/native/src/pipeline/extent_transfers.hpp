@@ -20,11 +20,11 @@
 
 namespace smart_infinity {
 
-// The reads and writes of a pipeline. Each moves an extent between a buffer and a file, in pieces that end in any
+// The reads and writes of a pipeline. Each moves an extent between a buffer and a file, in parts that end in any
 // order.
 class ExtentTransfers final : private CompletionHandler {
  public:
-    // Called when all pieces of an extent have ended, with the mutex held, on a thread of the I/O engine or on the
+    // Called when all parts of an extent have ended, with the mutex held, on a thread of the I/O engine or on the
     // thread that watches deadlines.
     using Ended = std::function<void(std::size_t buffer, Direction direction, std::optional<Failure> failure)>;
 
@@ -50,7 +50,7 @@ class ExtentTransfers final : private CompletionHandler {
  private:
     struct InProgress {
         const Tasklet* tasklet = nullptr;
-        std::size_t num_pieces = 0;
+        std::size_t num_parts = 0;
         std::optional<Failure> failure;  // the first failure
     };
 
@@ -65,7 +65,7 @@ class ExtentTransfers final : private CompletionHandler {
     std::mutex& mutex_;
     Counters& counters_;
     const Ended ended_;
-    std::vector<Transfer> transfers_;      // by buffer and piece
+    std::vector<Transfer> transfers_;      // by buffer and part
     std::vector<InProgress> in_progress_;  // by buffer
     std::vector<BusyTime> busy_;           // by file
     DeadlineEngine* deadlines_ = nullptr;  // points to engine_ if there is a timeout

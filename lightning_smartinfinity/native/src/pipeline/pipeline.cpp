@@ -66,10 +66,10 @@ void Pipeline::submit(Batch batch) {
     if (slot_bytes(batch) == 0) batch.stream.reset();  // no parameter travels
     const std::lock_guard lock(mutex_);
     require_open();
-    require(run_ == nullptr, "a batch is active; drain() it before the next one");
-    auto run = std::make_shared<TransferRun>(std::move(batch), options_.num_buffers, resident_);
-    prepare_slots(*run->parts.front());
-    run_ = std::move(run);
+    require(batch_ == nullptr, "a batch is active; finish() it before the next one");
+    auto active = std::make_shared<ActiveBatch>(std::move(batch), options_.num_buffers, resident_);
+    prepare_slots(*active->parts.front());
+    batch_ = std::move(active);
     start_ready();
 }
 
@@ -86,24 +86,24 @@ void Pipeline::extend(Batch more) {
     validate(more);
     const std::lock_guard lock(mutex_);
     require_open();
-    require(run_ != nullptr, "no batch is active that could be extended");
-    require(more.operation == run_->operation, "a batch is extended by more of the same operation");
+    require(batch_ != nullptr, "no batch is active that could be extended");
+    require(more.operation == batch_->operation, "a batch is extended by more of the same operation");
     // The slots were made for the first part of the batch, and they are in use.
-    require(more.stream == nullptr && run_->stream == nullptr, "a batch on a CUDA device cannot be extended");
-    run_->add(std::move(more), resident_);
+    require(more.stream == nullptr && batch_->stream == nullptr, "a batch on a CUDA device cannot be extended");
+    batch_->add(std::move(more), resident_);
     start_ready();
 }
 
 void Pipeline::prefer(const std::vector<std::size_t>& positions) {
     const std::lock_guard lock(mutex_);
     require_open();
-    if (run_ == nullptr) return;
-    require_listed(*run_, positions);
-    run_->schedule.prefer(positions);
+    if (batch_ == nullptr) return;
+    require_listed(*batch_, positions);
+    batch_->schedule.prefer(positions);
 }
 
-void Pipeline::require_listed(const TransferRun& run, const std::vector<std::size_t>& positions) {
-    const std::size_t count = run.schedule.num_tasklets();
+void Pipeline::require_listed(const ActiveBatch& active, const std::vector<std::size_t>& positions) {
+    const std::size_t count = active.schedule.num_tasklets();
     for (const std::size_t position : positions) {
         require(position < count, "tasklet " + std::to_string(position) + " of " + std::to_string(count));
     }
@@ -112,7 +112,7 @@ void Pipeline::require_listed(const TransferRun& run, const std::vector<std::siz
 // Checks every tasklet once: parameters that are out stay out.
 std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size_t> last, const Poll& poll) {
     std::unique_lock lock(mutex_);
-    if (run_ != nullptr) last = last.value_or(run_->schedule.num_tasklets());
+    if (batch_ != nullptr) last = last.value_or(batch_->schedule.num_tasklets());
     const std::size_t end = last.value_or(first);
     require(first <= end, "wait() for tasklets [" + std::to_string(first) + ", " + std::to_string(end) + ")");
     return wait_until(lock, poll, end, [&](const TransferSchedule& schedule) {
@@ -123,9 +123,9 @@ std::optional<Failure> Pipeline::wait(std::size_t first, std::optional<std::size
 
 std::optional<Failure> Pipeline::wait_for(const std::vector<std::size_t>& positions, const Poll& poll) {
     std::unique_lock lock(mutex_);
-    if (run_ != nullptr) {
-        require_listed(*run_, positions);
-        run_->schedule.prefer(positions);
+    if (batch_ != nullptr) {
+        require_listed(*batch_, positions);
+        batch_->schedule.prefer(positions);
     }
     auto next = positions.begin();
     return wait_until(lock, poll, 0, [&](const TransferSchedule& schedule) {
@@ -139,25 +139,25 @@ std::optional<Failure> Pipeline::wait_until(std::unique_lock<std::mutex>& lock, 
                                             Out out) {
     const Stopwatch stopwatch;
     require_open();
-    const std::shared_ptr<TransferRun> run = run_;
-    if (run == nullptr) return std::nullopt;
-    require(end <= run->schedule.num_tasklets(),
-            "wait() for tasklet " + std::to_string(end - 1) + " of " + std::to_string(run->schedule.num_tasklets()));
-    await(lock, poll, [&] { return run->failure || out(run->schedule); });
+    const std::shared_ptr<ActiveBatch> active = batch_;
+    if (active == nullptr) return std::nullopt;
+    require(end <= active->schedule.num_tasklets(),
+            "wait() for tasklet " + std::to_string(end - 1) + " of " + std::to_string(active->schedule.num_tasklets()));
+    await(lock, poll, [&] { return active->failure || out(active->schedule); });
     counters_.wait_seconds += stopwatch.seconds();
-    return run->failure;
+    return active->failure;
 }
 
-std::optional<Failure> Pipeline::drain(const Poll& poll) {
+std::optional<Failure> Pipeline::finish(const Poll& poll) {
     const Stopwatch stopwatch;
     std::unique_lock lock(mutex_);
     require_open();
-    const std::shared_ptr<TransferRun> run = run_;
-    if (run == nullptr) return std::nullopt;
-    await(lock, poll, [&] { return run->schedule.finished(); });
+    const std::shared_ptr<ActiveBatch> active = batch_;
+    if (active == nullptr) return std::nullopt;
+    await(lock, poll, [&] { return active->schedule.finished(); });
     counters_.wait_seconds += stopwatch.seconds();
-    forget(run);
-    return run->failure;
+    forget(active);
+    return active->failure;
 }
 
 Pipeline::Report Pipeline::report() const {
@@ -168,7 +168,7 @@ Pipeline::Report Pipeline::report() const {
 
 std::vector<std::size_t> Pipeline::complete() const {
     const std::lock_guard lock(mutex_);
-    const std::vector<bool>& complete = run_ != nullptr ? run_->schedule.complete() : complete_;
+    const std::vector<bool>& complete = batch_ != nullptr ? batch_->schedule.complete() : complete_;
     std::vector<std::size_t> positions;
     for (std::size_t position = 0; position < complete.size(); ++position) {
         if (complete[position]) positions.push_back(position);
@@ -190,31 +190,31 @@ void Pipeline::await(std::unique_lock<std::mutex>& lock, const Poll& poll, const
     }
 }
 
-void Pipeline::abandon() {
+void Pipeline::stop() {
     std::unique_lock lock(mutex_);
-    abandon_batch(lock);
+    stop_batch(lock);
 }
 
-void Pipeline::abandon_batch(std::unique_lock<std::mutex>& lock) {
-    const std::shared_ptr<TransferRun> run = run_;
-    if (run == nullptr) return;
-    if (!run->schedule.finished() && !run->failure) run->failure = abandoned();
-    run->schedule.stop();
+void Pipeline::stop_batch(std::unique_lock<std::mutex>& lock) {
+    const std::shared_ptr<ActiveBatch> active = batch_;
+    if (active == nullptr) return;
+    if (!active->schedule.finished() && !active->failure) active->failure = stopped();
+    active->schedule.stop();
     changed_.notify_all();
-    changed_.wait(lock, [&] { return run->schedule.finished(); });
-    forget(run);
+    changed_.wait(lock, [&] { return active->schedule.finished(); });
+    forget(active);
 }
 
-void Pipeline::forget(const std::shared_ptr<TransferRun>& run) {
-    if (run_ != run) return;
-    complete_ = run->schedule.complete();
-    run_ = nullptr;
+void Pipeline::forget(const std::shared_ptr<ActiveBatch>& active) {
+    if (batch_ != active) return;
+    complete_ = active->schedule.complete();
+    batch_ = nullptr;
 }
 
 void Pipeline::close() {
     std::unique_lock lock(mutex_);
     closed_ = true;
-    abandon_batch(lock);
+    stop_batch(lock);
 }
 
 void Pipeline::decorate_engine(const DeadlineEngine::Decorate& decorate) {
@@ -233,7 +233,7 @@ void Pipeline::require_open() const { require(!closed_, "it is closed"); }
 
 void Pipeline::require_idle() const {
     require_open();
-    require(run_ == nullptr, "a batch is active; drain() it first");
+    require(batch_ == nullptr, "a batch is active; finish() it first");
 }
 
 // Slots are made once, because later batches of a run have similar tasklets and the same stream.
@@ -260,17 +260,17 @@ std::byte* Pipeline::slot(const Batch& batch, std::size_t index) const {
 }
 
 void Pipeline::start_ready() {
-    while (const auto action = run_->schedule.next()) start(*action);
+    while (const auto action = batch_->schedule.next()) start(*action);
 }
 
 void Pipeline::start(const Action& action) {
     // A computed tasklet is written and delivered at the same time, so the second action must not change what the first
     // reads.
     if (action.work != Work::kWrite && action.work != Work::kDeliver) {
-        const TransferItem& item = run_->items[action.tasklet];
+        const TransferItem& item = batch_->items[action.tasklet];
         items_[action.buffer] = item;
         positions_[action.buffer] = action.tasklet;
-        resident_.enter(*item.tasklet, run_->operation, item.residence);
+        resident_.enter(*item.tasklet, batch_->operation, item.residence);
     }
     const Tasklet& tasklet = *items_[action.buffer].tasklet;
     switch (action.work) {
@@ -291,7 +291,7 @@ void Pipeline::transferred(std::size_t buffer, Direction direction, std::optiona
     end(direction == Direction::kRead ? Work::kRead : Work::kWrite, positions_[buffer], std::move(failure));
 }
 
-// Runs on a thread of the compute pool. Neither run_ nor the buffer's tasklet can change while its action is in flight.
+// Runs on a thread of the compute pool. Neither batch_ nor the buffer's tasklet changes while its action is in flight.
 void Pipeline::compute_item(const Action& action) {
     const Stopwatch stopwatch;
     const TransferItem& item = items_[action.buffer];
@@ -300,7 +300,7 @@ void Pipeline::compute_item(const Action& action) {
     std::optional<Failure> failure = compute(item, action.buffer);
     const double seconds = stopwatch.seconds();
     // Copies start here, one tasklet's after another's; another thread waits for their end.
-    if (!failure && run_->delivers()) {
+    if (!failure && batch_->delivers()) {
         failure = run_copies(tasklet, [&] { slots_->deliver(batch, tasklet, action.buffer); });
     }
     const std::lock_guard lock(mutex_);
@@ -329,14 +329,14 @@ std::optional<Failure> Pipeline::compute(const TransferItem& item, std::size_t b
 // Called after a resident tasklet was worked. Counts the transfers that its place saved.
 void Pipeline::leave(const TransferItem& item) {
     const Tasklet& tasklet = *item.tasklet;
-    resident_.leave(tasklet, run_->operation);
+    resident_.leave(tasklet, batch_->operation);
     if (item.residence == Residence::kHeld) {
         counters_.cached_read_bytes += tasklet.extent_bytes - skipped_bytes(options_.identity.format(), tasklet);
     }
-    if (writes(run_->operation) && !resident_.writes_through()) counters_.cached_write_bytes += tasklet.extent_bytes;
+    if (writes(batch_->operation) && !resident_.writes_through()) counters_.cached_write_bytes += tasklet.extent_bytes;
 }
 
-// Runs on the thread that waits for copies. As above, run_ cannot change.
+// Runs on the thread that waits for copies. As above, batch_ cannot change.
 void Pipeline::copy_item(const Action& action) {
     const Batch& batch = *items_[action.buffer].batch;
     const Tasklet& tasklet = *items_[action.buffer].tasklet;
@@ -350,10 +350,10 @@ void Pipeline::copy_item(const Action& action) {
 
 void Pipeline::end(Work work, std::size_t tasklet, std::optional<Failure> failure) {
     if (failure) {
-        run_->schedule.fail(work, tasklet);
-        if (!run_->failure) run_->failure = std::move(failure);
+        batch_->schedule.fail(work, tasklet);
+        if (!batch_->failure) batch_->failure = std::move(failure);
     } else {
-        run_->schedule.done(work, tasklet);
+        batch_->schedule.done(work, tasklet);
     }
     start_ready();
     changed_.notify_all();

@@ -13,13 +13,13 @@
 #include "base/worker_pool.hpp"
 #include "extent/batch.hpp"
 #include "io/counters.hpp"
+#include "pipeline/active_batch.hpp"
 #include "pipeline/device_traffic.hpp"
 #include "pipeline/extent_transfers.hpp"
 #include "pipeline/parameter_slots.hpp"
 #include "pipeline/pipeline_options.hpp"
 #include "pipeline/resident_tasklets.hpp"
 #include "pipeline/schedule.hpp"
-#include "pipeline/transfer_run.hpp"
 #include "pipeline/updater.hpp"
 
 namespace smart_infinity {
@@ -59,7 +59,7 @@ class Pipeline final {
     // Waits in the same way for tasklets at any positions, and moves them ahead of the others that have not started.
     std::optional<Failure> wait_for(const std::vector<std::size_t>& positions, const Poll& poll = [] {});
     // Waits until nothing is in flight; the batch is then over.
-    std::optional<Failure> drain(const Poll& poll = [] {});
+    std::optional<Failure> finish(const Poll& poll = [] {});
     IoEngineKind io_engine() const;
     // Returns the positions, in the active or else the last batch, of tasklets that are complete, writes included.
     std::vector<std::size_t> complete() const;
@@ -70,9 +70,9 @@ class Pipeline final {
     std::vector<IoRequest> abandoned_writes() const { return transfers_.abandoned_writes(); }
 
     // Ends the batch early without starting more of it, and waits for the actions in flight. Waits for the batch fail.
-    void abandon();
+    void stop();
 
-    // Abandons the batch. Later calls throw, except close() and abandon().
+    // Stops the batch. Later calls throw, except close() and stop().
     void close();
 
     // Puts an engine in front of the present one. No batch may be active.
@@ -93,11 +93,11 @@ class Pipeline final {
     void await(std::unique_lock<std::mutex>& lock, const Poll& poll, const Condition& condition);
 
     // The following are called with the mutex held.
-    void abandon_batch(std::unique_lock<std::mutex>& lock);
-    void forget(const std::shared_ptr<TransferRun>& run);
+    void stop_batch(std::unique_lock<std::mutex>& lock);
+    void forget(const std::shared_ptr<ActiveBatch>& active);
     void require_open() const;
     void require_idle() const;
-    static void require_listed(const TransferRun& run, const std::vector<std::size_t>& positions);
+    static void require_listed(const ActiveBatch& active, const std::vector<std::size_t>& positions);
     void prepare_slots(const Batch& batch);
     void start_ready();
     void start(const Action& action);
@@ -118,8 +118,8 @@ class Pipeline final {
 
     mutable std::mutex mutex_;
     std::condition_variable changed_;
-    std::shared_ptr<TransferRun> run_;  // the active batch, shared with the threads that wait for it
-    std::vector<bool> complete_;        // by position in the last batch
+    std::shared_ptr<ActiveBatch> batch_;  // the active batch, shared with the threads that wait for it
+    std::vector<bool> complete_;          // by position in the last batch
     Counters counters_;
     bool closed_ = false;
     std::unique_ptr<ParameterSlots> slots_;  // changes only while no batch is active

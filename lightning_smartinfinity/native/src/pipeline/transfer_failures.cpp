@@ -26,9 +26,7 @@ const char* verb_of(const IoRequest& request) {
 
 }  // namespace
 
-Failure abandoned() {
-    return Failure{FailureKind::kIo, "", 0, ECANCELED, 0, "the batch was abandoned before it was done"};
-}
+Failure stopped() { return Failure{FailureKind::kIo, "", 0, ECANCELED, 0, "the batch was stopped before it was done"}; }
 
 Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::string& path) {
     return Failure{refusal.kind,  path,          tasklet.read_offset,

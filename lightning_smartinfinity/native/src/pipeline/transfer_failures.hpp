@@ -12,7 +12,7 @@
 // Messages that say why a batch stops. `path` is that of the tasklet's file.
 namespace smart_infinity {
 
-Failure abandoned();
+Failure stopped();
 Failure refused(const Refusal& refusal, const Tasklet& tasklet, const std::string& path);
 Failure not_copied(const Tasklet& tasklet, int error, const std::string& reason);
 

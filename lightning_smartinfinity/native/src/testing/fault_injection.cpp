@@ -16,7 +16,7 @@ void FaultInjectingEngine::submit(const IoRequest& request, CompletionHandler& h
     IoRequest real = request;
     {
         const std::lock_guard lock(mutex_);
-        const Pending pending = plan(request, handler);
+        const Pending pending = decide(request, handler);
         // The real transfer stays a whole number of blocks, as direct I/O requires.
         const auto bytes = static_cast<std::size_t>(std::max<std::int64_t>(pending.at_most, 1));
         real.bytes = std::min(request.bytes, align_up(bytes, kBlockBytes));
@@ -25,7 +25,7 @@ void FaultInjectingEngine::submit(const IoRequest& request, CompletionHandler& h
     inner_->submit(real, *this);
 }
 
-FaultInjectingEngine::Pending FaultInjectingEngine::plan(const IoRequest& request, CompletionHandler& handler) {
+FaultInjectingEngine::Pending FaultInjectingEngine::decide(const IoRequest& request, CompletionHandler& handler) {
     const bool read = request.direction == Direction::kRead;
     const std::int64_t number = read ? num_reads_++ : num_writes_++;
     auto at_most = static_cast<std::int64_t>(request.bytes);

@@ -40,7 +40,7 @@ class FaultInjectingEngine final : public IoEngine, private CompletionHandler {
     };
 
     void completed(const IoRequest& request, const IoResult& result) override;
-    Pending plan(const IoRequest& request, CompletionHandler& handler);
+    Pending decide(const IoRequest& request, CompletionHandler& handler);
     std::int64_t random(std::int64_t first, std::int64_t last);
 
     const Faults faults_;

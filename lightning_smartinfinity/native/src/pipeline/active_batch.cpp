@@ -1,4 +1,4 @@
-#include "pipeline/transfer_run.hpp"
+#include "pipeline/active_batch.hpp"
 
 #include <stdexcept>
 #include <string>
@@ -31,7 +31,7 @@ std::vector<bool> listed(std::vector<bool> resident, const Batch& batch, const R
 
 }  // namespace
 
-TransferRun::TransferRun(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents)
+ActiveBatch::ActiveBatch(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents)
     : operation(batch.operation),
       stream(batch.stream),
       resident(residents.count(), false),
@@ -43,7 +43,7 @@ TransferRun::TransferRun(Batch batch, std::size_t num_buffers, const ResidentTas
     add(std::move(batch), residents);
 }
 
-void TransferRun::add(Batch batch, const ResidentTasklets& residents) {
+void ActiveBatch::add(Batch batch, const ResidentTasklets& residents) {
     resident = listed(resident, batch, residents);
     parts.push_back(std::make_unique<const Batch>(std::move(batch)));
     const Batch& part = *parts.back();

@@ -1,4 +1,4 @@
-#include "card/card_plan.hpp"
+#include "card/card_passes.hpp"
 
 #include <optional>
 
@@ -9,7 +9,7 @@ namespace {
 struct OpenPass {
     std::optional<DType> gradient_dtype;
     std::optional<DType> parameter_dtype;
-    std::vector<CardRunPlan> runs;
+    std::vector<RunRange> runs;
 
     bool fits(const Segment& segment) const {
         return gradient_dtype.value_or(segment.gradient_dtype) == segment.gradient_dtype &&
@@ -21,9 +21,9 @@ struct OpenPass {
     }
 };
 
-class Planner {
+class PassBuilder {
  public:
-    explicit Planner(const Tasklet& tasklet) {
+    explicit PassBuilder(const Tasklet& tasklet) {
         for (const Segment& segment : tasklet.segments) {
             if (segment.numel == 0) continue;
             pass_through(segment.offset);
@@ -75,7 +75,7 @@ class Planner {
 
 std::vector<Stretch> stretches_of(const CardPass& pass) {
     std::vector<Stretch> stretches;
-    for (const CardRunPlan& run : pass.runs) {
+    for (const RunRange& run : pass.runs) {
         if (run.step == kNoStep) continue;
         if (!stretches.empty() && stretches.back().last == run.first) {
             stretches.back().last = run.last;
@@ -86,6 +86,6 @@ std::vector<Stretch> stretches_of(const CardPass& pass) {
     return stretches;
 }
 
-std::vector<CardPass> card_passes(const Tasklet& tasklet) { return Planner(tasklet).passes; }
+std::vector<CardPass> card_passes(const Tasklet& tasklet) { return PassBuilder(tasklet).passes; }
 
 }  // namespace smart_infinity

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from lightning_smartinfinity.native import TransferSchedule
 from lightning_smartinfinity.plan.virtual_time import Event, Process, Simulation
 
-__all__ = ["ScheduleRun"]
+__all__ = ["SimulatedBatch"]
 
 Work = Callable[[int], Process]
 
 
-class ScheduleRun:
+class SimulatedBatch:
     """A batch that runs as in ``native.Pipeline``: whenever an action ends, all that may start is started.
 
     Args:

@@ -21,9 +21,9 @@ struct TransferItem {
 };
 
 // The active batch with all tasklets that were added to it. This struct takes no lock.
-struct TransferRun {
+struct ActiveBatch {
     // Throws std::invalid_argument if a resident tasklet is listed twice.
-    TransferRun(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents);
+    ActiveBatch(Batch batch, std::size_t num_buffers, const ResidentTasklets& residents);
     void add(Batch batch, const ResidentTasklets& residents);
 
     bool delivers() const { return stream != nullptr && gives_parameters(operation); }

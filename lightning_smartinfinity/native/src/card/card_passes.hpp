@@ -9,7 +9,7 @@
 namespace smart_infinity {
 
 // Consecutive elements of a tasklet that one run of a kernel updates, with one set of scalars.
-struct CardRunPlan {
+struct RunRange {
     std::uint32_t first;
     std::uint32_t last;
     std::int64_t step;                     // kNoStep: the elements pass through
@@ -20,7 +20,7 @@ struct CardRunPlan {
 struct CardPass {
     DType gradient_dtype;
     DType parameter_dtype;
-    std::vector<CardRunPlan> runs;
+    std::vector<RunRange> runs;
 };
 
 // Consecutive elements that are updated, in one run or more.
