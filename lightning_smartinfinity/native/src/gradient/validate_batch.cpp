@@ -52,7 +52,8 @@ class Checker {
             refuse("numel " + std::to_string(tasklet_.numel) + " is not in [1, 2**40]");
         }
         if (tasklet_.num_arrays < 1 || tasklet_.num_arrays > kMaxArrays) {
-            refuse("num_arrays " + std::to_string(tasklet_.num_arrays) + " is not in [1, 8]");
+            refuse("num_arrays " + std::to_string(tasklet_.num_arrays) + " is not in [1, " +
+                   std::to_string(kMaxArrays) + "]");
         }
         if (format_.rule != nullptr) check_moments(*format_.rule);
         const std::size_t expected = extent_bytes(regions_of(format_, tasklet_));
