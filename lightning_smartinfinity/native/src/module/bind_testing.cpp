@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <memory>
@@ -167,8 +168,21 @@ DType decode(Address payload, std::size_t nbytes, std::uint64_t numel, Address o
 
 // Binds functions that the package uses only within the core.
 void bind_parts(nb::module_& m) {
+std::uint32_t crc32c_of_width(Address address, std::size_t nbytes, std::uint32_t value, int width) {
+    const std::vector<int> widths = crc32c_widths();
+    if (std::find(widths.begin(), widths.end(), width) == widths.end()) {
+        throw std::invalid_argument("crc32c_by: this CPU has no way to compute it of width " + std::to_string(width));
+    }
+    return crc32c_by(width, pointer_to(address), nbytes, value);
+}
+
     m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
           "Return the CRC-32C of two consecutive pieces of memory from that of each; nbytes is the second's size.");
+    m.def("crc32c_by", &crc32c_of_width, "address"_a, "nbytes"_a, "value"_a, "width"_a, WithoutGil(),
+          "Return the CRC-32C of memory, continuing `value`, computed with one of crc32c_widths().\n\n"
+          "Raises:\n    ValueError: This CPU does not support the width.");
+    m.def("crc32c_widths", &crc32c_widths,
+          "Return the register widths, in bits, that can compute CRC-32C on this CPU, slowest first; 0 is the table.");
     m.def("encode_gradient", &encode, "codec"_a, "tasklet"_a, nb::kw_only(), "residual_scale"_a = 1.0f, WithoutGil(),
           "Compress a tasklet's gradient into its payload now, as UPDATE does for a batch with this codec.\n\n"
           "Returns:\n    Bytes of the payload.\n\n"
