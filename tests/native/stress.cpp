@@ -33,6 +33,7 @@
 #include "io/file_queue.hpp"
 #include "pipeline/pipeline.hpp"
 #include "testing/fault_injection.hpp"
+#include "testing/seams.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -238,7 +239,7 @@ class Scenario {
         } else if (failing_) {
             faults.fail_write_at = number;
         }
-        pipeline_->decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+        Seams::decorate_engine(*pipeline_, [&faults](std::unique_ptr<IoEngine> engine) {
             return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
         });
     }
@@ -326,7 +327,7 @@ class Scenario {
     void initialize() {
         for (auto& array : expected_.arrays) random_.fill(array);
         for (float& value : expected_.arrays.back()) value = value * value;  // an array of squares is the last one
-        if (std::holds_alternative<RmspropStep>(steps_.front())) {  // average squared <= average of squares
+        if (std::holds_alternative<RmspropStep>(steps_.front())) {           // average squared <= average of squares
             for (std::size_t i = 0; i < numel_; ++i) {
                 float& square = expected_.arrays[1][i];
                 expected_.arrays[3][i] = 0.5f * square;
@@ -466,7 +467,7 @@ class Requests {
         faults.max_delay_us = static_cast<std::int64_t>(random_.upto(100));
         faults.short_transfer_every = static_cast<std::int64_t>(random_.upto(3));
         if (random_.coin()) faults.fail_write_at = static_cast<std::int64_t>(random_.upto(20));
-        queue_.decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+        Seams::decorate_engine(queue_, [&faults](std::unique_ptr<IoEngine> engine) {
             return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
         });
     }

@@ -86,7 +86,7 @@ std::vector<int> crc32c_widths() {
 }
 
 std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t value) {
-    return crc32c_by(width_for(selected_instruction_set()), data, bytes, value);
+    return crc32c_by(width_for(selected_instruction_set().load(std::memory_order_relaxed)), data, bytes, value);
 }
 
 std::uint32_t crc32c_by(int width, const void* data, std::size_t bytes, std::uint32_t value) {
