@@ -4,7 +4,7 @@ Every kernel with every kind of gradient (dense, top 1 % and 8 bits) runs for so
 include subnormals, infinities and NaNs at the start. With ``--verify`` each bit of each step is compared with numpy,
 which takes far longer than the simulation. Usage::
 
-    python benchmarks/csim.py [--rules adamw adagrad sgd_nesterov] [--numel 1048576] [--steps 5] [--verify]
+    python benchmarks/csim.py [--rules adamw sgd_nesterov] [--numel 1048576] [--steps 5] [--verify]
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from machine import describe
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lightning_smartinfinity.native import DType
+from lightning_smartinfinity.update_rules import RULES
 from tests.helpers.golden import STEPS
 from tests.hls.simulation import Library, built
 from tests.hls.tasklet import Form, Tasklet, make_tasklet
 
-RULES = ("adamw", "adagrad", "sgd_nesterov")
 FORMS = (
     *((kind, Form(dtype, dtype, ratio)) for dtype in DType for kind, ratio in (("dense", None), ("top 1 %", 0.01))),
     *(("8 bits", Form(DType.FLOAT32, dtype, block_scaled=True)) for dtype in DType),
@@ -34,7 +34,9 @@ FORMS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rules", nargs="+", choices=STEPS, default=RULES, help="by their golden steps")
+    parser.add_argument(
+        "--rules", nargs="+", choices=STEPS, default=[rule.name for rule in RULES], help="by their golden steps"
+    )
     parser.add_argument("--numel", type=int, default=1 << 20, help="elements of the tasklet")
     parser.add_argument("--steps", type=int, default=5, help="runs over it")
     parser.add_argument("--verify", action="store_true", help="compare every bit with numpy")

@@ -44,9 +44,10 @@ from peak_memory import resident, system_io, train_in_memory, zero_infinity_conf
 from raw_disk import MIB, RawDisk, Setting, all_settings, cpu_seconds
 from training import PARTS, WARMUP, Probe, tokens, train_near_storage, train_stock
 
-FORMATS = ("fp32", "bf16", "int8", "int8_remainder")
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+
 OVERLAPS = ("none", "forward", "backward")
-OURS = tuple(f"{form}/{overlap}" for form, overlap in product(FORMATS, OVERLAPS))
+OURS = tuple(f"{form}/{overlap}" for form, overlap in product(STATE_FORMATS, OVERLAPS))
 BASELINE = "zero_infinity_tuned"
 STOCK = (BASELINE, "zero_infinity", "zero_offload")
 SYSTEMS = (*STOCK, "adamw", *OURS)

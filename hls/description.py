@@ -54,10 +54,11 @@ BLOCK_SCALED_FORM = 0x200
 # Words of the beat that every run ends with: its counts, its errors and checksums of the data that it moved. The
 # version is the lower half of its word, the kernel's number the upper half.
 STATUS_MAGIC = 0x5349534C
+MAX_ARRAYS = 4  # of a kernel; as many fill the beat
 STATUS_WORDS = (
     *("magic", "version_and_kernel", "count", "errors"),
-    *("gradient_read", "array0_read", "array1_read", "array2_read", "array3_read"),
-    *("parameter_written", "array0_written", "array1_written", "array2_written", "array3_written"),
+    *("gradient_read", *(f"array{array}_read" for array in range(MAX_ARRAYS))),
+    *("parameter_written", *(f"array{array}_written" for array in range(MAX_ARRAYS))),
     *("indices_read", "header_read"),
 )
 ERROR_BITS = {
@@ -71,9 +72,6 @@ ERROR_BITS = {
 
 # Kernel interfaces that may share one memory bank (UG1393).
 MAX_MASTERS = 15
-
-# Arrays of a kernel that the status beat has words for.
-MAX_ARRAYS = 4
 
 _FIRST_ARGUMENT_OFFSET = 0x10
 _RESERVED_BYTES = 4

@@ -103,9 +103,16 @@ extern "C" void {kernel}(
 
 
 def write_sources(folder: Path) -> None:
-    """Write ``card_kernels.hpp`` and each kernel's source to a folder; files that would not change stay untouched."""
+    """Write ``card_kernels.hpp`` and each kernel's source to a folder, and delete the sources of other kernels.
+
+    Files that would not change stay untouched.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in {"card_kernels.hpp": _header(), **{f"{k.name}.cpp": _source(k) for k in KERNELS}}.items():
+    contents = {"card_kernels.hpp": _header(), **{f"{kernel.name}.cpp": _source(kernel) for kernel in KERNELS}}
+    for file in folder.glob("*.cpp"):
+        if file.name not in contents and file.read_text().startswith(_SOURCE.partition("\n")[0]):
+            file.unlink()
+    for name, text in contents.items():
         file = folder / name
         if not file.exists() or file.read_text() != text:
             file.write_text(text)

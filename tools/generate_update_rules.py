@@ -61,8 +61,10 @@ using OfSteps = Of<{steps}>;
 """
 
 _RULE = """\
-// The scalars of one hyperparameter set at one step, computed in double by the caller and rounded once.
+// The scalars of one hyperparameter set at one step, computed in double by the caller and rounded once. `Array` has the
+// index of each array in UpdateArrays.
 struct {step} {{
+    enum Array {{ {array_indices} }};
 {members}
 }};
 
@@ -95,6 +97,7 @@ def _rule(rule: Any) -> str:
         step=rule.step,
         members="\n".join(members),
         arrays=f"{', '.join(others)} and {last}",
+        array_indices=", ".join(f"k{name.title().replace('_', '')}" for name in rule.arrays),
         array_names=", ".join(f'"{name}"' for name in rule.arrays),
         num_arrays=len(rule.arrays),
         kernel=rule.kernel,

@@ -2,13 +2,16 @@
 
     python tools/include_contracts.py [FOLDER]  # the checkout by default
 
-Prints each include that breaks a rule, and each file outside a room, and fails if there are any.
+Of the core, hls/emulator includes base/ only, and the rest of hls/ nothing. docs/architecture.md lists the same rooms.
+Prints everything that breaks a rule, and fails if there is anything.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from os.path import normpath
 from pathlib import Path
 
 __all__ = ["ROOMS", "violations"]
@@ -30,41 +33,61 @@ ROOMS = (
 SOURCES = Path("lightning_smartinfinity/native/src")
 GENERATED = frozenset({"kernels/update_rules.hpp"})
 """Headers that the build generates, see CMakeLists.txt."""
-EMULATOR = Path("hls/emulator")
+HLS = Path("hls")
+HLS_HEADERS = (HLS / "include", HLS / "kernels", HLS / "sim/include", HLS / "emulator")
+PAGE = Path("docs/architecture.md")
 ONLY_USER_OF_TESTING = "module/bind_testing.cpp"
-INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^">]+)[">]', re.MULTILINE)
+ROW = re.compile(rf"^\| `native/{SOURCES.name}/(\w+)/` \|", re.MULTILINE)
 
 
 def main() -> None:
     """Checks a checkout."""
-    found = violations(Path(*sys.argv[1:2]))
+    found = [*violations(Path(*sys.argv[1:2]))]
     sys.exit("\n".join(found) or None)
 
 
-def violations(folder: Path) -> list[str]:
-    """Lists the includes and files of a checkout that break a rule."""
-    core = folder / SOURCES
-    files = sorted(path.relative_to(core) for path in core.rglob("*") if path.is_file())
-    known = {str(file) for file in files}
-    found = []
-    for file in files:
+def violations(folder: Path) -> Iterator[str]:
+    """Yields the includes, files and rooms of a checkout that break a rule."""
+    rooms = tuple(ROW.findall((folder / PAGE).read_text()))
+    if rooms != ROOMS:
+        yield f"{PAGE} lists the rooms {', '.join(rooms)}, {Path(__file__).name} {', '.join(ROOMS)}"
+    for path in files(folder / SOURCES):
+        file = path.relative_to(folder / SOURCES)
         if len(file.parts) != 2 or file.parts[0] not in ROOMS:
-            found.append(f"{SOURCES / file} lies outside the rooms {', '.join(ROOMS)}")
+            yield f"{SOURCES / file} lies outside the rooms {', '.join(ROOMS)}"
             continue
-        for included in includes(core / file):
-            problem = problem_of(str(file), included) if included in known | GENERATED else "is no path below src/"
+        for name, included in includes(path, folder):
+            problem = problem_of(str(file), name) if included == name else "is no path below src/"
             if problem:
-                found.append(f'{SOURCES / file}: "{included}" {problem}')
-    for path in sorted((folder / EMULATOR).rglob("*.[ch]pp")):
-        for included in includes(path):
-            if included in known and not included.startswith("base/"):
-                found.append(f'{path.relative_to(folder)}: "{included}" is not in base/')
-    return found
+                yield f'{SOURCES / file}: "{name}" {problem}'
+    for path in files(folder / HLS):
+        file = path.relative_to(folder)
+        for name, included in includes(path, folder, *HLS_HEADERS):
+            if included is not None and not (file.is_relative_to(HLS / "emulator") and included.startswith("base/")):
+                yield f'{file}: "{name}" is of the core and not in base/, which only hls/emulator includes'
 
 
-def includes(path: Path) -> list[str]:
-    """Returns the paths that a file includes in quotation marks."""
-    return INCLUDE.findall(path.read_text())
+def files(folder: Path) -> list[Path]:
+    """Lists the files below a folder."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+
+
+def includes(path: Path, folder: Path, *headers: Path) -> Iterator[tuple[str, str | None]]:
+    """Yields the names that a file includes, and where they are in the core: None for a file outside it.
+
+    The system's headers, in angle brackets, are left out.
+    """
+    core = Path(normpath(folder / SOURCES))
+    generated = {core / header for header in GENERATED}
+    for bracket, name in INCLUDE.findall(path.read_text(errors="ignore")):
+        places = [*([path.parent] if bracket == '"' else []), *(folder / header for header in headers), core]
+        candidates = (Path(normpath(place / name)) for place in places)
+        found = next((each for each in candidates if each.is_file() or each in generated), None)
+        if found and found.is_relative_to(core):
+            yield name, found.relative_to(core).as_posix()
+        elif found or bracket == '"':
+            yield name, None
 
 
 def problem_of(file: str, included: str) -> str | None:

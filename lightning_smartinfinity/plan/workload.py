@@ -9,7 +9,7 @@ from types import MappingProxyType
 from lightning_smartinfinity.checks import Rule, between, one_of, optional, require
 from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.native import MAX_BUFFERS
+from lightning_smartinfinity.native import MAX_ARRAYS, MAX_BUFFERS
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.plan.gradients import ITEM_BYTES, GradientForm
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
@@ -23,7 +23,6 @@ NUM_ARRAYS: Mapping[str, int] = MappingProxyType({rule.name: len(rule.arrays) fo
 
 _FP32_BYTES = 4
 _MOST_PARAMETERS = 10**12
-_MOST_ARRAYS = 8
 _LEAST_TASKLET_BYTES, _MOST_TASKLET_BYTES = 64 * 1024, 1 << 40
 _FORM = Rule(
     "Pass Dense(...), TopKPayload(...), BlockScaledPayload() or Pairs(...)",
@@ -62,7 +61,7 @@ class Workload:
             self,
             numel=between(1, _MOST_PARAMETERS),
             gradients=_FORM,
-            num_arrays=between(1, _MOST_ARRAYS),
+            num_arrays=between(1, MAX_ARRAYS),
             parameter_bytes=ITEM_BYTES,
             state_format=one_of(*STATE_FORMATS),
             tasklet_bytes=optional(between(_LEAST_TASKLET_BYTES, _MOST_TASKLET_BYTES)),

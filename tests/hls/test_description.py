@@ -14,6 +14,7 @@ import pytest
 from hls.card_build import compile_line, connectivity_config, link_line
 from hls.description import DESIGNS, EMULATED, KERNELS, SMARTSSD, ComputeUnit, Design, MemoryBank, Platform, design_for
 from hls.generate import main
+from hls.sources import write_sources
 from hls.xclbin import SectionKind, sections, xclbin
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL
 from lightning_smartinfinity.update_rules import RULES
@@ -147,3 +148,12 @@ def _with(bank: MemoryBank) -> Platform:
 
 def _uuid(content: bytes) -> uuid.UUID:
     return uuid.UUID(bytes=content[416:432])
+
+
+def test_sources_of_a_renamed_kernel_are_deleted(tmp_path: Path) -> None:
+    """A build compiles every source of the folder. Files that were not generated stay."""
+    write_sources(tmp_path)
+    (tmp_path / "sgd_update.cpp").rename(tmp_path / "renamed_update.cpp")
+    (tmp_path / "written.cpp").touch()
+    write_sources(tmp_path)
+    assert {file.stem for file in tmp_path.glob("*.cpp")} == {"written", *(kernel.name for kernel in KERNELS)}

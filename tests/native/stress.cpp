@@ -33,6 +33,7 @@
 #include "io/file_queue.hpp"
 #include "pipeline/pipeline.hpp"
 #include "testing/fault_injection.hpp"
+#include "testing/seams.hpp"
 
 namespace smart_infinity {
 namespace {
@@ -238,7 +239,7 @@ class Scenario {
         } else if (failing_) {
             faults.fail_write_at = number;
         }
-        pipeline_->decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+        Seams::decorate_engine(*pipeline_, [&faults](std::unique_ptr<IoEngine> engine) {
             return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
         });
     }
@@ -466,7 +467,7 @@ class Requests {
         faults.max_delay_us = static_cast<std::int64_t>(random_.upto(100));
         faults.short_transfer_every = static_cast<std::int64_t>(random_.upto(3));
         if (random_.coin()) faults.fail_write_at = static_cast<std::int64_t>(random_.upto(20));
-        queue_.decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+        Seams::decorate_engine(queue_, [&faults](std::unique_ptr<IoEngine> engine) {
             return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
         });
     }

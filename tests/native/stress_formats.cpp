@@ -12,8 +12,8 @@
 #include <random>
 #include <vector>
 
-#include "kernels/instruction_set.hpp"
 #include "pipeline/compute.hpp"
+#include "testing/seams.hpp"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>

@@ -26,9 +26,9 @@
 #include "gradient/feed_back.hpp"
 #include "gradient/gradient_payload.hpp"
 #include "gradient/top_k.hpp"
-#include "kernels/instruction_set.hpp"
 #include "pipeline/compute.hpp"
 #include "pipeline/pipeline.hpp"
+#include "testing/seams.hpp"
 
 namespace {
 

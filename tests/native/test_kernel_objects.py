@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smartinfinity.native import crc32c_widths
-from tests.helpers.native_testing import InstructionSet, supported_instruction_sets
+from tests.helpers.native_testing import InstructionSet, crc32c_widths, supported_instruction_sets
 from tests.helpers.waiting import PROCESS_LIMIT
 from tests.native.builds import configure, run
 

@@ -71,7 +71,8 @@ def test_wheel_injects_no_faults(wheel: zipfile.ZipFile) -> None:
     assert not names & set(native_testing.__all__)
     extension = wheel.read(next(name for name in wheel.namelist() if name.endswith(".so")))
     assert b"FileQueue" in extension  # proves that class names can be read in the file
-    assert not re.search(rb"FaultInjectingEngine|HoldingEngine|ThrottledEngine|use_cuda_library", extension)
+    engines, hooks = rb"FaultInjectingEngine|HoldingEngine|ThrottledEngine", rb"decorate_engine|use_cuda_library"
+    assert not re.search(engines + rb"|" + hooks + rb"|select_instruction_set|crc32c_by|crc32c_widths", extension)
 
 
 def test_source_distribution_holds_what_a_build_and_the_tests_need(distributions: Path) -> None:

@@ -18,10 +18,29 @@ VIOLATIONS = {
     "upward": (f"{CORE}/base/process.hpp", '#include "cuda/cuda_device.hpp"', "is above base/"),
     "a neighbour without its room": (f"{CORE}/io/transfer.hpp", '#include "io_engine.hpp"', "is no path below src/"),
     "relative": (f"{CORE}/io/transfer.hpp", '#include "../base/failure.hpp"', "is no path below src/"),
+    "in angle brackets": (f"{CORE}/base/process.hpp", "#include <cuda/cuda_device.hpp>", "is above base/"),
+    "relative in angle brackets": (
+        f"{CORE}/io/transfer.hpp",
+        "#include <../src/base/buffer.hpp>",
+        "no path below src/",
+    ),
+    "out of the core": (
+        f"{CORE}/io/transfer.hpp",
+        '#include "../../../../hls/emulator/card.hpp"',
+        "no path below src/",
+    ),
     "testing in the product": (f"{CORE}/module/module.cpp", '#include "testing/hold.hpp"', "and tests only"),
     "a file outside the rooms": (f"{CORE}/planted.hpp", "", "lies outside the rooms"),
     "a new room": (f"{CORE}/planted/planted.hpp", "", "lies outside the rooms"),
-    "emulator": ("hls/emulator/card.hpp", '  #  include "io/transfer.hpp"', "is not in base/"),
+    "emulator": ("hls/emulator/card.hpp", '  #  include "io/transfer.hpp"', "not in base/"),
+    "emulator, relative": ("hls/emulator/card.hpp", f'#include "../../{CORE}/io/transfer.hpp"', "not in base/"),
+    "emulator, in angle brackets": ("hls/emulator/card.hpp", "#include <io/transfer.hpp>", "not in base/"),
+    "emulator, generated": ("hls/emulator/card.hpp", '#include "kernels/update_rules.hpp"', "not in base/"),
+    "emulator, another suffix": ("hls/emulator/planted.inl", '#include "io/transfer.hpp"', "not in base/"),
+    "kernels": ("hls/kernels/sgd_update.hpp", '#include "base/buffer.hpp"', "which only hls/emulator includes"),
+    "headers of kernels": ("hls/include/run.hpp", "#include <base/buffer.hpp>", "which only hls/emulator includes"),
+    "simulation": ("hls/sim/csim.cpp", '#include "io/transfer.hpp"', "which only hls/emulator includes"),
+    "a room without a row": ("docs/architecture.md", "| `native/src/planted/` | a room |", "lists the rooms base, "),
 }
 
 
@@ -32,8 +51,10 @@ def check(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copy_of_sources(tmp_path: Path) -> Path:
-    for folder in (CORE, "hls/emulator"):
+    for folder in (CORE, "hls"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs/architecture.md", tmp_path / "docs")
     return tmp_path
 
 

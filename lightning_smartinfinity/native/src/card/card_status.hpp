@@ -10,7 +10,7 @@
 namespace smart_infinity {
 
 constexpr std::uint32_t kStatusMagic = 0x5349534c;
-constexpr std::size_t kMostCardArrays = 4;
+constexpr std::size_t kMostCardArrays = 4;  // as many fill the beat
 static_assert(kMaxRuleArrays <= kMostCardArrays, "a kernel's status has a word for each array that it read or wrote");
 
 // The status that a run writes, 64 bytes. Checksums are CRC-32C of the run's elements only.

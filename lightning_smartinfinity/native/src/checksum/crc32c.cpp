@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 
 #include "checksum/crc32c_folding.hpp"
 #include "kernels/instruction_set.hpp"
@@ -88,15 +86,10 @@ std::vector<int> crc32c_widths() {
 }
 
 std::uint32_t crc32c(const void* data, std::size_t bytes, std::uint32_t value) {
-    ExtendCrc32c* const extend = extend_with(width_for(selected_instruction_set()));
-    return ~extend(~value, static_cast<const unsigned char*>(data), bytes);
+    return crc32c_by(width_for(selected_instruction_set().load(std::memory_order_relaxed)), data, bytes, value);
 }
 
 std::uint32_t crc32c_by(int width, const void* data, std::size_t bytes, std::uint32_t value) {
-    const std::vector<int> widths = crc32c_widths();
-    if (std::find(widths.begin(), widths.end(), width) == widths.end()) {
-        throw std::invalid_argument("crc32c: this CPU has no way to compute it of width " + std::to_string(width));
-    }
     return ~extend_with(width)(~value, static_cast<const unsigned char*>(data), bytes);
 }
 

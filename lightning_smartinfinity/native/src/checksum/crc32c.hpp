@@ -15,7 +15,7 @@ std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second, std::uin
 
 // Returns the register widths, in bits, for which this CPU has an implementation, slowest first; 0 is the table.
 std::vector<int> crc32c_widths();
-// Computes the checksum with one of these widths. Throws std::invalid_argument for any other.
-std::uint32_t crc32c_by(int width, const void* data, std::size_t bytes, std::uint32_t value = 0);
+// Computes the checksum with one of these widths.
+std::uint32_t crc32c_by(int width, const void* data, std::size_t bytes, std::uint32_t value);
 
 }  // namespace smart_infinity

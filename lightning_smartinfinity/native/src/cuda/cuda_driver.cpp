@@ -2,25 +2,10 @@
 
 #include <dlfcn.h>
 
-#include <mutex>
-#include <utility>
-
 namespace smart_infinity {
 namespace {
 
-constexpr const char* kLibrary = "libcuda.so.1";
 constexpr CudaResult kNoDriver = -1;  // the driver never returns this number
-
-struct Opened {
-    std::mutex mutex;
-    std::string library = kLibrary;
-    std::shared_ptr<const CudaDriver> driver;
-};
-
-Opened& opened() {
-    static auto* const instance = new Opened;  // never destroyed: destructors that run at exit use it
-    return *instance;
-}
 
 // The library is never closed, because the driver has threads of its own.
 void* open_library(const std::string& library) {
@@ -59,17 +44,15 @@ void CudaDriver::require(CudaResult result, const char* name) const {
 }
 
 std::shared_ptr<const CudaDriver> cuda_driver() {
-    Opened& state = opened();
-    const std::lock_guard lock(state.mutex);
-    if (!state.driver) state.driver = std::make_shared<const CudaDriver>(state.library);
-    return state.driver;
+    CudaLibrary& library = cuda_library();
+    const std::lock_guard lock(library.mutex);
+    if (!library.driver) library.driver = std::make_shared<const CudaDriver>(library.path);
+    return library.driver;
 }
 
-void use_cuda_library(std::optional<std::string> path) {
-    Opened& state = opened();
-    const std::lock_guard lock(state.mutex);
-    state.library = std::move(path).value_or(kLibrary);
-    state.driver.reset();
+CudaLibrary& cuda_library() {
+    static auto* const instance = new CudaLibrary;  // never destroyed: destructors that run at exit use it
+    return *instance;
 }
 
 }  // namespace smart_infinity

@@ -2,7 +2,7 @@
 
 #include <cstddef>
 #include <memory>
-#include <optional>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -74,7 +74,12 @@ class CudaDriver {
 // Returns the process's driver, which the first call that succeeds opens. Throws like CudaDriver.
 std::shared_ptr<const CudaDriver> cuda_driver();
 
-// For tests: switches to another library, or back to libcuda.so.1. Existing objects keep the one they have.
-void use_cuda_library(std::optional<std::string> path);
+// The library that cuda_driver() opens, and the driver in it once it is open. Only tests change them.
+struct CudaLibrary {
+    std::mutex mutex;  // guards the other members
+    std::string path = "libcuda.so.1";
+    std::shared_ptr<const CudaDriver> driver;
+};
+CudaLibrary& cuda_library();
 
 }  // namespace smart_infinity

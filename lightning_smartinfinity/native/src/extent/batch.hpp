@@ -17,7 +17,7 @@ namespace smart_infinity {
 class CudaStream;
 class GradientCodec;
 
-constexpr std::size_t kMaxArrays = 8;
+constexpr std::size_t kMaxArrays = kMaxRegions;  // fp32 has a region for each array
 
 enum class Operation { kUpdate, kRead, kWrite, kModify };
 

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,8 +20,6 @@ namespace smart_infinity {
 // Like every engine's, the destructor waits for all submitted requests; it may not be called while any_abandoned().
 class DeadlineEngine final : public IoEngine, private CompletionHandler {
  public:
-    using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
-
     DeadlineEngine(std::unique_ptr<IoEngine> inner, std::chrono::milliseconds timeout);
     ~DeadlineEngine() override;
     void submit(const IoRequest& request, CompletionHandler& handler) override;
@@ -33,10 +30,10 @@ class DeadlineEngine final : public IoEngine, private CompletionHandler {
     bool any_abandoned() const;
     // Returns the writes among these requests.
     std::vector<IoRequest> abandoned_writes() const;
-    // Wraps the inner engine in another one. No request may be in flight.
-    void decorate(const Decorate& decorate) { inner_ = decorate(std::move(inner_)); }
 
  private:
+    friend struct Seams;  // testing/seams.hpp
+
     using Clock = std::chrono::steady_clock;
 
     struct Waiting {

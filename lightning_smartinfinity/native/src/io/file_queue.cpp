@@ -129,14 +129,6 @@ void FileQueue::close() {
     changed_.wait(lock, [&] { return parts_.empty(); });
 }
 
-void FileQueue::decorate_engine(const DeadlineEngine::Decorate& decorate) {
-    const std::lock_guard lock(mutex_);
-    require(!closed_, "it is closed");
-    require(parts_.empty(), "something is in flight");
-    if (watch_ != nullptr) return watch_->decorate(decorate);
-    engine_ = decorate(std::move(engine_));
-}
-
 std::optional<Failure> FileQueue::failure_of(const Part& part, Transfer::Progress progress) const {
     if (progress == Transfer::Progress::kDone) return std::nullopt;
     if (progress == Transfer::Progress::kNotReturned) {

@@ -59,10 +59,10 @@ class FileQueue final : private CompletionHandler {
     bool busy() const;
     // Waits for requests in flight, but not for abandoned ones. Later submissions throw.
     void close();
-    // Wraps the present engine in another one. No request may be in flight.
-    void decorate_engine(const DeadlineEngine::Decorate& decorate);
 
  private:
+    friend struct Seams;  // testing/seams.hpp
+
     struct Part {
         StateFile file;  // keeps its descriptor open
         Transfer transfer;

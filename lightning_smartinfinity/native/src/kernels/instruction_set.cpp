@@ -1,18 +1,6 @@
 #include "kernels/instruction_set.hpp"
 
-#include <algorithm>
-#include <atomic>
-#include <stdexcept>
-
 namespace smart_infinity {
-namespace {
-
-std::atomic<InstructionSet>& selection() {
-    static std::atomic<InstructionSet> selected{supported_instruction_sets().back()};
-    return selected;
-}
-
-}  // namespace
 
 std::vector<InstructionSet> supported_instruction_sets() {
     std::vector<InstructionSet> sets{InstructionSet::kScalar};
@@ -26,19 +14,14 @@ std::vector<InstructionSet> supported_instruction_sets() {
     return sets;
 }
 
-void select_instruction_set(InstructionSet choice) {
-    const auto sets = supported_instruction_sets();
-    if (std::find(sets.begin(), sets.end(), choice) == sets.end()) {
-        throw std::invalid_argument("select_instruction_set: this CPU does not support the chosen instruction set");
-    }
-    selection().store(choice, std::memory_order_relaxed);
+std::atomic<InstructionSet>& selected_instruction_set() {
+    static std::atomic<InstructionSet> selected{supported_instruction_sets().back()};
+    return selected;
 }
-
-InstructionSet selected_instruction_set() { return selection().load(std::memory_order_relaxed); }
 
 const Kernels& kernels() {
 #ifdef SMART_INFINITY_X86
-    switch (selected_instruction_set()) {
+    switch (selected_instruction_set().load(std::memory_order_relaxed)) {
         case InstructionSet::kAvx512:
             return kAvx512Kernels;
         case InstructionSet::kAvx2:

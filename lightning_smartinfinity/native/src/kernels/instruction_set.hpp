@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <vector>
 
 #include "kernels/kernels.hpp"
@@ -11,10 +12,8 @@ enum class InstructionSet { kScalar, kAvx2, kAvx512 };
 // Returns the sets that this CPU and operating system support, slowest first.
 std::vector<InstructionSet> supported_instruction_sets();
 
-// Selects the set that every thread uses from now on; at start it is the best one. Throws std::invalid_argument if it
-// is unsupported.
-void select_instruction_set(InstructionSet choice);
-InstructionSet selected_instruction_set();
+// The set that every thread uses: the best one. Only tests select another.
+std::atomic<InstructionSet>& selected_instruction_set();
 
 const Kernels& kernels();
 

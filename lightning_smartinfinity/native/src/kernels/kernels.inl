@@ -99,9 +99,9 @@ template <class Gradient, class Parameter, bool kL2, bool kNearStart>
 void update_adam(const AdamStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const AdamStep s = step;  // a copy, which no store of the loop can change
     const float keep = 1.0f - s.one_minus_beta1;
-    float* __restrict master = arrays.arrays[0];
-    float* __restrict exp_avg = arrays.arrays[1];
-    float* __restrict exp_avg_sq = arrays.arrays[2];
+    float* __restrict master = arrays.arrays[AdamStep::kMaster];
+    float* __restrict exp_avg = arrays.arrays[AdamStep::kExpAvg];
+    float* __restrict exp_avg_sq = arrays.arrays[AdamStep::kExpAvgSq];
     const auto* __restrict gradient = static_cast<const typename Gradient::Storage*>(arrays.gradient);
     auto* __restrict parameter = static_cast<typename Parameter::Storage*>(arrays.parameter);
     for (std::size_t i = 0; i < numel; ++i) {
@@ -137,8 +137,8 @@ template <class Gradient, class Parameter>
 void update(const AdagradStep& step, const UpdateArrays& arrays, std::size_t numel) {
     const AdagradStep s = step;
     const bool decays = s.weight_decay != 0.0f;
-    float* __restrict master = arrays.arrays[0];
-    float* __restrict sum = arrays.arrays[1];
+    float* __restrict master = arrays.arrays[AdagradStep::kMaster];
+    float* __restrict sum = arrays.arrays[AdagradStep::kSum];
     const auto* __restrict gradient = static_cast<const typename Gradient::Storage*>(arrays.gradient);
     auto* __restrict parameter = static_cast<typename Parameter::Storage*>(arrays.parameter);
     for (std::size_t i = 0; i < numel; ++i) {
@@ -161,8 +161,8 @@ void update(const SgdStep& step, const UpdateArrays& arrays, std::size_t numel) 
     const bool decays = s.weight_decay != 0.0f;
     const bool keeps = s.buffer_coefficient != 0.0f;
     const bool nesterov = s.nesterov_momentum != 0.0f;
-    float* __restrict master = arrays.arrays[0];
-    float* __restrict momentum_buffer = arrays.arrays[1];
+    float* __restrict master = arrays.arrays[SgdStep::kMaster];
+    float* __restrict momentum_buffer = arrays.arrays[SgdStep::kMomentumBuffer];
     const auto* __restrict gradient = static_cast<const typename Gradient::Storage*>(arrays.gradient);
     auto* __restrict parameter = static_cast<typename Parameter::Storage*>(arrays.parameter);
     for (std::size_t i = 0; i < numel; ++i) {
@@ -188,10 +188,10 @@ void update(const RmspropStep& step, const UpdateArrays& arrays, std::size_t num
     const bool decays = s.weight_decay != 0.0f;
     const bool centered = s.centered != 0.0f;
     const bool moves = s.momentum != 0.0f;
-    float* __restrict master = arrays.arrays[0];
-    float* __restrict square_avg = arrays.arrays[1];
-    float* __restrict momentum_buffer = arrays.arrays[2];
-    float* __restrict grad_avg = arrays.arrays[3];
+    float* __restrict master = arrays.arrays[RmspropStep::kMaster];
+    float* __restrict square_avg = arrays.arrays[RmspropStep::kSquareAvg];
+    float* __restrict momentum_buffer = arrays.arrays[RmspropStep::kMomentumBuffer];
+    float* __restrict grad_avg = arrays.arrays[RmspropStep::kGradAvg];
     const auto* __restrict gradient = static_cast<const typename Gradient::Storage*>(arrays.gradient);
     auto* __restrict parameter = static_cast<typename Parameter::Storage*>(arrays.parameter);
     for (std::size_t i = 0; i < numel; ++i) {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -28,7 +29,9 @@ namespace {
 Segment make_segment(std::uint64_t offset, std::uint64_t numel, std::int64_t step, Address gradient,
                      DType gradient_dtype, Address parameter, DType parameter_dtype,
                      const std::vector<Address>& arrays) {
-    if (arrays.size() > kMaxArrays) throw std::invalid_argument("Segment: more than 8 arrays");
+    if (arrays.size() > kMaxArrays) {
+        throw std::invalid_argument("Segment: more than " + std::to_string(kMaxArrays) + " arrays");
+    }
     Segment segment{offset, numel, step, gradient, gradient_dtype, parameter, parameter_dtype, {}, arrays.size()};
     std::copy(arrays.begin(), arrays.end(), segment.arrays.begin());
     return segment;
@@ -204,6 +207,7 @@ void bind_whole_batch(nb::module_& m) {
 }  // namespace
 
 void bind_batch(nb::module_& m) {
+    m.attr("MAX_ARRAYS") = kMaxArrays;
     bind_segment(m);
     bind_operation(m);
     bind_blocks(m);

@@ -1,11 +1,9 @@
 // Binds kernels, types and checksums.
 
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -44,16 +42,10 @@ void bind_kernels(nb::module_& m) {
         .value("BFLOAT16", DType::kBFloat16);
     m.def(
         "crc32c",
-        [](Address address, std::size_t nbytes, std::uint32_t value, std::optional<int> width) {
-            const void* const data = pointer_to(address);
-            return width ? crc32c_by(*width, data, nbytes, value) : crc32c(data, nbytes, value);
+        [](Address address, std::size_t nbytes, std::uint32_t value) {
+            return crc32c(pointer_to(address), nbytes, value);
         },
-        "address"_a, "nbytes"_a, "value"_a = 0, "width"_a = nb::none(), WithoutGil(),
-        "Return the CRC-32C of memory, continuing `value`, computed as the instruction set in use does it or with\n"
-        "one of crc32c_widths().\n\n"
-        "Raises:\n    ValueError: This CPU does not support the width.");
-    m.def("crc32c_widths", &crc32c_widths,
-          "Return the register widths, in bits, that can compute CRC-32C on this CPU, slowest first; 0 is the table.");
+        "address"_a, "nbytes"_a, "value"_a = 0, WithoutGil(), "Return the CRC-32C of memory, continuing `value`.");
     m.def(
         "sum_of_squares",
         [](Address address, std::size_t numel, DType dtype) {

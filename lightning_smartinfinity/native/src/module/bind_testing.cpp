@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <memory>
@@ -16,7 +17,6 @@
 #include <vector>
 
 #include "checksum/crc32c.hpp"
-#include "cuda/cuda_driver.hpp"
 #include "gradient/compression.hpp"
 #include "gradient/gradient_codec.hpp"
 #include "gradient/gradient_payload.hpp"
@@ -27,6 +27,7 @@
 #include "pipeline/schedule.hpp"
 #include "testing/fault_injection.hpp"
 #include "testing/hold.hpp"
+#include "testing/seams.hpp"
 #include "testing/throttle.hpp"
 
 namespace nb = nanobind;
@@ -42,7 +43,7 @@ void bind_inject(nb::module_& m, const char* name) {
         [](Worker& worker, std::uint64_t seed, std::int64_t max_delay_us, std::int64_t fail_read_at,
            std::int64_t fail_write_at, std::int64_t short_transfer_every, int error) {
             const Faults faults{seed, max_delay_us, fail_read_at, fail_write_at, short_transfer_every, error};
-            worker.get()->decorate_engine([&faults](std::unique_ptr<IoEngine> engine) {
+            Seams::decorate_engine(*worker.get(), [&faults](std::unique_ptr<IoEngine> engine) {
                 return std::make_unique<FaultInjectingEngine>(std::move(engine), faults);
             });
         },
@@ -60,8 +61,9 @@ std::shared_ptr<Hold> hold_of(std::int64_t read_at, std::int64_t write_at, std::
 template <class Worker>
 std::shared_ptr<Hold> hold_in_engine(Worker& worker, std::int64_t read_at, std::int64_t write_at, std::uint64_t count) {
     const auto hold = hold_of(read_at, write_at, count);
-    worker.get()->decorate_engine(
-        [&hold](std::unique_ptr<IoEngine> engine) { return std::make_unique<HoldingEngine>(std::move(engine), hold); });
+    Seams::decorate_engine(*worker.get(), [&hold](std::unique_ptr<IoEngine> engine) {
+        return std::make_unique<HoldingEngine>(std::move(engine), hold);
+    });
     return hold;
 }
 
@@ -75,7 +77,8 @@ void bind_hold(nb::module_& m) {
                          bool gradients) {
                  if (!gradients) return hold_in_engine(pipeline, read_at, write_at, count);
                  const auto hold = hold_of(read_at, write_at, count);
-                 pipeline.get()->put_before_transfers([hold](const IoRequest& request) { wait_for(*hold, request); });
+                 Seams::put_before_transfers(*pipeline.get(),
+                                             [hold](const IoRequest& request) { wait_for(*hold, request); });
                  return hold;
              }),
              "pipeline"_a, nb::kw_only(), "read_at"_a = -1, "write_at"_a = -1, "count"_a = 1, "gradients"_a = false)
@@ -91,7 +94,7 @@ void bind_throttle(nb::module_& m) {
                  std::set<int> descriptors;
                  for (const StateFile* file : files) descriptors.insert(file->descriptor());
                  const auto throttle = std::make_shared<Throttle>(std::move(descriptors));
-                 pipeline.get()->decorate_engine([&throttle](std::unique_ptr<IoEngine> engine) {
+                 Seams::decorate_engine(*pipeline.get(), [&throttle](std::unique_ptr<IoEngine> engine) {
                      return std::make_unique<ThrottledEngine>(std::move(engine), throttle);
                  });
                  return throttle;
@@ -119,7 +122,7 @@ void bind_instruction_sets(nb::module_& m) {
         "select_instruction_set",
         [](std::optional<InstructionSet> choice) {
             select_instruction_set(choice.value_or(supported_instruction_sets().back()));
-            return selected_instruction_set();
+            return selected_instruction_set().load();
         },
         "choice"_a.none(),
         "Use an instruction set from now on, in every thread; None is the best. Return it.\n\n"
@@ -165,8 +168,21 @@ DType decode(Address payload, std::size_t nbytes, std::uint64_t numel, Address o
     return gradient->dtype();
 }
 
+std::uint32_t crc32c_of_width(Address address, std::size_t nbytes, std::uint32_t value, int width) {
+    const std::vector<int> widths = crc32c_widths();
+    if (std::find(widths.begin(), widths.end(), width) == widths.end()) {
+        throw std::invalid_argument("crc32c_by: this CPU has no way to compute it of width " + std::to_string(width));
+    }
+    return crc32c_by(width, pointer_to(address), nbytes, value);
+}
+
 // Binds functions that the package uses only within the core.
 void bind_parts(nb::module_& m) {
+    m.def("crc32c_by", &crc32c_of_width, "address"_a, "nbytes"_a, "value"_a, "width"_a, WithoutGil(),
+          "Return the CRC-32C of memory, continuing `value`, computed with one of crc32c_widths().\n\n"
+          "Raises:\n    ValueError: This CPU does not support the width.");
+    m.def("crc32c_widths", &crc32c_widths,
+          "Return the register widths, in bits, that can compute CRC-32C on this CPU, slowest first; 0 is the table.");
     m.def("crc32c_combine", &crc32c_combine, "first"_a, "second"_a, "nbytes"_a,
           "Return the CRC-32C of two consecutive pieces of memory from that of each; nbytes is the second's size.");
     m.def("encode_gradient", &encode, "codec"_a, "tasklet"_a, nb::kw_only(), "residual_scale"_a = 1.0f, WithoutGil(),

@@ -59,11 +59,6 @@ const std::string& ExtentTransfers::path_of(const Tasklet& tasklet, Direction di
     return file_of(tasklet, direction).path();
 }
 
-void ExtentTransfers::decorate_engine(const DeadlineEngine::Decorate& decorate) {
-    if (deadlines_ != nullptr) return deadlines_->decorate(decorate);
-    engine_ = decorate(std::move(engine_));
-}
-
 std::vector<IoRequest> ExtentTransfers::abandoned_writes() const {
     return deadlines_ != nullptr ? deadlines_->abandoned_writes() : std::vector<IoRequest>();
 }

@@ -38,8 +38,6 @@ class ExtentTransfers final : private CompletionHandler {
 
     IoEngineKind engine_kind() const { return engine_->kind(); }
     IoUsage usage() const { return engine_->usage(); }
-    // Puts an engine in front of the present one. Nothing may be in flight.
-    void decorate_engine(const DeadlineEngine::Decorate& decorate);
 
     // These two need no mutex. An abandoned transfer is one that did not return in time.
     bool any_abandoned() const { return deadlines_ != nullptr && deadlines_->any_abandoned(); }
@@ -48,6 +46,8 @@ class ExtentTransfers final : private CompletionHandler {
     std::unique_ptr<IoEngine> take_engine() { return std::move(engine_); }
 
  private:
+    friend struct Seams;  // testing/seams.hpp
+
     struct InProgress {
         const Tasklet* tasklet = nullptr;
         std::size_t num_parts = 0;

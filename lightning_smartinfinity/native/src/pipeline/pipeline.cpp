@@ -217,24 +217,7 @@ void Pipeline::close() {
     stop_batch(lock);
 }
 
-void Pipeline::decorate_engine(const DeadlineEngine::Decorate& decorate) {
-    const std::lock_guard lock(mutex_);
-    require_idle();
-    transfers_.decorate_engine(decorate);
-}
-
-void Pipeline::put_before_transfers(std::function<void(const IoRequest&)> gate) {
-    const std::lock_guard lock(mutex_);
-    require_idle();
-    updater_->put_before_transfers(std::move(gate));
-}
-
 void Pipeline::require_open() const { require(!closed_, "it is closed"); }
-
-void Pipeline::require_idle() const {
-    require_open();
-    require(batch_ == nullptr, "a batch is active; finish() it first");
-}
 
 // Slots are made once, because later batches of a run have similar tasklets and the same stream.
 void Pipeline::prepare_slots(const Batch& batch) {

@@ -75,12 +75,9 @@ class Pipeline final {
     // Stops the batch. Later calls throw, except close() and stop().
     void close();
 
-    // Puts an engine in front of the present one. No batch may be active.
-    void decorate_engine(const DeadlineEngine::Decorate& decorate);
-    // Calls Updater::put_before_transfers(). No batch may be active.
-    void put_before_transfers(std::function<void(const IoRequest&)> gate);
-
  private:
+    friend struct Seams;  // testing/seams.hpp
+
     void validate(const Batch& batch) const;
     void compute_item(const Action& action);
     void copy_item(const Action& action);
@@ -96,7 +93,6 @@ class Pipeline final {
     void stop_batch(std::unique_lock<std::mutex>& lock);
     void forget(const std::shared_ptr<ActiveBatch>& active);
     void require_open() const;
-    void require_idle() const;
     static void require_listed(const ActiveBatch& active, const std::vector<std::size_t>& positions);
     void prepare_slots(const Batch& batch);
     void start_ready();

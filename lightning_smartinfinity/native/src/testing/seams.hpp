@@ -1,0 +1,35 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "io/deadline_engine.hpp"
+#include "io/file_queue.hpp"
+#include "kernels/instruction_set.hpp"
+#include "pipeline/pipeline.hpp"
+
+namespace smart_infinity {
+
+// Changes the private parts of pipelines and queues, whose friend it is. Nothing may be in flight.
+struct Seams {
+    using Decorate = std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)>;
+
+    // Puts an engine in front of the one that moves the bytes. Deadlines stay in front of both.
+    static void decorate_engine(Pipeline& pipeline, const Decorate& decorate);
+    static void decorate_engine(FileQueue& queue, const Decorate& decorate);
+    // Calls Updater::put_before_transfers().
+    static void put_before_transfers(Pipeline& pipeline, std::function<void(const IoRequest&)> gate);
+
+ private:
+    static void decorate(std::unique_ptr<IoEngine>& engine, DeadlineEngine* deadlines, const Decorate& decorate);
+};
+
+// Selects the set that every thread uses from now on. Throws std::invalid_argument if this CPU does not support it.
+void select_instruction_set(InstructionSet choice);
+
+// Switches to another CUDA library, or back to libcuda.so.1. Existing objects keep the one they have.
+void use_cuda_library(std::optional<std::string> path);
+
+}  // namespace smart_infinity
