@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning
 import lightning.pytorch as pl
@@ -36,7 +36,10 @@ from lightning_smartinfinity.resume import continue_epoch
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import StrategySettings, check_save_path, documents_settings
 from lightning_smartinfinity.strategy_base import NearStorage
-from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
 __all__ = ["SmartInfinityStrategy"]
 
@@ -258,13 +261,14 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
         from lightning_smartinfinity.zero3.collectives import raising_together
+        from lightning_smartinfinity.zero3.engine import PortableEngine
 
         if self.load_full_weights:
             with raising_together(), reading_checkpoint(checkpoint_path):
                 loaded = super().load_checkpoint(checkpoint_path, weights_only)
                 full_state_dict(loaded, checkpoint_path)
             return loaded
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None and isinstance(self.model, PortableEngine)
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         # DeepSpeedStrategy's own version accepts only folders that Lightning saved.
         client_state = load_engine(
@@ -332,7 +336,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def _setup_model_and_optimizer(
         self, model: torch.nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
-    ) -> tuple[DeepSpeedEngine, Optimizer]:
+    ) -> tuple[SmartInfinityEngine, Optimizer]:
         assert optimizer is not None
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         return self._build_engine(model, optimizer, initialize)

@@ -22,6 +22,7 @@ from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.collectives import failing_together
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from lightning_smartinfinity.zero3.parameters.prefetch import skip_in_prefetch
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.speculation import Speculation
@@ -84,9 +85,10 @@ class UpdateInFlight:
                 method = getattr(param, name)
                 original = method.original if isinstance(method, _Awaited) else method
                 setattr(param, name, _Awaited(param, original, self.require))
-            if param.nvme_swapper is not None:
-                param.nvme_swapper.before_reading = self.require
-                param.nvme_swapper.leaves_for_later = self.is_untouched
+            swapper: ParameterSwapper | None = param.nvme_swapper
+            if swapper is not None:
+                swapper.before_reading = self.require
+                swapper.leaves_for_later = self.is_untouched
         skip_in_prefetch(coordinator, self.is_untouched, before_use=self._speculation.before_use)
 
     def begin_speculatively(self, plan: StepPlan) -> None:
