@@ -36,6 +36,7 @@ from lightning_smartinfinity.resume import continue_epoch
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import StrategySettings, check_save_path, documents_settings
 from lightning_smartinfinity.strategy_base import NearStorage
+from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
 if TYPE_CHECKING:
@@ -315,8 +316,6 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        from lightning_smartinfinity.transfer.rules import supported_optimizers
-
         assert self.lightning_module is not None
         try:
             optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
@@ -329,7 +328,7 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         if isinstance(optimizers[0], _MockOptimizer):  # Lightning's replacement for None
             raise UnsupportedError(
                 f"{type(self.lightning_module).__name__}.configure_optimizers returned None.",
-                f"Return one of: {supported_optimizers()}; without an optimizer, call validate, test or predict.",
+                f"Return one of torch.optim's {optimizer_names()}; without one, call validate, test or predict.",
             )
         return optimizers[0], schedulers[0] if schedulers else None
 
