@@ -122,7 +122,7 @@ class NearStorage:
     def state_numel(self) -> int:
         """Elements of this rank's partition that the optimizer updates; 0 before training."""
         state = self._rank_state
-        return 0 if state is None else state.numel
+        return 0 if state is None else state.partition.layout.numel
 
     @property
     def state_bytes(self) -> int:

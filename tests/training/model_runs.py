@@ -35,7 +35,11 @@ class Collect(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimizer: Any = trainer.strategy.optimizers[0]
         counts = dict(
-            zip((piece.name for piece in optimizer.layout.parameters), optimizer.drained_handler().steps, strict=True)
+            zip(
+                (piece.name for piece in optimizer.partition.layout.parameters),
+                optimizer.update.drained_handler().steps,
+                strict=True,
+            )
         )
         for name, param in pl_module.named_parameters():
             if param.requires_grad:

@@ -72,12 +72,12 @@ def load_universal(
             _check_buffers(engine.module, folder)
         _check_optimizer(optimizer, folder)
         saved_steps = folder.steps
-        steps = np.array([saved_steps[piece.name] for piece in optimizer.layout.parameters], dtype=np.int64)
+        steps = np.array([saved_steps[piece.name] for piece in optimizer.partition.layout.parameters], dtype=np.int64)
         _check_files(optimizer, folder)
         folder.check_arrays(_files_of(optimizer, folder))
         frozen = _frozen_slices(engine, folder)
     optimizer.checkpoint_event_prologue()
-    optimizer.drained_handler().state.replace(_filler(optimizer, folder), steps=steps, together=together)
+    optimizer.update.drained_handler().state.replace(_filler(optimizer, folder), steps=steps, together=together)
     begin_residual(optimizer)
     checkpoint = {"module": folder.model_states["module"], FROZEN_PARAM_FRAGMENTS: frozen}
     with together():
@@ -98,7 +98,7 @@ def _files_of(optimizer: StorageOptimizer, folder: UniversalFolder) -> dict[str,
 
 
 def _filler(optimizer: StorageOptimizer, folder: UniversalFolder) -> Callable[[Window], None]:
-    layout = optimizer.layout
+    layout = optimizer.partition.layout
     rank = dist.get_rank(optimizer.dp_process_group)
     shapes = folder.shapes
     files, first_values = _files_of(optimizer, folder), optimizer.first_values
@@ -239,6 +239,6 @@ def _params_of_groups(optimizer: StorageOptimizer) -> list[list[ZeroParameter]]:
 
 def _check_files(optimizer: StorageOptimizer, folder: UniversalFolder) -> None:
     shapes = folder.shapes
-    for piece in optimizer.layout.parameters:
+    for piece in optimizer.partition.layout.parameters:
         for file in _files_of(optimizer, folder):
             folder.tensor(piece.name, file, numel=shapes[piece.name].numel())

@@ -195,7 +195,7 @@ def _restored_on_failure(trainings: Iterable[StorageOptimizer], engine: Portable
     except SmartInfinityError:
         for optimizer in trainings:
             with raising_together():
-                optimizer.drained_handler().state.scan(partial(_restore_parameters, optimizer))
+                optimizer.update.drained_handler().state.scan(partial(_restore_parameters, optimizer))
             if optimizer is engine.optimizer:
                 optimizer.checkpoint_event_epilogue()
         raise

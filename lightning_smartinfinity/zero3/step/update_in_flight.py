@@ -113,14 +113,14 @@ class UpdateInFlight:
         """
         try:
             if not self._speculation.adopt(plan):
-                self._handler.begin_step(plan)
+                self._rank_state.handler.begin_step(plan)
         except SmartInfinityError as error:
             self._failure = error
         except BaseException as error:
             self.roll_back(error)
             raise
         self._begun, self._training_over = True, False
-        self._untouched = set(range(len(self._rank_state.layout.parameters)))
+        self._untouched = set(range(len(self._partition.layout.parameters)))
         self._awaited = set(self._untouched)
         # When a wait returns, copies to a device may only have started: every stream that gathers waits for them.
         self._waits_once = not plan.outputs.waits_per_stream
@@ -136,7 +136,7 @@ class UpdateInFlight:
 
     def first_uses(self) -> NDArray[np.int64]:
         """Return int64[num_parameters]: the order in which parameters were asked for since :meth:`begin`."""
-        uses = np.full(len(self._rank_state.layout.parameters), len(self._uses), np.int64)
+        uses = np.full(len(self._partition.layout.parameters), len(self._uses), np.int64)
         uses[list(self._uses)] = np.arange(len(self._uses))
         return uses
 
@@ -190,7 +190,7 @@ class UpdateInFlight:
             StorageError: The state is closed, or a step could not be rolled back.
         """
         self.drain()
-        return self._handler
+        return self._rank_state.handler
 
     def wait(self) -> None:
         """Return when nothing of the step in flight is in progress. Not collective; never raises StorageError."""
@@ -199,7 +199,7 @@ class UpdateInFlight:
             self._complete_rollback()
             if self._begun and self._failure is None and self._rank_state.is_open:
                 try:
-                    self._handler.drain()
+                    self._rank_state.handler.drain()
                 except SmartInfinityError as error:
                     self._failure = error
 
@@ -217,13 +217,9 @@ class UpdateInFlight:
         self._rank_state.roll_back(error)
         self._rollback_reason = None
 
-    @property
-    def _handler(self) -> TransferHandler:
-        return self._rank_state.handler
-
     def _wait_for(self, wanted: Sequence[int]) -> None:
         try:
-            self._handler.step.wait(wanted)
+            self._rank_state.handler.step.wait(wanted)
         except SmartInfinityError as error:
             self._failure = error
             self._drain_if_alone()
@@ -240,8 +236,8 @@ class UpdateInFlight:
         together = partial(failing_together, self._partition.group)
         if self._failure is None:
             # An interrupt may have come between an earlier commit and the record of it here.
-            if self._handler.in_flight:
-                self._handler.commit(together=together)
+            if self._rank_state.handler.in_flight:
+                self._rank_state.handler.commit(together=together)
             return
         with together():
             raise self._failure
