@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.devices.smartssd.xclbin import require_xclbin_named
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.lightning_options import attributes_of, checked_options
 from lightning_smartinfinity.plan.cost import CompressionResources, gain_of
 from lightning_smartinfinity.plan.gradients import Dense
