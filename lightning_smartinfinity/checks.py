@@ -2,7 +2,7 @@
 
 A setting of a dataclass is checked in ``__post_init__``::
 
-    require(self, num_buffers=between(2, 4096), io_engine=one_of("auto", "threads"), tasklet_bytes=optional(COUNT))
+    require(self, num_buffers=NUM_BUFFERS, direct_io=one_of("auto", "on", "off"), keep=FLAG)
 
 Rules can be composed. A new rule is ``Rule("Pass a plain name", str.isidentifier, "is not a name")``.
 """

@@ -29,6 +29,7 @@ __all__ = [
     "CARD_TASKLET_BYTES",
     "HOST_TASKLET_BYTES",
     "MAX_CARD_NUMBER",
+    "NUM_BUFFERS",
     "SmartSSDConfig",
     "TransferConfig",
     "resolved_folder",
@@ -44,6 +45,8 @@ CARD_TASKLET_BYTES = 64 * 1024 * 1024
 MAX_CARD_NUMBER = 65_535
 """Largest number in ``SmartSSDConfig(devices=...)``, larger than any machine needs."""
 
+NUM_BUFFERS = between(2, MAX_BUFFERS)
+"""Rule for the number of buffers of a ring."""
 
 _MIN_TASKLET_BYTES = 64 * 1024
 _MAX_TIMEOUT = 2_147_483  # XRT counts milliseconds in an int
@@ -146,7 +149,7 @@ class TransferConfig:
         require(
             self,
             tasklet_bytes=optional(between(_MIN_TASKLET_BYTES)),
-            num_buffers=between(2, MAX_BUFFERS),
+            num_buffers=NUM_BUFFERS,
             compute_threads=between(1, MAX_THREADS),
             io_engine=one_of("auto", "io_uring", "io_uring_sqpoll", "threads", "plain"),
             dram_cache_bytes=optional(between(0), "auto"),

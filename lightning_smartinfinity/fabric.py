@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
@@ -26,7 +26,10 @@ from lightning_smartinfinity.lightning_options import SharedOptions, indexed_dev
 from lightning_smartinfinity.precision import SmartInfinityFabricPrecision
 from lightning_smartinfinity.settings import StrategySettings, check_save_path, documents_settings
 from lightning_smartinfinity.strategy_base import NearStorage
-from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, Pickled, SavedState
+from lightning_smartinfinity.zero3.untyped import ClientState, Pickled, SavedState
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import PortableEngine, SmartInfinityEngine
 
 __all__ = ["SmartInfinityFabricStrategy"]
 
@@ -149,7 +152,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
-    ) -> tuple[DeepSpeedEngine, list[Optimizer], Any]:
+    ) -> tuple[SmartInfinityEngine, list[Optimizer], Any]:
         if len(optimizers) != 1:
             raise UnsupportedError(
                 f"fabric.setup was given {len(optimizers)} optimizers.",
@@ -164,7 +167,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def _initialize_engine(
         self, model: Module, optimizer: Optimizer | None = None, scheduler: Any = None
-    ) -> tuple[DeepSpeedEngine, Optimizer, Any]:
+    ) -> tuple[PortableEngine, Optimizer, Any]:
         from lightning_smartinfinity.zero3.engine import evaluation_engine, refuse_trained
         from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
 
@@ -196,7 +199,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
     @override
     def clip_gradients_norm(
         self,
-        module: DeepSpeedEngine,
+        module: Module,
         optimizer: Optimizer,
         max_norm: float | int,
         norm_type: float | int = 2.0,
@@ -215,7 +218,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         return norm_as_torch(norm, error_if_nonfinite=error_if_nonfinite)
 
     @override
-    def clip_gradients_value(self, module: DeepSpeedEngine, optimizer: Optimizer, clip_val: float | int) -> None:
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
         from lightning_smartinfinity.zero3.clipping import clip_values
 
         trained = self._near_storage_optimizer
@@ -277,7 +280,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         state.update(rest)
         return loaded
 
-    def _load_full(self, path: str | Path, state: ClientState, engine: DeepSpeedEngine, *, strict: bool) -> ClientState:
+    def _load_full(self, path: str | Path, state: ClientState, engine: PortableEngine, *, strict: bool) -> ClientState:
         """Load weights from a file with the state's own keys, and return the rest of the file."""
         (key,) = (key for key, value in state.items() if value is engine)
         contents = dict(self._read_file(path))
@@ -290,7 +293,7 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         self._load_weights(weights, engine, strict=strict)
         return contents
 
-    def _load_weights(self, weights: SavedState, engine: DeepSpeedEngine, *, strict: bool) -> None:
+    def _load_weights(self, weights: SavedState, engine: PortableEngine, *, strict: bool) -> None:
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_weights
 
         load_weights(weights, engine, trained=engine is self._training_engine, strict=strict)
@@ -308,12 +311,12 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
                 )
         return contents
 
-    def _split(self, state: Mapping[str, object]) -> tuple[DeepSpeedEngine, ClientState]:
+    def _split(self, state: Mapping[str, object]) -> tuple[PortableEngine, ClientState]:
         """Return the engine in a state, and the entries other than it and its optimizer."""
-        from lightning_smartinfinity.zero3.engine import is_engine
+        from lightning_smartinfinity.zero3.engine import PortableEngine
         from lightning_smartinfinity.zero3.engine_optimizer import EngineOptimizer
 
-        engines = [value for value in state.values() if is_engine(value)]
+        engines = [value for value in state.values() if isinstance(value, PortableEngine)]
         optimizers = [value for value in state.values() if isinstance(value, EngineOptimizer)]
         if len(engines) != 1:
             raise UnsupportedError(

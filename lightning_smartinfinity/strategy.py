@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning
 import lightning.pytorch as pl
@@ -36,7 +36,11 @@ from lightning_smartinfinity.resume import continue_epoch
 from lightning_smartinfinity.rng import RNG_KEY, capture, fits, restore
 from lightning_smartinfinity.settings import StrategySettings, check_save_path, documents_settings
 from lightning_smartinfinity.strategy_base import NearStorage
-from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState
+from lightning_smartinfinity.update_rules import optimizer_names
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
 __all__ = ["SmartInfinityStrategy"]
 
@@ -258,13 +262,14 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict
         from lightning_smartinfinity.zero3.checkpoints.load_save import load_engine
         from lightning_smartinfinity.zero3.collectives import raising_together
+        from lightning_smartinfinity.zero3.engine import PortableEngine
 
         if self.load_full_weights:
             with raising_together(), reading_checkpoint(checkpoint_path):
                 loaded = super().load_checkpoint(checkpoint_path, weights_only)
                 full_state_dict(loaded, checkpoint_path)
             return loaded
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None and isinstance(self.model, PortableEngine)
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         # DeepSpeedStrategy's own version accepts only folders that Lightning saved.
         client_state = load_engine(
@@ -311,8 +316,6 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        from lightning_smartinfinity.transfer.rules import supported_optimizers
-
         assert self.lightning_module is not None
         try:
             optimizers, schedulers = _init_optimizers_and_lr_schedulers(self.lightning_module)
@@ -325,14 +328,14 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
         if isinstance(optimizers[0], _MockOptimizer):  # Lightning's replacement for None
             raise UnsupportedError(
                 f"{type(self.lightning_module).__name__}.configure_optimizers returned None.",
-                f"Return one of: {supported_optimizers()}; without an optimizer, call validate, test or predict.",
+                f"Return one of torch.optim's {optimizer_names()}; without one, call validate, test or predict.",
             )
         return optimizers[0], schedulers[0] if schedulers else None
 
     @override
     def _setup_model_and_optimizer(
         self, model: torch.nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
-    ) -> tuple[DeepSpeedEngine, Optimizer]:
+    ) -> tuple[SmartInfinityEngine, Optimizer]:
         assert optimizer is not None
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         return self._build_engine(model, optimizer, initialize)

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_smartinfinity.devices.base import Traffic
-from lightning_smartinfinity.devices.smartssd.xclbin import require_xclbin_named
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.lightning_options import attributes_of, checked_options
 from lightning_smartinfinity.plan.cost import CompressionResources, gain_of
 from lightning_smartinfinity.plan.gradients import Dense
@@ -26,9 +26,10 @@ from lightning_smartinfinity.settings import StrategySettings, gradients_are_16_
 from lightning_smartinfinity.transfer.compressed_gradients import feed_back_threads
 from lightning_smartinfinity.transfer.rules import rule_for
 from lightning_smartinfinity.zero3 import OffloadSettings, build_deepspeed_config, prepare_environment
-from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine
+from lightning_smartinfinity.zero3.untyped import ClientState
 
 if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
     from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
     from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
     from lightning_smartinfinity.zero3.step.rank_state import RankState
@@ -66,7 +67,7 @@ class NearStorage:
         self._idle_key: tuple[tuple[Path, ...], str] | None = None
         self._local_world_size, self._on_cuda = 1, False
         # The engine of the last training. Later runs may replace the strategy's engine, but only this one can save.
-        self._training_engine: DeepSpeedEngine = None
+        self._training_engine: SmartInfinityEngine | None = None
         # The swapper of parameters that lie on storage.
         self._parameters: ParameterSwapper | None = None
         self._nvme_path = nvme_path_of(settings.zero)
@@ -121,7 +122,7 @@ class NearStorage:
     def state_numel(self) -> int:
         """Elements of this rank's partition that the optimizer updates; 0 before training."""
         state = self._rank_state
-        return 0 if state is None else state.numel
+        return 0 if state is None else state.partition.layout.numel
 
     @property
     def state_bytes(self) -> int:
@@ -159,8 +160,8 @@ class NearStorage:
         check_zero_section(self.config["zero_optimization"])
 
     def _build_engine(
-        self, model: torch.nn.Module, optimizer: Optimizer, initialize: Callable[[], tuple[DeepSpeedEngine, T]]
-    ) -> tuple[DeepSpeedEngine, T]:
+        self, model: torch.nn.Module, optimizer: Optimizer, initialize: Callable[[], tuple[SmartInfinityEngine, T]]
+    ) -> tuple[SmartInfinityEngine, T]:
         """Run Lightning's call of ``deepspeed.initialize`` so that the engine it returns trains near storage.
 
         Args:

@@ -60,8 +60,8 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from lightning_smartinfinity.devices.smartssd.discovery.system import System
     from lightning_smartinfinity.devices.smartssd.examination import examine
-    from lightning_smartinfinity.devices.smartssd.system import System
 
     settings = SmartSSDConfig(xclbin=options.xclbin, devices=options.devices, binding=options.binding)
     return show(examine(options.folders, settings, System(), p2p_bytes=options.mib << 20), as_json=options.json)

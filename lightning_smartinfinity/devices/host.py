@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
-from lightning_smartinfinity.errors import ConfigError, CudaError, SmartInfinityError, StorageCorruptError, StorageError
+from lightning_smartinfinity.errors import CudaError, SmartInfinityError, StorageCorruptError, StorageError
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
 from lightning_smartinfinity.store.os_errors import failure_error, require_io_engine, storage_errors
 
@@ -36,17 +36,12 @@ class HostDevice(StorageDevice):
         io_engine: The engine that reads and writes (``TransferConfig.io_engine``).
 
     Raises:
-        ConfigError: There are too many buffers, or the I/O engine is unavailable on this machine.
+        ConfigError: The I/O engine is unavailable on this machine.
     """
 
     def __init__(
         self, *, num_buffers: int, io_threads: int | None = None, compute_threads: int = 1, io_engine: str = "auto"
     ) -> None:
-        if num_buffers > native.MAX_BUFFERS:
-            raise ConfigError(
-                f"TransferConfig(num_buffers={num_buffers}) is out of range.",
-                f"Use at most {native.MAX_BUFFERS}, with larger tasklet_bytes if need be.",
-            )
         self._num_buffers = num_buffers
         self._io_threads = io_threads
         self._compute_threads = compute_threads

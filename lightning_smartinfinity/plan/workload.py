@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_smartinfinity.checks import Rule, between, one_of, optional, require
-from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES
+from lightning_smartinfinity.config import CARD_TASKLET_BYTES, HOST_TASKLET_BYTES, NUM_BUFFERS
 from lightning_smartinfinity.errors import ConfigError
-from lightning_smartinfinity.native import MAX_ARRAYS, MAX_BUFFERS
+from lightning_smartinfinity.native import MAX_ARRAYS
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where
 from lightning_smartinfinity.plan.gradients import ITEM_BYTES, GradientForm
 from lightning_smartinfinity.store.extents import BLOCK_BYTES
@@ -65,7 +65,7 @@ class Workload:
             parameter_bytes=ITEM_BYTES,
             state_format=one_of(*STATE_FORMATS),
             tasklet_bytes=optional(between(_LEAST_TASKLET_BYTES, _MOST_TASKLET_BYTES)),
-            num_buffers=between(1, MAX_BUFFERS),
+            num_buffers=NUM_BUFFERS,
         )
         form = STATE_FORMATS[self.state_format]
         if form.arrays and self.num_arrays != len(form.arrays):

@@ -18,6 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from lightning_smartinfinity.errors import UnsupportedError
@@ -26,7 +27,7 @@ from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
-from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
@@ -35,18 +36,21 @@ from lightning_smartinfinity.zero3.validation import check_dtype
 
 __all__ = [
     "EvaluationEngine",
+    "PortableEngine",
     "SmartInfinityEngine",
     "build_evaluation_engine",
     "engine_with",
     "evaluation_engine",
-    "is_engine",
     "refuse_in_fit",
     "refuse_trained",
 ]
 
 
-class _PortableEngine(DeepSpeedEngine):
+class PortableEngine(DeepSpeedEngine):
     """A ``DeepSpeedEngine`` that uses fp16 wherever torch can, and refuses loads that partitioning would discard."""
+
+    module: torch.nn.Module
+    optimizer: SmartInfinityOptimizer | DeepSpeedZeRoOffload
 
     def __init__(self, **kwargs: object) -> None:
         refuse_foreign_steps()
@@ -79,11 +83,13 @@ class _PortableEngine(DeepSpeedEngine):
             super()._do_sanity_check()
 
 
-class EvaluationEngine(_PortableEngine):
+class EvaluationEngine(PortableEngine):
     """An engine without an optimizer."""
 
+    optimizer: DeepSpeedZeRoOffload
 
-class SmartInfinityEngine(_PortableEngine):
+
+class SmartInfinityEngine(PortableEngine):
     """An engine that builds a :class:`SmartInfinityOptimizer`.
 
     Args:
@@ -91,6 +97,8 @@ class SmartInfinityEngine(_PortableEngine):
         model: The model, as ``deepspeed.initialize`` passes it to ``DeepSpeedEngine``.
         **kwargs: Further arguments, passed in the same way.
     """
+
+    optimizer: SmartInfinityOptimizer
 
     def __init__(self, *, offload: OffloadSettings, model: torch.nn.Module, **kwargs: object) -> None:
         self._offload = offload
@@ -149,24 +157,24 @@ class SmartInfinityEngine(_PortableEngine):
         if stored_parameter(param) is None:
             fragment: torch.Tensor = super()._get_param_fragment_func(param)
             return fragment
-        return param.nvme_swapper.read_partition(param)  # type: ignore[no-any-return]
+        swapper: ParameterSwapper = param.nvme_swapper
+        return swapper.read_partition(param)
 
     def load_module_state_dict(self, checkpoint: SavedState, *args: object, **kwargs: object) -> None:
         """Load like the base class, and also into partitions on storage, which the base class cannot write."""
         fragments = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
-        stored = [param for param in self.module.parameters() if not param.requires_grad and stored_parameter(param)]
-        if fragments is None or not stored:
+        frozen: list[ZeroParameter] = [param for param in self.module.parameters() if not param.requires_grad]
+        if fragments is None or not any(stored_parameter(param) for param in frozen):
             super().load_module_state_dict(checkpoint, *args, **kwargs)
             return
         super().load_module_state_dict({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
-        for param in self.module.parameters():
-            if param.requires_grad:
-                continue
+        for param in frozen:
             values = fragments[self.param_names[param]]
             if stored_parameter(param) is None:
                 param.ds_tensor.data.copy_(values)
             else:
-                param.nvme_swapper.write_partition(param, values)
+                swapper: ParameterSwapper = param.nvme_swapper
+                swapper.write_partition(param, values)
 
     # ---- checkpoints
 
@@ -224,11 +232,6 @@ def _computes_fp16() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def is_engine(value: object) -> bool:
-    """Return whether ``value`` is an engine of DeepSpeed's."""
-    return isinstance(value, DeepSpeedEngine)
 
 
 def refuse_trained(module: torch.nn.Module) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from lightning_smartinfinity.errors import UnsupportedError
-from lightning_smartinfinity.zero3.untyped import DeepSpeedEngine, ParamGroup
+from lightning_smartinfinity.zero3.untyped import ParamGroup
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
 __all__ = ["EngineOptimizer"]
 
@@ -23,7 +26,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         engine: The training engine. Its parameter groups are those of the user's optimizer, changed in place.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: SmartInfinityEngine) -> None:
         original = engine.optimizer.optimizer
         super().__init__(original.param_groups, original.defaults)
         self.engine = engine

@@ -37,7 +37,7 @@ class StateByParameter(StorageOptimizer):
         if not self._has_state(param):
             return _NO_STATE, 0
         index = self.partition.index[param.ds_id]
-        own = self.layout.parameters[index]
+        own = self.partition.layout.parameters[index]
         padded = torch.zeros(own.numel, dtype=torch.float32)
         self.update.drain()
         with raising_together(self.dp_process_group):
@@ -107,7 +107,7 @@ class StateByParameter(StorageOptimizer):
                 f"{self.rule.name} has no optimizer state {key!r} on storage.",
                 f"Use one of: {', '.join(map(repr, known))}.",
             )
-        group = self.optimizer.param_groups[self.rank_state.layout.parameters[parameter].group]
+        group = self.optimizer.param_groups[self.partition.layout.parameters[parameter].group]
         begun = self.rule.holds_state(int(self.rank_state.handler.steps[parameter]))
         if not begun or key not in self.rule.kept_arrays([group]):
             raise ConfigError(
@@ -181,7 +181,7 @@ class StateByParameter(StorageOptimizer):
         return bool(param.requires_grad) and param.ds_id in self.partition.index
 
     def _slice_of(self, param: ZeroParameter) -> ParameterSlice:
-        return self.layout.parameters[self.partition.index[param.ds_id]]
+        return self.partition.layout.parameters[self.partition.index[param.ds_id]]
 
     def _own_slice(self, param: ZeroParameter, full: torch.Tensor) -> torch.Tensor:
         own = self._slice_of(param)

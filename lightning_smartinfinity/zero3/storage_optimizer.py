@@ -24,7 +24,6 @@ from lightning_smartinfinity.errors import ConfigError, SmartInfinityError, Unsu
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.cuda import CudaLink, link_to
-from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import PartitionLayout, build_layout
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
@@ -296,7 +295,7 @@ class StorageOptimizer(GradientPath):
         self._drain_for_residual()
         follows, self.step_follows = self.step_follows, False
         if follows and not retain_graph and self.overlap.mode == "backward":
-            everything = np.ones(len(self.layout.parameters), np.bool_)
+            everything = np.ones(len(self.partition.layout.parameters), np.bool_)
             self.update.begin_speculatively(self._plan(active=everything, loss_scale=float(self.loss_scale)))
         else:
             self.speculation.discard()
@@ -341,12 +340,3 @@ class StorageOptimizer(GradientPath):
             except SmartInfinityError as error:
                 warn_of_rolled_back_step(error)
         self.rank_state.close()
-
-    def drained_handler(self) -> TransferHandler:
-        """Return the handler once the step in flight is committed, as :meth:`UpdateInFlight.drained_handler` does."""
-        return self.update.drained_handler()
-
-    @property
-    def layout(self) -> PartitionLayout:
-        """The layout of this rank's partition."""
-        return self.rank_state.layout

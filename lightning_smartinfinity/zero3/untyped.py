@@ -1,6 +1,8 @@
 """Names for untyped values: DeepSpeed's objects, and the contents of its files.
 
 DeepSpeed publishes no types, so a type checker accepts any use of these. Everything of our own has its class.
+The values in checkpoints and parameter groups are Any because they are nested dictionaries that DeepSpeed, torch and
+users fill: each is checked, or given its type, where it is used.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from typing import Any, TypeAlias
 __all__ = [
     "ClientState",
     "DeepSpeedConfig",
-    "DeepSpeedEngine",
     "ParamGroup",
     "Pickled",
     "SavedState",
@@ -22,9 +23,6 @@ __all__ = [
     "ZeroOptimizer",
     "ZeroParameter",
 ]
-
-DeepSpeedEngine: TypeAlias = Any
-"""An engine that ``deepspeed.initialize`` returned: a ``SmartInfinityEngine`` or an ``EvaluationEngine``."""
 
 ZeroOptimizer: TypeAlias = Any
 """A ``DeepSpeedZeroOptimizer_Stage3``, of which only DeepSpeed's own attributes are read."""

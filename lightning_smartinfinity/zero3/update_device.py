@@ -25,9 +25,9 @@ from lightning_smartinfinity.devices.smartssd import (
     self_test,
     share_of_memory,
 )
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import is_xclbin_named
 from lightning_smartinfinity.devices.smartssd.kernels import LARGEST_NUMEL, Kernel
 from lightning_smartinfinity.devices.smartssd.unreturned import close_returned
-from lightning_smartinfinity.devices.smartssd.xclbin import is_xclbin_named
 from lightning_smartinfinity.errors import ConfigError, DeviceError, SmartInfinityError
 from lightning_smartinfinity.machine import machine_identity
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where

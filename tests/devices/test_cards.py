@@ -14,11 +14,17 @@ import pytest
 from hls.description import SMARTSSD
 from hls.xclbin import xclbin
 from lightning_smartinfinity import ConfigError, DeviceError, SmartInfinityStrategy, SmartSSDConfig
-from lightning_smartinfinity.devices.smartssd import discovery, find_cards
-from lightning_smartinfinity.devices.smartssd.cards import cards_of, unusable_node
-from lightning_smartinfinity.devices.smartssd.p2p import P2P, P2PState, p2p_of
-from lightning_smartinfinity.devices.smartssd.runtime import Runtime, choose_binding, require_runtime, runtime_of
-from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE, read_xclbin
+from lightning_smartinfinity.devices.smartssd import find_cards
+from lightning_smartinfinity.devices.smartssd.discovery import card_setup
+from lightning_smartinfinity.devices.smartssd.discovery.cards import cards_of, unusable_node
+from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2P, P2PState, p2p_of
+from lightning_smartinfinity.devices.smartssd.discovery.runtime import (
+    Runtime,
+    choose_binding,
+    require_runtime,
+    runtime_of,
+)
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE, read_xclbin
 from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
 
 WHOLE, SMALL = 4 * GIB, 32 << 20
@@ -231,7 +237,7 @@ def test_choice_of_binding() -> None:
 
 def test_everything_at_once(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cards are set up for two folders. Disabled P2P and a closed device node are errors with their remedies."""
-    monkeypatch.setattr(discovery, "runtime_of", lambda system: Runtime(tmp_path, None, "libxrt.so", False))
+    monkeypatch.setattr(card_setup, "runtime_of", lambda system: Runtime(tmp_path, None, "libxrt.so", False))
     path = tmp_path / "kernels.xclbin"
     path.write_bytes(xclbin(SMARTSSD))
     for number in range(2):

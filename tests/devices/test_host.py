@@ -157,12 +157,6 @@ def test_devices_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PROCESS_LIMIT)
 
 
-def test_too_many_buffers() -> None:
-    """The native core's limit on the number of buffers is checked in the settings."""
-    with pytest.raises(ConfigError, match="num_buffers=4097"):
-        HostDevice(num_buffers=4097)
-
-
 def test_unavailable_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is unavailable on this system is refused, with the reason, before anything is opened."""
     monkeypatch.setattr(native, "io_engines", lambda: [("io_uring", "forbidden"), ("threads", None)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_smartinfinity import ConfigError, DeviceError, SmartSSDConfig
-from lightning_smartinfinity.devices.smartssd.discovery import paired_cards
+from lightning_smartinfinity.devices.smartssd.discovery.card_setup import paired_cards
 from tests.devices.fake_machine import Machine, smartssd
 
 ANY = SmartSSDConfig()

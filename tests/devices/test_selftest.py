@@ -13,11 +13,11 @@ from lightning_smartinfinity import SmartSSDConfig, StorageError
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.cli.selftest import show
 from lightning_smartinfinity.devices.smartssd import examination
-from lightning_smartinfinity.devices.smartssd.cards import emulated_card
+from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
+from lightning_smartinfinity.devices.smartssd.discovery.runtime import Runtime
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import XCLBIN_VARIABLE
 from lightning_smartinfinity.devices.smartssd.examination import examine
-from lightning_smartinfinity.devices.smartssd.runtime import Runtime
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
-from lightning_smartinfinity.devices.smartssd.xclbin import XCLBIN_VARIABLE
 from tests.devices.fake_machine import GIB, SHELL, Machine, smartssd
 
 

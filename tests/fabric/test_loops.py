@@ -204,7 +204,7 @@ def test_weights_alone_are_loaded_into_models_with_and_without_optimizer(fabric:
     optimizer.step()
     fabric.load(tmp_path / "ckpt", {"model": model})
     assert losses_of(model) == expected
-    assert set(optimizer.engine.optimizer.drained_handler().steps) == {3}
+    assert set(optimizer.engine.optimizer.update.drained_handler().steps) == {3}
 
 
 def test_weights_of_a_damaged_checkpoint_leave_a_training_as_it_was(fabric: Fabric, tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_tensors_of_init_tensor_are_whole(tmp_path: Path) -> None:
     model, optimizer = set_up(fabric, net)
     fabric.backward(model(batch(0).bfloat16()).square().mean())
     optimizer.step()
-    assert set(optimizer.engine.optimizer.drained_handler().steps) == {1}
+    assert set(optimizer.engine.optimizer.update.drained_handler().steps) == {1}
     fabric.strategy.close()
 
 

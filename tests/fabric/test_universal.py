@@ -35,5 +35,5 @@ def test_fabric_loads_the_weights_of_a_universal_checkpoint_alone(tmp_path: Path
     for name, param in module.named_parameters():
         assert torch.equal(inner.get_full_hp_param(param), saved.masters[name]), name
         assert torch.equal(param.ds_tensor, saved.masters[name].flatten()), name
-    assert not inner.drained_handler().steps.any()
+    assert not inner.update.drained_handler().steps.any()
     fabric.strategy.close()

@@ -90,7 +90,7 @@ def train(run: Run) -> Outcome:
         "rank": fabric.global_rank,
         "skipped": skipped,
         "loss_scale": optimizer.loss_scale,
-        "steps": inner.drained_handler().steps.tolist(),
+        "steps": inner.update.drained_handler().steps.tolist(),
         "lr": [group["lr"] for group in optimizer.param_groups],
         "state_entries": len(inner.optimizer.state) + len(optimizer.state),
     }

@@ -17,6 +17,7 @@ from lightning_smartinfinity import (
     TopK,
     TransferConfig,
 )
+from lightning_smartinfinity.native.formats import STATE_FORMATS, optimizers_of
 from lightning_smartinfinity.settings import StrategySettings
 
 Strategy = type[SmartInfinityStrategy] | type[SmartInfinityFabricStrategy]
@@ -75,6 +76,17 @@ def test_every_argument_is_kept(strategy: Strategy, tmp_path: Path) -> None:
     assert strategy(state_format="int8")._settings == StrategySettings(state_format="int8")
     defaults = {field.name: getattr(StrategySettings(), field.name) for field in dataclasses.fields(StrategySettings)}
     assert defaults == {**DEFAULTS, "transfer": TransferConfig()}
+
+
+def test_documented_state_formats() -> None:
+    """The documentation gives each format's bytes per parameter with Adam, and names the optimizers that have it."""
+    text = " ".join((StrategySettings.__doc__ or "").split("state_format: ")[1].split("overlap: ")[0].split())
+    documented = re.findall(r'``"(\w+)"`` \((\d+)', text)
+    assert documented[:-1] == [(name, str(sum(form.item_bytes(3)))) for name, form in STATE_FORMATS.items()]
+    everyones = [name for name, form in STATE_FORMATS.items() if form.step is None]
+    assert documented[-1:] == [(name, str(sum(STATE_FORMATS[name].item_bytes(1)))) for name in everyones]
+    others = {optimizers_of(form) for form in STATE_FORMATS.values() if form.step is not None}
+    assert others == {"Adam or AdamW"} and "Optimizers other than Adam and AdamW have only" in text
 
 
 def test_settings_stay_as_they_are() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightning_smartinfinity import DeviceError
+from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath
 from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card
-from lightning_smartinfinity.devices.smartssd.pci import PciPath
 from lightning_smartinfinity.native import Card, CardError
 from tests.helpers.card_runs import setup_of
 from tests.helpers.native_testing import sync_from_card, sync_to_card

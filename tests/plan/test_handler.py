@@ -49,7 +49,7 @@ def on_cards(simulation: Simulation, of: Workload, route: Route, **figures: floa
     return update_on_cards(simulation, lane, host, tasklets, workload=of, route=route, depth=64)
 
 
-@pytest.mark.parametrize("num_buffers", [1, 2, 5, 16])
+@pytest.mark.parametrize("num_buffers", [2, 3, 5, 16])
 @pytest.mark.parametrize("route", Route)
 def test_actions_start_in_the_order_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, num_buffers: int, route: Route
@@ -92,8 +92,9 @@ def test_actions_start_in_the_order_of_the_machine(
 
 def test_buffers_bound_what_is_under_way() -> None:
     """With one buffer nothing overlaps, and the update takes the sum of its parts."""
-    simulation = Simulation()
-    on_cards(simulation, workload(num_buffers=1), Route.HOST)
+    simulation, of = Simulation(), workload()
+    object.__setattr__(of, "num_buffers", 1)  # a ring of the package has at least two
+    on_cards(simulation, of, Route.HOST)
     numel = NUMEL // 2
     # Two devices share the channel and the host.
     parts = 12 / 2.8e9 + 12 / 1.62e9 + 16 / 8.2e9 + 2 * (2 + 2) / 4e9 + 2 * 1e-10

@@ -70,7 +70,7 @@ BAD: list[tuple[Callable[..., Any], str, str, tuple[Any, ...]]] = [
     (workload, "Workload", "parameter_bytes", ITEMS),
     (workload, "Workload", "state_format", ("int2", None, [])),
     (workload, "Workload", "tasklet_bytes", COUNTS[:6]),
-    (workload, "Workload", "num_buffers", (*COUNTS, 4097)),
+    (workload, "Workload", "num_buffers", (*COUNTS, 1, 4097)),
     (memory, "host_bytes", "workload", (None, machine())),
     (memory, "host_bytes", "arena_item_bytes", ITEMS),
     (memory, "host_bytes", "num_cards", COUNTS[1:]),

@@ -143,7 +143,7 @@ def main() -> None:
         _, seen["fail_roll_back"] = fit(root, FailOnRankOne(fail_roll_back, step=1), clip=1e-3)
     for fail in (fail_write, fail_commit):
         trainer, met = fit(root, FailOnRankOne(fail))
-        handler = trainer.strategy.optimizers[0].drained_handler()
+        handler = trainer.strategy.optimizers[0].update.drained_handler()
         seen[fail.__name__] = {"met": met, "generation": handler.generation, "steps": max(handler.steps.tolist())}
     if sys.argv[2] == "forward":
         seen["close_in_flight"] = close_in_flight(root)

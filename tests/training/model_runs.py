@@ -34,8 +34,8 @@ class Collect(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimizer: Any = trainer.strategy.optimizers[0]
-        names = (parameter.name for parameter in optimizer.layout.parameters)
-        counts = dict(zip(names, optimizer.drained_handler().steps, strict=True))
+        names = (parameter.name for parameter in optimizer.partition.layout.parameters)
+        counts = dict(zip(names, optimizer.update.drained_handler().steps, strict=True))
         for name, param in pl_module.named_parameters():
             if param.requires_grad:
                 self.masters[name] = optimizer.get_full_hp_param(param).cpu().clone()

@@ -100,6 +100,7 @@ def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: di
         {"tasklet_bytes": 1000},
         {"tasklet_bytes": 2.5e6},
         {"num_buffers": 1},
+        {"num_buffers": 4097},
         {"compute_threads": 0},
         {"compute_threads": 1025},
         {"compute_threads": True},

@@ -39,7 +39,7 @@ class Disturb(pl.Callback):
 
 def fail_io(**faults: Any) -> Any:
     """Return an action that makes the device's next transfers fail."""
-    return lambda optimizer: testing.inject(optimizer.drained_handler()._device._pipeline, **faults)
+    return lambda optimizer: testing.inject(optimizer.update.drained_handler()._device._pipeline, **faults)
 
 
 def flip_a_byte(optimizer: Any) -> None:
@@ -78,7 +78,7 @@ def test_after_a_failed_step_the_last_committed_one_can_be_saved_and_resumed(tmp
     trainer = quiet_trainer(tmp_path, callbacks=[Disturb(3, fail_io(fail_write_at=0))], max_steps=RECIPE.max_steps)
     with pytest.raises(StorageError):
         trainer.fit(LitTiny(RECIPE))
-    assert trainer.strategy.optimizers[0].drained_handler().generation == 3
+    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 3
     trainer.save_checkpoint(tmp_path / "rescued.ckpt")
     resumed, _, b = train(Run(out=str(tmp_path / "b"), recipe=RECIPE, resume=str(tmp_path / "rescued.ckpt")))
     assert resumed.losses == straight.losses[3:]

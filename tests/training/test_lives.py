@@ -138,7 +138,7 @@ class FailingWrites(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 1:
-            testing.inject(trainer.strategy.optimizers[0].drained_handler()._device._pipeline, fail_write_at=0)
+            testing.inject(trainer.strategy.optimizers[0].update.drained_handler()._device._pipeline, fail_write_at=0)
 
 
 def test_with_one_place_a_failed_step_loses_the_state_and_says_so(tmp_path: Path) -> None:

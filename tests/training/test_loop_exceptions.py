@@ -136,7 +136,7 @@ class InterruptTheWait(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step == 1:
             self.parameters = [param.ds_tensor.clone() for param in pl_module.parameters()]
-            testing.inject(optimizer.drained_handler()._device._pipeline, seed=1, max_delay_us=400_000)
+            testing.inject(optimizer.update.drained_handler()._device._pipeline, seed=1, max_delay_us=400_000)
             main: Any = threading.main_thread().ident
             self.timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
             self.timer.start()
@@ -155,7 +155,7 @@ def test_ctrl_c_during_the_update_stops_the_step(precision: Any, tmp_path: Path)
         trainer.fit(module)
     join(interrupt.timer)
     optimizer: Any = trainer.strategy.optimizers[0]
-    assert optimizer.drained_handler().generation == 1 and not optimizer.drained_handler().in_flight
+    assert optimizer.update.drained_handler().generation == 1 and not optimizer.update.drained_handler().in_flight
     parameters: Any = list(module.parameters())
     for param, before in zip(parameters, interrupt.parameters, strict=True):
         assert torch.equal(param.ds_tensor, before)

@@ -113,7 +113,7 @@ def test_gradients_that_no_rank_reduced_are_refused(module: type[Manual], precis
     with pytest.raises(UnsupportedError, match=r"manual_backward") as caught:
         trainer.fit(module())
     assert caught.value.remedy.endswith(".")
-    assert trainer.strategy.optimizers[0].drained_handler().generation == 0
+    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 0
 
 
 class OwnClipping(Everything):

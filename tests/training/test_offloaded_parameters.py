@@ -276,7 +276,7 @@ def test_a_transfer_that_fails(faults: dict[str, int], error: type[StorageError]
     with pytest.raises(error, match=r"Parameters: (reading|writing) .*parameters\.bin"):
         trainer.fit(module)
     optimizer = trainer.strategy.optimizers[0]
-    assert optimizer.drained_handler().generation == 2
+    assert optimizer.update.drained_handler().generation == 2
     for param in optimizer.module.parameters():
         values = param.nvme_swapper.read_partition(param) if param.ds_tensor.numel() == 0 else param.ds_tensor
         assert torch.equal(values.view(param.ds_shape), optimizer.get_full_hp_param(param).to(torch.bfloat16))

@@ -241,7 +241,7 @@ def test_a_failure_in_the_background_rolls_the_step_back(
         trainer.fit(module)
     assert trainer.global_step == 3 and len(module.losses) in (3, 4)
     optimizer = trainer.strategy.optimizers[0]
-    assert optimizer.drained_handler().generation == 2
+    assert optimizer.update.drained_handler().generation == 2
     two_steps = dataclasses.replace(recipe, max_steps=2)
     options = {} if zero is None else {"zero": zero}
     _, masters = result(Run(out=str(tmp_path / "straight"), recipe=two_steps, options=options))
@@ -270,7 +270,7 @@ def test_an_interrupt_while_the_update_is_waited_for(tmp_path: Path, monkeypatch
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer.fit(module)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    assert strategy.optimizers[0].drained_handler().generation == trainer.global_step == 2
+    assert strategy.optimizers[0].update.drained_handler().generation == trainer.global_step == 2
     _, masters = result(Run(out=str(tmp_path / "straight"), recipe=dataclasses.replace(BF16, max_steps=2)))
     for name, param in module.model.named_parameters():
         assert torch.equal(strategy.optimizers[0].get_full_hp_param(param), masters[name]), name
@@ -284,7 +284,7 @@ def test_closing_commits_the_step_in_flight(tmp_path: Path) -> None:
     module = recipe.build_model()
     model, optimizer = fabric.setup(module, recipe.build_optimizer(list(module.named_parameters())))
     inner = optimizer.engine.optimizer
-    testing.inject(inner.drained_handler()._device._pipeline, max_delay_us=20_000)
+    testing.inject(inner.update.drained_handler()._device._pipeline, max_delay_us=20_000)
     fabric_worker._window(fabric, model, recipe, 0)
     optimizer.step()
     handler = inner.rank_state.handler

@@ -144,7 +144,7 @@ def test_a_rate_that_is_out_of_range_takes_no_step(overlap: str, tmp_path: Path)
     module = LitTiny(BF16)
     with pytest.raises(ConfigError, match="lr"):
         trainer.fit(module)
-    assert strategy.optimizers[0].drained_handler().generation == 1
+    assert strategy.optimizers[0].update.drained_handler().generation == 1
     assert len(module.losses) == 2
     strategy.close()
 
@@ -158,7 +158,7 @@ def test_a_failure_within_backward_rolls_the_step_back(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"state\.bin"):
         trainer.fit(module)
     optimizer = strategy.optimizers[0]
-    assert optimizer.drained_handler().generation == 2
+    assert optimizer.update.drained_handler().generation == 2
     _, masters = result(Run(out=str(tmp_path / "straight"), recipe=dataclasses.replace(BF16, max_steps=2)))
     for name, param in module.model.named_parameters():
         assert torch.equal(optimizer.get_full_hp_param(param), masters[name]), name
@@ -242,7 +242,7 @@ def test_an_interrupt_within_a_guess(
     handler = strategy.optimizers[0].rank_state.handler
     assert not handler.in_flight or handler.step.is_complete
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    assert strategy.optimizers[0].drained_handler().generation == 2
+    assert strategy.optimizers[0].update.drained_handler().generation == 2
     assert_holds(trainer, module, two_steps(clip))
     strategy.close()
 

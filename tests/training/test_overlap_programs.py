@@ -265,7 +265,7 @@ def train(program: Program, root: Path, *callbacks: pl.Callback) -> Left:
     except StorageError:
         failed = True
     optimizer = strategy.optimizers[0]
-    handler = optimizer.drained_handler()
+    handler = optimizer.update.drained_handler()
     tensors = {}
     for name, param in module.named_parameters():
         if param.requires_grad:

@@ -60,11 +60,11 @@ class Look(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         optimizer: Any = trainer.strategy.optimizers[0]
-        self.arrays = [np.empty(optimizer.layout.numel, np.float32) for _ in optimizer.rule.arrays]
-        optimizer.drained_handler().state.scan(partial(copy_window, self.arrays))
+        self.arrays = [np.empty(optimizer.partition.layout.numel, np.float32) for _ in optimizer.rule.arrays]
+        optimizer.update.drained_handler().state.scan(partial(copy_window, self.arrays))
         self.partition = torch.cat(optimizer.fp16_partitioned_groups_flat).clone()
-        self.parameters = optimizer.layout.parameters
-        self.steps = optimizer.drained_handler().steps.tolist()
+        self.parameters = optimizer.partition.layout.parameters
+        self.steps = optimizer.update.drained_handler().steps.tolist()
         self.loss_scale = float(optimizer.loss_scale)
         self.lr = [group["lr"] for group in optimizer.param_groups]
 
@@ -151,11 +151,11 @@ def test_fabric_goes_on_from_what_an_engine_saved(inside: str, saved: Path, tmp_
     model, optimizer = fabric.setup(module, module.configure_optimizers()["optimizer"])
     assert fabric.load(saved / "fp32.engine" / inside, {"model": model, "optimizer": optimizer}) == {}
     inner, state = optimizer.engine.optimizer, optimizer_state(saved / "fp32.engine")
-    arrays = [np.empty(inner.layout.numel, np.float32) for _ in range(3)]
-    inner.drained_handler().state.scan(partial(copy_window, arrays))
+    arrays = [np.empty(inner.partition.layout.numel, np.float32) for _ in range(3)]
+    inner.update.drained_handler().state.scan(partial(copy_window, arrays))
     for array, values in zip(arrays, saved_arrays(state), strict=True):
         assert torch.equal(torch.from_numpy(array), values)
-    assert set(inner.drained_handler().steps.tolist()) == {SAVE_AT}
+    assert set(inner.update.drained_handler().steps.tolist()) == {SAVE_AT}
     fabric.strategy.close()
 
 

@@ -121,7 +121,7 @@ def test_skipped_steps_are_reported_once(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="NaN or infinite") as caught:
         trainer = fit(tmp_path, Nan(RECIPE))
     assert sum("NaN or infinite" in str(warning.message) for warning in caught) == 1
-    assert trainer.strategy.optimizers[0].drained_handler().generation == 0
+    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 0
 
 
 def test_one_module_in_two_trainers(tmp_path: Path) -> None:
@@ -129,5 +129,5 @@ def test_one_module_in_two_trainers(tmp_path: Path) -> None:
     module = LitTiny(RECIPE)
     fit(tmp_path / "first", module)
     trainer = fit(tmp_path / "second", module)
-    assert trainer.strategy.optimizers[0].drained_handler().generation == 4
+    assert trainer.strategy.optimizers[0].update.drained_handler().generation == 4
     assert module.losses[-1] < module.losses[0]

@@ -148,7 +148,7 @@ def test_damaged_universal_checkpoints_are_refused_and_nothing_is_loaded(name: s
         trainer.fit(module, ckpt_path=folder)
     assert caught.value.remedy
     optimizer = trainer.strategy.model.optimizer
-    assert optimizer.drained_handler().generation == 0
+    assert optimizer.update.drained_handler().generation == 0
     expected = dict(TINY.build_model().named_parameters())
     for param_name, param in module.model.named_parameters():
         if param.requires_grad:

@@ -100,7 +100,7 @@ def test_a_write_that_fails_leaves_the_parameter_as_it_was(precision: str, tmp_p
     trainer.fit(module)
     optimizer, weight = trainer.strategy.optimizers[0], module.model.tokens.weight
     before = safe_get_full_fp32_param(weight)
-    testing.inject(optimizer.drained_handler()._device._pipeline, fail_write_at=0)
+    testing.inject(optimizer.update.drained_handler()._device._pipeline, fail_write_at=0)
     with pytest.raises(StorageError), GatheredParameters([weight], modifier_rank=0), torch.no_grad():
         weight.fill_(7.0)
     with GatheredParameters([weight]):

@@ -108,7 +108,7 @@ class Recorder(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self.run.delays is not None:
-            pipeline = trainer.strategy.optimizers[0].drained_handler()._device._pipeline
+            pipeline = trainer.strategy.optimizers[0].update.drained_handler()._device._pipeline
             testing.inject(pipeline, seed=self.run.delays, max_delay_us=self.run.delay_us, short_transfer_every=3)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
@@ -130,8 +130,8 @@ class Recorder(pl.Callback):
         self.extra = {
             "skipped": self.skipped,
             "loss_scale": float(optimizer.loss_scale),
-            "steps": optimizer.drained_handler().steps.tolist(),
-            "generation": int(optimizer.drained_handler().generation),
+            "steps": optimizer.update.drained_handler().steps.tolist(),
+            "generation": int(optimizer.update.drained_handler().generation),
             "state_entries": len(optimizer.optimizer.state),
             "fp32_numel": sum(p.numel() for p in optimizer.fp32_partitioned_groups_flat),
             "lr": [group["lr"] for group in optimizer.param_groups],

@@ -64,8 +64,8 @@ def test_other_optimizers(kind: type[torch.optim.Optimizer]) -> None:
     """Other optimizers are refused by name, with a list of the supported ones."""
     with pytest.raises(UnsupportedError, match=kind.__name__) as caught:
         rule_for(kind(parameters(), lr=0.1))
-    supported = ", ".join(f"torch.optim.{kind.__name__}" for kind in ARRAYS)
-    assert caught.value.remedy == f"Use one of: {supported}."
+    *names, last = (kind.__name__ for kind in ARRAYS)
+    assert caught.value.remedy == f"Use one of torch.optim's {', '.join(names)} and {last}."
     assert ("a subclass of" in caught.value.problem) == (kind in (HomemadeAdamW, HomemadeSGD))
 
 

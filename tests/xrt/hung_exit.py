@@ -9,7 +9,7 @@ import torch
 
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.smartssd import unreturned
-from lightning_smartinfinity.devices.smartssd.cards import emulated_card
+from lightning_smartinfinity.devices.smartssd.discovery.cards import emulated_card
 from tests.helpers.card_runs import cards
 from tests.helpers.native_testing import Hold
 from tests.helpers.waiting import await_that, lenient

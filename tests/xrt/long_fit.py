@@ -46,8 +46,8 @@ class LitGPT2(pl.LightningModule):
 
     def on_train_end(self) -> None:
         optimizer = self.trainer.strategy._near_storage_optimizer
-        handler = optimizer.drained_handler()
-        for index, parameter in enumerate(optimizer.rank_state.layout.parameters):
+        handler = optimizer.update.drained_handler()
+        for index, parameter in enumerate(optimizer.partition.layout.parameters):
             digest = hashlib.sha256()
             for values in handler.state.read_parameter(index).values():
                 digest.update(values.tobytes())

@@ -12,10 +12,10 @@ import torch
 
 from lightning_smartinfinity import DeviceError
 from lightning_smartinfinity.devices.smartssd import self_test
-from lightning_smartinfinity.devices.smartssd.cards import Card
+from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
+from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2P, P2PState
+from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS
-from lightning_smartinfinity.devices.smartssd.p2p import P2P, P2PState
-from lightning_smartinfinity.devices.smartssd.pci import PciPath
 from lightning_smartinfinity.devices.smartssd.pyxrt_binding import _opened
 from tests.helpers.card_runs import OPTIMIZERS, cards, same_as_host, settled_host, setup_of
 from tests.helpers.runif import RunIf

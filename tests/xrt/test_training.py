@@ -58,7 +58,7 @@ class Reporting(LitTiny):
     def on_train_end(self) -> None:
         self.trainer.strategy.drain()
         handler = self.trainer.strategy._near_storage_optimizer.rank_state.handler
-        layout = self.trainer.strategy._near_storage_optimizer.rank_state.layout
+        layout = self.trainer.strategy._near_storage_optimizer.partition.layout
         self.arrays = {
             name: {array: torch.from_numpy(values) for array, values in handler.state.read_parameter(index).items()}
             for index, name in enumerate(parameter.name for parameter in layout.parameters)

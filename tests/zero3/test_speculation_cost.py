@@ -55,9 +55,8 @@ def test_a_window_costs_what_arrives_in_it(asked: list[slice]) -> None:
     )
     handler = MagicMock()
     rank_state = SimpleNamespace(
-        layout=layout,
         handler=handler,
-        partition=SimpleNamespace(index={index: index for index in range(NUM_PARAMETERS)}),
+        partition=SimpleNamespace(layout=layout, index={index: index for index in range(NUM_PARAMETERS)}),
         roll_back=lambda reason: None,
     )
     speculation = Speculation(cast(RankState, rank_state))

@@ -1,12 +1,12 @@
 """Samsung SmartSSDs: optimizer state goes from the SSD to the accelerator beside it and back, past the host."""
 
 from lightning_smartinfinity.devices.smartssd.device import SmartSSDDevice
-from lightning_smartinfinity.devices.smartssd.discovery import CardSetup, find_cards
+from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup, find_cards
+from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.devices.smartssd.kernels import kernel_of
 from lightning_smartinfinity.devices.smartssd.opening import require_memory
 from lightning_smartinfinity.devices.smartssd.ring import CardRing, gradient_file_bytes, ring_within, share_of_memory
 from lightning_smartinfinity.devices.smartssd.self_test import self_test
-from lightning_smartinfinity.devices.smartssd.system import System
 
 __all__ = [
     "CardSetup",

@@ -12,7 +12,7 @@ from typing import NoReturn
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import FolderTraffic, StorageDevice, Traffic
 from lightning_smartinfinity.devices.host import HostDevice
-from lightning_smartinfinity.devices.smartssd.discovery import CardSetup
+from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup
 from lightning_smartinfinity.devices.smartssd.gradient_files import open_gradient_file
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
 from lightning_smartinfinity.devices.smartssd.opening import card_errors, open_card

@@ -8,15 +8,20 @@ from functools import partial
 from pathlib import Path
 
 from lightning_smartinfinity.config import SmartSSDConfig, storage_folders
-from lightning_smartinfinity.devices.smartssd.cards import Card, cards_of, unusable_node, without_driver
-from lightning_smartinfinity.devices.smartssd.discovery import CardSetup, paired_cards
+from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup, paired_cards
+from lightning_smartinfinity.devices.smartssd.discovery.cards import Card, cards_of, unusable_node, without_driver
+from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2PState
+from lightning_smartinfinity.devices.smartssd.discovery.runtime import (
+    Runtime,
+    choose_binding,
+    require_runtime,
+    runtime_of,
+)
+from lightning_smartinfinity.devices.smartssd.discovery.system import System
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin, read_xclbin
 from lightning_smartinfinity.devices.smartssd.kernels import KERNELS, Kernel
-from lightning_smartinfinity.devices.smartssd.p2p import P2PState
-from lightning_smartinfinity.devices.smartssd.runtime import Runtime, choose_binding, require_runtime, runtime_of
 from lightning_smartinfinity.devices.smartssd.scratch import scratch_folder
 from lightning_smartinfinity.devices.smartssd.self_test import check_kernel, check_p2p
-from lightning_smartinfinity.devices.smartssd.system import System
-from lightning_smartinfinity.devices.smartssd.xclbin import Xclbin, read_xclbin
 from lightning_smartinfinity.errors import SmartInfinityError
 
 __all__ = ["Finding", "examine"]

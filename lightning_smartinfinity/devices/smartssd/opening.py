@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.devices.smartssd.cards import Card, cards_of
-from lightning_smartinfinity.devices.smartssd.discovery import CardSetup
+from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup
+from lightning_smartinfinity.devices.smartssd.discovery.cards import Card, cards_of
+from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.devices.smartssd.ring import CardRing, ring_within, share_of_memory
-from lightning_smartinfinity.devices.smartssd.system import System
 from lightning_smartinfinity.devices.smartssd.unreturned import require_returned
 from lightning_smartinfinity.errors import DeviceError, SmartInfinityError
 

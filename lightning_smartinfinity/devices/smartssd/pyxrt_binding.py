@@ -17,8 +17,8 @@ import ctypes
 import time
 from typing import Any
 
-from lightning_smartinfinity.devices.smartssd.cards import Card
-from lightning_smartinfinity.devices.smartssd.xclbin import Xclbin
+from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin
 from lightning_smartinfinity.errors import DeviceError
 
 __all__ = ["PyxrtBinding"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_smartinfinity.devices.smartssd.discovery import CardSetup
-from lightning_smartinfinity.devices.smartssd.xclbin import BUILD_REMEDY
+from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import BUILD_REMEDY
 from lightning_smartinfinity.errors import DeviceError
 from lightning_smartinfinity.store.parameter_files import whole_blocks
 

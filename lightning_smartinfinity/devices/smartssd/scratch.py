@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.devices.smartssd.cards import Card
+from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
 from lightning_smartinfinity.devices.smartssd.opening import remedy_for
 from lightning_smartinfinity.errors import DeviceError, StorageError
 from lightning_smartinfinity.store.os_errors import storage_error, storage_errors

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.devices.smartssd.cards import Card
-from lightning_smartinfinity.devices.smartssd.discovery import CardSetup
+from lightning_smartinfinity.devices.smartssd.discovery.card_setup import CardSetup
+from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
 from lightning_smartinfinity.devices.smartssd.kernels import Kernel
 from lightning_smartinfinity.devices.smartssd.opening import card_errors, memory_group, open_card
 from lightning_smartinfinity.devices.smartssd.scratch import Scratch, scratch_folder

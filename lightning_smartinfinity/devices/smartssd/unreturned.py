@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from lightning_smartinfinity import native
-from lightning_smartinfinity.devices.smartssd.cards import Card
+from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
 from lightning_smartinfinity.errors import DeviceError
 
 __all__ = ["close_or_keep", "close_returned", "require_returned", "when_written"]

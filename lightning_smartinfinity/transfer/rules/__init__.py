@@ -18,22 +18,16 @@ from lightning_smartinfinity.transfer.rules.adam import AdamRule
 from lightning_smartinfinity.transfer.rules.base import UpdateRule
 from lightning_smartinfinity.transfer.rules.rmsprop import RmspropRule
 from lightning_smartinfinity.transfer.rules.sgd import SgdRule
+from lightning_smartinfinity.update_rules import optimizer_names
 
-__all__ = ["UpdateRule", "rule_for", "supported_optimizers"]
+__all__ = ["UpdateRule", "rule_for"]
 
 # The key is the exact type: AdamW subclasses Adam in torch, and a subclass may change the update.
 _RULES: dict[type[Optimizer], UpdateRule] = {
-    torch.optim.Adam: AdamRule("Adam", decoupled_weight_decay=False),
-    torch.optim.AdamW: AdamRule("AdamW", decoupled_weight_decay=True),
-    torch.optim.Adagrad: AdagradRule(),
-    torch.optim.SGD: SgdRule(),
-    torch.optim.RMSprop: RmspropRule(),
+    getattr(torch.optim, name): rule(name)
+    for rule in (AdamRule, AdagradRule, SgdRule, RmspropRule)
+    for name in rule.description.optimizers
 }
-
-
-def supported_optimizers() -> str:
-    """Return the names of the supported optimizers, for messages."""
-    return ", ".join(f"torch.optim.{kind.__name__}" for kind in _RULES)
 
 
 def rule_for(optimizer: Optimizer) -> UpdateRule:
@@ -74,5 +68,5 @@ def _unknown(optimizer: Optimizer) -> UnsupportedError:
     detail = f", a subclass of {parents[0]}, which may have changed the update," if parents else ""
     return UnsupportedError(
         f"The optimizer {kind.__module__}.{kind.__qualname__}{detail} is not supported.",
-        f"Use one of: {supported_optimizers()}.",
+        f"Use one of torch.optim's {optimizer_names()}.",
     )

@@ -30,7 +30,6 @@ class AdagradHyperparameters:
 class AdagradRule(UpdateRule):
     """torch.optim.Adagrad."""
 
-    name = "Adagrad"
     description = ADAGRAD
     distinctive_setting = "lr_decay"
     counts_updates = True

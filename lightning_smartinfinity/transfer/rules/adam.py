@@ -32,21 +32,12 @@ class AdamHyperparameters:
 
 
 class AdamRule(UpdateRule):
-    """torch.optim.Adam and torch.optim.AdamW.
-
-    Args:
-        name: Class name of the optimizer.
-        decoupled_weight_decay: Default for groups without a setting of that name (torch before 2.7).
-    """
+    """torch.optim.Adam and torch.optim.AdamW."""
 
     description = ADAMW
     distinctive_setting = "betas"
     counts_updates = True
     state_formats = formats_of(native.AdamStep)
-
-    def __init__(self, name: str, *, decoupled_weight_decay: bool) -> None:
-        self.name = name
-        self._decoupled_weight_decay = decoupled_weight_decay
 
     @override
     def snapshot(self, group: Mapping[str, Any]) -> AdamHyperparameters:
@@ -56,13 +47,14 @@ class AdamRule(UpdateRule):
                 "Use amsgrad=False.",
             )
         beta1, beta2 = group["betas"]
+        decoupled = group.get("decoupled_weight_decay", self.name == "AdamW")  # torch before 2.7 has no such setting
         return AdamHyperparameters(
             lr=self.number("lr", group["lr"]),
             beta1=self.number("betas[0]", beta1, below=1.0),
             beta2=self.number("betas[1]", beta2, below=1.0),
             eps=self.number("eps", group["eps"]),
             weight_decay=self.number("weight_decay", group["weight_decay"]),
-            decoupled_weight_decay=bool(group.get("decoupled_weight_decay", self._decoupled_weight_decay)),
+            decoupled_weight_decay=bool(decoupled),
             maximize=bool(group.get("maximize", False)),
         )
 

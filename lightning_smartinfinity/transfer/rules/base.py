@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.checks import Rule, check
 from lightning_smartinfinity.native import UpdateStep
 from lightning_smartinfinity.update_rules import RuleDescription
 
@@ -17,19 +17,23 @@ __all__ = ["UpdateRule"]
 class UpdateRule(ABC):
     """Computes the scalars of one optimizer's step, and knows what state the optimizer keeps.
 
+    Args:
+        name: Class name of the torch optimizer, for messages and checkpoints.
+
     Attributes:
-        name: Class name of the torch optimizer, for messages.
         description: The part of the rule that the core, the cards and the simulator use.
         distinctive_setting: A setting of its groups that no optimizer of another kind has.
         counts_updates: Whether torch keeps a parameter's number of updates, ``"step"``, in ``optimizer.state``.
         state_formats: Names of the state formats that the rule can update.
     """
 
-    name: str
     description: RuleDescription
     distinctive_setting: str
     counts_updates: bool
     state_formats: tuple[str, ...]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -87,16 +91,20 @@ class UpdateRule(ABC):
         Raises:
             ConfigError: It is not such a number.
         """
-        try:
-            number = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{self.name}({name}={value!r}) is not a number.", "Pass a float.") from error
-        if not (least <= number < below and math.isfinite(number)):
-            raise ConfigError(f"{self.name}({name}={number!r}) is out of range.", f"Keep it {_words(least, below)}.")
-        return number
+        return float(check(self.name, name, value, _finite(least, below)))
 
 
-def _words(least: float, below: float) -> str:
-    if below < math.inf:
-        return f"in [{least:g}, {below:g})"
-    return "finite" if least == -math.inf else "finite and not negative"
+def _finite(least: float, below: float) -> Rule:
+    at_least = f" of at least {least:g}" if least > -math.inf else ""
+    less_than = f" and less than {below:g}" if below < math.inf else ""
+    return Rule(
+        f"Pass a finite number{at_least}{less_than}",
+        lambda value: math.isfinite(_float(value)) and least <= _float(value) < below,
+    )
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        return math.nan

@@ -37,7 +37,6 @@ class RmspropRule(UpdateRule):
     would keep.
     """
 
-    name = "RMSprop"
     description = RMSPROP
     distinctive_setting = "centered"
     counts_updates = True

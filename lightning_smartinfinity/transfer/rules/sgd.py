@@ -37,7 +37,6 @@ class SgdRule(UpdateRule):
     one with momentum starts a new buffer. (torch would continue with the buffer from before momentum became zero.)
     """
 
-    name = "SGD"
     description = SGD
     distinctive_setting = "nesterov"
     counts_updates = False

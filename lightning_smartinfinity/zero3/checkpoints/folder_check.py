@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,10 @@ from lightning_smartinfinity.errors import CheckpointError, SmartInfinityError
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import restore_interrupted
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import check_records
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
-from lightning_smartinfinity.zero3.untyped import DeepSpeedEngine, SavedState
+from lightning_smartinfinity.zero3.untyped import SavedState
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import PortableEngine, SmartInfinityEngine
 
 __all__ = [
     "SAVE_ID",
@@ -38,7 +42,7 @@ _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_*_optim_states.pt"
 
 
 def check_checkpoint(
-    path: str | Path, *, engine: DeepSpeedEngine, strict: bool = True, needed: Collection[str] = ()
+    path: str | Path, *, engine: PortableEngine, strict: bool = True, needed: Collection[str] = ()
 ) -> Path:
     """Check that a folder is an undamaged ZeRO-3 checkpoint from which an engine can resume.
 
@@ -73,7 +77,7 @@ def check_checkpoint(
     return folder
 
 
-def check_weights(path: str | Path, *, engine: DeepSpeedEngine) -> Path:
+def check_weights(path: str | Path, *, engine: PortableEngine) -> Path:
     """Check that a folder is an undamaged ZeRO-3 checkpoint of this precision.
 
     This is :func:`check_checkpoint` for weights alone, which any number of processes may have saved.
@@ -124,7 +128,7 @@ def optimizer_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(_OPTIMIZER_FILES))
 
 
-def check_same_save(engine: DeepSpeedEngine, client_state: SavedState) -> None:
+def check_same_save(engine: SmartInfinityEngine, client_state: SavedState) -> None:
     """Check after loading that one and the same save wrote every file that any rank read.
 
     A folder can hold files of two saves if they were copied by hand.
@@ -180,7 +184,7 @@ def tagged_folder(path: Path) -> Path:
     return path / tag
 
 
-def _checked_folder(path: str | Path, engine: DeepSpeedEngine) -> Path:
+def _checked_folder(path: str | Path, engine: PortableEngine) -> Path:
     folder = tagged_folder(Path(path))
     files = optimizer_files(folder)
     if not files:
@@ -189,7 +193,7 @@ def _checked_folder(path: str | Path, engine: DeepSpeedEngine) -> Path:
     return folder
 
 
-def _check_precision(files: list[Path], engine: DeepSpeedEngine) -> None:
+def _check_precision(files: list[Path], engine: PortableEngine) -> None:
     saved, wanted = files[0].name.startswith("bf16_"), bool(engine.bfloat16_enabled())
     if saved != wanted:
         raise CheckpointError(
@@ -220,14 +224,14 @@ def _check_own_share(folder: Path) -> None:
         check_records(file, tensors=not file.match(_OPTIMIZER_FILES))
 
 
-def _own_model_states(folder: Path, engine: DeepSpeedEngine) -> SavedState:
+def _own_model_states(folder: Path, engine: PortableEngine) -> SavedState:
     path = engine._get_ckpt_name(str(folder.parent), folder.name)
     with reading_checkpoint(path):
         states: SavedState = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     return states
 
 
-def _check_parameters(states: SavedState, engine: DeepSpeedEngine) -> None:
+def _check_parameters(states: SavedState, engine: PortableEngine) -> None:
     """Compare names and shapes in the order in which the optimizer's state holds the parameters."""
     saved, expected = (
         [(name, tuple(shape)) for group in groups for name, shape in group.items()]

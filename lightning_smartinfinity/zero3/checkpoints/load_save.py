@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_smartinfinity.zero3.checkpoints.client_state import user_state
 from lightning_smartinfinity.zero3.checkpoints.folder_check import check_checkpoint, check_same_save, reading_checkpoint
@@ -11,20 +12,25 @@ from lightning_smartinfinity.zero3.checkpoints.full_weights import load_full_wei
 from lightning_smartinfinity.zero3.checkpoints.universal import load_universal
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import is_universal
 from lightning_smartinfinity.zero3.checkpoints.weight_loading import load_saved_weights
-from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import PortableEngine, SmartInfinityEngine
 
 __all__ = ["load_engine", "load_weights", "save_engine"]
 
 _TAG = "checkpoint"
 
 
-def save_engine(engine: DeepSpeedEngine, path: str | Path, client_state: ClientState, *, exclude_frozen: bool) -> None:
+def save_engine(
+    engine: SmartInfinityEngine, path: str | Path, client_state: ClientState, *, exclude_frozen: bool
+) -> None:
     """Save the trained model, its optimizer state and ``client_state`` in the same files."""
     engine.save_checkpoint(str(path), client_state=client_state, tag=_TAG, exclude_frozen_parameters=exclude_frozen)
 
 
 def load_engine(
-    path: str | Path, engine: DeepSpeedEngine, *, with_optimizer: bool, strict: bool, needed: Collection[str] = ()
+    path: str | Path, engine: PortableEngine, *, with_optimizer: bool, strict: bool, needed: Collection[str] = ()
 ) -> ClientState:
     """Load a checkpoint into an engine, and return the state that the user saved beside the model.
 
@@ -51,7 +57,7 @@ def load_engine(
     return user_state(client_state)
 
 
-def load_weights(weights: SavedState, engine: DeepSpeedEngine, *, trained: bool, strict: bool) -> None:
+def load_weights(weights: SavedState, engine: PortableEngine, *, trained: bool, strict: bool) -> None:
     """Load a plain state dict, the same on all ranks, into an engine, and into the masters if it is being trained."""
     writes = engine.optimizer.outside_writes if trained else None
     load_full_weights(engine.module, weights, writes=writes, strict=strict)

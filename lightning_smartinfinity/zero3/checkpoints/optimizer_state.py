@@ -48,8 +48,8 @@ def state_dict(optimizer: StorageOptimizer) -> SavedState:
 
     :func:`write_arrays` writes their values into the saved file.
     """
-    layout = optimizer.layout
-    steps, with_arrays = optimizer.drained_handler().steps, _saves_arrays(optimizer)
+    layout = optimizer.partition.layout
+    steps, with_arrays = optimizer.update.drained_handler().steps, _saves_arrays(optimizer)
     return {
         ZERO_STAGE: ZeroStageEnum.weights,
         LOSS_SCALER: optimizer.loss_scaler,
@@ -88,7 +88,7 @@ def write_arrays(optimizer: StorageOptimizer, file: TensorFile) -> None:
         for number, stream in streams.items():
             stream.write(window.arrays[number])
 
-    optimizer.drained_handler().state.scan(write)
+    optimizer.update.drained_handler().state.scan(write)
     write_residual(optimizer, file, file.state[OPTIMIZER_STATE_DICT][EXTRA_KEY])
 
 
@@ -119,7 +119,7 @@ def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load
             streams = _streams(optimizer, file, with_arrays=with_arrays)
             residual = SavedResidual(optimizer, file, _saved_extra(file), wanted=load_optimizer_states)
         steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
-        optimizer.drained_handler().state.replace(_Filler(optimizer, streams), steps=steps, together=together)
+        optimizer.update.drained_handler().state.replace(_Filler(optimizer, streams), steps=steps, together=together)
         with together():
             residual.restore()
     if load_optimizer_states:
@@ -144,7 +144,7 @@ class _Filler:
     """
 
     def __init__(self, optimizer: StorageOptimizer, streams: Mapping[int, TensorStream]) -> None:
-        self._layout = optimizer.layout
+        self._layout = optimizer.partition.layout
         self._optimizer = optimizer
         self._streams = streams
         # The padding in a stock checkpoint was never initialised.
@@ -166,7 +166,7 @@ class _Filler:
 
 def _saves_arrays(optimizer: StorageOptimizer) -> bool:
     """Return whether there is more to save than masters: torch's SGD keeps nothing without momentum."""
-    counts = optimizer.drained_handler().steps.tolist()
+    counts = optimizer.update.drained_handler().steps.tolist()
     return not optimizer.saves_weights_only and any(map(optimizer.rule.holds_state, counts))
 
 
@@ -188,7 +188,7 @@ def _streams(optimizer: StorageOptimizer, file: TensorFile, *, with_arrays: bool
 
 def _describe_arrays(optimizer: StorageOptimizer, steps: NDArray[np.int64]) -> dict[int, dict[str, torch.Tensor]]:
     described, names = {}, optimizer.rule.kept_arrays(optimizer.optimizer.param_groups)
-    for sub_group in optimizer.layout.sub_groups:
+    for sub_group in optimizer.partition.layout.sub_groups:
         arrays = {name: room_for(sub_group.numel) for name in names}
         if optimizer.rule.counts_updates:
             arrays["step"] = torch.tensor(float(steps[sub_group.first : sub_group.last].max(initial=0)))
@@ -246,7 +246,7 @@ def _check_ours(optimizer: StorageOptimizer, extra: SavedState) -> None:
             f"The checkpoint's parameters are {extra['dtype']}, this run's are {optimizer.dtype}.",
             "Use the precision that it was saved with.",
         )
-    expected = [(parameter.name, parameter.numel) for parameter in optimizer.layout.parameters]
+    expected = [(parameter.name, parameter.numel) for parameter in optimizer.partition.layout.parameters]
     saved = [tuple(item) for item in extra["parameters"]]
     if saved != expected:
         raise CheckpointError(

@@ -31,7 +31,7 @@ def describe_stock(optimizer: StorageOptimizer, state_dict: SavedState, *, ds_co
     Raises:
         CheckpointError: It holds no optimizer state, or that of another optimizer, model or number of processes.
     """
-    layout = optimizer.layout
+    layout = optimizer.partition.layout
     masters = state_dict[FP32_FLAT_GROUPS]
     numels = [master.numel() for master in masters]
     if layout.numel and not sum(numels):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,13 +28,16 @@ from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FI
 from lightning_smartinfinity.zero3.checkpoints.weight_loading import check_names
 from lightning_smartinfinity.zero3.collectives import raising_together
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
-from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState, ZeroParameter
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroParameter
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import SmartInfinityEngine
 
 __all__ = ["load_universal"]
 
 
 def load_universal(
-    engine: DeepSpeedEngine, path: str | Path, *, strict: bool, needed: Collection[str] = ()
+    engine: SmartInfinityEngine, path: str | Path, *, strict: bool, needed: Collection[str] = ()
 ) -> ClientState:
     """Load a universal checkpoint into an engine that trains, to resume from it.
 
@@ -52,7 +56,7 @@ def load_universal(
         CheckpointError: The checkpoint belongs to another model, optimizer or precision, or is damaged.
     """
     folder = UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
-    optimizer: StorageOptimizer = engine.optimizer
+    optimizer = engine.optimizer
 
     @contextmanager
     def together() -> Iterator[None]:
@@ -68,12 +72,12 @@ def load_universal(
             _check_buffers(engine.module, folder)
         _check_optimizer(optimizer, folder)
         saved_steps = folder.steps
-        steps = np.array([saved_steps[parameter.name] for parameter in optimizer.layout.parameters], dtype=np.int64)
+        steps = np.array([saved_steps[parameter.name] for parameter in optimizer.partition.layout.parameters], dtype=np.int64)
         _check_files(optimizer, folder)
         folder.check_arrays(_files_of(optimizer, folder))
         frozen = _frozen_slices(engine, folder)
     optimizer.checkpoint_event_prologue()
-    optimizer.drained_handler().state.replace(_filler(optimizer, folder), steps=steps, together=together)
+    optimizer.update.drained_handler().state.replace(_filler(optimizer, folder), steps=steps, together=together)
     begin_residual(optimizer)
     checkpoint = {"module": folder.model_states["module"], FROZEN_PARAM_FRAGMENTS: frozen}
     with together():
@@ -94,7 +98,7 @@ def _files_of(optimizer: StorageOptimizer, folder: UniversalFolder) -> dict[str,
 
 
 def _filler(optimizer: StorageOptimizer, folder: UniversalFolder) -> Callable[[Window], None]:
-    layout = optimizer.layout
+    layout = optimizer.partition.layout
     rank = dist.get_rank(optimizer.dp_process_group)
     shapes = folder.shapes
     files, first_values = _files_of(optimizer, folder), optimizer.first_values
@@ -133,14 +137,13 @@ def _parameters_in(layout: PartitionLayout, window: Window) -> list[tuple[Parame
     return [(parameter, begin, end) for parameter, begin, end in ranges if begin < end]
 
 
-def _frozen_slices(engine: DeepSpeedEngine, folder: UniversalFolder) -> dict[str, torch.Tensor] | None:
+def _frozen_slices(engine: SmartInfinityEngine, folder: UniversalFolder) -> dict[str, torch.Tensor] | None:
     """Return this rank's slice of every frozen parameter, padded as ZeRO-3 pads it."""
     saved = folder.frozen_shapes()
     if saved is None:
         return None
     rank, slices = dist.get_rank(), {}
-    for param in engine.module.parameters():
-        name = engine.param_names[param]
+    for param, name in engine.param_names.items():
         if name in saved:
             numel = param.partition_numel()
             begin, end = (min(edge * numel, param.ds_numel) for edge in (rank, rank + 1))
@@ -159,7 +162,7 @@ def _restore_optimizer(optimizer: StorageOptimizer, folder: UniversalFolder) -> 
     optimizer.overflow = states["overflow"]
 
 
-def _restore_counters(engine: DeepSpeedEngine, states: SavedState) -> None:
+def _restore_counters(engine: SmartInfinityEngine, states: SavedState) -> None:
     engine.global_steps = states["global_steps"]
     engine.global_samples = states.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = states["skipped_steps"]
@@ -168,7 +171,7 @@ def _restore_counters(engine: DeepSpeedEngine, states: SavedState) -> None:
 # ---- checks of model and optimizer
 
 
-def _check_model(engine: DeepSpeedEngine, folder: UniversalFolder) -> None:
+def _check_model(engine: SmartInfinityEngine, folder: UniversalFolder) -> None:
     present = {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
     check_names(present, folder.shapes, folder.path)
     saved = folder.frozen_shapes()
@@ -236,6 +239,6 @@ def _params_of_groups(optimizer: StorageOptimizer) -> list[list[ZeroParameter]]:
 
 def _check_files(optimizer: StorageOptimizer, folder: UniversalFolder) -> None:
     shapes = folder.shapes
-    for parameter in optimizer.layout.parameters:
+    for parameter in optimizer.partition.layout.parameters:
         for file in _files_of(optimizer, folder):
             folder.tensor(parameter.name, file, numel=shapes[parameter.name].numel())

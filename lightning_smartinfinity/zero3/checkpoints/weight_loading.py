@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,13 @@ from lightning_smartinfinity.zero3.checkpoints.saved_weights import SavedWeights
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder, is_universal
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 from lightning_smartinfinity.zero3.collectives import gather, raising_together
-from lightning_smartinfinity.zero3.parameters.param_swapper import stored_parameter
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.release import trainings_of
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
-from lightning_smartinfinity.zero3.untyped import ClientState, DeepSpeedEngine, SavedState, ZeroParameter
+from lightning_smartinfinity.zero3.untyped import ClientState, SavedState, ZeroParameter
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.zero3.engine import PortableEngine
 
 __all__ = ["check_names", "load_saved_weights"]
 
@@ -31,7 +34,7 @@ Shapes: TypeAlias = Mapping[str, torch.Size | torch.Tensor]
 """Shapes of parameters by name, or tensors that have these shapes."""
 
 
-def load_saved_weights(engine: DeepSpeedEngine, path: str | Path, *, strict: bool) -> ClientState:
+def load_saved_weights(engine: PortableEngine, path: str | Path, *, strict: bool) -> ClientState:
     """Load the weights of an ordinary or universal checkpoint, which any number of processes saved.
 
     Every rank reads what its slices need, a window at a time. If the module is being trained, or its training is over
@@ -104,7 +107,7 @@ def _shape(shapes: Shapes, name: str) -> str:
     return f"of shape {tuple(getattr(shapes[name], 'shape', shapes[name]))}"
 
 
-def _opened(engine: DeepSpeedEngine, path: str | Path) -> SavedWeights:
+def _opened(engine: PortableEngine, path: str | Path) -> SavedWeights:
     if is_universal(path):
         return UniversalFolder(Path(path), rank=dist.get_rank(), world_size=dist.get_world_size())
     return ZeroFolder(check_weights(path, engine=engine), rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -143,7 +146,8 @@ def _without_parameters(saved: SavedWeights) -> SavedState:
 
 def _fill(targets: Mapping[str, list[ZeroParameter]], saved: SavedWeights) -> None:
     wanted = {name: _own_elements(params[0]) for name, params in targets.items()}
-    swappers = {param.nvme_swapper for params in targets.values() for param in params if stored_parameter(param)}
+    stored = [param for params in targets.values() for param in params if stored_parameter(param)]
+    swappers: set[ParameterSwapper] = {param.nvme_swapper for param in stored}
     for swapper in swappers:
         swapper.release_prefetched()
 
@@ -170,7 +174,8 @@ def _write(param: ZeroParameter, begin: int, values: torch.Tensor) -> None:
         param.ds_tensor.data[begin : begin + len(values)].copy_(values)
     else:
         rounded = values.to(param.dtype)
-        param.nvme_swapper.parts.put(stored, begin * rounded.itemsize, rounded.view(torch.uint8))
+        swapper: ParameterSwapper = param.nvme_swapper
+        swapper.parts.put(stored, begin * rounded.itemsize, rounded.view(torch.uint8))
 
 
 def _idle_trainings(module: torch.nn.Module) -> list[StorageOptimizer]:
@@ -183,14 +188,14 @@ def _idle_trainings(module: torch.nn.Module) -> list[StorageOptimizer]:
 
 
 @contextmanager
-def _restored_on_failure(trainings: Iterable[StorageOptimizer], engine: DeepSpeedEngine) -> Iterator[None]:
+def _restored_on_failure(trainings: Iterable[StorageOptimizer], engine: PortableEngine) -> Iterator[None]:
     """If loading fails, restore trained parameters from their masters, which the load has not changed."""
     try:
         yield
     except SmartInfinityError:
         for optimizer in trainings:
             with raising_together():
-                optimizer.drained_handler().state.scan(partial(_restore_parameters, optimizer))
+                optimizer.update.drained_handler().state.scan(partial(_restore_parameters, optimizer))
             if optimizer is engine.optimizer:
                 optimizer.checkpoint_event_epilogue()
         raise

@@ -22,8 +22,7 @@ __all__ = ["loading_pretrained"]
 
 _MODELING = "transformers.modeling_utils"
 
-# transformers need not be installed.
-_Module: TypeAlias = Any
+# A subclass of transformers.PreTrainedModel. Any: transformers need not be installed.
 _ModelClass: TypeAlias = Any
 
 
@@ -45,8 +44,8 @@ def loading_pretrained(config: DeepSpeedConfig) -> Iterator[None]:
 
 @contextmanager
 def _zero3_enabled(config: DeepSpeedConfig) -> Iterator[None]:
-    modeling_utils: _Module = sys.modules[_MODELING]
-    integration: _Module = import_module("transformers.integrations.deepspeed")
+    modeling_utils = sys.modules[_MODELING]
+    integration: Any = import_module("transformers.integrations.deepspeed")
     before = integration._hf_deepspeed_config_weak_ref
     zero3 = _Zero3(config)  # transformers keeps a weak reference
     integration.set_hf_deepspeed_config(zero3)

@@ -120,9 +120,8 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard this window's gradients, those in the arena too."""
         # The base class would record a stream on them, which a CPU does not have.
-        for group in self.fp16_groups:
-            for param in group:
-                _drop_gradient(param)
+        for param in self.partition.params():
+            _drop_gradient(param)
         super().zero_grad(set_to_none)
         self.arena.reset()
         # Discard what an interrupted backward left waiting.
@@ -153,9 +152,8 @@ class GradientPath(DeepSpeedZeroOptimizer_Stage3):
 
             return wait
 
-        for group in self.fp16_groups:
-            for param in group:
-                self._grad_acc_hooks.append(param.register_hook(ordered(param)))
+        for param in self.partition.params():
+            self._grad_acc_hooks.append(param.register_hook(ordered(param)))
 
 
 def _drop_gradient(param: ZeroParameter) -> None:

@@ -12,7 +12,6 @@ from lightning_smartinfinity.errors import SmartInfinityError, StorageError
 from lightning_smartinfinity.transfer.arena import GradientArena
 from lightning_smartinfinity.transfer.compressed_gradients import CompressedGradients
 from lightning_smartinfinity.transfer.handler import TransferHandler
-from lightning_smartinfinity.transfer.layout import PartitionLayout
 from lightning_smartinfinity.zero3.parameters.partition import Partition
 
 __all__ = ["RankState", "warn_of_rolled_back_step"]
@@ -61,11 +60,6 @@ class RankState:
         """This rank's slices of the parameters."""
         assert self._partition is not None, "the partition is described before anything asks for it"
         return self._partition
-
-    @property
-    def layout(self) -> PartitionLayout:
-        """The layout of the partition."""
-        return self.partition.layout
 
     @property
     def handler(self) -> TransferHandler:
@@ -118,16 +112,11 @@ class RankState:
             self._unusable_reason = f"a failed step could not be rolled back. {second}"
 
     @property
-    def numel(self) -> int:
-        """Elements of this rank's partition."""
-        return self.layout.numel
-
-    @property
     def storage_bytes(self) -> int:
         """Bytes of all places on storage; once closed, as many as at the start."""
         if self._handler is not None:
             return self._handler.storage_bytes
-        extents = self.layout.extents
+        extents = self.partition.layout.extents
         return sum(extents.file_bytes(device) for device in range(extents.num_devices))
 
     @property

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from lightning_smartinfinity.errors import ConfigError, SmartInfinityError
-from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
@@ -76,6 +75,7 @@ class Speculation:
 
     def __init__(self, rank_state: RankState) -> None:
         self._rank_state = rank_state
+        self._partition = rank_state.partition
         self._hysteresis = Hysteresis()
         self._on = False
         self._failed = False
@@ -103,10 +103,10 @@ class Speculation:
             plan: The step as it will be if the update is adopted, with every parameter active.
         """
         self._arrived, self._complete, self._failed = {}, set(), False
-        self._missing = self._rank_state.layout.num_parameters_in.tolist()
+        self._missing = self._partition.layout.num_parameters_in.tolist()
         self._on = True
         try:
-            self._handler.begin_incremental(plan)
+            self._rank_state.handler.begin_incremental(plan)
         except SmartInfinityError:
             # The other ranks continue this backward. The step tries again, and tells all of them if it fails, too.
             self._failed = True
@@ -114,7 +114,7 @@ class Speculation:
     def arrived(self, params: Iterable[ZeroParameter]) -> None:
         """Record that this backward's gradients of these parameters are in the arena."""
         if self._on:
-            index = self._rank_state.partition.index
+            index = self._partition.index
             arrived = {index[param.ds_id]: param for param in params}
             self._arrived |= arrived
             self._begin_ready(arrived)
@@ -126,7 +126,7 @@ class Speculation:
 
     def holds(self, param: ZeroParameter) -> bool:
         """Return whether the parameter may have been updated; the same on all ranks."""
-        return self._on and self._rank_state.partition.index.get(param.ds_id) in self._complete
+        return self._on and self._partition.index.get(param.ds_id) in self._complete
 
     def begin_ready(self) -> None:
         """Begin the tasklets that can begin; call this when modules have released parameters."""
@@ -141,13 +141,13 @@ class Speculation:
             _detach_from_partition(param)
             del self._arrived[index]
             self._complete.add(index)
-            for tasklet in self._rank_state.layout.tasklets_of(slice(index, index + 1)):
+            for tasklet in self._partition.layout.tasklets_of(slice(index, index + 1)):
                 self._missing[tasklet] -= 1
                 if self._missing[tasklet] == 0:
                     ready.append(tasklet)
         if ready and not self._failed:
             try:
-                self._handler.step.extend(ready)
+                self._rank_state.handler.step.extend(ready)
             except SmartInfinityError:
                 # The update is discarded, or the step adopts it and reports the failure to all ranks.
                 self._failed = True
@@ -175,11 +175,11 @@ class Speculation:
         """
         if not self._on:
             return False
-        if not self._handler.in_flight:
+        if not self._rank_state.handler.in_flight:
             self._on = False
             return False
         try:
-            agrees = self._handler.step.complete(plan)
+            agrees = self._rank_state.handler.step.complete(plan)
         except ConfigError:
             self.discard()
             raise
@@ -193,10 +193,6 @@ class Speculation:
         self._hysteresis.adopted()
         self.num_adopted += 1
         return True
-
-    @property
-    def _handler(self) -> TransferHandler:
-        return self._rank_state.handler
 
 
 def _detach_from_partition(param: ZeroParameter) -> None:

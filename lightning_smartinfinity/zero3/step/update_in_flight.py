@@ -22,6 +22,7 @@ from lightning_smartinfinity.errors import SmartInfinityError
 from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.collectives import failing_together
+from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper
 from lightning_smartinfinity.zero3.parameters.prefetch import skip_in_prefetch
 from lightning_smartinfinity.zero3.step.rank_state import RankState
 from lightning_smartinfinity.zero3.step.speculation import Speculation
@@ -84,9 +85,10 @@ class UpdateInFlight:
                 method = getattr(param, name)
                 original = method.original if isinstance(method, _Awaited) else method
                 setattr(param, name, _Awaited(param, original, self.require))
-            if param.nvme_swapper is not None:
-                param.nvme_swapper.before_reading = self.require
-                param.nvme_swapper.leaves_for_later = self.is_untouched
+            swapper: ParameterSwapper | None = param.nvme_swapper
+            if swapper is not None:
+                swapper.before_reading = self.require
+                swapper.leaves_for_later = self.is_untouched
         skip_in_prefetch(coordinator, self.is_untouched, before_use=self._speculation.before_use)
 
     def begin_speculatively(self, plan: StepPlan) -> None:
@@ -111,14 +113,14 @@ class UpdateInFlight:
         """
         try:
             if not self._speculation.adopt(plan):
-                self._handler.begin_step(plan)
+                self._rank_state.handler.begin_step(plan)
         except SmartInfinityError as error:
             self._failure = error
         except BaseException as error:
             self.roll_back(error)
             raise
         self._begun, self._training_over = True, False
-        self._untouched = set(range(len(self._rank_state.layout.parameters)))
+        self._untouched = set(range(len(self._partition.layout.parameters)))
         self._awaited = set(self._untouched)
         # When a wait returns, copies to a device may only have started: every stream that gathers waits for them.
         self._waits_once = not plan.outputs.waits_per_stream
@@ -134,7 +136,7 @@ class UpdateInFlight:
 
     def first_uses(self) -> NDArray[np.int64]:
         """Return int64[num_parameters]: the order in which parameters were asked for since :meth:`begin`."""
-        uses = np.full(len(self._rank_state.layout.parameters), len(self._uses), np.int64)
+        uses = np.full(len(self._partition.layout.parameters), len(self._uses), np.int64)
         uses[list(self._uses)] = np.arange(len(self._uses))
         return uses
 
@@ -188,7 +190,7 @@ class UpdateInFlight:
             StorageError: The state is closed, or a step could not be rolled back.
         """
         self.drain()
-        return self._handler
+        return self._rank_state.handler
 
     def wait(self) -> None:
         """Return when nothing of the step in flight is in progress. Not collective; never raises StorageError."""
@@ -197,7 +199,7 @@ class UpdateInFlight:
             self._complete_roll_back()
             if self._begun and self._failure is None and self._rank_state.is_open:
                 try:
-                    self._handler.finish()
+                    self._rank_state.handler.finish()
                 except SmartInfinityError as error:
                     self._failure = error
 
@@ -215,13 +217,9 @@ class UpdateInFlight:
         self._rank_state.roll_back(error)
         self._roll_back_reason = None
 
-    @property
-    def _handler(self) -> TransferHandler:
-        return self._rank_state.handler
-
     def _wait_for(self, wanted: Sequence[int]) -> None:
         try:
-            self._handler.step.wait(wanted)
+            self._rank_state.handler.step.wait(wanted)
         except SmartInfinityError as error:
             self._failure = error
             self._drain_if_alone()
@@ -238,8 +236,8 @@ class UpdateInFlight:
         together = partial(failing_together, self._partition.group)
         if self._failure is None:
             # An interrupt may have come between an earlier commit and the record of it here.
-            if self._handler.in_flight:
-                self._handler.commit(together=together)
+            if self._rank_state.handler.in_flight:
+                self._rank_state.handler.commit(together=together)
             return
         with together():
             raise self._failure

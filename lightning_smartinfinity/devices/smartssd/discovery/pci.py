@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_smartinfinity.devices.smartssd.system import System, entries_of, text_of
+from lightning_smartinfinity.devices.smartssd.discovery.system import System, entries_of, text_of
 
 __all__ = ["PciPath", "common_ancestors", "drawn", "functions_of_class", "path_of"]
 

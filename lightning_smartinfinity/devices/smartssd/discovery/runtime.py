@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smartinfinity.devices.smartssd.system import System, text_of
+from lightning_smartinfinity.devices.smartssd.discovery.system import System, text_of
 from lightning_smartinfinity.errors import ConfigError, DeviceError
 
 __all__ = ["Runtime", "choose_binding", "require_runtime", "runtime_of"]

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smartinfinity.devices.smartssd.mounts import Mount, mount_of
-from lightning_smartinfinity.devices.smartssd.pci import PciPath, functions_of_class, path_of
-from lightning_smartinfinity.devices.smartssd.system import System, entries_of, text_of
+from lightning_smartinfinity.devices.smartssd.discovery.mounts import Mount, mount_of
+from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath, functions_of_class, path_of
+from lightning_smartinfinity.devices.smartssd.discovery.system import System, entries_of, text_of
 from lightning_smartinfinity.errors import ConfigError
 
 __all__ = ["Ssd", "all_ssds", "ssd_of"]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smartinfinity.devices.smartssd.system import System, text_of
+from lightning_smartinfinity.devices.smartssd.discovery.system import System, text_of
 
 __all__ = ["Mount", "mount_of"]
 

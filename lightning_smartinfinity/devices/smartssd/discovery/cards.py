@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smartinfinity.devices.smartssd.p2p import P2P, P2PState, p2p_of
-from lightning_smartinfinity.devices.smartssd.pci import PciPath, functions_of_class, path_of
-from lightning_smartinfinity.devices.smartssd.system import System, entries_of, text_of
+from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2P, P2PState, p2p_of
+from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath, functions_of_class, path_of
+from lightning_smartinfinity.devices.smartssd.discovery.system import System, entries_of, text_of
 
 __all__ = ["Card", "cards_of", "emulated_card", "unusable_node", "without_driver"]
 

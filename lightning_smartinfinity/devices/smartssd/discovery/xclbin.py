@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from lightning_smartinfinity.config import SmartSSDConfig
-from lightning_smartinfinity.devices.smartssd.system import System
+from lightning_smartinfinity.devices.smartssd.discovery.system import System
 from lightning_smartinfinity.errors import ConfigError, DeviceError
 
 __all__ = [

@@ -6,7 +6,7 @@ import enum
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smartinfinity.devices.smartssd.system import entries_of, text_of
+from lightning_smartinfinity.devices.smartssd.discovery.system import entries_of, text_of
 
 __all__ = ["P2P", "P2PState", "p2p_of"]
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_smartinfinity.config import SmartSSDConfig
-from lightning_smartinfinity.devices.smartssd.cards import (
+from lightning_smartinfinity.devices.smartssd.discovery.cards import (
     Card,
     cards_of,
     emulated_card,
     unusable_node,
     without_driver,
 )
-from lightning_smartinfinity.devices.smartssd.p2p import P2PState
-from lightning_smartinfinity.devices.smartssd.pairing import named_cards, pair, require_each_once
-from lightning_smartinfinity.devices.smartssd.runtime import choose_binding, require_runtime, runtime_of
-from lightning_smartinfinity.devices.smartssd.ssds import all_ssds, ssd_of
-from lightning_smartinfinity.devices.smartssd.system import System
-from lightning_smartinfinity.devices.smartssd.xclbin import Xclbin, read_xclbin
+from lightning_smartinfinity.devices.smartssd.discovery.p2p import P2PState
+from lightning_smartinfinity.devices.smartssd.discovery.pairing import named_cards, pair, require_each_once
+from lightning_smartinfinity.devices.smartssd.discovery.runtime import choose_binding, require_runtime, runtime_of
+from lightning_smartinfinity.devices.smartssd.discovery.ssds import all_ssds, ssd_of
+from lightning_smartinfinity.devices.smartssd.discovery.system import System
+from lightning_smartinfinity.devices.smartssd.discovery.xclbin import Xclbin, read_xclbin
 from lightning_smartinfinity.errors import ConfigError, DeviceError
 
 __all__ = ["CardSetup", "find_cards", "paired_cards"]

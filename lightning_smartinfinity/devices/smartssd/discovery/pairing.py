@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_smartinfinity.devices.smartssd.cards import Card
-from lightning_smartinfinity.devices.smartssd.pci import PciPath, common_ancestors, drawn
-from lightning_smartinfinity.devices.smartssd.ssds import Ssd
+from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
+from lightning_smartinfinity.devices.smartssd.discovery.pci import PciPath, common_ancestors, drawn
+from lightning_smartinfinity.devices.smartssd.discovery.ssds import Ssd
 from lightning_smartinfinity.errors import ConfigError
 
 __all__ = ["named_cards", "pair", "require_each_once"]
