@@ -67,7 +67,7 @@ def test_failed_runs_and_calls(tmp_path: Path, emulated_cards: EmulatedCards, ki
 
 def test_runs_that_do_not_return(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Each is given up for its time; while it is out, the card takes nothing, and afterwards everything again."""
-    case = CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient(0.02)))
+    case = CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient()))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         for number in range(15):
@@ -114,7 +114,7 @@ def test_closing_with_a_run_that_does_not_return(tmp_path: Path, emulated_cards:
     emulated_cards.reset(count=3)
     lost = 2  # which takes no other xclbin from now on: other tests have the first two
     before = emulated_cards.counter("num_buffers", lost)
-    case = CardCase(tasklet_numel=TASKLET, card=lost, timeout_ms=round(1000 * lenient(0.02)))
+    case = CardCase(tasklet_numel=TASKLET, card=lost, timeout_ms=round(1000 * lenient()))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         during = emulated_cards.counter("num_buffers", lost)
         state.write(*ARRAYS)
@@ -164,7 +164,7 @@ def test_abandoning_waits_for_what_runs(tmp_path: Path, emulated_cards: Emulated
 
 def test_abandoning_what_was_given_up(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """It is not waited for. One run at a time: no other is given up too, however busy this machine is."""
-    case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=round(1000 * lenient(0.2)))
+    case = CardCase(tasklet_numel=TASKLET, num_buffers=1, compute_threads=1, timeout_ms=round(1000 * lenient()))
     with card_state(tmp_path, emulated_cards, STEP, NUMEL, case) as state:
         state.write(*ARRAYS)
         emulated_cards.inject("hang")
@@ -276,7 +276,7 @@ def test_a_binding_that_raises(
     binding = FailingBinding(0, emulated_cards.build.xclbin)
     monkeypatch.setitem(BINDINGS, "failing", lambda cards, index: Card(binding))
     # Only a run that hangs is waited for so long; others may be slow on a machine under load.
-    timeout_ms = round(1000 * lenient(0.3)) if method == "state" else 60_000
+    timeout_ms = round(1000 * lenient()) if method == "state" else 60_000
     with card_state(
         tmp_path,
         emulated_cards,
