@@ -203,10 +203,12 @@ def names_in(source: str) -> set[str]:
 
 
 def untested(root: Path) -> list[str]:
-    """Lists the package's modules that no file below tests/ names."""
+    """Lists the package's modules that have functions and that no file below tests/ names."""
     named = set[str]().union(*(names_in(path.read_text()) for path in python_files(root, "tests")))
-    modules = [path for path in python_files(root, PACKAGE) if path.name != "__init__.py"]
-    names = (".".join(path.relative_to(root).with_suffix("").parts) for path in sorted(modules))
+    modules = [path for path in python_files(root, PACKAGE) if re.search(r"^ *def ", path.read_text(), re.MULTILINE)]
+    names = [
+        ".".join(path.relative_to(root).with_suffix("").parts) for path in sorted(modules) if path.stem != "__init__"
+    ]
     return [name for name in names if name not in named]
 
 
