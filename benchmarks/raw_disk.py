@@ -28,7 +28,7 @@ PAGES = ("huge", "4 KiB")
 
 
 @dataclass(frozen=True)
-class Setting:
+class IoSettings:
     """How the disk is driven.
 
     Args:
@@ -55,10 +55,10 @@ class Rate:
     cpu_seconds_per_gib: float
 
 
-def all_settings(blocks: Sequence[int] = BLOCKS, depths: Sequence[int] = DEPTHS) -> list[Setting]:
+def all_settings(blocks: Sequence[int] = BLOCKS, depths: Sequence[int] = DEPTHS) -> list[IoSettings]:
     """Return the settings of a sweep, including io_uring if the system has it."""
     methods = ["threads"] + [name for name, reason in io_engines() if name == "io_uring" and reason is None]
-    return [Setting(*values) for values in product(methods, PAGES, blocks, depths)]
+    return [IoSettings(*values) for values in product(methods, PAGES, blocks, depths)]
 
 
 class RawDisk:
@@ -75,7 +75,7 @@ class RawDisk:
         write_at: Offset in the file, in bytes, where writing starts.
     """
 
-    def __init__(self, path: Path, nbytes: int, *, read_fraction: float, settings: Sequence[Setting]) -> None:
+    def __init__(self, path: Path, nbytes: int, *, read_fraction: float, settings: Sequence[IoSettings]) -> None:
         self.nbytes, self.read_fraction, self.settings = nbytes, read_fraction, settings
         self.read_at = self.write_at = 0
         self._path = path
@@ -86,7 +86,7 @@ class RawDisk:
     @classmethod
     @contextmanager
     def with_file(
-        cls, folder: Path, nbytes: int, *, read_fraction: float, settings: Sequence[Setting]
+        cls, folder: Path, nbytes: int, *, read_fraction: float, settings: Sequence[IoSettings]
     ) -> Iterator[RawDisk]:
         """Yield a disk with a temporary file, whose lower part is read and whose upper part is written."""
         largest = max(setting.block for setting in settings)
@@ -100,12 +100,12 @@ class RawDisk:
         finally:
             path.unlink(missing_ok=True)
 
-    def sweep(self, nbytes: int, *, keep: int = 3) -> list[Setting]:
+    def sweep(self, nbytes: int, *, keep: int = 3) -> list[IoSettings]:
         """Return the fastest settings, best first, after trying each with this many bytes."""
         rates = {setting: self.measure(setting, nbytes).gb_per_second for setting in self.settings}
         return sorted(self.settings, key=lambda setting: -rates[setting])[:keep]
 
-    def measure(self, setting: Setting, nbytes: int | None = None) -> Rate:
+    def measure(self, setting: IoSettings, nbytes: int | None = None) -> Rate:
         """Run the mix once.
 
         Args:
@@ -129,7 +129,7 @@ class RawDisk:
                 pieces.append((False, self.write_at + (index - reads) * block))
         return pieces
 
-    def _run_threads(self, setting: Setting, pieces: list[tuple[bool, int]]) -> tuple[float, float]:
+    def _run_threads(self, setting: IoSettings, pieces: list[tuple[bool, int]]) -> tuple[float, float]:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
         memory, left, failures = self._memory[setting.pages].view, iter(pieces), []
         lock = threading.Lock()
@@ -163,7 +163,7 @@ class RawDisk:
             raise SystemExit(f"raw disk, {setting}: {failures[0]}")
         return taken
 
-    def _run_queue(self, setting: Setting, pieces: list[tuple[bool, int]]) -> tuple[float, float]:
+    def _run_queue(self, setting: IoSettings, pieces: list[tuple[bool, int]]) -> tuple[float, float]:
         memory = self._memory[setting.pages]
         file = StateFile(str(self._path), direct=self.direct)
         queue = FileQueue(io_engine=setting.method, memory=memory.host)

@@ -41,7 +41,7 @@ from comparison import Figures, measure, report, table
 from gpt2 import CONTEXT, GPT2, SIZES
 from machine import describe
 from peak_memory import resident, system_io, train_in_memory, zero_infinity_config
-from raw_disk import MIB, RawDisk, Setting, all_settings, cpu_seconds
+from raw_disk import MIB, IoSettings, RawDisk, all_settings, cpu_seconds
 from training import PARTS, WARMUP, Probe, tokens, train_near_storage, train_stock
 
 from lightning_smartinfinity.native.formats import STATE_FORMATS
@@ -162,7 +162,7 @@ class Disk:
 
     def __init__(self, raw: RawDisk) -> None:
         self._raw = raw
-        self._best: list[Setting] = raw.sweep(raw.nbytes // 4)
+        self._best: list[IoSettings] = raw.sweep(raw.nbytes // 4)
 
     @classmethod
     @contextmanager

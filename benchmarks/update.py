@@ -19,7 +19,7 @@ from typing import Any
 
 from comparison import table
 from machine import describe
-from raw_disk import BLOCKS, DEPTHS, MIB, RawDisk, Setting, all_settings
+from raw_disk import BLOCKS, DEPTHS, MIB, IoSettings, RawDisk, all_settings
 from stepped_state import SteppedState
 
 from lightning_smartinfinity.config import TransferConfig
@@ -46,7 +46,7 @@ def main() -> None:
     print(machine)
     rows = {}
     for state_format in options.formats:
-        best: list[Setting] = []  # best settings for this format's mix
+        best: list[IoSettings] = []  # best settings for this format's mix
         for engine in options.engines:
             with tempfile.TemporaryDirectory(dir=options.folder, prefix="update-") as folder:
                 rows[f"{state_format}, {engine}"] = measure(Path(folder), state_format, engine, best, options)
@@ -78,7 +78,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def measure(
-    folder: Path, state_format: str, engine: str, best: list[Setting], options: argparse.Namespace
+    folder: Path, state_format: str, engine: str, best: list[IoSettings], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure steps in turn with the raw disk.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.helpers.runif import is_allowed
 
@@ -48,6 +50,14 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the process of a test with a limit of its own live for a minute longer than that limit."""
+    if mark := item.get_closest_marker("timeout"):
+        stderr = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(mark.args[0] + 60, exit=True, file=stderr)
 
 
 class _SkipWatch:

@@ -4,6 +4,7 @@
     python tools/house.py --against ../before  # beside another checkout of the project
     python tools/house.py --sample 60          # docstrings picked at random, to be read cold
     python tools/house.py --untested           # modules of the package that no test imports by name
+    python tools/house.py --without COMMIT     # code lines of a commit that are still there
 
 Lengths of C++ functions come from matching braces in clang-formatted code, which is exact enough for percentiles.
 """
@@ -75,29 +76,45 @@ class Room:
 HEADER = "files  lines   code  func median    p90  max  Any frag"
 
 
-def sources(root: Path) -> Iterator[Path]:
-    """Yields the product's source files that are committed: what the build generates does not count."""
-    listed = subprocess.run(["git", "ls-files", *PRODUCT], cwd=root, capture_output=True, text=True, check=True)
-    for name in listed.stdout.splitlines():
+def git(root: Path, *arguments: str | Path) -> list[str]:
+    """Returns the lines that a command of git prints."""
+    command = ["git", *map(str, arguments)]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def sources(root: Path, *folders: str) -> Iterator[Path]:
+    """Yields source files that git tracks, by default the product's: what the build generates does not count."""
+    for name in git(root, "ls-files", *(folders or PRODUCT)):
         path = root / name
         if path.suffix in CPP or path.suffix in {".py", ".pyi"}:
             yield path
 
 
-def python_room(text: str) -> Room:
-    """Measures a Python file."""
-    tree = ast.parse(text)
+def python_files(root: Path, folder: str) -> list[Path]:
+    """Lists the Python files of a folder that git tracks."""
+    return [path for path in sources(root, folder) if path.suffix == ".py"]
+
+
+def code_lines(text: str, suffix: str) -> set[int]:
+    """Returns the numbers of the lines of a file that are neither empty nor comments nor docstrings."""
+    if suffix in CPP:
+        return {number for number, line in enumerate(_bare(text).splitlines(), 1) if line.strip()}
     documented = set[int]()
-    for node in docstrings(tree):
+    for node in docstrings(ast.parse(text)):
         documented.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     spans = [(token.start[0], token.end[0]) for token in tokens if token.type not in _NO_CODE and token.string]
-    code = {line for first, last in spans for line in range(first, last + 1)} - documented
+    return {line for first, last in spans for line in range(first, last + 1)} - documented
+
+
+def python_room(text: str) -> Room:
+    """Measures a Python file."""
+    tree = ast.parse(text)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return Room(
         files=1,
         lines=text.count("\n"),
-        code=len(code),
+        code=len(code_lines(text, ".py")),
         functions=[(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions],
         any_names=sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree)),
         fragments=sum(is_fragment(str(node.value)) for node in docstrings(tree)),
@@ -129,9 +146,13 @@ def is_fragment(constant: str) -> bool:
 
 def cpp_room(text: str) -> Room:
     """Measures a C++ file."""
-    bare = _COMMENT.sub(lambda match: '""' if match[0][0] in "\"'" else "\n" * match[0].count("\n"), text)
-    code = sum(bool(line.strip()) for line in bare.splitlines())
-    return Room(files=1, lines=text.count("\n"), code=code, functions=list(cpp_functions(bare)))
+    functions = list(cpp_functions(_bare(text)))
+    return Room(files=1, lines=text.count("\n"), code=len(code_lines(text, ".cpp")), functions=functions)
+
+
+def _bare(text: str) -> str:
+    """Returns C++ without comments and without what strings hold."""
+    return _COMMENT.sub(lambda match: '""' if match[0][0] in "\"'" else "\n" * match[0].count("\n"), text)
 
 
 def cpp_functions(bare: str) -> Iterator[int]:
@@ -182,21 +203,35 @@ def names_in(source: str) -> set[str]:
 
 
 def untested(root: Path) -> list[str]:
-    """Lists the package's modules that no file below tests/ names."""
-    named = set[str]().union(*(names_in(path.read_text()) for path in (root / "tests").rglob("*.py")))
-    modules = [path for path in (root / PACKAGE).rglob("*.py") if path.name != "__init__.py"]
-    names = (".".join(path.relative_to(root).with_suffix("").parts) for path in sorted(modules))
+    """Lists the package's modules that have functions and that no file below tests/ names."""
+    named = set[str]().union(*(names_in(path.read_text()) for path in python_files(root, "tests")))
+    modules = [path for path in python_files(root, PACKAGE) if re.search(r"^ *def ", path.read_text(), re.MULTILINE)]
+    names = [
+        ".".join(path.relative_to(root).with_suffix("").parts) for path in sorted(modules) if path.stem != "__init__"
+    ]
     return [name for name in names if name not in named]
 
 
 def sample(root: Path, count: int, seed: int) -> Iterator[str]:
     """Yields docstrings of the package picked at random, each after its file and line."""
     found = []
-    for path in (root / PACKAGE).rglob("*.py"):
+    for path in python_files(root, PACKAGE):
         found += [(path.relative_to(root), node) for node in docstrings(ast.parse(path.read_text()))]
     found.sort(key=lambda item: (str(item[0]), item[1].lineno))
     for path, node in random.Random(seed).sample(found, min(count, len(found))):
         yield f"{path}:{node.lineno}: {str(node.value).strip()}\n"
+
+
+def left_of(root: Path, commit: str) -> Iterator[str]:
+    """Yields how many code lines of a commit each of the product's files still has, and the sum."""
+    (name,) = git(root, "rev-parse", f"{commit}^{{commit}}")
+    counts = dict[Path, int]()
+    for path in sources(root):
+        blamed, code = git(root, "blame", "-l", "-s", "-w", "--", path), code_lines(path.read_text(), path.suffix)
+        counts[path] = sum(line.startswith(name) and number in code for number, line in enumerate(blamed, 1))
+    for path, count in [*counts.items(), (root / "all", sum(counts.values()))]:
+        if count:
+            yield f"{count:6} {path.relative_to(root)}"
 
 
 def folded(now: dict[str, Room], before: dict[str, Room]) -> dict[str, Room]:
@@ -249,11 +284,14 @@ def main() -> None:
     parser.add_argument("--sample", type=int, metavar="N", help="print N docstrings picked at random instead")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (%(default)s)")
     parser.add_argument("--untested", action="store_true", help="list the modules that no test imports instead")
+    parser.add_argument("--without", metavar="COMMIT", help="count the code lines of a commit that still stand instead")
     arguments = parser.parse_args()
     if arguments.sample is not None:
         lines: Iterator[str] = sample(ROOT, arguments.sample, arguments.seed)
     elif arguments.untested:
         lines = iter(untested(ROOT))
+    elif arguments.without is not None:
+        lines = left_of(ROOT, arguments.without)
     else:
         lines = report(ROOT, arguments.against)
     sys.stdout.writelines(f"{line}\n" for line in lines)

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.waiting import PROCESS_LIMIT
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _MODULES = ("byte_lm", "finetune_text", "finetune_text_cli", "report", "text_folder")
@@ -36,7 +37,7 @@ def run_example(tmp_path: Path) -> Callable[..., str]:
             env={**fresh_environment(), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=PROCESS_LIMIT,
         )
         output = done.stdout + done.stderr
         assert done.returncode == status, output[-6000:]

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from tests.helpers.waiting import LIMIT, PROCESS_LIMIT
+
 # DeepSpeed imports its modules in this list only when an engine starts.
 PRELOADED = (
     "lightning_smartinfinity.strategy",
@@ -81,7 +83,12 @@ def _become(job: dict[str, Any], environment: dict[str, str]) -> None:
 
 
 def _wait(ranks: set[int]) -> int:
-    """Return 0, or the first exit status that is not 0, after which the other ranks are killed."""
+    """Return 0, or the first exit status that is not 0, after which the other ranks are killed.
+
+    If the process that sent the job does not stop the server in time, the server ends itself and all that it forked.
+    """
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+    signal.alarm(round(PROCESS_LIMIT + LIMIT))
     first = 0
     while ranks:
         rank, status = os.wait()
@@ -89,6 +96,7 @@ def _wait(ranks: set[int]) -> int:
         if first == 0 and (first := os.waitstatus_to_exitcode(status)) != 0:
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
+    signal.alarm(0)
     return first
 
 

@@ -11,10 +11,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_smartinfinity import update_rules
 from lightning_smartinfinity.native import DType
 from tests.helpers.update_rules import ARRAYS, RULES, Floats, adagrad_step, adam_step, rmsprop_step, sgd_step
 
-__all__ = ["DTYPES", "STEPS", "Bits", "assert_same_bits", "decode", "encode", "expected_state", "random_arrays"]
+__all__ = [
+    "DTYPES",
+    "STEPS",
+    "STEPS_OF_RULES",
+    "Bits",
+    "assert_same_bits",
+    "decode",
+    "encode",
+    "expected_state",
+    "random_arrays",
+]
 
 Bits = npt.NDArray[Any]
 """Values as they lie in memory: fp32, or 16-bit patterns as int16."""
@@ -27,19 +38,23 @@ STEPS = {
     "adam": adam_step(decay=1.0, l2=0.01),
     "adam_near_end": adam_step(one_minus_beta1=0.8, gradient_scale=-0.5),
     "adam_half": adam_step(one_minus_beta1=0.5, l2=0.1, decay=1.0),
+    "adagrad_without_eps": adagrad_step(eps=0.0),
     "adagrad": adagrad_step(),
     "adagrad_decayed": adagrad_step(weight_decay=0.1, step_size=1e-2 / 1.9, gradient_scale=-0.5),
-    "adagrad_without_eps": adagrad_step(eps=0.0),
+    "sgd_nesterov": sgd_step(nesterov_momentum=0.9),
     "sgd": sgd_step(),
     "sgd_first": sgd_step(buffer_coefficient=0.0, gradient_scale=-0.5),
     "sgd_dampened": sgd_step(gradient_coefficient=0.3, weight_decay=0.1),
-    "sgd_nesterov": sgd_step(nesterov_momentum=0.9),
     "sgd_nesterov_first": sgd_step(nesterov_momentum=0.9, buffer_coefficient=0.0, weight_decay=0.01),
     "rmsprop": rmsprop_step(weight_decay=0.1, gradient_scale=-0.5),
     "rmsprop_plain": rmsprop_step(momentum=0.0, centered=0.0),
     "rmsprop_with_momentum": rmsprop_step(centered=0.0, weight_decay=0.01),
     "rmsprop_centered_near_end": rmsprop_step(momentum=0.0, alpha=0.2, one_minus_alpha=0.8),
 }
+STEPS_OF_RULES: dict[str, list[Any]] = {
+    rule.name: [step for step in STEPS.values() if type(step).__name__ == rule.step] for rule in update_rules.RULES
+}
+"""The steps of each rule. Tests that need one step of a rule take the first."""
 
 _SPECIAL = np.array(
     [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 1.1754942e-38, 1.1754944e-38, 3e38, -3e38, 1e-30, 65504, 65520],

@@ -16,16 +16,14 @@ from pathlib import Path
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from tests.helpers.fresh_python import fresh_environment
-from tests.helpers.waiting import LIMIT
+from tests.helpers.waiting import LIMIT, PROCESS_LIMIT
 
 __all__ = ["REPOSITORY", "run_module"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run_module(
-    module: str, *arguments: str | Path, ranks: int = 1, timeout: float = 600
-) -> subprocess.CompletedProcess[str]:
+def run_module(module: str, *arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module arguments`` in forked processes (see :mod:`tests.helpers.fork_server`).
 
     This is for runs on the CPU that test neither the imports nor the launcher.
@@ -33,8 +31,7 @@ def run_module(
     Args:
         module: A module of the repository.
         *arguments: Its arguments.
-        ranks: Number of processes; several find each other as if torchrun had started them.
-        timeout: Limit in seconds.
+        ranks: Processes; more than one find each other as if torchrun had started them.
     """
     command = [module, *map(str, arguments)]
     with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
@@ -45,7 +42,7 @@ def run_module(
             "stdout": stdout.name,
             "stderr": stderr.name,
         }
-        status = _server().run(job, timeout)
+        status = _server().run(job)
         return subprocess.CompletedProcess(command, status, stdout.read(), stderr.read())
 
 
@@ -76,9 +73,9 @@ class _Server:
         theirs.close()
         atexit.register(self.kill)
 
-    def run(self, job: dict[str, object], timeout: float) -> int:
+    def run(self, job: dict[str, object]) -> int:
         """Run a job and return its exit status. If it takes too long, kill the server and all that it forked."""
-        self._control.settimeout(timeout)
+        self._control.settimeout(PROCESS_LIMIT)
         try:
             with self._control.makefile("rw") as lines:
                 print(json.dumps(job), file=lines, flush=True)

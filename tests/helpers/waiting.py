@@ -6,13 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["LIMIT", "PROCESS_LIMIT", "await_that", "join", "lenient"]
+__all__ = ["BUILD_LIMIT", "BUILD_TEST_LIMIT", "LIMIT", "PROCESS_LIMIT", "await_that", "join", "lenient"]
 
 LIMIT = 120.0
 """Seconds after which a test gives up a wait: less than the limit of a test, so that the wait says what is missing."""
 
-PROCESS_LIMIT = 9 * LIMIT
-"""Seconds after which a test stops a process that it waits for, such as a build: less than the limit of a test, too."""
+PROCESS_LIMIT = 3 * LIMIT
+"""Seconds after which a test stops a process that it waits for: less than the limit of a test, too."""
+
+BUILD_LIMIT = 9 * LIMIT
+"""Seconds after which a test stops a build: less than ``BUILD_TEST_LIMIT``."""
+
+BUILD_TEST_LIMIT = 10 * LIMIT
+"""Seconds that ``@pytest.mark.timeout`` gives the tests of a module that builds for minutes on a busy machine."""
 
 
 def await_that(condition: Callable[[], bool], *, seconds: float = LIMIT) -> None:
@@ -38,11 +44,11 @@ def join(*threads: threading.Thread) -> None:
         assert not thread.is_alive(), f"{thread.name} has not ended within {LIMIT} s"
 
 
-def lenient(seconds: float, *, pauses: int = 20) -> float:
+def lenient(seconds: float = 0.5, *, pauses: int = 20) -> float:
     """Return a deadline that unhindered work meets on this machine, however busy the machine is now.
 
     Args:
-        seconds: The deadline on an idle machine.
+        seconds: The deadline on an idle machine. The default outlasts a burst of load that comes later.
         pauses: The deadline is at least this many times as long as a thread has to wait for a core now. A test that
             goes on when something else is late may pass fewer.
 

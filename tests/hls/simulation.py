@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hls.description import Kernel
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.helpers.waiting import BUILD_LIMIT, LIMIT
 
 __all__ = ["LIBRARIES", "PROGRAMS", "ROOT", "Buffer", "Library", "Program", "Simulation", "aligned", "built"]
 
@@ -62,7 +62,7 @@ def built(name: str) -> Path:
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         make = ["make", "-C", str(ROOT / "hls"), f"BUILD={folder}", str(file)]
-        completed = subprocess.run(make, capture_output=True, text=True, timeout=PROCESS_LIMIT)
+        completed = subprocess.run(make, capture_output=True, text=True, timeout=BUILD_LIMIT)
     assert completed.returncode == 0, completed.stderr
     return file
 
@@ -95,7 +95,10 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _, report = self._process.communicate()
+        try:
+            _, report = self._process.communicate(timeout=LIMIT)
+        finally:
+            self._process.kill()
         assert self._process.returncode == 0 and not report, report.decode()
 
     def run(self, kernel: Kernel, buffers: Sequence[Buffer], words: Sequence[int]) -> str:

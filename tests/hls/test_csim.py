@@ -14,15 +14,14 @@ import torch
 from hls.description import ERROR_BITS
 from lightning_smartinfinity.native import AdagradStep, AdamStep, DType, RmspropStep, SgdStep
 from tests.helpers.compressed import Codes, block_scaled_codes
-from tests.helpers.golden import DTYPES, STEPS, decode, encode
+from tests.helpers.golden import DTYPES, STEPS, STEPS_OF_RULES, decode, encode
 from tests.helpers.native_testing import crc32c_combine
 from tests.helpers.payload import BLOCK, Payload, build, expand
 from tests.helpers.update_rules import Floats, adagrad_step, adam_step, rmsprop_step, sgd_step
 from tests.hls.simulation import Library, aligned
 from tests.hls.tasklet import FORMS, Form, Tasklet, make_tasklet
 
-RULE_STEPS = [STEPS["adamw"], STEPS["adagrad_without_eps"], STEPS["sgd_dampened"], STEPS["rmsprop"]]
-RULES = pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sgd", "rmsprop"])
+RULES = pytest.mark.parametrize("step", [steps[0] for steps in STEPS_OF_RULES.values()], ids=STEPS_OF_RULES)
 LENGTHS = [0, 1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 1000, 1023, 1024, 1025, 2047]
 
 FLOAT32 = DType.FLOAT32

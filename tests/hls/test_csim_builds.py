@@ -12,14 +12,15 @@ import pytest
 
 from hls.description import ERROR_BITS, KERNELS, Kernel
 from hls.sources import write_sources
-from tests.helpers.golden import STEPS
+from tests.helpers.golden import STEPS, STEPS_OF_RULES
 from tests.helpers.payload import BLOCK
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.helpers.waiting import BUILD_TEST_LIMIT, PROCESS_LIMIT
 from tests.hls.simulation import LIBRARIES, PROGRAMS, ROOT, Library, Program, Simulation, built
 from tests.hls.tasklet import FORMS, Form, make_tasklet
 
+pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
+
 RANGES = [(0, 0), (0, 1), (17, 40), (31, 33), (0, 1_100), (1_099, 1_100), (5, 1_095)]
-RULE_STEPS = [STEPS["adam"], STEPS["adagrad_without_eps"], STEPS["sgd_nesterov"], STEPS["rmsprop"]]
 MOST_STREAM_ELEMENTS = 65_536
 SPARSE, BLOCK_SCALED = FORMS[1], FORMS[-1]
 BAD_INDEX, BAD_HEADER, _, _, WRONG_COUNTS, BAD_CODE = ERROR_BITS.values()
@@ -36,7 +37,7 @@ def simulation(request: pytest.FixtureRequest) -> Iterator[Simulation]:
             yield program
 
 
-@pytest.mark.parametrize("step", RULE_STEPS, ids=["adamw", "adagrad", "sgd", "rmsprop"])
+@pytest.mark.parametrize("step", [steps[0] for steps in STEPS_OF_RULES.values()], ids=STEPS_OF_RULES)
 def test_runs(simulation: Simulation, step: object) -> None:
     """Every form and kind of range gives the same bits, within the buffers, without a race or a deadlock."""
     for seed, form in enumerate(FORMS):

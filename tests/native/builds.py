@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.helpers.waiting import BUILD_LIMIT
 
 __all__ = ["ROOT", "configure", "run"]
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(*command: str | Path, expect_success: bool = True) -> subprocess.CompletedProcess[str]:
     """Run a command. An error contains all of its output."""
-    completed = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=PROCESS_LIMIT)
+    completed = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=BUILD_LIMIT)
     if expect_success:
         assert completed.returncode == 0, f"{command}\n{completed.stdout}\n{completed.stderr}"
     return completed

@@ -24,6 +24,7 @@ from lightning_smartinfinity.native import (
     Operation,
 )
 from tests.helpers.native_testing import use_cuda_library
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.native.builds import ROOT
 from tests.native.fake_cuda import FakeCuda
 from tests.native.stored import Run, StoredState
@@ -232,7 +233,7 @@ def test_the_end_of_a_process_that_holds_everything(fake_cuda: FakeCuda, tmp_pat
         event.record(stream.handle)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT, cwd=ROOT)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

@@ -124,7 +124,7 @@ def run_python(source: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         env=fresh_environment(),
-        timeout=60,
+        timeout=PROCESS_LIMIT,
     )
     assert completed.returncode == 0, completed.stderr
     return completed.stdout

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.waiting import BUILD_TEST_LIMIT
 from tests.native.builds import configure, run
+
+pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
 
 NUM_SEEDS = 60
 

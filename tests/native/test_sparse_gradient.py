@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_smartinfinity.native import Batch, DType, Identity, Operation
-from tests.helpers.golden import DTYPES, STEPS, assert_same_bits, random_arrays
+from tests.helpers.golden import DTYPES, STEPS_OF_RULES, assert_same_bits, random_arrays
 from tests.helpers.payload import BEAT_BYTES, BLOCK, Payload, build, compress, expand
 from tests.helpers.update_rules import adam_step
 from tests.native.stored import JOB, Array, Run, StoredState
@@ -22,10 +22,10 @@ def memory_of(payload: Payload) -> Array:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
-@pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd_nesterov", "rmsprop"])
+@pytest.mark.parametrize("name", STEPS_OF_RULES)
 def test_as_its_dense_form(tmp_path: Path, name: str, dtype: DType) -> None:
     """A compressed gradient updates like its dense form, with segments of any borders, with and without a step."""
-    step = STEPS[name]
+    step = STEPS_OF_RULES[name][0]
     gradient, *state = random_arrays(step, NUMEL, 0, special=False)
     payload = compress(gradient, 0.05, dtype)
     dense = expand(payload.tobytes())

@@ -17,7 +17,9 @@ import pytest
 
 from lightning_smartinfinity.native import _core
 from tests.helpers import native_testing
-from tests.helpers.waiting import PROCESS_LIMIT
+from tests.helpers.waiting import BUILD_LIMIT, BUILD_TEST_LIMIT, PROCESS_LIMIT
+
+pytestmark = pytest.mark.timeout(BUILD_TEST_LIMIT)
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_smartinfinity"
@@ -34,7 +36,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "build", "--no-isolation", *_QUICK_BUILD, "--outdir", folder, ROOT],
         capture_output=True,
         text=True,
-        timeout=PROCESS_LIMIT,
+        timeout=BUILD_LIMIT,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return folder

@@ -35,7 +35,7 @@ def test_ranks_are_like_new_processes(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("how", "status"), [("badly", 1), ("never", -signal.SIGKILL)])
 def test_a_rank_that_fails_ends_the_others(how: str, status: int, tmp_path: Path) -> None:
     """The status is that of the failing rank, whose traceback is printed."""
-    done = run_module(WORKER, tmp_path, how, ranks=2, timeout=60)
+    done = run_module(WORKER, tmp_path, how, ranks=2)
     assert done.returncode == status
     assert ("RuntimeError: told to" in done.stderr) == (how == "badly")
     assert not (tmp_path / "ended-0").exists()

@@ -18,6 +18,7 @@ from tests.helpers import reference
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.hard_models import train_plainly
 from tests.helpers.plain import assert_alike
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.stock.comparison import OURS, stock_fails
 from tests.stock.situations import OWN_BATCHES, SHARED_WEIGHTS
 from tests.training.worker import REPOSITORY
@@ -74,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=fresh_environment(),
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=PROCESS_LIMIT,
     )
     # An assertion here would count as one of stock's documented failures.
     if done.returncode != 0:

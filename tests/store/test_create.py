@@ -27,6 +27,7 @@ from lightning_smartinfinity.errors import (
 )
 from lightning_smartinfinity.store import ExtentMap, StateStore
 from lightning_smartinfinity.store.lock import FolderLock, is_locked
+from tests.helpers.waiting import LIMIT
 from tests.store.makers import commit_generation, create, created, description, tree
 
 RANK_FILES = {"lock", "manifest.json", "state.bin"}
@@ -185,12 +186,16 @@ def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     """A forked DataLoader worker that outlives the trainer does not keep the folder locked."""
     lock = FolderLock(tmp_path)
     parent, child = socket.socketpair()
+    parent.settimeout(LIMIT)
+    child.settimeout(LIMIT)
     pid = os.fork()
     if pid == 0:
-        parent.close()
-        child.send(b"x")
-        child.recv(1)  # lives until the parent is done
-        os._exit(0)
+        try:
+            parent.close()
+            child.send(b"x")
+            child.recv(1)  # lives until the parent is done
+        finally:
+            os._exit(0)
     child.close()
     try:
         parent.recv(1)
@@ -378,7 +383,7 @@ def test_ranks_come_and_go(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         for done in [pool.submit(come_and_go, rank) for rank in range(3)]:
-            done.result()
+            done.result(LIMIT)
     assert tree(tmp_path) == set()
 
 

@@ -20,6 +20,7 @@ import torch
 
 from lightning_smartinfinity import SmartInfinityError, SmartInfinityStrategy
 from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.waiting import LIMIT
 from tests.training.test_bad_input import fit
 
 # This is more than the state of one rank and less than the state of both.
@@ -69,7 +70,7 @@ def attempt(case: str, root: Path) -> dict[str, Any]:
     module = LitTiny(Recipe(width=64))
     if case == "unsupported-optimizer":
         module.configure_optimizers = lambda: torch.optim.NAdam(module.parameters())  # type: ignore[method-assign]
-    strategy = SmartInfinityStrategy(root / case / "storage", timeout=timedelta(seconds=60))
+    strategy = SmartInfinityStrategy(root / case / "storage", timeout=timedelta(seconds=LIMIT))
     try:
         with CASES[case]():
             fit(module, strategy, root / case, devices=2)

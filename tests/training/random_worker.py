@@ -58,7 +58,7 @@ def run(job: Job) -> Left:
     return left
 
 
-def launch(*jobs: Job, timeout: float = 600) -> list[list[Left]]:
+def launch(*jobs: Job) -> list[list[Left]]:
     """Run jobs in turn in fresh processes and return each rank's result.
 
     All jobs must use the same number of devices.
@@ -67,7 +67,7 @@ def launch(*jobs: Job, timeout: float = 600) -> list[list[Left]]:
     config = Path(jobs[0].out) / "jobs.json"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
-    done = run_module("tests.training.random_worker", config, ranks=jobs[0].devices, timeout=timeout)
+    done = run_module("tests.training.random_worker", config, ranks=jobs[0].devices)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return [[_left(job, rank) for rank in range(job.devices)] for job in jobs]
 

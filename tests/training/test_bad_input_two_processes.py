@@ -42,7 +42,7 @@ def attempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lock = FolderLock(locked)
     before = {case: sorted(_tree(root / case / "storage")) for case in CASES}
     (root / "before.json").write_text(json.dumps(before))
-    done = run_module("tests.training.bad_input_worker", root, ranks=2, timeout=240)
+    done = run_module("tests.training.bad_input_worker", root, ranks=2)
     lock.release(remove=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return root

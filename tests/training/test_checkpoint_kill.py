@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.training.killed_save_worker import CODEC, RECIPE, TRANSFER
 from tests.training.worker import REPOSITORY, Run, train
 
@@ -21,7 +22,7 @@ def killed(folder: Path, devices: int, when: str) -> None:
         env=fresh_environment(),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PROCESS_LIMIT,
     )
     assert done.returncode != 0, "the save was not killed"
     assert (folder / "first.ckpt").is_dir(), done.stderr[-4000:]

@@ -18,6 +18,7 @@ from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import Recipe
 from tests.helpers.trainers import quiet_trainer
 from tests.helpers.universal import convert
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.training.evaluation_worker import RECIPE, Buffered, evaluated_values, train_and_save
 from tests.training.worker import REPOSITORY
 
@@ -81,7 +82,7 @@ def test_other_numbers_of_processes(saved: Path, tmp_path: Path) -> None:
         env=fresh_environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PROCESS_LIMIT,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for rank in range(2):

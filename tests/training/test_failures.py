@@ -93,7 +93,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_commits_it(overlap:
     rank 1 cannot roll back a speculative update, or cannot keep what compression left out, its state is lost and both
     ranks raise.
     """
-    done = run_module("tests.training.failing_rank_worker", tmp_path, overlap, ranks=2, timeout=240)
+    done = run_module("tests.training.failing_rank_worker", tmp_path, overlap, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert seen[0] == seen[1]

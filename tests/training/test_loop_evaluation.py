@@ -181,7 +181,7 @@ def test_another_precision_for_the_same_module_is_refused(precision: Any, tmp_pa
 def test_two_processes_predict_what_one_does(tmp_path: Path) -> None:
     """The predictions of two ranks together equal those of one process, before and after a fit."""
     before, after = predict_around_a_fit(quiet_trainer(tmp_path, precision="32-true", max_steps=1))
-    done = run_module("tests.training.predict_worker", tmp_path, ranks=2, timeout=300)
+    done = run_module("tests.training.predict_worker", tmp_path, ranks=2)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     shares = [torch.tensor(json.loads((tmp_path / f"predicted-{rank}.json").read_text())) for rank in range(2)]
     together = torch.stack(shares, 2).flatten(1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.waiting import PROCESS_LIMIT
 from tests.training.memory_worker import NUM_BUFFERS, STEPS, TASKLET_BYTES
 from tests.training.worker import REPOSITORY
 
@@ -49,7 +50,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for depth, what in zip(DEPTHS, ("saving", "training"), strict=True)
     ]
     try:
-        outputs = [run.communicate(timeout=300)[0] for run in runs]
+        outputs = [run.communicate(timeout=PROCESS_LIMIT)[0] for run in runs]
     finally:
         for run in runs:
             run.kill()

@@ -61,7 +61,7 @@ def test_two_processes_train_to_the_same_bits_and_compile_nothing(tmp_path: Path
 
 def test_a_read_that_fails_on_one_rank_raises_on_both(tmp_path: Path) -> None:
     """A read fails in the middle of forward. Neither rank waits for the other, and nothing is left on storage."""
-    done = run_module("tests.training.offload_failure_worker", tmp_path, ranks=2, timeout=240)
+    done = run_module("tests.training.offload_failure_worker", tmp_path, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert seen[0] == seen[1] == {"met": seen[0]["met"], "left": []}

@@ -21,6 +21,7 @@ from tests.helpers import native_testing as testing
 from tests.helpers.fresh_python import fresh_environment
 from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.processes import REPOSITORY, run_module
+from tests.helpers.waiting import PROCESS_LIMIT
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,13 @@ class Outcome:
     output: str
 
 
-def launch(
-    *runs: Any, timeout: float = 600, env: dict[str, str] | None = None, worker: str = "tests.training.worker"
-) -> list[Outcome]:
+def launch(*runs: Any, env: dict[str, str] | None = None, worker: str = "tests.training.worker") -> list[Outcome]:
     """Train runs in turn in fresh processes and return rank 0's result of each.
 
     All runs must use the same number of devices.
 
     Args:
         *runs: Runs of the dataclass that the worker parses.
-        timeout: Limit in seconds.
         env: Further environment variables. With any, and on a GPU, every process is a new interpreter and Lightning
             starts the other ranks. Otherwise the processes are forked.
         worker: Module to run.
@@ -73,21 +71,21 @@ def launch(
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps([dataclasses.asdict(run) for run in runs]))
     if env or runs[0].accelerator != "cpu":
-        done = _run_anew(worker, config, timeout, env or {})
+        done = _run_anew(worker, config, env or {})
     else:
-        done = run_module(worker, config, ranks=runs[0].devices, timeout=timeout)
+        done = run_module(worker, config, ranks=runs[0].devices)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return [_outcome(Path(run.out), output) for run in runs]
 
 
-def _run_anew(worker: str, config: Path, timeout: float, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _run_anew(worker: str, config: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", worker, str(config)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=PROCESS_LIMIT,
         env={**fresh_environment(), **env},
     )
 

@@ -42,7 +42,7 @@ def emulated_cards(emulated_cards_of_process: EmulatedCards) -> Iterator[Emulate
         gc.collect()  # the traceback of an error that was raised may hold a buffer
         return False
 
-    await_that(given_back, seconds=30)
+    await_that(given_back)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from lightning_smartinfinity.native import (
 )
 from lightning_smartinfinity.store.extents import extent_bytes
 from tests.helpers.compressed import block_scaled_codes
-from tests.helpers.golden import DTYPES, STEPS, assert_same_bits, encode, random_arrays
+from tests.helpers.golden import DTYPES, STEPS, STEPS_OF_RULES, assert_same_bits, encode, random_arrays
 from tests.helpers.native_testing import sync_from_card, sync_to_card
 from tests.helpers.payload import BLOCK, compress
 from tests.helpers.runif import RunIf
@@ -57,10 +57,10 @@ def update_both(state: CardState, runs_of: Any, steps: list[Any], numel: int, dt
 
 @pytest.mark.parametrize("binding", BINDINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name.lower())
-@pytest.mark.parametrize("name", ["adamw", "adagrad_without_eps", "sgd_nesterov", "rmsprop"])
+@pytest.mark.parametrize("name", STEPS_OF_RULES)
 def test_as_on_the_host(tmp_path: Path, emulated_cards: EmulatedCards, name: str, dtype: DType, binding: str) -> None:
     """Three steps over tasklets that do not fill whole beats, with subnormals, give the host's bits."""
-    numel, step = 5 * 3_001 - 7, STEPS[name]
+    numel, step = 5 * 3_001 - 7, STEPS_OF_RULES[name][0]
     gradient, *arrays = random_arrays(step, numel, 3, special=False)
     arrays[0][::7] = 1e-41
     stored_gradient = encode(gradient, dtype)
@@ -199,6 +199,7 @@ def test_compressed_gradients(tmp_path: Path, emulated_cards: EmulatedCards, dty
         ("adamw", DType.BFLOAT16, 12, 2 * 64 + 10_496 + 10_496),
         ("adagrad", DType.FLOAT16, 8, 2 * 64 + 10_496 + 10_496),
         ("sgd", DType.FLOAT32, 8, 2 * 64 + 10_496 + 20_992),
+        ("rmsprop", DType.FLOAT32, 16, 2 * 64 + 10_496 + 20_992),
     ],
 )
 def test_counters_of_the_top_percent(

@@ -24,7 +24,7 @@ pytestmark = RunIf(xrt=True)
 
 def impatient(**settings: Any) -> CardCase:
     """Return the settings of a card whose requests are given up early."""
-    return CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient(0.15)), **settings)
+    return CardCase(tasklet_numel=TASKLET, timeout_ms=round(1000 * lenient()), **settings)
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])

@@ -35,7 +35,7 @@ HELD: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def deadline() -> float:
     """Seconds after which cards abandon what does not return."""
-    return lenient(0.2)
+    return lenient()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from lightning_smartinfinity.store import direct
 from tests.helpers.card_runs import cards, same_as_host, settled_host, setup_of, state_files
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
-from tests.helpers.waiting import await_that, lenient
+from tests.helpers.waiting import LIMIT, await_that, lenient
 from tests.transfer.harness import Case, Run, assert_equal, layout_of, running
 from tests.xrt.cards import EmulatedCards
 
@@ -32,7 +32,7 @@ pytestmark = RunIf(xrt=True)
 
 NUM_FAILURES = 100
 CASE = Case(dtype=torch.bfloat16, num_devices=2, shapes=((9_000, 0, 0, 0), (6_000, 3, 1, 0), (7_000, 0, 0, 1)))
-SLOW = 30.0
+SLOW = LIMIT
 SHORT = 0.03
 
 
@@ -188,7 +188,7 @@ def test_a_card_that_fails_every_step(
 def test_late_completion(tmp_path: Path, emulated_cards: EmulatedCards, log: pytest.LogCaptureFixture) -> None:
     """A card whose run was given up gets no work until the run returns, and the log says so once; then it works."""
     with (
-        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=lenient(SHORT))) as run,
+        running(tmp_path / "card", CASE, device=cards(emulated_cards.build.xclbin, timeout=lenient())) as run,
         running(tmp_path / "host", CASE, device=settled_host) as host,
     ):
         emulated_cards.inject("hang", card=0)
@@ -209,7 +209,7 @@ def test_late_completion(tmp_path: Path, emulated_cards: EmulatedCards, log: pyt
 def test_a_hang_is_waited_for_once(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Tasklets that were read meanwhile are not queued behind a hung run; the host updates them at once."""
     case = CASE.but(num_devices=1, num_buffers=6, shapes=((40_000, 0, 0, 0),))
-    with running(tmp_path, case, device=cards(emulated_cards.build.xclbin, timeout=lenient(0.2))) as run:
+    with running(tmp_path, case, device=cards(emulated_cards.build.xclbin, timeout=lenient())) as run:
         emulated_cards.inject("hang")
         run.step(1)
         # One more may have been on its way by then.
@@ -220,7 +220,7 @@ def test_a_hang_is_waited_for_once(tmp_path: Path, emulated_cards: EmulatedCards
 def test_close_with_a_hung_run(tmp_path: Path, emulated_cards: EmulatedCards) -> None:
     """Closing does not wait for a hung run; memory that the run may still write is freed once it has returned."""
     before = emulated_cards.counter("num_buffers", 0)
-    device = cards(emulated_cards.build.xclbin, timeout=lenient(SHORT))
+    device = cards(emulated_cards.build.xclbin, timeout=lenient())
     for number in range(2):
         with running(tmp_path / str(number), CASE, device=device) as run:
             emulated_cards.inject("hang", card=0)

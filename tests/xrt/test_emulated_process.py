@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.runif import RunIf
+from tests.helpers.waiting import BUILD_TEST_LIMIT, PROCESS_LIMIT
 from tests.native.builds import ROOT, run
 from tests.xrt.builds import EmulatorBuild, build
 from tests.xrt.cards import EmulatedCards
 
-pytestmark = RunIf(xrt=True)
+pytestmark = [RunIf(xrt=True), pytest.mark.timeout(BUILD_TEST_LIMIT)]
 
 HANG = """
 from tests.xrt.api import Device, State
@@ -103,7 +104,7 @@ def test_stress(sanitizers: str) -> None:
 def _run(command: list[str], made: EmulatorBuild, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
     environment = os.environ | made.environment | {"PYTHONPATH": str(ROOT)} | settings
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=_leave_no_core
+        command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT, preexec_fn=_leave_no_core
     )
 
 

@@ -64,7 +64,7 @@ def test_a_run_that_does_not_return(tmp_path: Path, emulated_cards: EmulatedCard
     case = Case(num_devices=1)
     with (
         running(
-            tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, binding="pyxrt", timeout=lenient(0.05))
+            tmp_path / "card", case, device=cards(emulated_cards.build.xclbin, binding="pyxrt", timeout=lenient())
         ) as run,
         running(tmp_path / "host", case, device=settled_host) as host,
     ):

@@ -14,7 +14,7 @@ import torch
 from lightning_smartinfinity.devices.smartssd import SmartSSDDevice
 from lightning_smartinfinity.native import Batch, Operation
 from tests.helpers.card_runs import cards, same_as_host, settled_host
-from tests.helpers.golden import STEPS, random_arrays
+from tests.helpers.golden import STEPS_OF_RULES, random_arrays
 from tests.helpers.native_testing import inject
 from tests.helpers.runif import RunIf
 from tests.native.stored import Array, Run
@@ -44,15 +44,15 @@ class Racer:
 
     Args:
         random: Decides everything.
-        state: State of card and host.
-        name: Name of a golden step.
-        numel: Number of elements.
+        state: Of card and host.
+        name: Of the rule.
+        numel: Elements.
     """
 
     def __init__(self, random: np.random.Generator, state: CardState, name: str, numel: int) -> None:
         self._random = random
         self._state = state
-        self._step: Any = STEPS[name]
+        self._step: Any = STEPS_OF_RULES[name][0]
         self._gradient, *arrays = random_arrays(self._step, numel, int(random.integers(1000)), special=False)
         self._on_card, self._on_host = np.zeros(numel, np.float32), np.zeros(numel, np.float32)
         state.write(*arrays)
@@ -125,7 +125,7 @@ def test_pipelines_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, s
         with ExitStack() as stack:
             racers = []
             for card in range(NUM_CARDS):
-                name = str(random.choice(["adamw", "adagrad", "sgd_nesterov", "rmsprop"]))
+                name = str(random.choice([*STEPS_OF_RULES]))
                 options: dict[str, Any] = {
                     "num_buffers": int(random.integers(1, 5)),
                     "compute_threads": int(random.integers(1, 4)),
@@ -136,7 +136,7 @@ def test_pipelines_of_two_cards(tmp_path: Path, emulated_cards: EmulatedCards, s
                     card_state(
                         folder,
                         emulated_cards,
-                        STEPS[name],
+                        STEPS_OF_RULES[name][0],
                         numel,
                         CardCase(tasklet_numel=tasklet, card=card, **options),
                     )

@@ -84,7 +84,7 @@ def test_a_card_whose_run_fails(tmp_path: Path, emulated_cards: EmulatedCards, k
     """The error tells how the run ended, on which card and with which folder."""
     emulated_cards.reset(count=5)
     emulated_cards.inject(kind, card=4)
-    deadline = lenient(0.03)
+    deadline = lenient()
     setup = setup_of(1, emulated_cards.build.xclbin, first=4, timeout=deadline)
     with pytest.raises(DeviceError, match=words.format(round(1000 * deadline))) as failed:
         self_test(setup, [tmp_path / "a"], KERNELS[:1])
@@ -96,7 +96,7 @@ def test_a_card_that_has_not_returned(tmp_path: Path, emulated_cards: EmulatedCa
     """The next test of such a card fails at once, until the run that was given up returns."""
     emulated_cards.reset(count=6)
     emulated_cards.inject("hang", card=5)
-    setup = setup_of(1, emulated_cards.build.xclbin, first=5, timeout=lenient(0.03))
+    setup = setup_of(1, emulated_cards.build.xclbin, first=5, timeout=lenient())
     with pytest.raises(DeviceError, match="did not return within"):
         self_test(setup, [tmp_path], KERNELS[:1])
     begun = emulated_cards.counter("runs_begun", 5)
@@ -141,7 +141,7 @@ def test_p2p_that_does_not_return(
 ) -> None:
     """A late transfer is given up and keeps the card's memory until it returns; then the card can be used again."""
     before = emulated_cards.counter("num_buffers")
-    setup = setup_of(1, emulated_cards.build.xclbin, timeout=lenient(0.05))
+    setup = setup_of(1, emulated_cards.build.xclbin, timeout=lenient())
     with monkeypatch.context() as patched:
         (hold,) = _given_up(setup, tmp_path, held_queue(patched, **{where: 0}), verb)
     assert list(tmp_path.iterdir()) == []
@@ -169,7 +169,7 @@ def test_p2p_that_does_not_return_leaves_it_to_the_host(
 ) -> None:
     """With "auto" the host updates, and the log says why; with "smartssd" it is an error."""
     holds = held_queue(monkeypatch, read_at=0)
-    config = SmartSSDConfig(xclbin=emulated_cards.build.xclbin, timeout=lenient(0.05))
+    config = SmartSSDConfig(xclbin=emulated_cards.build.xclbin, timeout=lenient())
     asked = offload(tmp_path, emulated_cards, smartssd=config)
     assert choose_update_device(asked, optimizer="Adam").cards is None
     assert "since SmartSSDs cannot: P2P between the emulated card 0 and its SSD failed" in caplog.text

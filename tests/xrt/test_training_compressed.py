@@ -10,6 +10,7 @@ import pytest
 
 from lightning_smartinfinity import BlockScaled, SmartInfinityStrategy, TopK
 from lightning_smartinfinity.compression import GradientCodec
+from lightning_smartinfinity.update_rules import RULES
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import fit
 from tests.training.test_compression import select_on_cpu
@@ -37,8 +38,7 @@ def compressed_on_host(root: Path, codec: GradientCodec) -> SmartInfinityStrateg
     [
         ("AdamW", "bf16-mixed", "top"),
         ("AdamW", "16-mixed", "top"),
-        ("SGD", "32-true", "top"),
-        ("Adagrad", "32-true", "top"),
+        *((rule.optimizers[0], "32-true", "top") for rule in RULES),
         ("AdamW", "bf16-mixed", "8 bits"),
         ("SGD", "32-true", "8 bits alone"),
     ],

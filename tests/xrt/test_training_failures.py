@@ -20,7 +20,7 @@ from tests.helpers.models import LitTiny, Recipe
 from tests.helpers.native_testing import Hold, inject
 from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
-from tests.helpers.waiting import lenient
+from tests.helpers.waiting import LIMIT, lenient
 from tests.xrt.cards import EmulatedCards
 
 pytestmark = [
@@ -74,7 +74,7 @@ def trained_to(trainer: Any) -> list[dict[str, bytes]]:
 
 
 def on_cards(cards: EmulatedCards, root: Path, **settings: Any) -> SmartInfinityStrategy:
-    config = SmartSSDConfig(xclbin=cards.build.xclbin, timeout=settings.pop("timeout", 30.0))
+    config = SmartSSDConfig(xclbin=cards.build.xclbin, timeout=settings.pop("timeout", LIMIT))
     return SmartInfinityStrategy(
         [root / "ssd0", root / "ssd1"], update_device="smartssd", smartssd=config, transfer=RING, **settings
     )
@@ -129,7 +129,7 @@ def test_at_every_moment(
                 emulated_cards.inject(kind, card=1)
 
         root = tmp_path / moment
-        strategy = on_cards(emulated_cards, root, overlap=overlap, timeout=lenient(0.05) if kind == "hang" else 30.0)
+        strategy = on_cards(emulated_cards, root, overlap=overlap, timeout=lenient() if kind == "hang" else LIMIT)
         with caplog.at_level(logging.WARNING):
             module = fitted(root, strategy, Failing(moment, fail, root))
         happened = "emulated card 1 failed: " in caplog.text and "The host updates the" in caplog.text
@@ -182,7 +182,7 @@ def test_a_write_that_does_not_return(
         device = trainer.strategy._near_storage_optimizer.rank_state.handler._device
         late.append((device._workers[1].pipeline, Hold(device._workers[1].pipeline, write_at=0)))
 
-    strategy = on_cards(emulated_cards, tmp_path, overlap=overlap, timeout=lenient(0.2))
+    strategy = on_cards(emulated_cards, tmp_path, overlap=overlap, timeout=lenient())
     trainer = quiet_trainer(tmp_path, strategy, max_steps=RECIPE.max_steps, val_check_interval=2)
     module = Failing("last step", fail, tmp_path)
     with pytest.raises(DeviceError, match=r"card 1 has not returned from writing .*step before is whole"):

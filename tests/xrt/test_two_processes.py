@@ -36,7 +36,7 @@ def small_xclbin(tmp_path: Path) -> Path:
 
 def test_a_card_of_one_rank_fails_its_self_test(tmp_path: Path, emulated_cards_of_process: EmulatedCards) -> None:
     """If one rank's card fails, both raise or both update on their hosts; otherwise each has all of its own card."""
-    done = run_module("tests.xrt.agreement_worker", tmp_path, ranks=2, timeout=120)
+    done = run_module("tests.xrt.agreement_worker", tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-6000:]
     told = "sgd_update of the emulated card 1 computes other bits than the host"
     for rank in range(2):

@@ -38,7 +38,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         for rank in range(2):
             shared = folder / case / "group"
             make_root(folder / case / f"rank{rank}", shared if case == "one limit" else Path(f"{shared}{rank}"))
-    done = run_module("tests.zero3.containers_worker", folder, ranks=2, timeout=120)
+    done = run_module("tests.zero3.containers_worker", folder, ranks=2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert {rank["name"] for rank in found} == {"container-0", "container-1"}
