@@ -63,7 +63,7 @@ class Rule:
 
 
 def _step(rule: RuleDescription) -> UpdateStep:
-    """A step as trainings usually have it, without the terms that a setting of zero leaves out."""
+    """Make a step as trainings usually have it, without the terms that a setting of zero leaves out."""
     unused = {"l2": 0.0, "weight_decay": 0.0, "nesterov_momentum": 0.0}
     step: UpdateStep = getattr(native, rule.step)(**{name: unused.get(name, x) for name, x in rule.scalars.items()})
     return step

@@ -62,7 +62,7 @@ class ByteLM(L.LightningModule):
             self.model = Decoder(*SIZES[self.hparams["model_size"]], block_size=self.block_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns logits ``[batch, time, 256]`` for int64 tokens ``[batch, time]``."""
+        """Return logits ``[batch, time, 256]`` for int64 tokens ``[batch, time]``."""
         assert self.model is not None
         return self.model(tokens)
 
@@ -75,7 +75,7 @@ class ByteLM(L.LightningModule):
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Returns the mean cross entropy in nats per byte of uint8 ``[batch, time + 1]``."""
+        """Return the mean cross entropy in nats per byte of uint8 ``[batch, time + 1]``."""
         tokens = windows.long()
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -183,12 +183,12 @@ class Embedding(nn.Embedding):
 
 
 def is_matrix(name: str) -> bool:
-    """Returns whether a parameter is a matrix, by its name, since ZeRO-3 leaves no shape to go by."""
+    """Return whether a parameter is a matrix, by its name, since ZeRO-3 leaves no shape to go by."""
     return name.endswith(".weight") and not any(part in name for part in ("norm", "bytes", "positions"))
 
 
 def load_weights(path: str) -> dict[str, Tensor]:
-    """Returns weights by name from a Lightning checkpoint file or a ZeRO-3 checkpoint folder."""
+    """Return weights by name from a Lightning checkpoint file or a ZeRO-3 checkpoint folder."""
     if Path(path).is_dir():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -197,7 +197,7 @@ def load_weights(path: str) -> dict[str, Tensor]:
 
 
 def warmup_cosine(step: int, *, num_warmup: int, num_steps: int) -> float:
-    """Returns the factor of the peak learning rate, which rises to 1, then falls to 0.1 along a cosine."""
+    """Return the factor of the peak learning rate, which rises to 1, then falls to 0.1 along a cosine."""
     if step < num_warmup:
         return (step + 1) / num_warmup
     progress = min(1.0, (step - num_warmup) / max(1, num_steps - num_warmup))
@@ -205,7 +205,7 @@ def warmup_cosine(step: int, *, num_warmup: int, num_steps: int) -> float:
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Returns the next byte, int64 ``[1]``, for float32 logits ``[256]``."""
+    """Return the next byte, int64 ``[1]``, for float32 logits ``[256]``."""
     if temperature == 0:
         return logits.argmax().reshape(1)
     return torch.multinomial(F.softmax(logits / temperature, dim=0), 1, generator=generator)

@@ -55,7 +55,7 @@ def quieten() -> None:
 
 
 def build_data(options: argparse.Namespace) -> TextFolder:
-    """Returns the text, already read, so that a wrong folder shows at once."""
+    """Return the text, already read, so that a wrong folder shows at once."""
     data = TextFolder(
         options.data,
         pattern=options.pattern,
@@ -68,7 +68,7 @@ def build_data(options: argparse.Namespace) -> TextFolder:
 
 
 def build_trainer(options: argparse.Namespace) -> tuple[Report, L.Trainer]:
-    """Returns the report and a Trainer like any other but for the strategy's name."""
+    """Return the report and a Trainer like any other but for the strategy's name."""
     every_n_steps = max(1, options.max_steps // 10)
     steps_to_validation = options.max_steps // (2 if options.max_steps % 2 == 0 else 1)  # the last step is one of them
     monitor = StorageTrafficMonitor() if options.strategy == NAME else None
@@ -103,7 +103,7 @@ def build_trainer(options: argparse.Namespace) -> tuple[Report, L.Trainer]:
 
 
 def choose_strategy(options: argparse.Namespace) -> Any:
-    """Returns the strategy by name, or an instance if it takes settings."""
+    """Return the strategy by name, or an instance if it takes settings."""
     if options.storage is None:
         return options.strategy
     if options.strategy != NAME:
@@ -114,7 +114,7 @@ def choose_strategy(options: argparse.Namespace) -> Any:
 
 
 def choose_precision(accelerator: str) -> str:
-    """Returns bfloat16 where it is not emulated, since a CPU that emulates it is ten times slower than in float32."""
+    """Return bfloat16 where it is not emulated, since a CPU that emulates it is ten times slower than in float32."""
     if accelerator != "cpu" and torch.cuda.is_available():
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
     cpu = Path("/proc/cpuinfo")
@@ -123,7 +123,7 @@ def choose_precision(accelerator: str) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Returns the options, checked as far as they can be without loading anything."""
+    """Return the options, checked as far as they can be without loading anything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     positive = at_least(1)
     parser.add_argument("--data", help="folder of text (default: the Python standard library's sources)")
@@ -159,7 +159,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def at_least(minimum: int) -> Any:
-    """Returns an argparse type for integers of at least this minimum."""
+    """Return an argparse type for integers of at least this minimum."""
 
     def number(text: str) -> int:
         value = int(text)

@@ -14,7 +14,7 @@ from text_folder import TextFolder
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the subcommand that the arguments name."""
+    """Run the subcommand that the arguments name."""
     LightningCLI(ByteLM, TextFolder, seed_everything_default=0, save_config_kwargs={"overwrite": True}, args=arguments)
 
 

@@ -110,13 +110,13 @@ class Report(L.Callback):
 
 
 def say(trainer: L.Trainer, text: str) -> None:
-    """Prints on the first rank, without delay even into a pipe."""
+    """Print on the first rank, without delay even into a pipe."""
     if trainer.is_global_zero:
         print(text, flush=True)
 
 
 def describe(trainer: L.Trainer, module: L.LightningModule) -> str:
-    """Returns the description of the run that is about to begin."""
+    """Return the description of the run that is about to begin."""
     # ZeRO-3 leaves a parameter's true size in ds_numel.
     num_parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
     data = trainer.datamodule  # type: ignore[attr-defined]
@@ -132,21 +132,21 @@ def describe(trainer: L.Trainer, module: L.LightningModule) -> str:
 
 
 def bytes_per_step(trainer: L.Trainer) -> int:
-    """Returns how many bytes of text an optimizer step learns from, over all ranks."""
+    """Return how many bytes of text an optimizer step learns from, over all ranks."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     assert isinstance(data, TextFolder)
     return data.batch_size * data.block_size * trainer.accumulate_grad_batches * trainer.world_size
 
 
 def traffic_columns(metrics: dict[str, Tensor]) -> str:
-    """Returns a row's columns of traffic from the monitor's logged metrics."""
+    """Return a row's columns of traffic from the monitor's logged metrics."""
     read = 1e3 * float(metrics["io/shared_read_GB"] + metrics["io/internal_read_GB"])
     written = 1e3 * float(metrics["io/shared_write_GB"] + metrics["io/internal_write_GB"])
     return f"{read:10.1f}{written:12.1f}{float(metrics['io/wait_s']):10.3f}"
 
 
 def traffic_lines(summary: dict[str, float]) -> list[str]:
-    """Returns the lines that sum up the optimizer state's traffic."""
+    """Return the lines that sum up the optimizer state's traffic."""
     read = 1e3 * (summary["io/shared_read_GB"] + summary["io/internal_read_GB"])
     written = 1e3 * (summary["io/shared_write_GB"] + summary["io/internal_write_GB"])
     return [
@@ -159,7 +159,7 @@ def traffic_lines(summary: dict[str, float]) -> list[str]:
 
 
 def memory_lines(trainer: L.Trainer) -> list[str]:
-    """Returns the lines on the first rank's memory, and on the optimizer state that is not in it."""
+    """Return the lines on the first rank's memory, and on the optimizer state that is not in it."""
     lines = [f"peak memory of the process: {peak_rss() / 2**20:,.0f} MiB"]
     if held := getattr(trainer.strategy, "host_bytes", None):
         parts = ", ".join(f"{name.replace('_', ' ')} {size / 2**20:,.0f} MiB" for name, size in held.items())
@@ -171,13 +171,13 @@ def memory_lines(trainer: L.Trainer) -> list[str]:
 
 
 def peak_rss() -> int:
-    """Returns the largest resident size of this process so far, in bytes, or 0 where the system does not say."""
+    """Return the largest resident size of this process so far, in bytes, or 0 where the system does not say."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def printable(text: bytes) -> str:
-    """Returns the text, indented, and safe for a terminal whatever the model has written."""
+    """Return the text, indented, and safe for a terminal whatever the model has written."""
     lines = text.decode(errors="replace").split("\n")
     return "\n".join("    " + "".join(c if c.isprintable() else " " for c in line) for line in lines)

@@ -128,7 +128,7 @@ class EndlessSampler(Sampler[int]):
 
 
 def find_files(folder: Path, pattern: str) -> list[Path]:
-    """Returns the files below a folder in a fixed order, without tests and installed packages."""
+    """Return the files below a folder in a fixed order, without tests and installed packages."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder.")
     files = [
@@ -144,7 +144,7 @@ def find_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def read_bytes(files: list[Path], max_bytes: int) -> Tensor:
-    """Returns the files one after the other, uint8 ``[bytes]``."""
+    """Return the files one after the other, uint8 ``[bytes]``."""
     text = bytearray()
     for file in files:
         text += file.read_bytes()

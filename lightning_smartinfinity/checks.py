@@ -63,7 +63,7 @@ class Rule:
 
 
 def check(owner: str, name: str, value: object, rule: Rule) -> Any:
-    """Checks one setting.
+    """Check one setting.
 
     Args:
         owner: Class or function to which it was passed, or words such as :data:`STRATEGY`.
@@ -85,7 +85,7 @@ def check(owner: str, name: str, value: object, rule: Rule) -> Any:
 
 
 def require(settings: object, owner: str | None = None, /, **rules: Rule) -> None:
-    """Checks fields of a frozen dataclass, and replaces their values by those to keep.
+    """Check fields of a frozen dataclass, and replace their values by those to keep.
 
     Args:
         settings: The dataclass.
@@ -101,7 +101,7 @@ def require(settings: object, owner: str | None = None, /, **rules: Rule) -> Non
 
 
 def between(least: int, most: int | None = None) -> Rule:
-    """Allows an integer from ``least`` to ``most``, both included."""
+    """Allow an integer from ``least`` to ``most``, both included."""
     words = f"of at least {least}" if most is None else f"from {least} to {most}"
     return Rule(
         f"Pass an int {words}",
@@ -111,7 +111,7 @@ def between(least: int, most: int | None = None) -> Rule:
 
 
 def number(least: float, most: float) -> Rule:
-    """Allows a number from ``least`` to ``most``, both included."""
+    """Allow a number from ``least`` to ``most``, both included."""
     return Rule(
         f"Pass a number from {least:g} to {most:g}",
         lambda value: _is_number(value) and least <= value <= most,  # a comparison with NaN is false
@@ -119,7 +119,7 @@ def number(least: float, most: float) -> Rule:
 
 
 def positive(most: float = math.inf) -> Rule:
-    """Allows a number above zero, which is kept as a float."""
+    """Allow a number above zero, which is kept as a float."""
     words = "" if most == math.inf else f" and at most {most}"
     return Rule(
         f"Pass a number above 0{words}", lambda value: _is_number(value) and 0 < _float(value) <= most, kept=_float
@@ -127,7 +127,7 @@ def positive(most: float = math.inf) -> Rule:
 
 
 def among(values: tuple[int, ...]) -> Rule:
-    """Allows one of these integers."""
+    """Allow one of these integers."""
     return Rule(
         f"Pass {' or '.join(map(str, values))}",
         lambda value: _is_int(value) and value in values,
@@ -136,7 +136,7 @@ def among(values: tuple[int, ...]) -> Rule:
 
 
 def one_of(*words: str) -> Rule:
-    """Allows one of these words."""
+    """Allow one of these words."""
     return Rule(
         f"Use one of: {', '.join(map(repr, words))}",
         lambda value: isinstance(value, str) and value in words,
@@ -145,13 +145,13 @@ def one_of(*words: str) -> Rule:
 
 
 def instance(kind: type) -> Rule:
-    """Allows an instance of a class."""
+    """Allow an instance of a class."""
     name = f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
     return Rule(f"Pass {name}", lambda value: isinstance(value, kind), f"is not {name}")
 
 
 def optional(rule: Rule, other: str | None = None) -> Rule:
-    """Allows what another rule allows, and one more value: None, or a word."""
+    """Allow what another rule allows, and one more value: None, or a word."""
     return Rule(
         f"{rule.remedy}, or {other!r}",
         lambda value: _is_same(value, other) or rule.holds(value),
@@ -182,7 +182,7 @@ def require_distinct(list_of_folders: str, folders: Iterable[Path]) -> None:
 
 
 def shown(value: object) -> str:
-    """Writes a value out for a message."""
+    """Write a value out for a message."""
     try:
         return repr(value)
     except ValueError:  # Python refuses to write out integers of many thousand digits

@@ -61,14 +61,14 @@ def _names_file(value: object) -> bool:
 
 
 def _cards(devices: object) -> tuple[str | int, ...] | None:
-    """Returns addresses, and numbers of any integer type as ints; None if the list names no cards."""
+    """Return addresses, and numbers of any integer type as ints; None if the list names no cards."""
     named = [_card(one) for one in devices] if isinstance(devices, (list, tuple)) else []
     cards = tuple(card for card in named if card is not None)
     return cards if cards and len(cards) == len(named) else None
 
 
 def _card(value: Any) -> str | int | None:
-    """Returns an address, or an integer of any type (also NumPy's) as an int; None if the value is neither."""
+    """Return an address, or an integer of any type (also NumPy's) as an int; None if the value is neither."""
     if isinstance(value, str):
         return value or None
     try:
@@ -219,7 +219,7 @@ class SmartSSDConfig:
 
 
 def storage_folders(storage: object) -> tuple[Path, ...] | None:
-    """Resolves the folders that the setting ``storage`` names, or returns None if the user chose none.
+    """Resolve the folders that the setting ``storage`` names, or return None if the user chose none.
 
     Raises:
         ConfigError: The setting names something that is no folder, or a folder twice.
@@ -233,7 +233,7 @@ def storage_folders(storage: object) -> tuple[Path, ...] | None:
 
 
 def resolved_folder(folder: str | Path, *, setting: str) -> Path:
-    """Returns the absolute path of a folder, in which links and ``~`` (the user's home) are replaced.
+    """Return the absolute path of a folder, in which links and ``~`` (the user's home) are replaced.
 
     Args:
         folder: The folder, which need not exist.

@@ -55,7 +55,7 @@ _RULES = {
 
 
 def attributes_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the attributes that ``DeepSpeedStrategy.__init__`` would have set from these options and its defaults."""
+    """Return the attributes that ``DeepSpeedStrategy.__init__`` would have set from these options and its defaults."""
     kept = {name: options.get(name, default) for name, default in _DEFAULTS.items()}
     return {**kept, "_timeout": options.get("timeout", default_pg_timeout)}
 
@@ -83,12 +83,12 @@ def checked_options(strategy: str, options: Mapping[str, Any], known: type) -> d
 
 
 def indexed_device(device: torch.device, local_rank: int) -> torch.device:
-    """Returns the device with an index, which DeepSpeed needs for a CPU, too."""
+    """Return the device with an index, which DeepSpeed needs for a CPU, too."""
     return torch.device("cpu", local_rank) if device.type == "cpu" else device
 
 
 def swapped_precision(plugin: Any, *, stock: type, own: Callable[[Any], Any], entry: str) -> Any:
-    """Returns our precision plugin instead of the stock one, which Lightning builds for every ``DeepSpeedStrategy``.
+    """Return our precision plugin instead of the stock one, which Lightning builds for every ``DeepSpeedStrategy``.
 
     Args:
         plugin: Plugin that Lightning's connector or the user passes; None if it is not chosen yet.

@@ -93,7 +93,7 @@ class StrategySettings:
 
 
 def documents_settings(strategy: Strategy) -> Strategy:
-    """Puts the arguments of :class:`StrategySettings` before those in a strategy's own docstring."""
+    """Put the arguments of :class:`StrategySettings` before those in a strategy's own docstring."""
     shared = _ARGUMENTS.search(StrategySettings.__doc__ or "")
     if shared is not None and strategy.__doc__ is not None:  # python -OO removes docstrings
         strategy.__doc__ = strategy.__doc__.replace("Args:\n", f"Args:\n{shared[1]}", 1)
@@ -109,7 +109,7 @@ def check_save_path(path: object) -> None:
 
 
 def nvme_path_of(zero: Mapping[str, Any] | None) -> Path | None:
-    """Returns the folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for parameters, or None."""
+    """Return the folder that ``zero={"offload_param": {"nvme_path": ...}}`` names for parameters, or None."""
     offload = {} if zero is None else zero.get("offload_param")
     path = offload.get("nvme_path") if isinstance(offload, Mapping) else None
     setting = f"zero={{'offload_param': {{'nvme_path': {path!r}}}}}"
@@ -117,10 +117,10 @@ def nvme_path_of(zero: Mapping[str, Any] | None) -> Path | None:
 
 
 def is_16_bit(config: Mapping[str, Any]) -> bool:
-    """Returns whether DeepSpeed's configuration says that parameters are bf16 or fp16."""
+    """Return whether DeepSpeed's configuration says that parameters are bf16 or fp16."""
     return any(config.get(name, {}).get("enabled", False) for name in ("bf16", "fp16"))
 
 
 def gradients_are_16_bit(config: Mapping[str, Any]) -> bool:
-    """Returns whether gradients are kept in 16 bit, as the parameters, and not in fp32, in which several are added."""
+    """Return whether gradients are kept in 16 bit, as the parameters, and not in fp32, in which several are added."""
     return is_16_bit(config) and config.get("data_types", {}).get("grad_accum_dtype") != "fp32"

@@ -151,6 +151,6 @@ RULES = (ADAMW, ADAGRAD, SGD, RMSPROP)
 
 
 def optimizer_names() -> str:
-    """Lists the class names of torch's optimizers that have a rule, for messages."""
+    """List the class names of torch's optimizers that have a rule, for messages."""
     *others, last = (name for rule in RULES for name in rule.optimizers)
     return f"{', '.join(others)} and {last}"

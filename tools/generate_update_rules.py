@@ -79,7 +79,7 @@ struct RuleOf<{step}> {{
 
 
 def header(rules: Any) -> str:
-    """Returns the header's text."""
+    """Return the header's text."""
     return _HEADER.format(
         max_arrays=max(len(rule.arrays) for rule in rules),
         max_words=max(len(rule.scalars) for rule in rules),

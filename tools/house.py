@@ -49,7 +49,7 @@ class Room:
     fragments: int = 0
 
     def add(self, other: Room) -> None:
-        """Adds the figures of another room."""
+        """Add the figures of another room."""
         self.files += other.files
         self.lines += other.lines
         self.code += other.code
@@ -65,7 +65,7 @@ class Room:
         return statistics.quantiles(self.functions, n=10, method="inclusive")[-1]
 
     def row(self) -> str:
-        """Returns the figures as columns of a table."""
+        """Return the figures as columns of a table."""
         lengths = self.functions or [0]
         return (
             f"{self.files:5} {self.lines:6} {self.code:6} {len(self.functions):5} {statistics.median(lengths):6.1f}"
@@ -77,13 +77,13 @@ HEADER = "files  lines   code  func median    p90  max  Any frag"
 
 
 def git(root: Path, *arguments: str | Path) -> list[str]:
-    """Returns the lines that a command of git prints."""
+    """Return the lines that a command of git prints."""
     command = ["git", *map(str, arguments)]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def sources(root: Path, *folders: str) -> Iterator[Path]:
-    """Yields source files that git tracks, by default the product's: what the build generates does not count."""
+    """Yield source files that git tracks, by default the product's: what the build generates does not count."""
     for name in git(root, "ls-files", *(folders or PRODUCT)):
         path = root / name
         if path.suffix in CPP or path.suffix in {".py", ".pyi"}:
@@ -91,12 +91,12 @@ def sources(root: Path, *folders: str) -> Iterator[Path]:
 
 
 def python_files(root: Path, folder: str) -> list[Path]:
-    """Lists the Python files of a folder that git tracks."""
+    """List the Python files of a folder that git tracks."""
     return [path for path in sources(root, folder) if path.suffix == ".py"]
 
 
 def code_lines(text: str, suffix: str) -> set[int]:
-    """Returns the numbers of the lines of a file that are neither empty nor comments nor docstrings."""
+    """Return the numbers of the lines of a file that are neither empty nor comments nor docstrings."""
     if suffix in CPP:
         return {number for number, line in enumerate(_bare(text).splitlines(), 1) if line.strip()}
     documented = set[int]()
@@ -122,7 +122,7 @@ def python_room(text: str) -> Room:
 
 
 def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Yields the docstrings of a tree, and the strings that stand below attributes in their place."""
+    """Yield the docstrings of a tree, and the strings that stand below attributes in their place."""
     for node in ast.walk(tree):
         for before, statement in zip([None, *body_of(node)], body_of(node), strict=False):
             if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
@@ -135,7 +135,7 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
 
 
 def body_of(node: ast.AST) -> list[ast.stmt]:
-    """Returns the statements of a node that may hold docstrings."""
+    """Return the statements of a node that may hold docstrings."""
     return node.body if isinstance(node, _DEFINED) else []
 
 
@@ -151,12 +151,12 @@ def cpp_room(text: str) -> Room:
 
 
 def _bare(text: str) -> str:
-    """Returns C++ without comments and without what strings hold."""
+    """Return C++ without comments and without what strings hold."""
     return _COMMENT.sub(lambda match: '""' if match[0][0] in "\"'" else "\n" * match[0].count("\n"), text)
 
 
 def cpp_functions(bare: str) -> Iterator[int]:
-    """Yields the lengths, in lines, of the functions in C++ without comments and strings."""
+    """Yield the lengths, in lines, of the functions in C++ without comments and strings."""
     line, opened, head, depth_in_function, began = 1, list[bool](), "", 0, 0
     for char in bare:
         line += char == "\n"
@@ -190,7 +190,7 @@ def rooms(root: Path) -> dict[str, Room]:
 
 
 def names_in(source: str) -> set[str]:
-    """Returns what a file imports, and its strings: some modules are imported, or patched, by a string."""
+    """Return what a file imports, and its strings: some modules are imported, or patched, by a string."""
     names = set[str]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -203,7 +203,7 @@ def names_in(source: str) -> set[str]:
 
 
 def untested(root: Path) -> list[str]:
-    """Lists the package's modules that have functions and that no file below tests/ names."""
+    """List the package's modules that have functions and that no file below tests/ names."""
     named = set[str]().union(*(names_in(path.read_text()) for path in python_files(root, "tests")))
     modules = [path for path in python_files(root, PACKAGE) if re.search(r"^ *def ", path.read_text(), re.MULTILINE)]
     names = [
@@ -213,7 +213,7 @@ def untested(root: Path) -> list[str]:
 
 
 def sample(root: Path, count: int, seed: int) -> Iterator[str]:
-    """Yields docstrings of the package picked at random, each after its file and line."""
+    """Yield docstrings of the package picked at random, each after its file and line."""
     found = []
     for path in python_files(root, PACKAGE):
         found += [(path.relative_to(root), node) for node in docstrings(ast.parse(path.read_text()))]
@@ -223,7 +223,7 @@ def sample(root: Path, count: int, seed: int) -> Iterator[str]:
 
 
 def left_of(root: Path, commit: str) -> Iterator[str]:
-    """Yields how many code lines of a commit each of the product's files still has, and the sum."""
+    """Yield how many code lines of a commit each of the product's files still has, and the sum."""
     (name,) = git(root, "rev-parse", f"{commit}^{{commit}}")
     counts = dict[Path, int]()
     for path in sources(root):
@@ -235,7 +235,7 @@ def left_of(root: Path, commit: str) -> Iterator[str]:
 
 
 def folded(now: dict[str, Room], before: dict[str, Room]) -> dict[str, Room]:
-    """Adds up rooms by those of another checkout: a new room counts towards the old one that it lies in."""
+    """Add up rooms by those of another checkout: a new room counts towards the old one that it lies in."""
     sums = defaultdict[str, Room](Room)
     for name, room in now.items():
         path = Path(name)
@@ -244,7 +244,7 @@ def folded(now: dict[str, Room], before: dict[str, Room]) -> dict[str, Room]:
 
 
 def table(measured: dict[str, Room]) -> Iterator[str]:
-    """Yields a line for each room and one for all of them."""
+    """Yield a line for each room and one for all of them."""
     total = Room()
     yield f"{'room':44} {HEADER}"
     for name, room in measured.items():
@@ -254,7 +254,7 @@ def table(measured: dict[str, Room]) -> Iterator[str]:
 
 
 def comparison(now: dict[str, Room], before: dict[str, Room]) -> Iterator[str]:
-    """Yields the rooms of another checkout, each above what it has become here."""
+    """Yield the rooms of another checkout, each above what it has become here."""
     sums = folded(now, before)
     yield f"{'room':44} {HEADER}"
     for name, room in before.items():
@@ -265,7 +265,7 @@ def comparison(now: dict[str, Room], before: dict[str, Room]) -> Iterator[str]:
 
 
 def report(root: Path, against: Path | None) -> Iterator[str]:
-    """Yields the figures of this checkout, and those of another one below them."""
+    """Yield the figures of this checkout, and those of another one below them."""
     now = rooms(root)
     yield from table(now)
     yield f"modules that no test imports by name: {len(untested(root))}"
@@ -278,7 +278,7 @@ def report(root: Path, against: Path | None) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the report, or the list that an option asks for."""
+    """Print the report, or the list that an option asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="another checkout, printed below each room")
     parser.add_argument("--sample", type=int, metavar="N", help="print N docstrings picked at random instead")

@@ -42,13 +42,13 @@ ROW = re.compile(rf"^\| `native/{SOURCES.name}/(\w+)/` \|", re.MULTILINE)
 
 
 def main() -> None:
-    """Checks a checkout."""
+    """Check a checkout."""
     found = [*violations(Path(*sys.argv[1:2]))]
     sys.exit("\n".join(found) or None)
 
 
 def violations(folder: Path) -> Iterator[str]:
-    """Yields the includes, files and rooms of a checkout that break a rule."""
+    """Yield the includes, files and rooms of a checkout that break a rule."""
     rooms = tuple(ROW.findall((folder / PAGE).read_text()))
     if rooms != ROOMS:
         yield f"{PAGE} lists the rooms {', '.join(rooms)}, {Path(__file__).name} {', '.join(ROOMS)}"
@@ -69,12 +69,12 @@ def violations(folder: Path) -> Iterator[str]:
 
 
 def files(folder: Path) -> list[Path]:
-    """Lists the files below a folder."""
+    """List the files below a folder."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
 
 
 def includes(path: Path, folder: Path, *headers: Path) -> Iterator[tuple[str, str | None]]:
-    """Yields the names that a file includes, and where they are in the core: None for a file outside it.
+    """Yield the names that a file includes, and where they are in the core: None for a file outside it.
 
     The system's headers, in angle brackets, are left out.
     """
@@ -91,7 +91,7 @@ def includes(path: Path, folder: Path, *headers: Path) -> Iterator[tuple[str, st
 
 
 def problem_of(file: str, included: str) -> str | None:
-    """Returns why a file of the core may not include another, or None if it may."""
+    """Return why a file of the core may not include another, or None if it may."""
     room, below = file.split("/")[0], included.split("/")[0]
     if ROOMS.index(below) > ROOMS.index(room):
         return f"is above {room}/"

@@ -14,7 +14,7 @@ _SHOWN = 40  # characters
 
 
 def reading(read: Callable[[str], Any], rule: Rule) -> Callable[[str], Any]:
-    """Makes a type for ``add_argument``.
+    """Make a type for ``add_argument``.
 
     Args:
         read: Turns any text into a value.
@@ -31,7 +31,7 @@ def reading(read: Callable[[str], Any], rule: Rule) -> Callable[[str], Any]:
 
 
 def number_in(text: str) -> float:
-    """Reads a number, or NaN from other text."""
+    """Read a number, or NaN from other text."""
     try:
         return float(text)
     except ValueError:
@@ -39,6 +39,6 @@ def number_in(text: str) -> float:
 
 
 def whole_number_in(text: str) -> float:
-    """Reads a number, as an int if it is whole, such as "8.4e9"."""
+    """Read a number, as an int if it is whole, such as "8.4e9"."""
     number = number_in(text)
     return int(number) if number.is_integer() else number

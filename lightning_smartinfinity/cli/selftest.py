@@ -27,7 +27,7 @@ _MARKS = {True: "ok", False: "FAIL", None: "-"}
 
 
 def _digits(text: str) -> int | None:
-    """Reads plain digits: int() takes those of other scripts, and refuses very many."""
+    """Read plain digits: int() takes those of other scripts, and refuses very many."""
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 

@@ -54,7 +54,7 @@ class MemoryReport:
 
 
 def measure_memory(*, reserved: int, root: Path = Path("/")) -> MemoryReport:
-    """Reads /proc/meminfo and the limits of this process's control groups.
+    """Read /proc/meminfo and the limits of this process's control groups.
 
     Args:
         reserved: As in :class:`MemoryReport`.
@@ -68,7 +68,7 @@ def measure_memory(*, reserved: int, root: Path = Path("/")) -> MemoryReport:
 
 
 def share_of_memory(reports: Sequence[MemoryReport], own: MemoryReport) -> int:
-    """Returns the bytes that a rank may take. It depends on the set of all ranks' reports only, not on their order.
+    """Return the bytes that a rank may take. It depends on the set of all ranks' reports only, not on their order.
 
     If every rank takes its share, no limit is exceeded.
 
@@ -81,7 +81,7 @@ def share_of_memory(reports: Sequence[MemoryReport], own: MemoryReport) -> int:
 
 
 def _share(name: str, ranks: Sequence[MemoryReport]) -> int:
-    """Returns the bytes that each of the ranks under one limit may take."""
+    """Return the bytes that each of the ranks under one limit may take."""
     # Every rank measured the same memory at a slightly different time: the smallest value counts.
     available = min(rank.limits[name].available for rank in ranks)
     free = available - max(rank.margin for rank in ranks) - sum(rank.reserved for rank in ranks)
@@ -101,7 +101,7 @@ _VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def _group_limits(root: Path) -> Iterator[tuple[str, MemoryLimit]]:
-    """Yields the limits of the process's control groups and of their parents, each with its name."""
+    """Yield the limits of the process's control groups and of their parents, each with its name."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
@@ -124,7 +124,7 @@ def _limits_on_path(mounted: Path, path: str, files: _Files) -> Iterator[tuple[s
 
 
 def _group_name(folder: Path) -> str:
-    """Returns a name that is the same in all containers of a machine: each may see its own group as "/"."""
+    """Return a name that is the same in all containers of a machine: each may see its own group as "/"."""
     status = os.stat(folder)
     return f"{status.st_dev}:{status.st_ino}"
 

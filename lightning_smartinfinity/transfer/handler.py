@@ -109,7 +109,7 @@ class TransferHandler:
         return self._device.ring_bytes + (self._staging.nbytes if self._staging is not None else 0)
 
     def open(self) -> None:
-        """Opens the device: its threads, ring buffers and memory for resident tasklets.
+        """Open the device: its threads, ring buffers and memory for resident tasklets.
 
         Raises:
             StorageError: Threads or memory are unavailable.
@@ -126,7 +126,7 @@ class TransferHandler:
         _log.info("%s", self._device.description)
 
     def initialize(self, masters: ParameterMemory, *, first_values: Sequence[float] = ()) -> None:
-        """Writes the first state and commits it: masters widened from the partition, step counts zero.
+        """Write the first state and commit it: masters widened from the partition, step counts zero.
 
         A fresh store becomes generation 0. An initialized store is overwritten as the next generation.
 
@@ -143,7 +143,7 @@ class TransferHandler:
         self._end_measurement()
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Starts a step and returns at once. The caller must not touch the plan's memory until commit or rollback.
+        """Start a step and return at once. The caller must not touch the plan's memory until commit or rollback.
 
         Raises:
             ConfigError: A hyperparameter of an active group is out of range; no step has begun.
@@ -170,7 +170,7 @@ class TransferHandler:
         self._step = self._new_step(plan=plan, staging=self._staging_for, incremental=True)
 
     def finish(self) -> None:
-        """Returns when the step in flight, if any, has finished all reads, updates and writes.
+        """Return when the step in flight, if any, has finished all reads, updates and writes.
 
         Raises:
             StorageError: As ``step.wait``.
@@ -179,7 +179,7 @@ class TransferHandler:
             self._step.finish()
 
     def commit(self, *, together: Together = nullcontext) -> None:
-        """Waits for all writes of the step in flight and makes it the current generation.
+        """Wait for all writes of the step in flight and make it the current generation.
 
         Args:
             together: Context entered around waiting and committing, and again around the residual of compression.
@@ -200,7 +200,7 @@ class TransferHandler:
             self._after_commit(step)
 
     def _after_commit(self, step: Step) -> None:
-        """Stores the residual and updates measurements and counters after a commit."""
+        """Store the residual and update measurements and counters after a commit."""
         step.batches.feed_back()
         self._step = None
         self._end_measurement()
@@ -208,7 +208,7 @@ class TransferHandler:
         self._numel_updated += step.batches.numel
 
     def roll_back(self) -> None:
-        """Rolls the step in flight back: its parameters are read back from the current generation.
+        """Roll the step in flight back: its parameters are read back from the current generation.
 
         If an interrupt came after the step's commit, the step is finished instead.
 
@@ -230,13 +230,13 @@ class TransferHandler:
         self._step = None
 
     def traffic(self) -> Traffic:
-        """Returns the cumulative counters since :meth:`open`, of steps and of everything else."""
+        """Return the cumulative counters since :meth:`open`, of steps and of everything else."""
         moved = self._device.counters()
         control_bytes = moved.control_bytes + self._store.control_bytes
         return replace(moved, control_bytes=control_bytes, steps=self._num_steps, numel=self._numel_updated)
 
     def close(self, *, remove: bool) -> None:
-        """Closes the device and the store, and stops a step in flight; idempotent.
+        """Close the device and the store, and stop a step in flight; idempotent.
 
         Args:
             remove: Whether to delete the state on storage.
@@ -252,7 +252,7 @@ class TransferHandler:
             self._device.when_written(partial(self._store.close, remove=False))
 
     def _prepare(self) -> None:
-        """Checks that a step may begin, and adapts the tasklets' homes to measured bandwidth."""
+        """Check that a step may begin, and adapt the tasklets' homes to measured bandwidth."""
         self._require_no_step()
         self._store.require_usable()
         self._rebalance()
@@ -274,7 +274,7 @@ class TransferHandler:
         assert self._step is None, "a step is in flight: commit it or roll it back"
 
     def _staging_for(self, dtype: native.DType) -> StagingBuffer:
-        """Returns the staging buffer, as large as the ring; all partitions of a handler share it and its dtype."""
+        """Return the staging buffer, as large as the ring; all partitions of a handler share it and its dtype."""
         if self._staging is None:
             self._staging = StagingBuffer(self._layout, dtype=dtype, nbytes=self._device.ring_bytes)
         assert self._staging.dtype == dtype

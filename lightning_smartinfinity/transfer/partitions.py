@@ -33,7 +33,7 @@ class ParameterMemory(ABC):
 
     @abstractmethod
     def submission(self, assignment: Assignment, staging: StagingMaker) -> Submission:
-        """Prepares work on these parameters; nothing has started on return.
+        """Prepare work on these parameters; nothing has started on return.
 
         Args:
             assignment: The work.

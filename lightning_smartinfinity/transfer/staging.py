@@ -41,15 +41,15 @@ class StagedPartition(ParameterMemory):
 
     @abstractmethod
     def put(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
-        """Starts copying ``values`` to elements ``[offset, offset + len(values))`` of a sub-group."""
+        """Start copying ``values`` to elements ``[offset, offset + len(values))`` of a sub-group."""
 
     @abstractmethod
     def get(self, sub_group: int, offset: int, values: torch.Tensor) -> None:
-        """Starts copying these elements of a sub-group into ``values``."""
+        """Start copying these elements of a sub-group into ``values``."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Returns when every copy started so far has completed."""
+        """Return when every copy started so far has completed."""
 
     def submission(self, assignment: Assignment, staging: StagingMaker) -> StagedSubmission:
         return StagedSubmission(assignment, self, staging(self.dtype))
@@ -74,7 +74,7 @@ class TensorPartition(StagedPartition):
         values.copy_(self._range(sub_group, offset, values))
 
     def synchronize(self) -> None:
-        """Returns at once: every copy has completed."""
+        """Return at once: every copy has completed."""
 
     def _range(self, sub_group: int, offset: int, values: torch.Tensor) -> torch.Tensor:
         return self._tensors[sub_group][offset : offset + values.numel()]
@@ -103,7 +103,7 @@ class StagingBuffer:
         return self._memory.tensor.nbytes
 
     def half(self, index: int) -> torch.Tensor:
-        """Returns the half that wave number ``index`` uses."""
+        """Return the half that wave number ``index`` uses."""
         begin = index % _NUM_HALVES * self._half_numel
         return self._memory.tensor[begin : begin + self._half_numel]
 
@@ -132,13 +132,13 @@ class _Wave:
         return self._half.data_ptr() + self._position(piece) * self._half.element_size()
 
     def put(self, pieces: Sequence[Piece], partition: StagedPartition) -> None:
-        """Starts copying the pieces that lie in the wave and were updated to the partition."""
+        """Start copying the pieces that lie in the wave and were updated to the partition."""
         for piece in self._pieces_here(pieces):
             if piece.key >= 0:
                 partition.put(piece.sub_group, self._offset(piece), self._values(piece))
 
     def get(self, pieces: Sequence[Piece], partition: StagedPartition) -> None:
-        """Starts copying the pieces that lie in the wave from the partition."""
+        """Start copying the pieces that lie in the wave from the partition."""
         for piece in self._pieces_here(pieces):
             partition.get(piece.sub_group, self._offset(piece), self._values(piece))
 
@@ -205,7 +205,7 @@ class StagedSubmission(Submission):
             self._partition.synchronize()
 
     def _finish_waves(self, count: int) -> None:
-        """Returns when the first ``count`` waves are done and their parameters are in the partition."""
+        """Return when the first ``count`` waves are done and their parameters are in the partition."""
         while self._num_finished < count:
             if not self._is_submitted:
                 raise StorageError("An interrupt came while a part of the step began.", "Roll it back.")

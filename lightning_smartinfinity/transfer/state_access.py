@@ -28,14 +28,14 @@ _FP32_BYTES = 4
 
 
 def places_of(store: StateStore) -> Places:
-    """Returns the places of the store's extents and those of the next generation."""
+    """Return the places of the store's extents and those of the next generation."""
     return Places(
         store.placement, store.next_placement(), store.tasklet_generations, store.generation + 1, store.blocks
     )
 
 
 def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], steps: NDArray[np.int64]) -> None:
-    """Makes the next generation current, for which these tasklets have been written.
+    """Make the next generation current, for which these tasklets have been written.
 
     Args:
         store: The store.
@@ -55,7 +55,7 @@ def commit_next(store: StateStore, places: Places, tasklets: Sequence[int], step
 
 @contextmanager
 def committing(store: StateStore, generation: int, together: Together) -> Iterator[None]:
-    """Makes the context in which a generation is written and committed; rolls back if another process failed.
+    """Make the context in which a generation is written and committed; rolls back if another process failed.
 
     With one place for each tasklet the generation stays, as the previous one no longer exists.
 
@@ -113,7 +113,7 @@ class StateAccess:
         self._names = tuple(names)
 
     def initialize(self, masters: ParameterMemory, first_values: Sequence[float], staging: StagingMaker) -> None:
-        """Writes the first state and commits it; see ``TransferHandler.initialize``."""
+        """Write the first state and commit it; see ``TransferHandler.initialize``."""
         pieces, first = self._all_pieces(), _FirstArrays(self._layout, first_values)
         tasklets, places = tasklets_in(pieces), self._next_places()
 
@@ -132,7 +132,7 @@ class StateAccess:
         commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
     def scan(self, visit: Callable[[Window], object]) -> None:
-        """Passes the whole state to ``visit``, window after window in partition order.
+        """Pass the whole state to ``visit``, window after window in partition order.
 
         It needs as much host memory as the ring, or that of two tasklets if that is more.
 
@@ -147,7 +147,7 @@ class StateAccess:
     def replace(
         self, fill: Callable[[Window], object], *, steps: NDArray[np.int64], together: Together = nullcontext
     ) -> None:
-        """Replaces the whole state, window after window in partition order, and commits it.
+        """Replace the whole state, window after window in partition order, and commit it.
 
         It needs as much host memory as :meth:`scan`. It does not change the parameters in memory: the caller writes
         them. If ``fill`` or a write raises, here or under ``together`` elsewhere, the previous generation stays
@@ -169,7 +169,7 @@ class StateAccess:
             commit_next(self._store, places, range(self._layout.extents.num_tasklets), np.asarray(steps, np.int64))
 
     def read_parameter(self, parameter: int, *, names: Sequence[str] | None = None) -> dict[str, NDArray[np.float32]]:
-        """Reads one parameter's arrays.
+        """Read one parameter's arrays.
 
         Args:
             parameter: Parameter index.
@@ -190,7 +190,7 @@ class StateAccess:
     def modify(
         self, values: Mapping[int, Mapping[str, NDArray[np.float32]]], *, together: Together = nullcontext
     ) -> None:
-        """Replaces some arrays of some parameters, as one commit.
+        """Replace some arrays of some parameters, as one commit.
 
         It does not change the parameters in memory: after replacing a master, the caller writes the parameter. Every
         rank must call it the same number of times, so that all have the same generation.
@@ -209,7 +209,7 @@ class StateAccess:
         self._modify(self._pieces_of(sorted(kept)), self._parameter_addresses(kept), together)
 
     def read_range(self, begin: int, end: int, *, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-        """Reads elements ``[begin, end)`` of the flat partition, padding included.
+        """Read elements ``[begin, end)`` of the flat partition, padding included.
 
         Args:
             begin: First element.
@@ -230,7 +230,7 @@ class StateAccess:
     def modify_range(
         self, begin: int, values: Mapping[str, NDArray[np.float32]], *, together: Together = nullcontext
     ) -> None:
-        """Replaces some arrays of consecutive elements of the flat partition, as :meth:`modify` does.
+        """Replace some arrays of consecutive elements of the flat partition, as :meth:`modify` does.
 
         Args:
             begin: First element.
@@ -263,14 +263,14 @@ class StateAccess:
         return cut(self._layout, whole_sub_groups(self._layout, range(len(self._layout.sub_groups))))
 
     def _pieces_of(self, parameters: Sequence[int]) -> list[Piece]:
-        """Returns the pieces of these parameters, without padding; the key is the parameter index."""
+        """Return the pieces of these parameters, without padding; the key is the parameter index."""
         slices = [(index, self._layout.parameters[index]) for index in parameters]
         return cut(
             self._layout, [Span(s.offset, s.offset + s.real_numel, index) for index, s in slices if s.real_numel]
         )
 
     def _pieces_between(self, begin: int, end: int) -> list[Piece]:
-        """Returns the pieces of these elements, padding included; the key is the sub-group's index."""
+        """Return the pieces of these elements, padding included; the key is the sub-group's index."""
         groups = [(max(begin, g.offset), min(end, g.offset + g.numel), g.index) for g in self._layout.sub_groups]
         return cut(self._layout, [Span(*span) for span in groups if span[0] < span[1]])
 
@@ -321,7 +321,7 @@ class StateAccess:
 
 
 def _finish(submission: Submission) -> None:
-    """Starts a submission and returns when it is done."""
+    """Start a submission and return when it is done."""
     try:
         submission.start()
         submission.finish()

@@ -106,12 +106,12 @@ class Step:
         return bool(self._tasklets) and self._layout.extents.places_per_tasklet == 1
 
     def start(self) -> None:
-        """Starts the step and returns at once."""
+        """Start the step and return at once."""
         self._guarded(self._submission.start)
         self._is_submitted = True
 
     def extend(self, tasklets: Sequence[int]) -> None:
-        """Starts these tasklets of an incremental step, whose gradients are all there, and returns at once.
+        """Start these tasklets of an incremental step, whose gradients are all there, and return at once.
 
         Raises:
             StorageError: As :meth:`wait`.
@@ -122,7 +122,7 @@ class Step:
         self._is_submitted = True
 
     def complete(self, plan: StepPlan) -> bool:
-        """Makes an incremental step the step of this plan, and starts the tasklets that are missing.
+        """Make an incremental step the step of this plan, and start the tasklets that are missing.
 
         Args:
             plan: The final plan; it differs from the first one in active parameters and hyperparameters only.
@@ -157,7 +157,7 @@ class Step:
             self._guarded(lambda: self._submission.extend(tasklets))
 
     def wait(self, parameters: slice | Iterable[int] | None = None) -> None:
-        """Returns when these parameters are updated in the partition.
+        """Return when these parameters are updated in the partition.
 
         Args:
             parameters: Parameter indices, or a slice of them with step 1; None means all.
@@ -176,7 +176,7 @@ class Step:
         self._guarded(lambda: self._submission.wait(wanted))
 
     def finish(self) -> None:
-        """Returns when all submitted work is done. Raises as :meth:`wait`."""
+        """Return when all submitted work is done. Raises as :meth:`wait`."""
         self._require_submitted()
         self._guarded(self._submission.finish)
 
@@ -194,12 +194,12 @@ class Step:
             self._guarded(lambda: commit_next(self._store, self._places, self._tasklets, steps))
 
     def stop(self) -> None:
-        """Starts no more tasklets and returns when none is in flight. The step cannot be committed any more."""
+        """Start no more tasklets and return when none is in flight. The step cannot be committed any more."""
         self.failure = self.failure or StorageError("The step was stopped.", "Roll it back.")
         self._submission.stop()
 
     def read_back(self) -> None:
-        """Reads the current generation's parameters back into the partition, after :meth:`stop`.
+        """Read the current generation's parameters back into the partition, after :meth:`stop`.
 
         Raises:
             StorageError: The parameters could not be read; the call may be repeated.

@@ -76,7 +76,7 @@ class StepBatches:
         return sum(piece.end - piece.begin for piece in self.pieces if piece.key >= 0)
 
     def update(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
-        """Makes the batch that updates these tasklets, in parts."""
+        """Make the batch that updates these tasklets, in parts."""
         gradients, compressed = self._gradients, self._compressed
         master_in_parameter = outputs.keeps_parameters and outputs.dtype == self._master_dtype
 
@@ -118,7 +118,7 @@ class StepBatches:
         return compressed.encoded(batch)
 
     def read_back(self, outputs: Memory, tasklets: Sequence[int]) -> Iterable[native.Batch]:
-        """Makes the batch that reads the current masters of updated parameters back into the parameters."""
+        """Make the batch that reads the current masters of updated parameters back into the parameters."""
         return [read_back_batch(self._layout, self.pieces, tasklets, self._places, outputs=outputs)]
 
     @property
@@ -127,7 +127,7 @@ class StepBatches:
         return self._compressed is not None and self._compressed.residual is not None
 
     def feed_back(self) -> None:
-        """Stores what compression left out of the gradients as the residual, after the commit on all ranks.
+        """Store what compression left out of the gradients as the residual, after the commit on all ranks.
 
         Raises:
             StorageError: It cannot be stored; no residual has changed.

@@ -60,10 +60,10 @@ class Link(Protocol):
         """The stream on which parameters travel."""
 
     def take(self) -> None:
-        """Makes later copies run after the work that the user's stream was given so far."""
+        """Make later copies run after the work that the user's stream was given so far."""
 
     def give(self) -> None:
-        """Makes the work that the user's stream is given later run after the copies started so far."""
+        """Make the work that the user's stream is given later run after the copies started so far."""
 
     def warn_of_unregistered(self) -> None:
         """Warns, once, if host memory could not be registered."""
@@ -74,11 +74,11 @@ class Submission(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Starts the work and returns at once."""
+        """Start the work and return at once."""
 
     @abstractmethod
     def wait(self, tasklets: Sequence[int]) -> None:
-        """Returns when the parameters of these tasklets, as far as they are submitted, are in the partition.
+        """Return when the parameters of these tasklets, as far as they are submitted, are in the partition.
 
         Raises:
             StorageError: The work failed; only :meth:`stop` may follow.
@@ -87,18 +87,18 @@ class Submission(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Returns when all work is done and the device is free. Raises as :meth:`wait`."""
+        """Return when all work is done and the device is free. Raises as :meth:`wait`."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Starts no more work and returns when the device is free, even if work is left. Never raises these errors."""
+        """Start no more work and return when the device is free, even if work is left. Never raise these errors."""
 
     def extend(self, tasklets: Sequence[int]) -> None:
-        """Starts more tasklets, behind the present ones, and returns at once."""
+        """Start more tasklets, behind the present ones, and return at once."""
         raise NotImplementedError("Only a submission straight into memory can be extended.")
 
     def prefer(self, tasklets: Sequence[int]) -> None:
-        """Moves these tasklets, in this order, ahead of the others that have not started."""
+        """Move these tasklets, in this order, ahead of the others that have not started."""
         raise NotImplementedError("Only a submission straight into memory has an order that can change.")
 
 

@@ -16,7 +16,6 @@ FOLDERS = ("benchmarks", "examples", "hls", "lightning_smartinfinity", "tools")
 RULE_FILES = (
     "lightning_smartinfinity/update_rules.py",
     "lightning_smartinfinity/transfer/rules/",
-    "benchmarks/csim.py",
 )
 RULE_OF = {name.lower(): rule.name for rule in RULES for name in (rule.name, rule.step, *rule.optimizers)}
 LITERALS = (ast.Tuple, ast.List, ast.Set, ast.Dict)

@@ -39,7 +39,7 @@ RUNS = {
     ),
     "csim.py": (
         ["--numel", "4096", "--steps", "2", "--verify"],
-        ["step  ", "adamw  "],
+        ["step  ", "adamw  ", "rmsprop  "],
     ),
     "engines.py": (
         ["--tiny", "--folder", "."],

@@ -60,7 +60,7 @@ def _through_pyxrt(pyxrt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_binding_is_python(tmp_path: Path, emulated_cards: EmulatedCards, pyxrt: ModuleType) -> None:
-    """pyxrt starts every run of a kernel, as all of these tests assume."""
+    """Pyxrt starts every run of a kernel, as all of these tests assume."""
     with (
         mock.patch.object(PyxrtBinding, "start", autospec=True, side_effect=PyxrtBinding.start) as start,
         running(tmp_path, Case(num_devices=2), device=card_runs.cards(emulated_cards.build.xclbin)) as run,

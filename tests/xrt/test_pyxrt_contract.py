@@ -19,7 +19,7 @@ def test_signature(pyxrt: ModuleType, name: str) -> None:
 
 
 def test_nothing_is_added(pyxrt: ModuleType) -> None:
-    """pyxrt has nothing that is newer than 2.13, because a test could come to rely on it."""
+    """Pyxrt has nothing that is newer than 2.13, because a test could come to rely on it."""
     assert signatures(pyxrt).keys() == expected().keys()
 
 

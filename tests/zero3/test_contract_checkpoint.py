@@ -34,6 +34,6 @@ def test_overridden_methods_take_what_the_base_passes(theirs: Callable[..., Any]
 
 
 def test_torch_can_save_without_data() -> None:
-    """torch can save tensors without their data; tests/zero3/test_tensor_file.py tests the rest of torch's format."""
+    """Torch can save tensors without their data; tests/zero3/test_tensor_file.py tests the rest of torch's format."""
     assert "materialize_fake_tensors" in inspect.signature(torch.serialization.skip_data.__init__).parameters
     assert hasattr(torch.UntypedStorage, "_checkpoint_offset")

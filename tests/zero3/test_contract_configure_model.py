@@ -77,7 +77,7 @@ def test_modes_are_not_asked_about_two_ways_to_a_parameter() -> None:
 
 @RunIf(package="transformers")
 def test_transformers_is_told_as_its_own_integration_is() -> None:
-    """transformers reads whether ZeRO-3 is on, and whether zero.Init was entered, where this package sets it."""
+    """Transformers reads whether ZeRO-3 is on, and whether zero.Init was entered, where this package sets it."""
     modeling: Any = import_module("transformers.modeling_utils")
     integration: Any = import_module("transformers.integrations.deepspeed")
     initialization: Any = import_module("transformers.initialization")

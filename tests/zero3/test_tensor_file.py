@@ -65,7 +65,7 @@ def read(path: Path, *, size: int = 311) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("size", [13, 777, 10_000, 1 << 20])
 def test_torch_reads_what_was_written_in_pieces(size: int, tmp_path: Path) -> None:
-    """torch loads tensors, views and everything else from the file, and its zip checksums are right."""
+    """Torch loads tensors, views and everything else from the file, and its zip checksums are right."""
     write(tmp_path / "file.pt", size=size)
     for mmap in (False, True):
         state = torch.load(tmp_path / "file.pt", weights_only=True, mmap=mmap)

@@ -32,7 +32,7 @@ class Kernel:
         return len(self.rule.arrays)
 
     def example(self) -> UpdateStep:
-        """Returns the scalars of a step that touches every part of the arithmetic, for self-tests."""
+        """Return the scalars of a step that touches every part of the arithmetic, for self-tests."""
         step: UpdateStep = getattr(native, self.rule.step)(**self.rule.scalars)
         return step
 
@@ -41,7 +41,7 @@ KERNELS = tuple(map(Kernel, RULES))
 
 
 def kernel_of(optimizer: str) -> Kernel:
-    """Finds the kernel of a torch optimizer by its class name (``UpdateRule.name``).
+    """Find the kernel of a torch optimizer by its class name (``UpdateRule.name``).
 
     Raises:
         UnsupportedError: No kernel updates with this optimizer.

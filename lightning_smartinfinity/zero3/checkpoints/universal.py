@@ -72,7 +72,9 @@ def load_universal(
             _check_buffers(engine.module, folder)
         _check_optimizer(optimizer, folder)
         saved_steps = folder.steps
-        steps = np.array([saved_steps[parameter.name] for parameter in optimizer.partition.layout.parameters], dtype=np.int64)
+        steps = np.array(
+            [saved_steps[parameter.name] for parameter in optimizer.partition.layout.parameters], dtype=np.int64
+        )
         _check_files(optimizer, folder)
         folder.check_arrays(_files_of(optimizer, folder))
         frozen = _frozen_slices(engine, folder)

@@ -13,68 +13,40 @@ namespace {
 constexpr std::uint64_t kMaxNumel = std::uint64_t{1} << 40;  // keeps every product below far from overflow
 constexpr std::uint64_t kMaxOffset = std::uint64_t{1} << 62;
 
-// Checks what needs no state format.
-class GradientChecker {
+class Checker {
  public:
-    GradientChecker(const Batch& batch, const Tasklet& tasklet) : batch_(batch), tasklet_(tasklet) {}
+    Checker(const Batch& batch, const StateFormat& format, const Tasklet& tasklet)
+        : batch_(batch), format_(format), tasklet_(tasklet) {}
+
+    void check(std::size_t num_files, std::size_t buffer_bytes) const {
+        check_sizes(num_files, buffer_bytes);
+        check_operation();
+        check_compression();
+        std::uint64_t end = 0;
+        for (const Segment& segment : tasklet_.segments) {
+            check_range(segment, end);
+            check_addresses(segment);
+            if (batch_.operation == Operation::kUpdate) check_update(segment);
+            end = segment.offset + segment.numel;
+        }
+        if (batch_.stream) check_parameter_dtypes();
+    }
 
     void check_gradients() const {
-        check_segments();
-        if (const auto problem = problem_of_compression(batch_, tasklet_)) refuse(*problem);
-    }
-
- protected:
-    [[noreturn]] void refuse(const std::string& problem) const {
-        throw std::invalid_argument("Batch: tasklet " + std::to_string(tasklet_.index) + ": " + problem);
-    }
-
-    void check_segments() const {
         std::uint64_t end = 0;
         for (const Segment& segment : tasklet_.segments) {
             check_range(segment, end);
             check_addresses(segment);
             end = segment.offset + segment.numel;
         }
-    }
-
-    void check_range(const Segment& segment, std::uint64_t end) const {
-        if (segment.offset > tasklet_.numel || segment.numel > tasklet_.numel - segment.offset) {
-            refuse("a segment of " + std::to_string(segment.numel) + " elements at " + std::to_string(segment.offset) +
-                   " leaves its " + std::to_string(tasklet_.numel) + " elements");
-        }
-        if (segment.offset < end) refuse("segments must be in ascending order and must not overlap");
-    }
-
-    void check_addresses(const Segment& segment) const {
-        if (segment.num_arrays > tasklet_.num_arrays) refuse("a segment has more arrays than the tasklet");
-        if (segment.gradient % item_bytes(segment.gradient_dtype) != 0) refuse("a gradient address is misaligned");
-        if (segment.parameter % item_bytes(segment.parameter_dtype) != 0) refuse("a parameter address is misaligned");
-        for (const Address address : segment.arrays) {
-            if (address % sizeof(float) != 0) refuse("an array address is misaligned");
-        }
-    }
-
-    const Batch& batch_;
-    const Tasklet& tasklet_;
-};
-
-class Checker : GradientChecker {
- public:
-    Checker(const Batch& batch, const StateFormat& format, const Tasklet& tasklet)
-        : GradientChecker(batch, tasklet), format_(format) {}
-
-    void check(std::size_t num_files, std::size_t buffer_bytes) const {
-        check_sizes(num_files, buffer_bytes);
-        check_operation();
-        check_compression();
-        check_segments();
-        if (batch_.operation == Operation::kUpdate) {
-            for (const Segment& segment : tasklet_.segments) check_update(segment);
-        }
-        if (batch_.stream) check_parameter_dtypes();
+        if (const auto problem = problem_of_compression(batch_, tasklet_)) refuse(*problem);
     }
 
  private:
+    [[noreturn]] void refuse(const std::string& problem) const {
+        throw std::invalid_argument("Batch: tasklet " + std::to_string(tasklet_.index) + ": " + problem);
+    }
+
     void check_sizes(std::size_t num_files, std::size_t buffer_bytes) const {
         if (tasklet_.numel < 1 || tasklet_.numel > kMaxNumel) {
             refuse("numel " + std::to_string(tasklet_.numel) + " is not in [1, 2**40]");
@@ -155,6 +127,23 @@ class Checker : GradientChecker {
         }
     }
 
+    void check_range(const Segment& segment, std::uint64_t end) const {
+        if (segment.offset > tasklet_.numel || segment.numel > tasklet_.numel - segment.offset) {
+            refuse("a segment of " + std::to_string(segment.numel) + " elements at " + std::to_string(segment.offset) +
+                   " leaves its " + std::to_string(tasklet_.numel) + " elements");
+        }
+        if (segment.offset < end) refuse("segments must be in ascending order and must not overlap");
+    }
+
+    void check_addresses(const Segment& segment) const {
+        if (segment.num_arrays > tasklet_.num_arrays) refuse("a segment has more arrays than the tasklet");
+        if (segment.gradient % item_bytes(segment.gradient_dtype) != 0) refuse("a gradient address is misaligned");
+        if (segment.parameter % item_bytes(segment.parameter_dtype) != 0) refuse("a parameter address is misaligned");
+        for (const Address address : segment.arrays) {
+            if (address % sizeof(float) != 0) refuse("an array address is misaligned");
+        }
+    }
+
     // Parameters lie in a slot at their offsets, so that parameters of different sizes would overlap.
     void check_parameter_dtypes() const {
         const Segment* first = nullptr;
@@ -205,7 +194,9 @@ class Checker : GradientChecker {
         }
     }
 
+    const Batch& batch_;
     const StateFormat& format_;
+    const Tasklet& tasklet_;
 };
 
 }  // namespace
@@ -215,7 +206,7 @@ void validate(const Batch& batch, const StateFormat& format, std::size_t num_fil
 }
 
 void validate_gradients(const Batch& batch) {
-    for (const Tasklet& tasklet : batch.tasklets) GradientChecker(batch, tasklet).check_gradients();
+    for (const Tasklet& tasklet : batch.tasklets) Checker(batch, kFp32, tasklet).check_gradients();
 }
 
 }  // namespace smart_infinity
