@@ -23,7 +23,7 @@ void Seams::decorate(std::unique_ptr<IoEngine>& engine, DeadlineEngine* deadline
 
 void Seams::decorate_engine(Pipeline& pipeline, const Decorate& decorate) {
     const std::lock_guard lock(pipeline.mutex_);
-    require(pipeline.run_ == nullptr, "decorate_engine: a batch is active");
+    require(pipeline.batch_ == nullptr, "decorate_engine: a batch is active");
     Seams::decorate(pipeline.transfers_.engine_, pipeline.transfers_.deadlines_, decorate);
 }
 
@@ -35,7 +35,7 @@ void Seams::decorate_engine(FileQueue& queue, const Decorate& decorate) {
 
 void Seams::put_before_transfers(Pipeline& pipeline, std::function<void(const IoRequest&)> gate) {
     const std::lock_guard lock(pipeline.mutex_);
-    require(pipeline.run_ == nullptr, "put_before_transfers: a batch is active");
+    require(pipeline.batch_ == nullptr, "put_before_transfers: a batch is active");
     pipeline.updater_->put_before_transfers(std::move(gate));
 }
 
