@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -78,6 +80,11 @@ ON_CARDS = {
     "calibration.py": (["--tiny", "--folder", "."], ["| update by |", "| host | 2 | 4 |", "| cards | 1 | 4 |"]),
     "xrt_bindings.py": (["--tiny", "--folder", "."], ["| binding |", "| native |", "| pyxrt |"]),
 }
+# Scripts that take longer than 15 seconds even so.
+SLOW = {
+    *("backward.py", "calibration.py", "checkpoint_memory.py", "compression_accuracy.py", "peak_memory.py"),
+    "xrt_bindings.py",
+}
 # The plots that plots.py makes of these figures, and texts in them.
 PLOTTED = {
     "scaling.py": {"figures.svg": ["tensors", "folders", "processes", "seconds per step"]},
@@ -93,7 +100,14 @@ PLOTTED = {
 REFUSALS = {"gpu_step.py": "measures copies from and to a CUDA device; torch finds none here"}
 
 
-@pytest.mark.parametrize("script", [*RUNS, *(pytest.param(script, marks=RunIf(xrt=True)) for script in ON_CARDS)])
+def scripts() -> Iterator[Any]:
+    """Yield the scripts with their marks."""
+    for script in (*RUNS, *ON_CARDS):
+        marks = [RunIf(xrt=True)] * (script in ON_CARDS) + [pytest.mark.long] * (script in SLOW)
+        yield pytest.param(script, marks=marks)
+
+
+@pytest.mark.parametrize("script", list(scripts()))
 def test_benchmark_prints_its_table_with_the_machine(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +130,7 @@ def begin_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
+@pytest.mark.long
 def test_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fine-tuning works with other pretrained weights, and existing figures are not computed again."""
     from transformers import BertConfig, BertModel, BertTokenizerFast

@@ -61,7 +61,8 @@ STRUCTURES = {
         transfer={"tasklet_bytes": 64 * 1024, "num_buffers": 4},
     ),
     "a thousand tiny tensors": Case(partial(Tiny, 1_000)),
-    "ten thousand tiny tensors": Case(partial(Tiny, 10_000), steps=2),
+    # DeepSpeed's own distance makes its second step quadratic in the number of modules.
+    "ten thousand tiny tensors": Case(partial(Tiny, 10_000), steps=2, zero={"stage3_max_reuse_distance": 0}),
 }
 _REENTRANT = partial(Checkpointed, use_reentrant=True)
 CHECKPOINTS = {

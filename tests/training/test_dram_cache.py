@@ -68,7 +68,7 @@ def test_what_is_free_becomes_a_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 100_000 - SMALL_RING["tasklet_bytes"] < cached <= 100_000
     assert traffic.cached_read_bytes > 0
     assert (traffic.cached_write_bytes > 0) == (durability == "none")
-    layout = strategy.optimizers[0].layout
+    layout = strategy.optimizers[0].partition.layout
     extents, count = layout.extents, layout.num_resident
     assert sum(extent.nbytes for extent in extents.extents[:count]) == cached
     num_places = extents.num_tasklets - count if durability == "none" else 2 * extents.num_tasklets

@@ -158,7 +158,7 @@ def test_saving_reads_the_state_once(tmp_path: Path) -> None:
     before = strategy.traffic().shared_read_bytes
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     read = strategy.traffic().shared_read_bytes - before
-    extents = strategy.optimizers[0].layout.extents
+    extents = strategy.optimizers[0].partition.layout.extents
     assert read == sum(extent.nbytes for extent in extents.extents)
 
 
