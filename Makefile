@@ -94,20 +94,20 @@ unit: $(INSTALLED) ## The tests; the output ends with those that failed (14 min)
 	@HF_HUB_OFFLINE=1 python -m pytest --quiet --numprocesses $(PYTEST_WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(PYTEST_OPTIONS)
 
-test-long: ## The tests that take minutes, and 4 GB in the folder for temporary files
+test-long: ## The tests that take minutes each, and 4 GB in the folder for temporary files
 	@$(MAKE) unit PYTEST_OPTIONS="--long -m long -o timeout=3600 -o faulthandler_timeout=3630 $(PYTEST_OPTIONS)"
 
-csim: $(INSTALLED) ## The SmartSSD's kernels, compiled for this machine, against numpy and torch.optim
+csim: $(INSTALLED) ## The SmartSSD's kernels, compiled for this machine, against numpy and torch.optim (2 min)
 	$(MAKE) -C hls csim
 
-format: $(INSTALLED) ## Rewrite Python and C++ files in the project's style
+format: $(INSTALLED) ## Rewrite Python and C++ files in the project's style (5 s)
 	ruff check --fix .
 	ruff format .
 	clang-format -i $(CXX_FILES)
 
-dist: $(INSTALLED) ## Source distribution and wheel in dist/
+dist: $(INSTALLED) ## Source distribution and wheel in dist/ (1 min)
 	python -m build --outdir dist
 
-clean: ## Remove .venv, builds and caches
+clean: ## Remove .venv, builds and caches (1 s)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
