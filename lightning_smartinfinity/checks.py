@@ -115,6 +115,7 @@ def number(least: float, most: float) -> Rule:
     return Rule(
         f"Pass a number from {least:g} to {most:g}",
         lambda value: _is_number(value) and least <= value <= most,  # a comparison with NaN is false
+        kept=lambda value: operator.index(value) if _is_int(value) else float(value),
     )
 
 

@@ -48,7 +48,7 @@ MAX_CARD_NUMBER = 65_535
 NUM_BUFFERS = between(2, MAX_BUFFERS)
 """Rule for the number of buffers of a ring."""
 
-_MIN_TASKLET_BYTES = 64 * 1024
+_MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES = 64 * 1024, 1 << 60
 _MAX_TIMEOUT = 2_147_483  # XRT counts milliseconds in an int
 
 
@@ -148,7 +148,7 @@ class TransferConfig:
     def __post_init__(self) -> None:
         require(
             self,
-            tasklet_bytes=optional(between(_MIN_TASKLET_BYTES)),
+            tasklet_bytes=optional(between(_MIN_TASKLET_BYTES, _MAX_TASKLET_BYTES)),
             num_buffers=NUM_BUFFERS,
             compute_threads=between(1, MAX_THREADS),
             io_engine=one_of("auto", "io_uring", "io_uring_sqpoll", "threads", "plain"),

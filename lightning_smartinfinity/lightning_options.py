@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import torch
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_smartinfinity.checks import FLAG, STRATEGY, between, check, instance, number, optional
+from lightning_smartinfinity.checks import FLAG, STRATEGY, Rule, between, check, instance, number, optional
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 
 __all__ = ["SharedOptions", "attributes_of", "checked_options", "indexed_device", "swapped_precision"]
@@ -42,13 +42,14 @@ _DEFAULTS: dict[str, Any] = {
     "min_loss_scale": 1,
 }
 _SCALE = number(0, sys.float_info.max)
+_WHOLE_SCALE = Rule("Pass a whole number of at least 0", lambda value: _SCALE.holds(value) and value % 1 == 0, kept=int)
 _RULES = {
     "timeout": optional(instance(timedelta)),
     "loss_scale": _SCALE,
     "initial_scale_power": between(0, 127),  # beyond, fp32 gradients overflow
     "loss_scale_window": between(1, sys.maxsize),
     "hysteresis": between(1, sys.maxsize),
-    "min_loss_scale": _SCALE,
+    "min_loss_scale": _WHOLE_SCALE,
     "exclude_frozen_parameters": FLAG,
     "load_full_weights": FLAG,
 }
@@ -61,7 +62,7 @@ def attributes_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_options(strategy: str, options: Mapping[str, Any], known: type) -> dict[str, Any]:
-    """Refuses unknown options, and values that DeepSpeed would refuse late, only in fp16, or not at all.
+    """Return the checked options. DeepSpeed would refuse some values late, only in fp16, or not at all.
 
     Args:
         strategy: Class name, for the message.

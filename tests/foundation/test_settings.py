@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_smartinfinity import (
@@ -17,6 +19,7 @@ from lightning_smartinfinity import (
     TopK,
     TransferConfig,
 )
+from lightning_smartinfinity.lightning_options import SharedOptions, checked_options
 from lightning_smartinfinity.native.formats import STATE_FORMATS, optimizers_of
 from lightning_smartinfinity.settings import StrategySettings
 
@@ -93,3 +96,11 @@ def test_settings_stay_as_they_are() -> None:
     """The settings are frozen."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         StrategySettings().overlap = "none"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("scale", [np.float32(512), np.int64(512), Fraction(512)])
+def test_numbers_become_pythons(scale: Any) -> None:
+    """Python's numbers replace those of other libraries, because DeepSpeed writes its settings as JSON."""
+    kept = checked_options("SmartInfinityStrategy", {"loss_scale": scale, "min_loss_scale": scale}, SharedOptions)
+    assert kept == {"loss_scale": 512, "min_loss_scale": 512}
+    assert {type(value) for value in kept.values()} <= {int, float}

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def assert_helpful(error: SmartInfinityError, *values: str) -> None:
         ({"loss_scale": -1.0}, "loss_scale=-1.0"),
         ({"loss_scale": float("nan")}, "nan"),
         ({"min_loss_scale": "1"}, "min_loss_scale='1'"),
+        ({"min_loss_scale": Fraction(1, 3)}, "min_loss_scale=Fraction(1, 3)"),
         ({"initial_scale_power": 10**30}, "127"),
         ({"initial_scale_power": 16.0}, "int"),
         ({"loss_scale_window": 0}, "loss_scale_window=0"),
@@ -99,6 +101,7 @@ def test_unknown_or_contradictory_settings_raise_in_the_constructor(settings: di
     [
         {"tasklet_bytes": 1000},
         {"tasklet_bytes": 2.5e6},
+        {"tasklet_bytes": 10**23},
         {"num_buffers": 1},
         {"num_buffers": 4097},
         {"compute_threads": 0},

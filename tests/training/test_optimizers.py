@@ -224,6 +224,33 @@ def test_there_is_no_buffer_without_momentum(optimizer: str, recipe: Recipe, tmp
     assert asked == [1]
 
 
+class SwitchOff(pl.Callback):
+    """A callback that switches a setting off for the third and fourth step, and saves after the third."""
+
+    def __init__(self, name: str, checkpoint: Path) -> None:
+        self.name, self.checkpoint = name, checkpoint
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group[self.name] = 0 if trainer.global_step in (2, 3) else RMSPROP.optimizer_kwargs[self.name]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3 and not self.checkpoint.exists():
+            trainer.save_checkpoint(self.checkpoint)
+
+
+@pytest.mark.parametrize("name", ["momentum", "centered"])
+def test_an_array_that_is_switched_off_survives_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """RMSprop's array counts again when its setting returns, in a resumed run as in one that never stopped."""
+    runs = []
+    for resumed in (False, True):
+        module, switch = LitTiny(RMSPROP), SwitchOff(name, tmp_path / "off.ckpt")
+        trainer = quiet_trainer(tmp_path / str(resumed), precision="32-true", max_steps=6, callbacks=[switch])
+        trainer.fit(module, ckpt_path=tmp_path / "off.ckpt" if resumed else None)
+        runs.append(module.losses)
+    assert len(runs[0]) == 6 and runs[1] == runs[0][3:]
+
+
 @pytest.mark.parametrize("name", ["Adagrad", "SGD", "RMSprop"])
 def test_formats_that_round_moments_are_refused(name: str, tmp_path: Path) -> None:
     """The error says what to use instead, and nothing is written."""

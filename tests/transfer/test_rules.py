@@ -96,6 +96,7 @@ def test_choices_of_implementation_are_ignored() -> None:
     ("kind", "name", "value"),
     [
         (torch.optim.Adagrad, "lr_decay", -0.1),
+        (torch.optim.Adagrad, "lr", 10**400),
         (torch.optim.Adagrad, "eps", math.nan),
         (torch.optim.Adagrad, "weight_decay", -1.0),
         (torch.optim.SGD, "momentum", -0.1),
@@ -140,6 +141,20 @@ def test_rmsprop_keeps_what_its_groups_use() -> None:
         assert {"step", *rule.kept_arrays(optimizer.param_groups)} == optimizer.state[parameter].keys()
     plain = torch.optim.RMSprop(parameters()).param_groups
     assert rule.kept_arrays([*plain, *optimizer.param_groups]) == rule.arrays[1:]
+
+
+@pytest.mark.parametrize(("name", "array"), [("momentum", "momentum_buffer"), ("centered", "grad_avg")])
+def test_rmsprop_keeps_an_array_that_is_switched_off(name: str, array: str) -> None:
+    """The array stays in checkpoints, as in torch, because it counts when the setting returns."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.RMSprop([parameter], momentum=0.5, centered=True)
+    rule, [group] = rule_for(optimizer), optimizer.param_groups
+    for value in (group[name], 0):
+        group[name] = value
+        rule.snapshot(group)
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert array in optimizer.state[parameter] and array in rule.kept_arrays(optimizer.param_groups)
 
 
 def test_scalars_of_rmsprop() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class AdagradRule(UpdateRule):
     state_formats = formats_of(native.AdagradStep)
 
     @override
-    def snapshot(self, group: Mapping[str, Any]) -> AdagradHyperparameters:
+    def snapshot(self, group: MutableMapping[str, Any]) -> AdagradHyperparameters:
         return AdagradHyperparameters(
             lr=self.number("lr", group["lr"]),
             lr_decay=self.number("lr_decay", group["lr_decay"]),

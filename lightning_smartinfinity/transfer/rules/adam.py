@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class AdamRule(UpdateRule):
     state_formats = formats_of(native.AdamStep)
 
     @override
-    def snapshot(self, group: Mapping[str, Any]) -> AdamHyperparameters:
+    def snapshot(self, group: MutableMapping[str, Any]) -> AdamHyperparameters:
         if group.get("amsgrad"):
             raise UnsupportedError(
                 f"{self.name}(amsgrad=True) is not supported: its maximum of exp_avg_sq is not kept on storage.",

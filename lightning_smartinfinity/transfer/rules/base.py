@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from lightning_smartinfinity.checks import Rule, check
@@ -41,7 +41,7 @@ class UpdateRule(ABC):
         return self.description.arrays
 
     @abstractmethod
-    def snapshot(self, group: Mapping[str, Any]) -> Hashable:
+    def snapshot(self, group: MutableMapping[str, Any]) -> Hashable:
         """Return a param group's hyperparameters, hashable; equal ones mean equal updates.
 
         Raises:
@@ -106,5 +106,5 @@ def _finite(least: float, below: float) -> Rule:
 def _float(value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
         return math.nan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from lightning_smartinfinity.transfer.rules.base import UpdateRule
 from lightning_smartinfinity.update_rules import RMSPROP
 
 __all__ = ["RmspropHyperparameters", "RmspropRule"]
+
+# Key of a param group, saved with it: the arrays that the group has had so far.
+_KEPT = "kept_arrays"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,7 @@ class RmspropRule(UpdateRule):
 
     Storage has room for ``momentum_buffer`` and ``grad_avg`` even if no group has momentum or is centered: groups may
     change, but the size of the state and the arguments of a card's kernel may not. Checkpoints hold only what torch
-    would keep.
+    would keep: an array stays when momentum or centering is switched off, because it counts when they return.
     """
 
     description = RMSPROP
@@ -43,7 +46,8 @@ class RmspropRule(UpdateRule):
     state_formats = formats_of(native.RmspropStep)
 
     @override
-    def snapshot(self, group: Mapping[str, Any]) -> RmspropHyperparameters:
+    def snapshot(self, group: MutableMapping[str, Any]) -> RmspropHyperparameters:
+        group[_KEPT] = list(self.kept_arrays([group]))
         return RmspropHyperparameters(
             lr=self.number("lr", group["lr"]),
             alpha=self.number("alpha", group["alpha"]),
@@ -73,9 +77,9 @@ class RmspropRule(UpdateRule):
 
     @override
     def kept_arrays(self, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        kept = {
-            "square_avg": True,
-            "momentum_buffer": any(group["momentum"] > 0 for group in groups),
-            "grad_avg": any(group["centered"] for group in groups),
-        }
-        return tuple(name for name in self.arrays[1:] if kept[name])
+        kept = {"square_avg"}.union(*(group.get(_KEPT, ()) for group in groups))
+        if any(group["momentum"] > 0 for group in groups):
+            kept.add("momentum_buffer")
+        if any(group["centered"] for group in groups):
+            kept.add("grad_avg")
+        return tuple(name for name in self.arrays if name in kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class SgdRule(UpdateRule):
     state_formats = formats_of(native.SgdStep)
 
     @override
-    def snapshot(self, group: Mapping[str, Any]) -> SgdHyperparameters:
+    def snapshot(self, group: MutableMapping[str, Any]) -> SgdHyperparameters:
         return SgdHyperparameters(
             lr=self.number("lr", group["lr"]),
             momentum=self.number("momentum", group["momentum"]),
