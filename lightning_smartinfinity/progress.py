@@ -1,0 +1,45 @@
+"""Shows how far long work has come: the bytes done, of how many, at what rate, and the time left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+__all__ = ["DELAY", "Advance", "showing_progress"]
+
+DELAY = 10.0
+"""Seconds after which a bar appears. Work that takes less shows nothing."""
+
+_LINES_APART = 10.0  # seconds between lines in a log, where tqdm cannot overwrite the last one
+
+Advance = Callable[[int], object]
+"""Receives the number of bytes that were done since the last call."""
+
+
+@contextmanager
+def showing_progress(what: str, total_bytes: int | None = None, *, shown: bool) -> Iterator[Advance]:
+    """Show a bar on the standard error stream while the body runs, if the body takes longer than :data:`DELAY`.
+
+    Args:
+        what: What is being done, such as ``"Writing optimizer state"``.
+        total_bytes: Number of bytes to do; None if it is unknown.
+        shown: Whether this process shows anything; usually only rank 0 does.
+
+    Yields:
+        Function to call as bytes are done.
+    """
+    interval = 0.1 if sys.stderr is not None and sys.stderr.isatty() else _LINES_APART
+    with tqdm(
+        desc=what,
+        total=total_bytes,
+        unit="B",
+        unit_scale=True,
+        delay=DELAY,
+        mininterval=interval,
+        maxinterval=max(interval, DELAY),
+        disable=not shown or sys.stderr is None,
+    ) as bar:
+        yield bar.update
