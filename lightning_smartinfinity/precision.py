@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeedPrecision
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -46,6 +47,8 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
     @override
     def convert_module(self, module: Module) -> Module:
         _refuse_complex(module, self.precision)
+        # A mixed precision leaves the cast to DeepSpeed, which does not tell Lightning's modules.
+        _update_properties(module, dtype=self._desired_dtype)
         return super().convert_module(module)
 
     @override
@@ -107,6 +110,8 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
     @override
     def convert_module(self, module: Module) -> Module:
         _refuse_complex(module, self.precision)
+        # A mixed precision leaves the cast to DeepSpeed, which does not tell Lightning's modules.
+        _update_properties(module, dtype=self._desired_dtype)
         return super().convert_module(module)
 
 

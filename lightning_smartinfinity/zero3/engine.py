@@ -26,6 +26,7 @@ from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInf
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
@@ -57,6 +58,7 @@ class PortableEngine(DeepSpeedEngine):
         super().__init__(**kwargs)
         retrace_for_external_parameters(getattr(self.optimizer, "parameter_offload", self.optimizer))
         refuse_plain_loading(self.module)
+        guard_copies(self.module.modules())
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         # The base class casts nothing if zero.Init has partitioned a parameter. Parameters that were copied or assigned
@@ -196,7 +198,8 @@ class SmartInfinityEngine(PortableEngine):
             CheckpointError: The checkpoint could not be written; raised on every rank.
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        with replacing(save_dir, tag, local_rank=self.local_rank) as staging:
+        # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are in other files.
+        with replacing(save_dir, tag, local_rank=self.local_rank) as staging, unguarded():
             saved: bool = super().save_checkpoint(
                 str(staging), tag, client_state, save_latest, exclude_frozen_parameters
             )

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CON
 
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
 from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.parameters.copy_guard import PartitionedEntry
 from lightning_smartinfinity.zero3.step.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.untyped import SavedState
 
@@ -108,7 +109,7 @@ def _refuse(module: torch.nn.Module, state_dict: SavedState, prefix: str, *_: ob
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
         # DeepSpeed's own checkpoints hold and load empty placeholders for partitioned parameters.
-        loads = isinstance(value, torch.Tensor) and value.numel() > 0
+        loads = isinstance(value, torch.Tensor) and (value.numel() > 0 or isinstance(value, PartitionedEntry))
         if loads and is_zero_param(param) and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
             raise UnsupportedError(
                 f"load_state_dict cannot write {prefix + name!r}: ZeRO-3 has partitioned it over the ranks.",
