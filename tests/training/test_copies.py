@@ -197,3 +197,26 @@ def test_sixteen_bit_model_of_deepspeed(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "whole" / "weights.pt", weights_only=True)
     assert torch.equal(saved["weight"], expected.to(saved["weight"].dtype))
     fabric.strategy.close()
+
+
+@RunIf(package="peft")
+def test_adapters_of_peft(tmp_path: Path) -> None:
+    """get_peft_model_state_dict has the gathered adapters, and nothing of the partitioned base model."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    from lightning_smartinfinity import SmartInfinityStrategy
+    from tests.training.transformers_worker import BuiltOnTokens, construct
+
+    config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM")
+    module: Any = BuiltOnTokens(lambda: get_peft_model(construct("gpt2"), config))  # type: ignore[arg-type]
+    fit(module, tmp_path, SmartInfinityStrategy(tmp_path / "storage", zero=NOTHING_PERSISTS))
+    adapters = {name: param for name, param in module.model.named_parameters() if "lora_" in name}
+    with deepspeed.zero.GatheredParameters(list(adapters.values())):
+        state = get_peft_model_state_dict(module.model)
+        torch.save(state, tmp_path / "adapters.pt")
+        expected = {name.replace(".default", ""): param.detach().clone() for name, param in adapters.items()}
+    saved = torch.load(tmp_path / "adapters.pt", weights_only=True)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value) and value.numel() for name, value in expected.items())
+    with pytest.raises(UnsupportedError, match=REMEDY):
+        torch.save(get_peft_model_state_dict(module.model), tmp_path / "lost.pt")
