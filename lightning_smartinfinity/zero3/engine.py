@@ -55,7 +55,8 @@ class PortableEngine(DeepSpeedEngine):
 
     def __init__(self, **kwargs: object) -> None:
         refuse_foreign_steps()
-        with ExitStack() as self._partitioning:
+        self._partitioning = ExitStack()
+        with self._partitioning:
             super().__init__(**kwargs)
         retrace_for_external_parameters(getattr(self.optimizer, "parameter_offload", self.optimizer))
         refuse_plain_loading(self.module)

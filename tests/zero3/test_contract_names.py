@@ -17,6 +17,7 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.constants import default_pg_timeout
 
@@ -123,4 +124,5 @@ def test_modules_of_lightning_are_told_their_dtype() -> None:
     outer.inner, inner.layer = inner, torch.nn.Linear(1, 1)
     _update_properties(outer, dtype=torch.bfloat16)
     assert {outer.dtype, inner.dtype} == {torch.bfloat16}
+    assert DeepSpeedPrecision("bf16-mixed")._desired_dtype == torch.bfloat16
     assert inner.layer.weight.dtype == torch.float32

@@ -66,7 +66,8 @@ def _deepcopy(param: ZeroParameter, memo: dict[int, object]) -> object:
 
 def _reduce_ex(param: ZeroParameter, protocol: int) -> object:
     _require_whole(param)
-    return type(param).__reduce_ex__(param, protocol)
+    own: ZeroParameter = type(param)
+    return own.__reduce_ex__(param, protocol)
 
 
 def _untyped_storage(param: ZeroParameter) -> object:
@@ -137,7 +138,7 @@ class PartitionedEntry(Tensor):
         source = next((arg for arg in args if isinstance(arg, cls)), None)
         if func in _USES_OF_MEMORY:
             _refuse(cls.what if source is None else source.what)
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(result, cls) and source is not None:
             result.what = source.what
         return result
