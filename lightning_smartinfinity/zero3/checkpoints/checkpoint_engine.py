@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO, cast
 
 import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
@@ -77,7 +77,7 @@ def _save_model(state_dict: SavedState, path: str) -> None:
     """Save a file with buffers and the parameters that are not trained, and flush it to the device."""
     total = sum(tensor.nbytes for tensor in _tensors_in(state_dict))
     with show_on_rank_zero("Saving the model", total) as advance, open(path, "wb") as file:
-        torch.save(state_dict, _Reporting(file, advance, total_bytes=total))
+        torch.save(state_dict, cast(IO[bytes], _Reporting(file, advance, total_bytes=total)))
         file.flush()
         os.fsync(file.fileno())
 
