@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.trainers import fit
 
-NUM_MODULES = 2000
+NUM_MODULES = 500
 
 
 class Scale(nn.Module):
