@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+import torch
 from lightning.fabric.plugins.precision import DeepSpeedPrecision as FabricDeepSpeedPrecision
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -46,6 +48,7 @@ class SmartInfinityPrecision(DeepSpeedPrecision):
     @override
     def convert_module(self, module: Module) -> Module:
         _refuse_complex(module, self.precision)
+        _set_dtype(module, self._desired_dtype, casts="true" in self.precision)
         return super().convert_module(module)
 
     @override
@@ -107,7 +110,23 @@ class SmartInfinityFabricPrecision(FabricDeepSpeedPrecision):
     @override
     def convert_module(self, module: Module) -> Module:
         _refuse_complex(module, self.precision)
+        _set_dtype(module, self._desired_dtype, casts="true" in self.precision)
         return super().convert_module(module)
+
+
+def _set_dtype(module: Module, dtype: torch.dtype, *, casts: bool) -> None:
+    """Tell Lightning's modules the dtype that their parameters have in the training.
+
+    Args:
+        module: The module.
+        dtype: That dtype.
+        casts: Whether parameters get it now. A mixed precision leaves that to DeepSpeed.
+    """
+    from lightning_smartinfinity.zero3.parameters.partitioning import cast_parameters
+
+    _update_properties(module, dtype=dtype)
+    if casts:
+        cast_parameters(module.parameters(), dtype)
 
 
 def _refuse_complex(module: Module, precision: str) -> None:

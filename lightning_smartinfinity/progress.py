@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from tqdm import tqdm
 
-__all__ = ["DELAY", "Advance", "showing_progress"]
+__all__ = ["DELAY", "Advance", "Show", "hidden", "showing_progress"]
 
 DELAY = 10.0
 """Seconds after which a bar appears. Work that takes less shows nothing."""
@@ -17,6 +18,9 @@ _LINES_APART = 10.0  # seconds between lines in a log, where tqdm cannot overwri
 
 Advance = Callable[[int], object]
 """Receives the number of bytes that were done since the last call."""
+
+Show = Callable[[str, int], AbstractContextManager[Advance]]
+"""Shows work by its name and its number of bytes, as :func:`showing_progress` does."""
 
 
 @contextmanager
@@ -43,3 +47,7 @@ def showing_progress(what: str, total_bytes: int | None = None, *, shown: bool) 
         disable=not shown or sys.stderr is None,
     ) as bar:
         yield bar.update
+
+
+hidden: Show = partial(showing_progress, shown=False)
+"""Shows nothing."""

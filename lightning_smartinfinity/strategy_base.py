@@ -253,9 +253,16 @@ class NearStorage:
             module: Module that is being built, if it exists already.
         """
         from lightning_smartinfinity.zero3.parameters.gather_on_use import gathering_on_use
+        from lightning_smartinfinity.zero3.parameters.partitioning import partitioning
         from lightning_smartinfinity.zero3.parameters.pretrained import loading_pretrained
 
-        with self._parameters_on_storage(), sharded(), gathering_on_use(module), loading_pretrained(self.config):
+        with (
+            self._parameters_on_storage(),
+            sharded(),
+            partitioning("Building the model", None),
+            gathering_on_use(module),
+            loading_pretrained(self.config),
+        ):
             yield
 
     def _choose_storage(self, root: str | Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.cli.progress import Progress
 from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.progress import showing_progress
 
 __all__ = ["add_to"]
 
@@ -39,7 +40,6 @@ def add_to(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from lightning_smartinfinity.transfer.convert import convert_store  # imports torch, which is slow
 
-    progress = Progress(shown=not options.quiet)
     ranks = convert_store(
         options.folders,
         options.into,
@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace) -> int:
         job=options.job,
         rank=options.rank,
         tasklet_bytes=options.tasklet_bytes,
-        progress=lambda rank, done, numel: progress(f"rank {rank}", done, numel),
+        show=partial(showing_progress, shown=not options.quiet),
     )
     whose = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     print(f"Converted the state of {whose} to {options.state_format}: {', '.join(map(str, options.into))}")

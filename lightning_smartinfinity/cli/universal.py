@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_smartinfinity.cli.progress import Progress
+from lightning_smartinfinity.progress import showing_progress
 from lightning_smartinfinity.update_rules import optimizer_names
 
 __all__ = ["add_to"]
@@ -36,9 +37,6 @@ def _run(options: argparse.Namespace) -> int:
     prepare_environment("cpu", local_world_size=1)
     from lightning_smartinfinity.zero3.checkpoints.universal_conversion import convert_checkpoint
 
-    progress = Progress(shown=not options.quiet)
-    convert_checkpoint(
-        options.checkpoint, options.into, progress=lambda done, numel: progress("parameters", done, numel)
-    )
+    convert_checkpoint(options.checkpoint, options.into, show=partial(showing_progress, shown=not options.quiet))
     print(f"Converted {options.checkpoint} to a universal checkpoint: {options.into}")
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
 from lightning_smartinfinity.devices.host import HostDevice
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, UnsupportedError
 from lightning_smartinfinity.native.formats import STATE_FORMATS, names_where, optimizers_of, serves
+from lightning_smartinfinity.progress import Advance, Show, hidden
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.store.manifest import Manifest
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -22,12 +23,9 @@ from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLay
 from lightning_smartinfinity.transfer.state_access import StateAccess
 from lightning_smartinfinity.transfer.windows import Window
 
-__all__ = ["Progress", "convert_store"]
+__all__ = ["convert_store"]
 
 _NUM_BUFFERS = 4
-
-Progress = Callable[[int, int, int], object]
-"""Called with the rank, the number of its elements converted so far, and the number of all its elements."""
 
 
 def convert_store(
@@ -38,7 +36,7 @@ def convert_store(
     job: str = "default",
     rank: int | None = None,
     tasklet_bytes: int = HOST_TASKLET_BYTES,
-    progress: Progress = lambda rank, done, numel: None,
+    show: Show = hidden,
 ) -> tuple[int, ...]:
     """Write a copy of kept optimizer state in another format to other folders; the old state stays.
 
@@ -51,7 +49,7 @@ def convert_store(
         job: ``TransferConfig.job`` of both states.
         rank: Rank whose state is converted; None means every rank that left state there.
         tasklet_bytes: ``TransferConfig.tasklet_bytes`` of the new state.
-        progress: Called as the conversion proceeds.
+        show: Shows the progress of each rank's conversion, in bytes of fp32 state.
 
     Returns:
         The ranks whose state was converted.
@@ -66,7 +64,7 @@ def convert_store(
     _check_folders(folders, into)
     ranks = _ranks_in(folders[0], job) if rank is None else (rank,)
     with ExitStack() as undo:
-        made = [_convert(folders, into, state_format, config, rank, undo, progress) for rank in ranks]
+        made = [_convert(folders, into, state_format, config, rank, undo, show) for rank in ranks]
         for store, is_kept in made:
             if is_kept:
                 store.keep()
@@ -99,7 +97,7 @@ def _convert(
     config: TransferConfig,
     rank: int,
     undo: ExitStack,
-    progress: Progress,
+    show: Show,
 ) -> tuple[StateStore, bool]:
     """Return one rank's new store, which ``undo`` removes, and whether the old store is marked ``keep``."""
     with ExitStack() as opened:
@@ -119,7 +117,9 @@ def _convert(
             job_id=manifest.job,
         )
         undo.callback(target.close, remove=True)
-        _copy(source, target, layout, lambda done: progress(rank, done, layout.numel))
+        nbytes = 4 * manifest.extents.num_arrays * layout.numel
+        with show(f"Converting the state of rank {rank}", nbytes) as advance:
+            _copy(source, target, layout, advance)
         return target, manifest.keep
 
 
@@ -171,7 +171,7 @@ def _slice_of(parameter: Mapping[str, Any]) -> ParameterSlice:
     return ParameterSlice(name=str(parameter["name"]), **numbers)
 
 
-def _copy(source: StateStore, target: StateStore, layout: PartitionLayout, progress: Callable[[int], object]) -> None:
+def _copy(source: StateStore, target: StateStore, layout: PartitionLayout, advance: Advance) -> None:
     names = source.manifest.description.arrays
     before = PartitionLayout(parameters=layout.parameters, sub_groups=layout.sub_groups, extents=source.extents)
     with ExitStack() as opened:
@@ -182,7 +182,7 @@ def _copy(source: StateStore, target: StateStore, layout: PartitionLayout, progr
             arrays = reading.read_range(window.begin, window.end, names=names)
             for name, array in zip(names, window.arrays, strict=True):
                 array[:] = arrays[name]
-            progress(window.end)
+            advance(sum(array.nbytes for array in window.arrays))
 
         writing.replace(fill, steps=source.steps)
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice, Traffic
 from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.progress import Show, hidden
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.balance import Balance
 from lightning_smartinfinity.transfer.layout import PartitionLayout
@@ -125,7 +126,7 @@ class TransferHandler:
         )
         _log.info("%s", self._device.description)
 
-    def initialize(self, masters: ParameterMemory, *, first_values: Sequence[float] = ()) -> None:
+    def initialize(self, masters: ParameterMemory, *, first_values: Sequence[float] = (), show: Show = hidden) -> None:
         """Write the first state and commit it: masters widened from the partition, step counts zero.
 
         A fresh store becomes generation 0. An initialized store is overwritten as the next generation.
@@ -133,13 +134,14 @@ class TransferHandler:
         Args:
             masters: The parameters, of any dtype.
             first_values: ``UpdateRule.first_values`` for the rule's other arrays; empty means zeros.
+            show: Shows the progress.
 
         Raises:
             StorageError: The state could not be written; an earlier generation stays current.
         """
         self._require_no_step()
         self._rebalance()
-        self._access.initialize(masters, first_values, self._staging_for)
+        self._access.initialize(masters, first_values, self._staging_for, show=show)
         self._end_measurement()
 
     def begin_step(self, plan: StepPlan) -> None:

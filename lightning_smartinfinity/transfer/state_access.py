@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from lightning_smartinfinity import native
 from lightning_smartinfinity.devices.base import StorageDevice
 from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.progress import Advance, Show
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.batches import Memory, Piece, Places, Span, cut, tasklets_in, whole_sub_groups
 from lightning_smartinfinity.transfer.layout import PartitionLayout
@@ -112,7 +113,9 @@ class StateAccess:
         self._device = device
         self._names = tuple(names)
 
-    def initialize(self, masters: ParameterMemory, first_values: Sequence[float], staging: StagingMaker) -> None:
+    def initialize(
+        self, masters: ParameterMemory, first_values: Sequence[float], staging: StagingMaker, *, show: Show
+    ) -> None:
         """Write the first state and commit it; see ``TransferHandler.initialize``."""
         pieces, first = self._all_pieces(), _FirstArrays(self._layout, first_values)
         tasklets, places = tasklets_in(pieces), self._next_places()
@@ -128,7 +131,11 @@ class StateAccess:
             pieces=pieces,
             direction=Direction.FROM_PARTITION,
         )
-        _finish(masters.submission(assignment, staging))
+        sizes = [self._store.extents.extents[tasklet].nbytes for tasklet in tasklets]
+        with show("Writing the first optimizer state", sum(sizes)) as advance:
+            _finish(
+                masters.submission(assignment, staging), reported=zip(tasklets, sizes, strict=True), advance=advance
+            )
         commit_next(self._store, places, tasklets, np.zeros_like(self._store.steps))
 
     def scan(self, visit: Callable[[Window], object]) -> None:
@@ -320,10 +327,21 @@ class StateAccess:
         return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
 
 
-def _finish(submission: Submission) -> None:
-    """Start a submission and return when it is done."""
+def _finish(
+    submission: Submission, *, reported: Iterable[tuple[int, int]] = (), advance: Advance = lambda nbytes: None
+) -> None:
+    """Start a submission and return when it is done.
+
+    Args:
+        submission: The submission.
+        reported: Tasklets in their order, each with the bytes to report when it has been through.
+        advance: Is told these bytes.
+    """
     try:
         submission.start()
+        for tasklet, nbytes in reported:
+            submission.wait([tasklet])
+            advance(nbytes)
         submission.finish()
     finally:
         submission.stop()  # after an interrupt, work is still in progress on the device

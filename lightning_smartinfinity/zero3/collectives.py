@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar, cast
 
 import torch
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_smartinfinity.errors import SmartInfinityError
+from lightning_smartinfinity.progress import Advance, showing_progress
 
-__all__ = ["failing_together", "gather", "raise_together", "raising_together", "sum_over_ranks"]
+__all__ = ["failing_together", "gather", "raise_together", "raising_together", "show_on_rank_zero", "sum_over_ranks"]
 
 T = TypeVar("T")
 
@@ -67,3 +68,13 @@ def sum_over_ranks(value: float, group: ProcessGroup | None) -> float:
     total = torch.tensor([value], dtype=torch.float64, device=get_accelerator().current_device_name())
     dist.all_reduce(total, group=group)
     return float(total.item())
+
+
+def show_on_rank_zero(what: str, total_bytes: int | None) -> AbstractContextManager[Advance]:
+    """Show the progress of long work, of which every rank does its part, on rank 0.
+
+    Args:
+        what: What is being done.
+        total_bytes: Number of bytes that this rank does; None if it is unknown.
+    """
+    return showing_progress(what, total_bytes, shown=dist.get_rank() == 0)

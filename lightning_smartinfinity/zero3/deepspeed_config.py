@@ -70,6 +70,11 @@ def build_deepspeed_config(zero: Mapping[str, object] | None) -> DeepSpeedConfig
         "overlap_comm": False,
     }
     section.update(user)
+    if "max_reuse_distance" not in section:
+        # DeepSpeed's default keeps a parameter gathered if it is used again within a billion elements. To find out, the
+        # second step walks the rest of the trace for every module: time grows with the square of their number. What is
+        # used again within stage3_prefetch_bucket_size stays gathered all the same.
+        section.setdefault("stage3_max_reuse_distance", 0)
     _complete_nvme(section)
     return {
         "zero_allow_untested_optimizer": True,
@@ -87,9 +92,6 @@ def _complete_nvme(section: DeepSpeedConfig) -> None:
     offload.setdefault("max_in_cpu", 0)
     # DeepSpeed requires a path for its own files, but writes none.
     offload.setdefault("nvme_path", "unused")
-    if "max_reuse_distance" not in section:
-        # DeepSpeed's default keeps a parameter gathered if it is used again within a billion elements.
-        section.setdefault("stage3_max_reuse_distance", 0)
 
 
 def _copied(zero: Mapping[str, object]) -> DeepSpeedConfig:

@@ -6,7 +6,7 @@ import argparse
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import deepspeed
@@ -19,15 +19,16 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
+from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
+from lightning_smartinfinity.zero3.parameters.partitioning import cast_parameters, partitioning, whole_bytes
 from lightning_smartinfinity.zero3.release import release_module, trainings_of
 from lightning_smartinfinity.zero3.settings import OffloadSettings
 from lightning_smartinfinity.zero3.step.foreign_step import refuse_foreign_steps
@@ -54,20 +55,22 @@ class PortableEngine(DeepSpeedEngine):
 
     def __init__(self, **kwargs: object) -> None:
         refuse_foreign_steps()
-        super().__init__(**kwargs)
+        self._partitioning = ExitStack()
+        with self._partitioning:
+            super().__init__(**kwargs)
         retrace_for_external_parameters(getattr(self.optimizer, "parameter_offload", self.optimizer))
         refuse_plain_loading(self.module)
+        guard_copies(self.module.modules())
 
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         # The base class casts nothing if zero.Init has partitioned a parameter. Parameters that were copied or assigned
-        # without it still need the dtype.
-        params = list(model.parameters())
-        if any(is_zero_param(param) for param in params) and (self.bfloat16_enabled() or self.fp16_enabled()):
-            dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16
-            for param in params:
-                if not is_zero_param(param) and param.is_floating_point():
-                    param.data = param.data.to(dtype)
+        # without it still need the dtype. Otherwise it would keep the memory of what it casts.
+        if self.bfloat16_enabled() or self.fp16_enabled():
+            cast_parameters(model.parameters(), torch.bfloat16 if self.bfloat16_enabled() else torch.float16)
         super()._configure_distributed_model(model)
+        nbytes = whole_bytes(model)
+        if nbytes:
+            self._partitioning.enter_context(partitioning("Partitioning the model", nbytes))
         for module in model.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
                 _cast_statistics(module)
@@ -196,7 +199,8 @@ class SmartInfinityEngine(PortableEngine):
             CheckpointError: The checkpoint could not be written; raised on every rank.
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        with replacing(save_dir, tag, local_rank=self.local_rank) as staging:
+        # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are in other files.
+        with replacing(save_dir, tag, local_rank=self.local_rank) as staging, unguarded():
             saved: bool = super().save_checkpoint(
                 str(staging), tag, client_state, save_latest, exclude_frozen_parameters
             )

@@ -9,7 +9,11 @@ import sys
 
 from lightning_smartinfinity.errors import UnsupportedError
 
-__all__ = ["forbid_jit_builds", "prepare_environment", "return_freed_memory"]
+__all__ = ["FreedMemory", "forbid_jit_builds", "prepare_environment", "return_freed_memory"]
+
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_MMAP_THRESHOLD = 1024 * 1024
+_THRESHOLD_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 
 
 def prepare_environment(device_type: str, *, local_world_size: int) -> None:
@@ -34,6 +38,7 @@ def prepare_environment(device_type: str, *, local_world_size: int) -> None:
         os.environ["LOCAL_SIZE"] = str(local_world_size)
     _require_accelerator(device_type)
     forbid_jit_builds()
+    _map_large_blocks()
 
 
 def _require_accelerator(device_type: str) -> None:
@@ -59,11 +64,38 @@ def forbid_jit_builds() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def _map_large_blocks() -> None:
+    """Make the C library map blocks from 1 MiB on one by one, so that each returns to the system when it is freed.
+
+    By default glibc learns from freed blocks and then keeps those of up to 32 MiB in its heaps: a fp32 model that was
+    cut into 16-bit partitions would stay resident beside these. A user's own setting counts.
+    """
+    if _THRESHOLD_VARIABLE not in os.environ:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+
+
 def return_freed_memory() -> None:
     """Return freed memory to the system, if the C library can.
 
-    glibc keeps freed blocks that are smaller than its mmap threshold, which grows as large tensors are freed. After
-    DeepSpeed has cut an fp32 model into 16-bit partitions, the fp32 model would stay resident for the whole run.
+    Blocks that were allocated before :func:`prepare_environment`, such as a model that is built in ``__init__``, and
+    small ones lie in heaps, which glibc keeps.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class FreedMemory:
+    """Returns memory to the system whenever enough of it has been freed, since every call searches all heaps."""
+
+    _BATCH = 64 * 1024 * 1024
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Report that this number of bytes was freed."""
+        self._nbytes += nbytes
+        if self._nbytes >= self._BATCH:
+            self._nbytes = 0
+            return_freed_memory()

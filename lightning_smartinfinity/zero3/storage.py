@@ -36,7 +36,7 @@ from lightning_smartinfinity.transfer.handler import TransferHandler
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout, with_residents
 from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
-from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together
+from lightning_smartinfinity.zero3.collectives import gather, raise_together, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.settings import OffloadSettings, ParameterSettings
 from lightning_smartinfinity.zero3.untyped import ParamGroup
 
@@ -88,7 +88,7 @@ def open_storage(
         handler = TransferHandler(layout, store, _device(settings, layout, rule), rule=rule)
         opened.callback(handler.close, remove=True)
         handler.open()
-        handler.initialize(masters, first_values=first_values)
+        handler.initialize(masters, first_values=first_values, show=show_on_rank_zero)
     except SmartInfinityError as caught:
         error = caught
     except Exception as caught:

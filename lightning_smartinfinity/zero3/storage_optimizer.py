@@ -102,6 +102,7 @@ class StorageOptimizer(GradientPath):
     # ---- construction: what the base class calls from its constructor
 
     def _setup_for_real_optimizer(self) -> None:
+        return_freed_memory()  # of partitions that the base class has copied together
         self._create_fp32_partitions()
         self._create_buckets()
         self.grad_partitions_flat_buffer = None

@@ -34,6 +34,10 @@ RUNS = {
         ["--size", "tiny"],
         ["|  |", "| smart_infinity, save |", "| smart_infinity, load |", "| smart_infinity, evaluate |"],
     ),
+    "setup.py": (
+        ["--numel", "100000", "--where", "init"],
+        ["| phase |", "| import |", "| build |", "| set-up, first state |", "| 3 steps |", "| save |"],
+    ),
     "compression.py": (["--tiny"], ["top 1 %  ", "8 bits  "]),
     "compression_accuracy.py": (
         [*("--tasks", "from-scratch", "--size", "nano", "--scratch-steps", "2", "--seeds", "1")],

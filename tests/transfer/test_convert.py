@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from lightning_smartinfinity.errors import ConfigError, StorageCorruptError, StorageError, StorageLockedError
+from lightning_smartinfinity.progress import hidden
 from lightning_smartinfinity.store import StateStore
 from lightning_smartinfinity.transfer.convert import convert_store
 from tests.transfer.harness import Case, Run, assert_equal, running
@@ -126,17 +129,24 @@ def test_every_rank_is_converted_and_kept(tmp_path: Path) -> None:
     """
     cases = [Case(keep=True), Case(keep=True, rank=1), Case(keep=True, rank=2, shapes=((0, 0, 0, 0),))]
     states = [kept(tmp_path / "old", case) for case in cases]
-    told: list[tuple[int, int, int]] = []
+    told: list[tuple[str, int, list[int]]] = []
+
+    @contextmanager
+    def show(what: str, total: int) -> Iterator[Any]:
+        told.append((what, total, []))
+        yield told[-1][2].append
+
     into = [tmp_path / "new" / "disk0"]
     ranks = convert_store(
         [tmp_path / "old" / "disk0"],
         into,
         state_format="fp32",
         tasklet_bytes=64 * 1024,
-        progress=lambda *how_far: told.append(how_far),
+        show=show,
     )
     assert ranks == (0, 1, 2)
-    assert told == sorted(told) and [rank for rank, done, numel in told if done == numel] == [0, 1]
+    assert [what for what, _, _ in told] == [f"Converting the state of rank {rank}" for rank in range(3)]
+    assert [sum(done) for _, _, done in told] == [total for _, total, _ in told] and told[0][1] > 0 == told[2][1]
     with pytest.raises(StorageError, match="asked to keep it"):
         convert_store([tmp_path / "old" / "disk0"], into, state_format="bf16")
     for case, state in zip(cases, states, strict=True):
@@ -161,12 +171,13 @@ def test_broken_off(tmp_path: Path) -> None:
     cases = [Case(keep=True), Case(keep=True, rank=1)]
     states = [kept(tmp_path / "old", case) for case in cases]
 
-    def interrupt(rank: int, done: int, numel: int) -> None:
-        if rank == 1:
+    def interrupt(what: str, total: int) -> Any:
+        if what.endswith("rank 1"):
             raise KeyboardInterrupt
+        return hidden(what, total)
 
     with pytest.raises(KeyboardInterrupt):
-        convert_store([tmp_path / "old" / "disk0"], [tmp_path / "new"], state_format="int8", progress=interrupt)
+        convert_store([tmp_path / "old" / "disk0"], [tmp_path / "new"], state_format="int8", show=interrupt)
     assert list((tmp_path / "new").iterdir()) == []
     for case, state in zip(cases, states, strict=True):
         assert_equal(opened(tmp_path / "old", case, state["partition"]), state)
@@ -178,7 +189,7 @@ def test_killed(tmp_path: Path) -> None:
     folders = [tmp_path / "old" / "disk0"], [tmp_path / "new" / "disk0"]
     child = os.fork()
     if child == 0:
-        convert_store(*folders, state_format="int8", progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        convert_store(*folders, state_format="int8", show=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     with pytest.raises(StorageError, match="holds no commit record"):

@@ -40,6 +40,13 @@ def test_engine_asks_parameters_for_its_dtype_before_it_takes_them() -> None:
     assert list(inspect.signature(DeepSpeedEngine._configure_distributed_model).parameters) == list(ours.parameters)
 
 
+def test_every_parameter_is_partitioned_by_one_method() -> None:
+    """Both ways into ZeRO-3, a constructor under zero.Init and an engine, call _zero_init_param on the instance."""
+    for caller in (Init._post_init_method, Init._convert_to_zero_parameters):
+        assert "self._zero_init_param(param)" in inspect.getsource(caller)
+    assert list(inspect.signature(Init._zero_init_param).parameters) == ["self", "param"]
+
+
 def test_references_to_the_memory_of_a_parameter_are_counted() -> None:
     """The parameter and the storage object are counted; a view, a detached alias and an array raise the count."""
     param = nn.Parameter(torch.randn(4, 3))

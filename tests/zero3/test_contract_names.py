@@ -8,6 +8,7 @@ import warnings
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import lightning.pytorch as pl
 import pydantic
 import pytest
 import torch
@@ -16,6 +17,7 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.distributed.constants import default_pg_timeout
 
@@ -112,3 +114,15 @@ def test_accumulation_scheduler_says_whether_it_accumulates() -> None:
     """The scheduler says whether it ever accumulates; 16-bit gradients are then held in fp32 from the start."""
     assert GradientAccumulationScheduler({0: 1, 4: 2}).going_to_accumulate_grad_batches()
     assert not GradientAccumulationScheduler({0: 1}).going_to_accumulate_grad_batches()
+
+
+def test_modules_of_lightning_are_told_their_dtype() -> None:
+    """The function sets the dtype of a module and of those in it, and changes no parameter."""
+    from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+
+    outer, inner = pl.LightningModule(), pl.LightningModule()
+    outer.inner, inner.layer = inner, torch.nn.Linear(1, 1)
+    _update_properties(outer, dtype=torch.bfloat16)
+    assert {outer.dtype, inner.dtype} == {torch.bfloat16}
+    assert DeepSpeedPrecision("bf16-mixed")._desired_dtype == torch.bfloat16
+    assert inner.layer.weight.dtype == torch.float32

@@ -24,6 +24,13 @@ def test_users_keys_come_on_top_of_ours() -> None:
     assert made["offload_param"] is not mine["offload_param"]
 
 
+def test_reuse_of_parameters() -> None:
+    """DeepSpeed does not search the rest of the step for the next use of a parameter, unless the user says so."""
+    assert section(None)["stage3_max_reuse_distance"] == 0
+    assert section({"stage3_max_reuse_distance": 7})["stage3_max_reuse_distance"] == 7
+    assert section({"max_reuse_distance": 7}).keys() >= {"max_reuse_distance"}
+
+
 def test_parameters_on_storage() -> None:
     """No parameters stay in memory or gathered, unless the user says so."""
     made = section({"offload_param": {"device": "nvme"}})

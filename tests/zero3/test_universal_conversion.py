@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,14 @@ def test_arrays_are_put_together_in_windows(checkpoint: Path, tmp_path: Path, mo
     """The conversion joins arrays without padding, under the optimizer's names for them, and reports its progress."""
     for module in (saved_weights, universal_conversion):
         monkeypatch.setattr(module, "WINDOW_NUMEL", 4)
-    told: list[tuple[int, int]] = []
-    convert_checkpoint(checkpoint, tmp_path / "new", progress=lambda done, numel: told.append((done, numel)))
+    told: list[int] = []
+
+    @contextmanager
+    def show(what: str, total: int) -> Iterator[Any]:
+        assert total == 4 * 22 * (1 + len(ARRAYS))
+        yield told.append
+
+    convert_checkpoint(checkpoint, tmp_path / "new", show=show)
     expected = {
         f"{name}/{array}": values + offset
         for name, values in WHOLE.items()
@@ -51,7 +58,7 @@ def test_arrays_are_put_together_in_windows(checkpoint: Path, tmp_path: Path, mo
     assert converted.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(converted[name], values), name
-    assert told == [(21, 22), (21, 22), (22, 22)]
+    assert told == [4 * numel for numel in (21, 0, 1) for _ in range(1 + len(ARRAYS))]
     for file in (tmp_path / "new").rglob("*.pt"):
         tensor_file.check_records(file, tensors=True)
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import IO, BinaryIO, cast
 
 import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch.serialization import MAP_LOCATION
+from typing_extensions import Buffer, override
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.progress import Advance
 from lightning_smartinfinity.zero3.checkpoints import optimizer_state
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import saved_with_room
-from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.collectives import raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import Pickled, SavedState
 
@@ -40,8 +44,7 @@ class SmartInfinityCheckpointEngine(TorchCheckpointEngine):
             if optimizer_state.is_described(state_dict.get(OPTIMIZER_STATE_DICT)):
                 self._save_optimizer(state_dict, Path(path))
             else:
-                torch.save(state_dict, path)
-                _flush(path)
+                _save_model(state_dict, path)
 
     def load(self, path: str, map_location: MAP_LOCATION = None) -> Pickled:
         """Map one file. Its tensors are read when they are used, and those of the optimizer window by window."""
@@ -70,9 +73,48 @@ def _writing(path: str) -> Iterator[None]:
         ) from error
 
 
-def _flush(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _save_model(state_dict: SavedState, path: str) -> None:
+    """Save a file with buffers and the parameters that are not trained, and flush it to the device."""
+    total = sum(tensor.nbytes for tensor in _tensors_in(state_dict))
+    with show_on_rank_zero("Saving the model", total) as advance, open(path, "wb") as file:
+        torch.save(state_dict, cast(IO[bytes], _Reporting(file, advance, total_bytes=total)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class _Reporting(io.RawIOBase):
+    """Passes what is written to a file, and reports the bytes.
+
+    Args:
+        file: The file.
+        advance: Is told the bytes.
+        total_bytes: Number of bytes to report in all; more is written, since the file has headers.
+    """
+
+    def __init__(self, file: BinaryIO, advance: Advance, *, total_bytes: int) -> None:
+        self._file = file
+        self._advance = advance
+        self._left = total_bytes
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, values: Buffer) -> int:
+        written = self._file.write(values)
+        reported = min(written, self._left)
+        self._left -= reported
+        self._advance(reported)
+        return written
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)

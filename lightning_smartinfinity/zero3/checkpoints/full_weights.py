@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from weakref import WeakSet
@@ -12,7 +12,9 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, is_zero_param
 
 from lightning_smartinfinity.errors import CheckpointError, UnsupportedError
-from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.progress import Advance
+from lightning_smartinfinity.zero3.collectives import raising_together, show_on_rank_zero
+from lightning_smartinfinity.zero3.parameters.copy_guard import PartitionedEntry
 from lightning_smartinfinity.zero3.step.outside_writes import OutsideWrites
 from lightning_smartinfinity.zero3.untyped import SavedState
 
@@ -55,8 +57,12 @@ def load_full_weights(
         for name, value in weights.items()
         if isinstance(value, torch.Tensor) and value.numel() == numels.get(name)
     }
-    with writes.precisely(tensors) if writes is not None else nullcontext():
-        _load(module, dict(weights), "", getattr(weights, "_metadata", {}), found)
+    nbytes = sum(value.nbytes for value in weights.values() if isinstance(value, torch.Tensor))
+    with (
+        show_on_rank_zero("Loading the weights", nbytes) as advance,
+        writes.precisely(tensors) if writes is not None else nullcontext(),
+    ):
+        _load(module, dict(weights), "", getattr(weights, "_metadata", {}), found, advance)
     with raising_together():
         found.require_none(strict=strict)
 
@@ -81,7 +87,12 @@ class _Misfits:
 
 
 def _load(
-    module: torch.nn.Module, weights: dict[str, object], prefix: str, metadata: SavedState, found: _Misfits
+    module: torch.nn.Module,
+    weights: dict[str, object],
+    prefix: str,
+    metadata: SavedState,
+    found: _Misfits,
+    advance: Advance,
 ) -> None:
     """Descend as ``Module.load_state_dict`` does, and gather each module's own parameters while it loads."""
     with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
@@ -89,11 +100,19 @@ def _load(
         module._load_from_state_dict(
             weights, prefix, metadata.get(prefix[:-1], {}), True, found.missing, found.unexpected, found.errors
         )
+    below = {f"{prefix}{name}." for name, child in module._modules.items() if child is not None}
+    advance(_bytes_outside(weights, below))
     for name, child in module._modules.items():
         if child is not None:
             start = f"{prefix}{name}."
-            below = {key: value for key, value in weights.items() if key.startswith(start)}
-            _load(child, below, start, metadata, found)
+            inside = {key: value for key, value in weights.items() if key.startswith(start)}
+            _load(child, inside, start, metadata, found, advance)
+
+
+def _bytes_outside(weights: Mapping[str, object], prefixes: Collection[str]) -> int:
+    """Return the bytes of the tensors whose names begin with none of these."""
+    outside = (value for key, value in weights.items() if not key.startswith(tuple(prefixes)))
+    return sum(value.nbytes for value in outside if isinstance(value, torch.Tensor))
 
 
 def refuse_plain_loading(module: torch.nn.Module) -> None:
@@ -108,7 +127,7 @@ def _refuse(module: torch.nn.Module, state_dict: SavedState, prefix: str, *_: ob
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
         # DeepSpeed's own checkpoints hold and load empty placeholders for partitioned parameters.
-        loads = isinstance(value, torch.Tensor) and value.numel() > 0
+        loads = isinstance(value, torch.Tensor) and (value.numel() > 0 or isinstance(value, PartitionedEntry))
         if loads and is_zero_param(param) and not getattr(param, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0):
             raise UnsupportedError(
                 f"load_state_dict cannot write {prefix + name!r}: ZeRO-3 has partitioned it over the ranks.",

@@ -6,7 +6,7 @@ does not define (step counts per parameter, names) lie beside these under ``smar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -28,11 +28,11 @@ from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_check
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import SavedResidual, describe_residual, write_residual
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import WITHOUT_ARRAYS, describe_stock
 from lightning_smartinfinity.zero3.checkpoints.tensor_file import TensorFile, TensorStream, room_for
-from lightning_smartinfinity.zero3.collectives import raising_together
+from lightning_smartinfinity.zero3.collectives import raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
 from lightning_smartinfinity.zero3.untyped import DeepSpeedConfig, ParamGroup, SavedState
 
-__all__ = ["EXTRA_KEY", "FILE", "is_described", "load_state_dict", "state_dict", "write_arrays"]
+__all__ = ["EXTRA_KEY", "FILE", "is_described", "load_state_dict", "loading_state", "state_dict", "write_arrays"]
 
 FILE = "smart_infinity_file"
 """Key of the path from which a state was read."""
@@ -41,6 +41,7 @@ EXTRA_KEY = "smart_infinity"
 """Key of the entries that DeepSpeed's own format does not define."""
 
 _VERSION = 1
+_FP32_BYTES = 4
 
 
 def state_dict(optimizer: StorageOptimizer) -> SavedState:
@@ -83,12 +84,16 @@ def is_described(state: object) -> bool:
 def write_arrays(optimizer: StorageOptimizer, file: TensorFile) -> None:
     """Write masters and other arrays into a file in which :func:`state_dict` was saved."""
     streams = _streams(optimizer, file, with_arrays=_saves_arrays(optimizer))
+    handler = optimizer.update.drained_handler()
+    nbytes = _FP32_BYTES * optimizer.partition.layout.numel * len(streams)
+    with show_on_rank_zero("Saving the optimizer state", nbytes) as advance:
 
-    def write(window: Window) -> None:
-        for number, stream in streams.items():
-            stream.write(window.arrays[number])
+        def write(window: Window) -> None:
+            for number, stream in streams.items():
+                stream.write(window.arrays[number])
+                advance(window.arrays[number].nbytes)
 
-    optimizer.update.drained_handler().state.scan(write)
+        handler.state.scan(write)
     write_residual(optimizer, file, file.state[OPTIMIZER_STATE_DICT][EXTRA_KEY])
 
 
@@ -119,7 +124,8 @@ def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load
             streams = _streams(optimizer, file, with_arrays=with_arrays)
             residual = SavedResidual(optimizer, file, _saved_extra(file), wanted=load_optimizer_states)
         steps = np.asarray(extra["steps"], dtype=np.int64) * load_optimizer_states
-        optimizer.update.drained_handler().state.replace(_Filler(optimizer, streams), steps=steps, together=together)
+        with loading_state(optimizer, _Filler(optimizer, streams)) as fill:
+            optimizer.update.drained_handler().state.replace(fill, steps=steps, together=together)
         with together():
             residual.restore()
     if load_optimizer_states:
@@ -128,6 +134,26 @@ def load_state_dict(optimizer: StorageOptimizer, state_dict: SavedState, *, load
     optimizer.loss_scaler = state_dict[LOSS_SCALER]
     optimizer.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
     optimizer.overflow = state_dict["overflow"]
+
+
+@contextmanager
+def loading_state(
+    optimizer: StorageOptimizer, fill: Callable[[Window], object]
+) -> Iterator[Callable[[Window], object]]:
+    """Yield a function that fills windows and shows the progress, for ``StateAccess.replace``.
+
+    Args:
+        optimizer: Optimizer of this strategy.
+        fill: Fills one window.
+    """
+    nbytes = _FP32_BYTES * optimizer.partition.layout.numel * len(optimizer.rule.arrays)
+    with show_on_rank_zero("Loading the optimizer state", nbytes) as advance:
+
+        def filling(window: Window) -> None:
+            fill(window)
+            advance(sum(array.nbytes for array in window.arrays))
+
+        yield filling
 
 
 def _saved_extra(file: TensorFile) -> SavedState:

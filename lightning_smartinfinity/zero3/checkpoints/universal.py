@@ -22,6 +22,7 @@ from lightning_smartinfinity.zero3.checkpoints.folder_check import (
     check_needed,
     reading_checkpoint,
 )
+from lightning_smartinfinity.zero3.checkpoints.optimizer_state import loading_state
 from lightning_smartinfinity.zero3.checkpoints.saved_residual import begin_residual
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import check_groups
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE, UniversalFolder
@@ -79,7 +80,8 @@ def load_universal(
         folder.check_arrays(_files_of(optimizer, folder))
         frozen = _frozen_slices(engine, folder)
     optimizer.checkpoint_event_prologue()
-    optimizer.update.drained_handler().state.replace(_filler(optimizer, folder), steps=steps, together=together)
+    with loading_state(optimizer, _filler(optimizer, folder)) as fill:
+        optimizer.update.drained_handler().state.replace(fill, steps=steps, together=together)
     begin_residual(optimizer)
     checkpoint = {"module": folder.model_states["module"], FROZEN_PARAM_FRAGMENTS: frozen}
     with together():

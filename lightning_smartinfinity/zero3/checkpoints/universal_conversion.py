@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.progress import Show, hidden
 from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, reading_checkpoint, tagged_folder
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import beside
@@ -35,15 +36,10 @@ from lightning_smartinfinity.zero3.checkpoints.tensor_file import (
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import MASTER_FILE
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
 
-__all__ = ["Progress", "convert_checkpoint"]
-
-Progress = Callable[[int, int], object]
-"""Called with the number of elements that are converted, and the number that the model has."""
+__all__ = ["convert_checkpoint"]
 
 
-def convert_checkpoint(
-    checkpoint: str | Path, into: str | Path, *, progress: Progress = lambda done, numel: None
-) -> None:
+def convert_checkpoint(checkpoint: str | Path, into: str | Path, *, show: Show = hidden) -> None:
     """Make a universal checkpoint from an ordinary one of this strategy or of stock DeepSpeed, which stays.
 
     The result is complete or absent. The next conversion removes what a killed process left beside ``into``.
@@ -51,7 +47,7 @@ def convert_checkpoint(
     Args:
         checkpoint: The folder that Lightning or DeepSpeed saved, or the folder in it that holds the files.
         into: A folder that does not exist yet.
-        progress: Function that is told the progress.
+        show: Shows the progress.
 
     Raises:
         CheckpointError: The checkpoint is damaged, holds weights only, or ``into`` cannot be written.
@@ -62,7 +58,7 @@ def convert_checkpoint(
     with _staged_folder(Path(os.path.realpath(into))) as folder, ExitStack() as opened:
         with reading_checkpoint(source.path):
             streams = _streams(source, opened)
-        _write_arrays(source, streams, folder / "zero", progress)
+        _write_arrays(source, streams, folder / "zero", show)
         _write_optimizer_state(source, folder / "zero" / "optimizer_state.pt")
         for rank in range(source.num_saved):
             shutil.copy2(source.model_file(rank), folder)
@@ -147,19 +143,17 @@ def _arrays_in(file: TensorFile, masters: list[torch.Tensor]) -> dict[str, list[
     return {MASTER_FILE: masters, **arrays}
 
 
-def _write_arrays(
-    source: ZeroFolder, arrays: Mapping[str, Sequence[TensorStream]], folder: Path, progress: Progress
-) -> None:
+def _write_arrays(source: ZeroFolder, arrays: Mapping[str, Sequence[TensorStream]], folder: Path, show: Show) -> None:
     shapes = source.shapes
-    numel, done = sum(shape.numel() for shape in shapes.values()), 0
+    numel = sum(shape.numel() for shape in shapes.values())
     buffer = np.empty(min(WINDOW_NUMEL, max((shape.numel() for shape in shapes.values()), default=0)), np.float32)
     slices_by_rank = [slices_of(shapes, rank=rank, world_size=source.num_saved) for rank in range(source.num_saved)]
-    for slices in zip(*slices_by_rank, strict=True):
-        (folder / slices[0].name).mkdir(parents=True, exist_ok=True)
-        for name, streams in arrays.items():
-            _write_array(folder / slices[0].name / f"{name}.pt", streams, slices, buffer, source.path)
-        done += slices[-1].end
-        progress(done, numel)
+    with show("Converting the optimizer state", buffer.itemsize * numel * len(arrays)) as advance:
+        for slices in zip(*slices_by_rank, strict=True):
+            (folder / slices[0].name).mkdir(parents=True, exist_ok=True)
+            for name, streams in arrays.items():
+                _write_array(folder / slices[0].name / f"{name}.pt", streams, slices, buffer, source.path)
+                advance(buffer.itemsize * slices[-1].end)
 
 
 def _write_array(

@@ -19,7 +19,7 @@ from lightning_smartinfinity.zero3.checkpoints.renamed_keys import saved_names
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import SavedWeights
 from lightning_smartinfinity.zero3.checkpoints.universal_folder import UniversalFolder, is_universal
 from lightning_smartinfinity.zero3.checkpoints.zero_folder import ZeroFolder
-from lightning_smartinfinity.zero3.collectives import gather, raising_together
+from lightning_smartinfinity.zero3.collectives import gather, raising_together, show_on_rank_zero
 from lightning_smartinfinity.zero3.parameters.param_swapper import ParameterSwapper, stored_parameter
 from lightning_smartinfinity.zero3.release import trainings_of
 from lightning_smartinfinity.zero3.storage_optimizer import StorageOptimizer
@@ -151,12 +151,17 @@ def _fill(targets: Mapping[str, list[ZeroParameter]], saved: SavedWeights) -> No
     for swapper in swappers:
         swapper.release_prefetched()
 
-    def put(name: str, begin: int, values: torch.Tensor) -> None:
-        for param in targets[name]:
-            _write(param, begin - wanted[name].start, values)
+    numels = {param: len(wanted[name]) for name, params in targets.items() for param in params}
+    nbytes = sum(numel * param.ds_tensor.itemsize for param, numel in numels.items())
+    with show_on_rank_zero("Loading the weights", nbytes) as advance:
 
-    saved.read_masters(wanted, put)
-    saved.read_frozen(wanted, put)
+        def put(name: str, begin: int, values: torch.Tensor) -> None:
+            for param in targets[name]:
+                _write(param, begin - wanted[name].start, values)
+                advance(len(values) * param.ds_tensor.itemsize)
+
+        saved.read_masters(wanted, put)
+        saved.read_frozen(wanted, put)
     for swapper in swappers:
         swapper.parts.synchronize()
 

@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
 
 __all__ = ["gathering_on_use"]
@@ -84,6 +85,7 @@ def gathering_on_use(module: torch.nn.Module | None = None) -> Iterator[None]:
     pool = _Pool(module)
     _keep_dtypes()
     with ExitStack() as patches:
+        patches.enter_context(unguarded())
         patches.enter_context(_replaced(Init, "_all_gather", pool.around_all_gather))
         patches.enter_context(_replaced(Init, "_partition", pool.around_partition))
         patches.enter_context(_replaced(Init, "_post_init_method", pool.around_post_init))
@@ -208,6 +210,7 @@ class _Pool:
                 built.append((param, param.dtype))
                 param.data = param.data.to(init.dtype)
         original(init, module)
+        guard_copies([module])
         self._dtypes |= {param.ds_id: dtype for param, dtype in built}
 
     def around_call(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:

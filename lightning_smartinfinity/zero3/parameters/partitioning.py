@@ -1,0 +1,65 @@
+"""Casts and partitions models parameter by parameter, shows the progress, and frees each parameter's memory at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
+
+from lightning_smartinfinity.zero3.collectives import show_on_rank_zero
+from lightning_smartinfinity.zero3.environment import FreedMemory
+from lightning_smartinfinity.zero3.untyped import ZeroInit, ZeroParameter
+
+__all__ = ["cast_parameters", "partitioning", "whole_bytes"]
+
+
+def cast_parameters(params: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> None:
+    """Cast the floating-point parameters that ZeRO-3 has not partitioned, one by one.
+
+    Args:
+        params: The parameters.
+        dtype: Their new dtype.
+    """
+    freed = FreedMemory()
+    for param in params:
+        if param.is_floating_point() and param.dtype != dtype and not is_zero_param(param):
+            nbytes = param.nbytes
+            param.data = param.data.to(dtype)
+            freed.add(nbytes)
+
+
+def whole_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of the module's parameters that ZeRO-3 has not partitioned."""
+    return sum(param.nbytes for param in module.parameters() if not is_zero_param(param))
+
+
+@contextmanager
+def partitioning(what: str, total_bytes: int | None) -> Iterator[None]:
+    """Show the progress of ``zero.Init``, on rank 0, as it partitions parameters within this context.
+
+    Args:
+        what: What is being done, for users.
+        total_bytes: Bytes of the parameters that will be partitioned; None if they are unknown.
+    """
+    freed, original, left = FreedMemory(), Init._zero_init_param, total_bytes
+    with ExitStack() as shown:
+        advance = shown.enter_context(show_on_rank_zero(what, total_bytes))
+
+        def zero_init_param(init: ZeroInit, param: ZeroParameter) -> None:
+            nonlocal left
+            nbytes = param.nbytes
+            original(init, param)
+            freed.add(nbytes)
+            advance(nbytes)
+            if left is not None:
+                left -= nbytes
+                if left == 0:
+                    shown.close()  # what follows within the context has a bar of its own
+
+        Init._zero_init_param = zero_init_param
+        try:
+            yield
+        finally:
+            Init._zero_init_param = original

@@ -1,0 +1,222 @@
+"""Whoever saves, pickles or copies a partitioned parameter is told so; before, empty tensors were written silently."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_smartinfinity import UnsupportedError
+from tests.fabric.worker import quiet_fabric
+from tests.helpers.models import LitTiny, Recipe
+from tests.helpers.runif import RunIf
+from tests.helpers.trainers import fit, quiet_trainer
+
+REMEDY = r"strategy\.save_pretrained\(folder\).*smart-infinity export"
+# Nothing stays gathered, as in a model of real size.
+NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> LitTiny:
+    """Train a small model of which no parameter stays whole."""
+    from lightning_smartinfinity import SmartInfinityStrategy
+
+    root = tmp_path_factory.mktemp("trained")
+    module = LitTiny(Recipe())
+    fit(module, root, SmartInfinityStrategy(root / "storage", zero=NOTHING_PERSISTS))
+    return module
+
+
+def weight_of(module: LitTiny) -> nn.Parameter:
+    return module.model.head.weight
+
+
+def save_by_safetensors(module: LitTiny) -> None:
+    from safetensors.torch import save
+
+    save(module.state_dict())
+
+
+LOSSES: dict[str, Callable[[LitTiny], object]] = {
+    "torch.save(state_dict)": lambda module: torch.save(module.state_dict(), io.BytesIO()),
+    "torch.save(state_dict on the CPU)": lambda module: torch.save(
+        {name: value.detach().cpu().float().clone() for name, value in module.state_dict().items()}, io.BytesIO()
+    ),
+    "torch.save(parameters)": lambda module: torch.save(list(module.parameters()), io.BytesIO()),
+    "pickle.dumps(parameter)": lambda module: pickle.dumps(weight_of(module)),
+    "pickle.dumps(state_dict)": lambda module: pickle.dumps(module.state_dict()),
+    "a process that is spawned": lambda module: ForkingPickler.dumps(weight_of(module)),
+    "copy.deepcopy(module)": lambda module: copy.deepcopy(module.model),
+    "copy.deepcopy(parameter)": lambda module: copy.deepcopy(weight_of(module)),
+    "copy.deepcopy(state_dict)": lambda module: copy.deepcopy(module.state_dict()),
+    "state_dict(keep_vars=True)": lambda module: torch.save(module.state_dict(keep_vars=True), io.BytesIO()),
+    "numpy": lambda module: [value.numpy() for value in module.state_dict().values()],
+    "np.asarray": lambda module: [np.asarray(value) for value in module.state_dict().values()],
+    "safetensors": save_by_safetensors,
+    "loaded into itself": lambda module: module.load_state_dict(module.state_dict()),
+}
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_saving_pickling_or_copying_a_partitioned_parameter(how: str, trained: LitTiny) -> None:
+    """It raises, and the error says how to export the model."""
+    with pytest.raises(UnsupportedError) as caught:
+        LOSSES[how](trained)
+    if "loaded" not in how:
+        assert caught.match(REMEDY)
+
+
+@pytest.mark.parametrize("dump", [pickle.dumps, ForkingPickler.dumps, lambda module: torch.save(module, io.BytesIO())])
+def test_a_whole_module_is_pickled(dump: Callable[[nn.Module], object], trained: LitTiny) -> None:
+    """It raises too; DeepSpeed's hooks may be the first that cannot be pickled."""
+    with pytest.raises((UnsupportedError, AttributeError)):
+        dump(trained.model)
+    with pytest.raises(UnsupportedError, match=REMEDY):
+        dump(trained.model.head)
+
+
+def test_an_error_names_the_parameter(trained: LitTiny) -> None:
+    """An entry of a state dict knows its name, a parameter its shape."""
+    with pytest.raises(UnsupportedError, match=r"Parameter 'model\.head\.weight'"):
+        pickle.dumps(trained.state_dict()["model.head.weight"].detach().cpu())
+    with pytest.raises(UnsupportedError, match=r"shape \(64, 32\)"):
+        copy.deepcopy(weight_of(trained))
+
+
+def test_gathered_parameters_are_saved_and_copied(trained: LitTiny) -> None:
+    """Within GatheredParameters a saved or copied model has the weights, as usual."""
+    with deepspeed.zero.GatheredParameters(list(trained.parameters())):
+        expected = {name: param.detach().clone() for name, param in trained.model.named_parameters()}
+        copied = copy.deepcopy(trained.model)
+        file = io.BytesIO()
+        torch.save(trained.model.state_dict(), file)
+        reloaded = pickle.loads(ForkingPickler.dumps(weight_of(trained)))
+        assert torch.equal(reloaded, expected["head.weight"] if "head.weight" in expected else weight_of(trained))
+    assert all(value.numel() for value in expected.values())
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    for name, value in expected.items():
+        assert torch.equal(dict(copied.named_parameters())[name], value)
+        assert torch.equal(saved[name], value)
+    assert copied.state_dict().keys() == saved.keys()
+    torch.save(copied.state_dict(), io.BytesIO())
+    copy.deepcopy(copied)
+
+
+def test_state_dict_still_tells_names_and_dtypes(trained: LitTiny) -> None:
+    """Names, dtypes and the empty shape are those that ZeRO-3's state dicts have; buffers are there."""
+    state = trained.state_dict()
+    assert state.keys() == LitTiny(Recipe()).state_dict().keys()
+    assert {(value.dtype, value.shape, str(value.device)) for value in state.values()} == {
+        (torch.bfloat16, torch.Size([0]), "cpu")
+    }
+    assert "model.head.weight" in repr(list(state))
+    assert repr(state)
+
+
+def test_a_model_that_is_being_built_refuses_too(tmp_path: Path) -> None:
+    """Under zero.Init a layer that is built already cannot be pickled either, before any engine exists."""
+    fabric = quiet_fabric(tmp_path / "storage")
+    with fabric.init_module():
+        layer = nn.Linear(8, 8)
+    with pytest.raises(UnsupportedError, match=REMEDY):
+        copy.deepcopy(layer)
+    with pytest.raises(UnsupportedError, match="'weight'"):
+        pickle.dumps(layer.state_dict())
+    fabric.strategy.close()
+
+
+def test_a_fitted_model_in_a_plain_trainer(trained: LitTiny, tmp_path: Path) -> None:
+    """Saving it by another strategy raises instead of writing empty weights."""
+    trainer = quiet_trainer(tmp_path, "auto", precision="32-true", barebones=False)
+    trainer.strategy.connect(trained)
+    with pytest.raises(UnsupportedError, match=REMEDY):
+        trainer.save_checkpoint(tmp_path / "lost.ckpt")
+
+
+@RunIf(package="transformers")
+@pytest.mark.parametrize("gathered", [False, True])
+def test_save_pretrained_of_transformers(gathered: bool, tmp_path: Path) -> None:
+    """It raises on partitioned weights, and writes the model within GatheredParameters."""
+    from transformers import GPT2LMHeadModel
+
+    from tests.training.transformers_worker import BuiltOnTokens, construct
+
+    module: Any = BuiltOnTokens(lambda: construct("gpt2"))
+    from lightning_smartinfinity import SmartInfinityStrategy
+
+    fit(module, tmp_path, SmartInfinityStrategy(tmp_path / "storage", zero=NOTHING_PERSISTS))
+    if not gathered:
+        with pytest.raises(UnsupportedError, match=REMEDY):
+            module.model.save_pretrained(tmp_path / "out")
+        return
+    with deepspeed.zero.GatheredParameters(list(module.model.parameters())):
+        module.model.save_pretrained(tmp_path / "out")
+        expected = {name: param.detach().clone() for name, param in module.model.named_parameters()}
+    again = GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert expected
+    for name, param in again.named_parameters():
+        assert torch.equal(param, expected[name])
+
+
+def test_checkpoints_are_saved_and_loaded(tmp_path: Path) -> None:
+    """DeepSpeed's engine saves a state dict of placeholders and loads it, by the Trainer and by Fabric."""
+    from lightning_smartinfinity import SmartInfinityStrategy
+
+    strategy = SmartInfinityStrategy(tmp_path / "storage", zero=NOTHING_PERSISTS)
+    module = LitTiny(Recipe())
+    trainer = fit(module, tmp_path, strategy)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        expected = {name: param.detach().clone() for name, param in module.named_parameters()}
+    other = LitTiny(Recipe(lr=0.0))
+    again = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "other", zero=NOTHING_PERSISTS), max_steps=3)
+    again.fit(other, ckpt_path=tmp_path / "a.ckpt")
+    with deepspeed.zero.GatheredParameters(list(other.parameters())):
+        assert all(torch.equal(param, expected[name]) for name, param in other.named_parameters())
+
+
+def test_sixteen_bit_model_of_deepspeed(tmp_path: Path) -> None:
+    """DeepSpeed's own collection of the whole weights works as before."""
+    settings = NOTHING_PERSISTS | {"stage3_gather_16bit_weights_on_model_save": True}
+    fabric = quiet_fabric(tmp_path / "storage", options={"zero": settings})
+    net = nn.Linear(8, 4)
+    expected = net.weight.detach().clone()
+    model, _ = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    model._forward_module.save_16bit_model(str(tmp_path / "whole"), "weights.pt")
+    saved = torch.load(tmp_path / "whole" / "weights.pt", weights_only=True)
+    assert torch.equal(saved["weight"], expected.to(saved["weight"].dtype))
+    fabric.strategy.close()
+
+
+@RunIf(package="peft")
+def test_adapters_of_peft(tmp_path: Path) -> None:
+    """get_peft_model_state_dict has the gathered adapters, and nothing of the partitioned base model."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    from lightning_smartinfinity import SmartInfinityStrategy
+    from tests.training.transformers_worker import BuiltOnTokens, construct
+
+    config = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM")
+    module: Any = BuiltOnTokens(lambda: get_peft_model(construct("gpt2"), config))  # type: ignore[arg-type]
+    fit(module, tmp_path, SmartInfinityStrategy(tmp_path / "storage", zero=NOTHING_PERSISTS))
+    adapters = {name: param for name, param in module.model.named_parameters() if "lora_" in name}
+    with deepspeed.zero.GatheredParameters(list(adapters.values())):
+        state = get_peft_model_state_dict(module.model)
+        torch.save(state, tmp_path / "adapters.pt")
+        expected = {name.replace(".default", ""): param.detach().clone() for name, param in adapters.items()}
+    saved = torch.load(tmp_path / "adapters.pt", weights_only=True)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value) and value.numel() for name, value in expected.items())
+    with pytest.raises(UnsupportedError, match=REMEDY):
+        torch.save(get_peft_model_state_dict(module.model), tmp_path / "lost.pt")
