@@ -253,14 +253,13 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
 
     @override
     def _module_to_save(self, module: Module | None) -> Module:
-        engine = self._training_engine or self._deepspeed_engine
-        if module is None and engine is None:
+        whole: Any = module if module is not None else self._training_engine or self._deepspeed_engine
+        if whole is None:
             raise UnsupportedError(
                 "save_pretrained was called before a model was set up.",
                 "Call it after fabric.setup or fabric.setup_module.",
             )
-        whole: Any = engine.module if module is None else module
-        return cast(Module, whole.module if is_wrapped(whole) else whole)
+        return cast(Module, whole.module if module is None or is_wrapped(whole) else whole)
 
     @override
     def load_checkpoint(

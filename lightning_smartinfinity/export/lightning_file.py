@@ -41,10 +41,13 @@ def write_lightning_file(source: CheckpointWeights, target: Path, *, dtype: torc
     """
     plan = plain_plan(source.contents, dtype=dtype)
     require_room(target, plan.nbytes + _SMALL_BYTES)
-    with staged(target) as path, _weights_file(source, plan, path) as write:
-        with showing_progress("Exporting", plan.nbytes, shown=True) as advance:
-            put = router(plan, source.contents, write.write, advance)
-            source.read(list(source.contents.parameters), put, masters=True)
+    with (
+        staged(target) as path,
+        _weights_file(source, plan, path) as streams,
+        showing_progress("Exporting", plan.nbytes, shown=True) as advance,
+    ):
+        put = router(plan, source.contents, streams.write, advance)
+        source.read(list(source.contents.parameters), put, masters=True)
     return plan
 
 

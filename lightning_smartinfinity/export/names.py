@@ -58,9 +58,9 @@ def _expected(model: Model) -> dict[str, TensorSpec]:
 
 def _require_adapters_merged(model: Model, contents: Contents) -> None:
     adapters = [name for name in contents.parameters if ".lora_" in name or ".modules_to_save." in name]
-    if adapters or getattr(model, "_hf_peft_config_loaded", False):
+    if adapters:
         raise UnsupportedError(
-            f"{type(model).__name__} holds adapters of PEFT, {adapters[0] if adapters else 'by add_adapter'!r} for one.",
+            f"{type(model).__name__} holds adapters of PEFT, {adapters[0]!r} for one.",
             "Save them by PEFT itself within deepspeed.zero.GatheredParameters, or export --to lightning.",
         )
 
