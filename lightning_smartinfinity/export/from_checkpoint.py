@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,23 +129,29 @@ def _chosen(source: CheckpointWeights, settings: ExportSettings) -> tuple[str, M
 
 def _name_of(model: Model, contents: Contents, wanted: str | None) -> str:
     """Find a model in a module by the names of its weights."""
-    trained = [name for name, spec in contents.parameters.items() if spec.trained]
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    first = next(iter(trained), "")
-    ends = [name for name in own if first == name or first.endswith(f".{name}")]
-    found = {first[: len(first) - len(end)].rstrip("."): None for end in sorted(ends, key=len)}
-    fitting = [name for name in found if _fits(name, trained, own)] if wanted is None else [wanted]
+    names = [*contents.parameters, *contents.aliases]
+    found = Counter(name for each in names for name, end in _splits(each) if end in own)
+    fitting = [name for name in found if wanted in (None, name) and _fits(name, names, own)]
     if len(fitting) != 1:
         raise ConfigError(
-            f"The checkpoint's weights, {first!r} for one, are not those of {type(model).__name__}.",
+            f"The checkpoint's weights, {next(iter(names), None)!r} for one, are not those of one "
+            f"{type(model).__name__}.",
             "Pass the folder of the model that was trained as --model, and --submodule NAME if the module holds more.",
         )
     return fitting[0]
 
 
-def _fits(name: str, trained: Sequence[str], own: set[str]) -> bool:
+def _splits(name: str) -> Iterator[tuple[str, str]]:
+    """Yield every name of a module that a parameter's name may begin with, and the rest of the name."""
+    parts = name.split(".")
+    for length in range(len(parts)):
+        yield ".".join(parts[:length]), ".".join(parts[length:])
+
+
+def _fits(name: str, names: Sequence[str], own: set[str]) -> bool:
     prefix = f"{name}." if name else ""
-    return all(each.removeprefix(prefix) in own for each in trained if each.startswith(prefix))
+    return all(each.removeprefix(prefix) in own for each in names if each.startswith(prefix))
 
 
 def _require_frozen(source: CheckpointWeights) -> None:

@@ -72,13 +72,13 @@ def require_transformers() -> ModuleType:
 
 def models_in(module: torch.nn.Module) -> dict[str, Model]:
     """Return the models of transformers in a module by name, without those that are parts of others."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None:  # then there can be no such model
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:  # then there can be no such model
         return {}
     found: dict[str, Model] = {}
     for name, child in module.named_modules():
         inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
-        if not inside and isinstance(child, transformers.PreTrainedModel):
+        if not inside and isinstance(child, modeling.PreTrainedModel):
             found[name] = child
     return found
 

@@ -57,7 +57,13 @@ def _mixtral(transformers: Any) -> Any:
 
 def _qwen_moe(transformers: Any) -> Any:
     config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCAB, num_key_value_heads=1, num_experts=4, moe_intermediate_size=16, head_dim=16, **_SIZES
+        vocab_size=VOCAB,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        head_dim=16,
+        **_SIZES,
     )
     return transformers.Qwen3MoeForCausalLM(config)
 

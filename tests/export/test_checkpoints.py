@@ -211,9 +211,7 @@ def test_a_damaged_checkpoint_leaves_nothing(to: str, trained: Train, tmp_path: 
 
 
 @pytest.mark.parametrize("to", ["safetensors", "lightning"])
-def test_a_full_disk_leaves_nothing(
-    to: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing(to: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk may run full at any write."""
     calls = 0
     write = os.pwrite
@@ -233,9 +231,7 @@ def test_a_full_disk_leaves_nothing(
 
 
 @pytest.mark.parametrize("to", ["safetensors", "lightning"])
-def test_free_space_is_checked_first(
-    to: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_space_is_checked_first(to: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written if it would not fit."""
     status = os.statvfs(tmp_path)
     small = os.statvfs_result((*status[:4], 1, *status[5:]))

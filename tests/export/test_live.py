@@ -42,7 +42,10 @@ def test_a_model_is_saved_during_a_fit(tmp_path: Path) -> None:
 
 def test_parameters_on_storage_are_saved(tmp_path: Path) -> None:
     """Parameters offloaded to NVMe give the files of their checkpoint, rounded and as masters."""
-    offload = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}, "stage3_param_persistence_threshold": 0}
+    offload = {
+        "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")},
+        "stage3_param_persistence_threshold": 0,
+    }
     strategy = SmartInfinityStrategy(tmp_path / "storage", zero=offload)
     training = train(tmp_path, LitModel("gpt2"), strategy)
     for live, options in {"live": [], "live32": ["--dtype", "fp32"]}.items():

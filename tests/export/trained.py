@@ -44,7 +44,9 @@ def train(root: Path, module: LitModel, strategy: Any = None, **settings: Any) -
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    trainer = quiet_trainer(root, strategy, **{"precision": "bf16-mixed", "max_steps": 2, "limit_val_batches": 0, **settings})
+    trainer = quiet_trainer(
+        root, strategy, **{"precision": "bf16-mixed", "max_steps": 2, "limit_val_batches": 0, **settings}
+    )
     trainer.fit(module)
     trainer.strategy.save_pretrained(root / "live")  # type: ignore[attr-defined]
     trainer.strategy.save_pretrained(root / "live32", dtype=torch.float32)  # type: ignore[attr-defined]
