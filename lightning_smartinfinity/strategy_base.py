@@ -113,25 +113,22 @@ class NearStorage:
         dtype: torch.dtype | None = None,
         max_shard_size: int | str | None = None,
     ) -> None:
-        """Save a model of transformers, for ``from_pretrained``, without a checkpoint in between.
+        """Save a model of transformers for ``from_pretrained``, without a checkpoint in between.
 
-        This is a collective: every rank calls it, during a fit, after it, or when the model is only evaluated. A step
-        in progress is completed first. The first rank writes, with bounded memory, into a hidden folder, which is
-        renamed in the end: ``folder`` is complete or absent.
+        This is a collective: every rank calls it, in a fit, after it, or when the model is only evaluated. The first
+        rank writes, with bounded memory; ``folder`` is complete or absent.
 
         Args:
             folder: Path of the folder, where nothing or an empty folder is.
-            module: The model, or a module with a single model inside. Default: the module that is trained, or
-                evaluated. If there is no model of transformers in it, it is saved whole as one file with its own names.
+            module: The model, or a module with one inside. Default: the whole module, which is saved by its own names
+                if no model of transformers is inside.
             dtype: Dtype of trained weights. Default: that of the training, whose bits they then have;
                 ``torch.float32`` saves the masters as they are.
             max_shard_size: Largest size of a file in bytes, or as ``"5GB"``. Default: that of transformers.
 
         Raises:
-            ConfigError: An argument is unknown, or there are several models.
-            UnsupportedError: The model cannot be saved; the message says why.
-            CheckpointError: ``folder`` exists already.
-            StorageError: The folder cannot be written, or masters cannot be read.
+            SmartInfinityError: An argument is wrong, the model cannot be saved, ``folder`` exists, or it cannot be
+                written; raised on every rank.
         """
         from lightning_smartinfinity.export.from_training import save_module
 

@@ -37,7 +37,7 @@ FORMATS = ("safetensors", "lightning")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """What to export, and how.
+    """Says what to export, and how.
 
     Args:
         to: ``"safetensors"``: a folder; ``"lightning"``: one file for ``load_from_checkpoint``.
@@ -84,13 +84,27 @@ def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) 
         plan = write_lightning_file(source, target, dtype=DTYPES[settings.dtype or "fp32"])
         return [f"Wrote {target} for load_from_checkpoint: {plan.nbytes} bytes of weights."]
     chosen = _chosen(source, settings)
-    if chosen is None:
-        _require_frozen(source)
-        export = plain_export(source.contents, dtype=_dtype(settings))
-        with writing_folder(target, export) as put:
-            source.read(export.names, put, masters=True)
-        return _told_plain(target, export)
-    name, description, model = chosen
+    return (
+        _export_plain(source, target, settings) if chosen is None else _export_model(*chosen, source, target, settings)
+    )
+
+
+def _export_plain(source: CheckpointWeights, target: Path, settings: ExportSettings) -> list[str]:
+    _require_frozen(source)
+    export = plain_export(source.contents, dtype=_dtype(settings))
+    with writing_folder(target, export) as put:
+        source.read(export.names, put, masters=True)
+    return _told_plain(target, export)
+
+
+def _export_model(
+    name: str,
+    description: ModelDescription,
+    model: Model,
+    source: CheckpointWeights,
+    target: Path,
+    settings: ExportSettings,
+) -> list[str]:
     part = Part(source, name)
     export = pretrained_export(
         model,

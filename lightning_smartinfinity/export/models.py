@@ -35,7 +35,7 @@ Model = Any
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """What an export has to know of a model of transformers.
+    """Says what an export has to know of a model of transformers.
 
     Args:
         module: Name of the Python module that defines its class.

@@ -29,7 +29,7 @@ _SMALL_FILES_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FolderExport:
-    """What a folder is to contain.
+    """Describes what a folder is to contain.
 
     Args:
         contents: The weights that there are.

@@ -30,7 +30,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What an export is to contain.
+    """Describes what an export is to contain.
 
     Args:
         tensors: Shape and dtype of every tensor by its name in the export.

@@ -273,9 +273,9 @@ def test_what_is_no_checkpoint_is_refused(bad: str, tmp_path: Path, capsys: pyte
 
 def test_unknown_words_are_refused() -> None:
     """The error names the word and those that exist."""
-    with pytest.raises(ConfigError, match="'fp64'.*'bf16'"):
+    with pytest.raises(ConfigError, match=r"'fp64'.*'bf16'"):
         ExportSettings(dtype="fp64")
-    with pytest.raises(ConfigError, match="'gguf'.*'safetensors'"):
+    with pytest.raises(ConfigError, match=r"'gguf'.*'safetensors'"):
         ExportSettings(to="gguf")
 
 

@@ -54,7 +54,7 @@ class CheckpointWeights(WeightSource):
 
     @property
     def saved_models(self) -> SavedState | None:
-        """What the strategy has saved about the models of transformers in the module; None if nothing was saved."""
+        """The strategy's description of the models of transformers in the module; None if it saved none."""
         saved: SavedState | None = self._folder.model_states.get(MODEL_KEY)
         return saved
 
