@@ -43,7 +43,6 @@ class ModelDescription:
         config: Its configuration as the text of config.json.
         generation_config: Its settings for generation as the text of generation_config.json; None if it has none.
         origin: The path or name from which it was loaded; may be empty.
-        adapters: Whether PEFT has put adapters into it.
     """
 
     module: str
@@ -51,7 +50,6 @@ class ModelDescription:
     config: str
     generation_config: str | None = None
     origin: str = ""
-    adapters: bool = False
 
 
 def require_transformers() -> ModuleType:
@@ -93,7 +91,6 @@ def describe(model: Model) -> ModelDescription:
         config=model.config.to_json_string(use_diff=True),
         generation_config=model.generation_config.to_json_string(use_diff=True) if generates else None,
         origin=os.path.abspath(origin) if os.path.isdir(origin) else origin,
-        adapters=bool(getattr(model, "_hf_peft_config_loaded", False)) or hasattr(model, "peft_config"),
     )
 
 

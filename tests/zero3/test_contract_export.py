@@ -53,6 +53,5 @@ def test_models_of_transformers_have_what_is_read_of_them() -> None:
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2))
     assert model.all_tied_weights_keys == {"lm_head.weight": "transformer.wte.weight"}
     assert not model._keys_to_ignore_on_save
-    assert model._hf_peft_config_loaded is False
     size = inspect.signature(transformers.PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
     assert isinstance(size, (int, str))
