@@ -41,10 +41,12 @@ def write_lightning_file(source: CheckpointWeights, target: Path, *, dtype: torc
     """
     plan = plain_plan(source.contents, dtype=dtype)
     require_room(target, plan.nbytes + _SMALL_BYTES)
+    # torch.save itself writes the buffers.
+    nbytes = sum(plan.tensors[name].nbytes for name in source.contents.parameters)
     with (
         staged(target) as path,
         _weights_file(source, plan, path) as streams,
-        showing_progress("Exporting", plan.nbytes, shown=True) as advance,
+        showing_progress("Exporting", nbytes, shown=True) as advance,
     ):
         put = router(plan, source.contents, streams.write, advance)
         source.read(list(source.contents.parameters), put, masters=True)

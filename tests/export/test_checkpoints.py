@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from lightning_smartinfinity.errors import (
 )
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import beside
 from tests.export.models import LitModel, build, logits
 from tests.export.trained import Trained, files_of, train
 from tests.helpers.trainers import quiet_trainer
@@ -239,6 +242,45 @@ def test_free_space_is_checked_first(to: str, trained: Train, tmp_path: Path, mo
     with pytest.raises(StorageFullError, match="bytes, and"):
         export(trained("llama").checkpoint, tmp_path / "out", to=to)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_export_left_is_removed(trained: Train, tmp_path: Path) -> None:
+    """The next export to the same path leaves nothing beside it."""
+    leftover = beside(tmp_path / "out") / "out"
+    leftover.mkdir(parents=True)
+    (leftover / "model.safetensors").write_text("half")
+    export(trained("llama").checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert files_of(tmp_path / "out") == files_of(trained("llama").root / "live")
+
+
+@pytest.mark.parametrize(("to", "room"), [("safetensors", "pretrained"), ("lightning", "lightning_file")])
+def test_progress_counts_every_byte(
+    to: str, room: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bar is told of as many bytes as it was promised."""
+    told: list[int] = []
+
+    @contextmanager
+    def showing(what: str, total_bytes: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+        assert what == "Exporting" and shown
+        yield told.append
+        assert sum(told) == total_bytes
+
+    monkeypatch.setattr(f"lightning_smartinfinity.export.{room}.showing_progress", showing)
+    export(trained("gpt2").checkpoint, tmp_path / "out", to=to)
+    assert told
+
+
+def test_the_extra_is_named_where_transformers_is_missing(
+    trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only exports for transformers need it."""
+    checkpoint = trained("llama").checkpoint
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"lightning-smartinfinity\[huggingface\]"):
+        export(checkpoint, tmp_path / "out")
+    export(checkpoint, tmp_path / "out", to="lightning")
 
 
 def test_an_export_replaces_nothing(trained: Train, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_parameters_on_storage_are_saved(tmp_path: Path) -> None:
         assert files_of(tmp_path / f"out-{live}") == files_of(tmp_path / live)
 
 
-def test_fabric_saves_what_it_trains(tmp_path: Path) -> None:
+def test_fabric_saves_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By default it is the model that is trained, else the one that is passed; a checkpoint exports to the same."""
     fabric: Any = quiet_fabric(tmp_path / "storage", precision="bf16-true")
     model = build("gpt2")
@@ -69,6 +69,8 @@ def test_fabric_saves_what_it_trains(tmp_path: Path) -> None:
     fabric.strategy.close()
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
     assert files_of(tmp_path / "live") == files_of(tmp_path / "out") == files_of(tmp_path / "named")
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "lit.ckpt"), "--to", "lightning"]) == 1
+    assert "pytorch-lightning_version" in capsys.readouterr().err
     build("llama").bfloat16().save_pretrained(tmp_path / "stock")
     assert files_of(tmp_path / "teacher") == files_of(tmp_path / "stock")
 
