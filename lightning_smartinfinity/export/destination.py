@@ -69,16 +69,17 @@ def staged(target: Path) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
             yield staging / place.name
-            flush_folder(staging / place.name)
+            for path in (*(staging / place.name).glob("*"), staging / place.name):
+                _flush(path)
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.rmdir(place)  # it is empty: rename replaces no folder by a file
             os.rename(staging / place.name, place)
-            flush_folder(place.parent)
+            _flush(place.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def flush_folder(path: Path) -> None:
+def _flush(path: Path) -> None:
     """Return when the entries of a folder, or the content of a file, are on the device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
