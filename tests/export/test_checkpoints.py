@@ -259,6 +259,7 @@ def test_progress_counts_every_byte(
     to: str, room: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bar is told of as many bytes as it was promised."""
+    checkpoint = trained("gpt2").checkpoint
     told: list[int] = []
 
     @contextmanager
@@ -268,7 +269,7 @@ def test_progress_counts_every_byte(
         assert sum(told) == total_bytes
 
     monkeypatch.setattr(f"lightning_smartinfinity.export.{room}.showing_progress", showing)
-    export(trained("gpt2").checkpoint, tmp_path / "out", to=to)
+    export(checkpoint, tmp_path / "out", to=to)
     assert told
 
 

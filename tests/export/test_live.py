@@ -40,6 +40,20 @@ def test_a_model_is_saved_during_a_fit(tmp_path: Path) -> None:
     assert saved[0] != saved[1] != saved[2]
 
 
+def test_tensors_of_many_windows_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of an odd size, smaller than most tensors, give the bytes of transformers' own file."""
+    from lightning_smartinfinity.zero3.checkpoints import live_weights, saved_weights
+
+    for module in (live_weights, saved_weights):
+        monkeypatch.setattr(module, "WINDOW_NUMEL", 101)
+    training = train(tmp_path, LitModel("mixtral"))
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
+    model = build("mixtral").bfloat16()
+    model.load_state_dict(training.weights)
+    model.save_pretrained(tmp_path / "stock")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "live") == files_of(tmp_path / "stock")
+
+
 def test_parameters_on_storage_are_saved(tmp_path: Path) -> None:
     """Parameters offloaded to NVMe give the files of their checkpoint, rounded and as masters."""
     offload = {
