@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def _in_files(model: Model, specs: Mapping[str, TensorSpec]) -> tuple[dict[str, 
 
     given = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     origins = {value.untyped_storage()._cdata: name for name, value in given.items()}
-    with _KeepingViews():
+    with _default_conversions(model), _KeepingViews():
         reverted = revert_weight_conversion(model, given)
     tensors, ranges = {}, {}
     for name, value in reverted.items():
@@ -122,6 +123,17 @@ def _in_files(model: Model, specs: Mapping[str, TensorSpec]) -> tuple[dict[str, 
         tensors[name] = TensorSpec(value.shape, value.dtype)
         ranges[name] = Range(origin, int(value.storage_offset()))
     return tensors, ranges
+
+
+@contextmanager
+def _default_conversions(model: Model) -> Iterator[None]:
+    """Hide what from_pretrained noted in this model: with ZeRO-3 it notes legacy names that its file does not have."""
+    noted = vars(model).pop("_weight_conversions", None)
+    try:
+        yield
+    finally:
+        if noted is not None:
+            model._weight_conversions = noted
 
 
 class _KeepingViews(TorchFunctionMode):

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.cli.main import main
@@ -87,6 +88,30 @@ def test_fabric_saves_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "pytorch-lightning_version" in capsys.readouterr().err
     build("llama").bfloat16().save_pretrained(tmp_path / "stock")
     assert files_of(tmp_path / "teacher") == files_of(tmp_path / "stock")
+
+
+class LoadsLate(LitModel):
+    """Loads its model in configure_model, where ZeRO-3 partitions it while transformers loads it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("bert")
+        self.folder = folder
+        del self.inner.model
+
+    def configure_model(self) -> None:
+        import transformers
+
+        if not hasattr(self.inner, "model"):
+            self.inner.model = transformers.BertForMaskedLM.from_pretrained(self.folder)
+
+
+def test_a_model_loaded_in_configure_model_is_saved(tmp_path: Path) -> None:
+    """Legacy names that transformers considers while it loads are not in the files."""
+    build("bert").save_pretrained(tmp_path / "before")
+    training = train(tmp_path, LoadsLate(tmp_path / "before"))
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() <= training.weights.keys()
 
 
 def test_a_tokenizer_is_copied_from_where_the_model_came(tmp_path: Path) -> None:

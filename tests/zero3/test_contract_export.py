@@ -45,6 +45,8 @@ def test_conversions_are_reverted_without_memory() -> None:
     reverted = revert_weight_conversion(model, given)
     assert reverted["model.layers.0.block_sparse_moe.experts.1.w2.weight"].shape == (8, 4)
     assert reverted["lm_head.weight"] is given["lm_head.weight"]
+    model._weight_conversions = []
+    assert revert_weight_conversion(model, given).keys() == given.keys()
 
 
 def test_models_of_transformers_have_what_is_read_of_them() -> None:
