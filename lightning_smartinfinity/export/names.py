@@ -128,7 +128,7 @@ def _in_files(model: Model, specs: Mapping[str, TensorSpec]) -> tuple[dict[str, 
 @contextmanager
 def _default_conversions(model: Model) -> Iterator[None]:
     """Hide what from_pretrained noted in this model: with ZeRO-3 it notes legacy names that its file does not have."""
-    noted = vars(model).pop("_weight_conversions", None)
+    noted = model.__dict__.pop("_weight_conversions", None)
     try:
         yield
     finally:
