@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
@@ -15,6 +15,7 @@ from lightning.fabric.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.wrappers import is_wrapped
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
@@ -249,6 +250,16 @@ class SmartInfinityFabricStrategy(NearStorage, DeepSpeedStrategy):
         path = self.broadcast(path)
         self._name_save(client_state)
         save_engine(engine, path, client_state, exclude_frozen=self.exclude_frozen_parameters)
+
+    @override
+    def _module_to_save(self, module: Module | None) -> Module:
+        whole: Any = module if module is not None else self._training_engine or self._deepspeed_engine
+        if whole is None:
+            raise UnsupportedError(
+                "save_pretrained was called before a model was set up.",
+                "Call it after fabric.setup or fabric.setup_module.",
+            )
+        return cast(Module, whole.module if module is None or is_wrapped(whole) else whole)
 
     @override
     def load_checkpoint(

@@ -257,6 +257,16 @@ class SmartInfinityStrategy(NearStorage, DeepSpeedStrategy):
                 optimizer.saves_weights_only = False
 
     @override
+    def _module_to_save(self, module: torch.nn.Module | None) -> torch.nn.Module:
+        whole = self.lightning_module if module is None else module
+        if whole is None:
+            raise UnsupportedError(
+                "save_pretrained was called on a Trainer that has run nothing.",
+                "Call it during or after a fit or an evaluation.",
+            )
+        return whole
+
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> ClientState:
         from lightning_smartinfinity.zero3.checkpoints.folder_check import reading_checkpoint
         from lightning_smartinfinity.zero3.checkpoints.full_weights import full_state_dict

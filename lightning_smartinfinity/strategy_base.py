@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from lightning_smartinfinity.checks import check, instance, optional
 from lightning_smartinfinity.devices.base import Traffic
 from lightning_smartinfinity.devices.smartssd.discovery.xclbin import require_xclbin_named
 from lightning_smartinfinity.lightning_options import attributes_of, checked_options
@@ -103,6 +104,41 @@ class NearStorage:
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
             optimizer.update.drain()
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        module: torch.nn.Module | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str | None = None,
+    ) -> None:
+        """Save a model of transformers for ``from_pretrained``, without a checkpoint in between.
+
+        This is a collective: every rank calls it, in a fit, after it, or when the model is only evaluated. The first
+        rank writes, with bounded memory; ``folder`` is complete or absent.
+
+        Args:
+            folder: Path of the folder, where nothing or an empty folder is.
+            module: The model, or a module with one inside. Default: the whole module, which is saved by its own names
+                if no model of transformers is inside.
+            dtype: Dtype of trained weights. Default: that of the training, whose bits they then have;
+                ``torch.float32`` saves the masters as they are.
+            max_shard_size: Largest size of a file in bytes, or as ``"5GB"``. Default: that of transformers.
+
+        Raises:
+            SmartInfinityError: An argument is wrong, the model cannot be saved, ``folder`` exists, or it cannot be
+                written; raised on every rank.
+        """
+        from lightning_smartinfinity.export.from_training import save_module
+
+        check("save_pretrained", "dtype", dtype, optional(instance(torch.dtype)))
+        check("save_pretrained", "module", module, optional(instance(torch.nn.Module)))
+        save_module(self._module_to_save(module), Path(folder), dtype=dtype, max_shard_size=max_shard_size)
+
+    def _module_to_save(self, module: torch.nn.Module | None) -> torch.nn.Module:
+        """Return the module of :meth:`save_pretrained` without the wrappers of Lightning and DeepSpeed."""
+        raise NotImplementedError
 
     def _close_state(self) -> None:
         optimizer = self._near_storage_optimizer
@@ -284,10 +320,17 @@ class NearStorage:
             idle._close_state()
 
     def _name_save(self, client_state: ClientState) -> None:
-        """Give the files of one save the same random name, so that a mixture of two saves can be recognised."""
+        """Give the files of one save the same random name, and describe the models for an export.
+
+        A mixture of two saves can be recognised by the name.
+        """
+        from lightning_smartinfinity.export.models import describe_models
+        from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
         from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID
         from lightning_smartinfinity.zero3.collectives import gather
 
+        assert self._training_engine is not None
+        client_state[MODEL_KEY] = describe_models(self._training_engine.module)
         optimizer = self._near_storage_optimizer
         if optimizer is not None:
             optimizer.save_id = client_state[SAVE_ID] = gather(uuid.uuid4().hex, None)[0]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from lightning_smartinfinity.cli import convert, selftest, simulate, universal
+from lightning_smartinfinity.cli import convert, export, selftest, simulate, universal
 from lightning_smartinfinity.cli.output import OutputError, checked_output
 from lightning_smartinfinity.errors import SmartInfinityError
 
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     convert.add_to(commands)
     universal.add_to(commands)
+    export.add_to(commands)
     selftest.add_to(commands)
     simulate.add_to(commands)
     try:

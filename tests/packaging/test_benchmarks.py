@@ -51,6 +51,10 @@ RUNS = {
         ["--tiny", "--folder", "."],
         ["| engine |", "| io_uring | huge | yes |", "| threads | 4 KiB | no |", "| plain |"],
     ),
+    "export.py": (
+        ["--numel", "2e5"],
+        ["|  |", "| live, bf16 |", "| live, fp32 |", "| export, lightning |", "| raw write |", "Tensors that differ"],
+    ),
     "formats.py": (
         ["--tiny"],
         ["| format | read + written", "| format | seed 0 |", "| fp32 |", "| bf16 |", "| int8 |", "| int8_remainder |"],

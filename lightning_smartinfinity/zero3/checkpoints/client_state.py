@@ -6,7 +6,10 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID
 from lightning_smartinfinity.zero3.untyped import ClientState, SavedState
 
-__all__ = ["RESERVED_KEYS", "refuse_reserved", "user_state"]
+__all__ = ["MODEL_KEY", "RESERVED_KEYS", "refuse_reserved", "user_state"]
+
+MODEL_KEY = "smart_infinity_models"
+"""Key under which a checkpoint describes the models of transformers in its module."""
 
 RESERVED_KEYS = frozenset(
     {
@@ -31,6 +34,7 @@ RESERVED_KEYS = frozenset(
         "checkpoint_parallel_dimensions",
         "universal_checkpoint_info",
         SAVE_ID,
+        MODEL_KEY,
     }
 )
 """Keys of the file that users cannot choose."""

@@ -135,6 +135,20 @@ class TensorFile:
             self.write_at(record.offset, content)
             self.write_checksum(record, zlib.crc32(content))
 
+    def read(self, tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:
+        """Fill ``values`` with consecutive elements of a contiguous tensor of :attr:`state`, unverified.
+
+        Args:
+            tensor: The tensor, of any dtype.
+            begin: Index of the first element.
+            values: Contiguous tensor of the same dtype in host memory.
+
+        Raises:
+            CheckpointError: The file ends too early.
+        """
+        offset = self._record(tensor).offset + begin * tensor.element_size()
+        self.read_at(offset, values.view(torch.uint8).numpy().data)
+
     def unnamed(self, tensors: Iterable[torch.Tensor]) -> set[str]:
         """Return the names of records that hold none of these tensors of :attr:`state`."""
         named = {self._record(tensor).info.filename for tensor in tensors}

@@ -1,0 +1,199 @@
+"""Exports the weights of a checkpoint folder in a single process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_smartinfinity.checks import one_of, require
+from lightning_smartinfinity.errors import CheckpointError, ConfigError
+from lightning_smartinfinity.export.companions import has_tokenizer
+from lightning_smartinfinity.export.destination import require_unused
+from lightning_smartinfinity.export.lightning_file import write_lightning_file
+from lightning_smartinfinity.export.models import (
+    Model,
+    ModelDescription,
+    choose,
+    described_by,
+    described_in,
+    without_memory,
+)
+from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
+from lightning_smartinfinity.zero3.checkpoints.checkpoint_weights import CheckpointWeights
+from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, Part
+
+__all__ = ["DTYPES", "FORMATS", "ExportSettings", "export_checkpoint"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes of an export by the names that the command knows."""
+
+FORMATS = ("safetensors", "lightning")
+"""Formats of an export."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """Says what to export, and how.
+
+    Args:
+        to: ``"safetensors"``: a folder; ``"lightning"``: one file for ``load_from_checkpoint``.
+        model: Folder of the model of transformers before it was trained, with its tokenizer and configuration.
+        submodule: Name of the model in the module, if there are several.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for trained weights. Default: for transformers the one in which they
+            were trained, for Lightning ``"fp32"``, which is the masters as they are.
+        max_shard_size: Largest size of a file, such as ``"5GB"``. Default: that of transformers.
+
+    Raises:
+        ConfigError: A setting is unknown.
+    """
+
+    to: str = "safetensors"
+    model: Path | None = None
+    submodule: str | None = None
+    dtype: str | None = None
+    max_shard_size: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self, "an export", to=one_of(*FORMATS))
+        if self.dtype is not None:
+            require(self, "an export", dtype=one_of(*DTYPES))
+
+
+def export_checkpoint(checkpoint: Path, target: Path, settings: ExportSettings) -> list[str]:
+    """Export the weights of a checkpoint, which stays as it is. The result is complete or absent.
+
+    Args:
+        checkpoint: The folder that this strategy or stock DeepSpeed saved with ZeRO-3, or a universal one.
+        target: Path of the export, where nothing or an empty folder is.
+        settings: What to export, and how.
+
+    Returns:
+        Sentences that tell the user what was written.
+
+    Raises:
+        SmartInfinityError: The checkpoint cannot be read or exported, or the export cannot be written.
+    """
+    require_unused(target, outside=checkpoint)
+    source = CheckpointWeights(checkpoint)
+    if settings.to == "lightning":
+        _require_frozen(source)
+        plan = write_lightning_file(source, target, dtype=DTYPES[settings.dtype or "fp32"])
+        return [f"Wrote {target} for load_from_checkpoint: {plan.nbytes} bytes of weights."]
+    chosen = _chosen(source, settings)
+    return (
+        _export_plain(source, target, settings) if chosen is None else _export_model(*chosen, source, target, settings)
+    )
+
+
+def _export_plain(source: CheckpointWeights, target: Path, settings: ExportSettings) -> list[str]:
+    _require_frozen(source)
+    export = plain_export(source.contents, dtype=_dtype(settings))
+    with writing_folder(target, export) as put:
+        source.read(export.names, put, masters=True)
+    return _told_plain(target, export)
+
+
+def _export_model(
+    name: str,
+    description: ModelDescription,
+    model: Model,
+    source: CheckpointWeights,
+    target: Path,
+    settings: ExportSettings,
+) -> list[str]:
+    part = Part(source, name)
+    export = pretrained_export(
+        model,
+        description,
+        part.contents,
+        dtype=_dtype(settings),
+        folder=settings.model,
+        max_shard_size=settings.max_shard_size,
+    )
+    with writing_folder(target, export) as put:
+        part.read(export.names, put, masters=True)
+    return _told(target, export, name, description)
+
+
+def _dtype(settings: ExportSettings) -> torch.dtype | None:
+    return None if settings.dtype is None else DTYPES[settings.dtype]
+
+
+def _chosen(source: CheckpointWeights, settings: ExportSettings) -> tuple[str, ModelDescription, Model] | None:
+    """Return name, description and model of what is to be exported; None if nothing tells of a model."""
+    described = described_in(source.saved_models)
+    name = choose(described, settings.submodule, option="--submodule NAME") if described else None
+    if name is not None:
+        return name, described[name], without_memory(described[name])
+    if settings.model is None:
+        if settings.submodule is not None:
+            raise ConfigError(
+                f"{source.path} does not tell which model of transformers {settings.submodule!r} is.",
+                "Pass its folder as --model.",
+            )
+        return None
+    description = described_by(settings.model)
+    model = without_memory(description)
+    return _name_of(model, source.contents, settings.submodule), description, model
+
+
+def _name_of(model: Model, contents: Contents, wanted: str | None) -> str:
+    """Find a model in a module by the names of its weights."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = [*contents.parameters, *contents.aliases]
+    found = Counter(name for each in names for name, end in _splits(each) if end in own)
+    fitting = [name for name in found if wanted in (None, name) and _fits(name, names, own)]
+    if len(fitting) != 1:
+        raise ConfigError(
+            f"The checkpoint's weights, {next(iter(names), None)!r} for one, are not those of one "
+            f"{type(model).__name__}.",
+            "Pass the folder of the model that was trained as --model, and --submodule NAME if the module holds more.",
+        )
+    return fitting[0]
+
+
+def _splits(name: str) -> Iterator[tuple[str, str]]:
+    """Yield every name of a module that a parameter's name may begin with, and the rest of the name."""
+    parts = name.split(".")
+    for length in range(len(parts)):
+        yield ".".join(parts[:length]), ".".join(parts[length:])
+
+
+def _fits(name: str, names: Sequence[str], own: set[str]) -> bool:
+    prefix = f"{name}." if name else ""
+    return all(each.removeprefix(prefix) in own for each in names if each.startswith(prefix))
+
+
+def _require_frozen(source: CheckpointWeights) -> None:
+    saved = source.saved_models
+    if source.lacks_frozen and (saved is None or saved["frozen"]):
+        lost = "" if saved is None else f", {saved['frozen'][0]!r} for one"
+        raise CheckpointError(
+            f"{source.path} was saved without its frozen parameters (exclude_frozen_parameters=True){lost}.",
+            "Export a model of transformers --to safetensors with --model FOLDER, which supplies them, or save again "
+            "with them.",
+        )
+
+
+def _told(target: Path, export: FolderExport, name: str, description: ModelDescription) -> list[str]:
+    dtype = str(export.dtype).removeprefix("torch.")
+    told = [
+        f"Wrote {target} for from_pretrained: {description.name}"
+        f"{f' (the module {name!r})' if name else ''} in {dtype}, {export.plan.nbytes} bytes of weights."
+    ]
+    if not has_tokenizer(target):
+        told.append("It has no tokenizer: none was found. Pass the folder of the model as --model, or copy it there.")
+    return told
+
+
+def _told_plain(target: Path, export: FolderExport) -> list[str]:
+    dtype = str(export.dtype).removeprefix("torch.")
+    return [
+        f"Wrote {target / 'model.safetensors'} in {dtype}, {export.plan.nbytes} bytes of weights.",
+        "The checkpoint tells of no model of transformers, so the weights have the names of the module. For a folder "
+        "that from_pretrained loads, pass the folder of the model as --model.",
+    ]

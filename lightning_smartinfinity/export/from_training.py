@@ -1,0 +1,78 @@
+"""Exports the weights of a module that is being trained, was trained or is evaluated."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_smartinfinity.export.destination import require_unused
+from lightning_smartinfinity.export.models import choose, describe, models_in
+from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
+from lightning_smartinfinity.zero3.checkpoints.live_weights import LiveWeights
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
+from lightning_smartinfinity.zero3.collectives import raising_together
+
+__all__ = ["save_module"]
+
+
+def save_module(
+    module: torch.nn.Module,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+) -> None:
+    """Save the only model of transformers in a module, or the module itself if there is none. This is a collective.
+
+    The first rank writes.
+
+    Args:
+        module: The module.
+        target: Path of the folder, which does not exist or is empty.
+        dtype: Dtype of trained weights; None means that of the training, whose bits they then have.
+        max_shard_size: Bytes of a file, or text such as ``"5GB"``; None means transformers' default.
+
+    Raises:
+        SmartInfinityError: The module cannot be saved, or the folder cannot be written; raised on every rank.
+    """
+    export: FolderExport | None = None
+    with raising_together():
+        require_unused(target)
+        source, export = _planned(module, dtype=dtype, max_shard_size=max_shard_size)
+    assert export is not None
+    with ExitStack() as written:
+        put: Put = _nowhere
+        with raising_together():
+            if dist.get_rank() == 0:
+                put = written.enter_context(writing_folder(target, export))
+        source.read(export.names, put, masters=_needs_masters(export))
+        with raising_together():
+            written.close()
+
+
+def _planned(
+    module: torch.nn.Module, *, dtype: torch.dtype | None, max_shard_size: int | str | None
+) -> tuple[LiveWeights, FolderExport]:
+    models = models_in(module)
+    name = choose(models, None, option="module=...")
+    if name is None:
+        source = LiveWeights(module)
+        return source, plain_export(source.contents, dtype=dtype)
+    model = models[name]
+    source = LiveWeights(model)
+    return source, pretrained_export(
+        model, describe(model), source.contents, dtype=dtype, max_shard_size=max_shard_size
+    )
+
+
+def _needs_masters(export: FolderExport) -> bool:
+    """Return whether the dtype differs from the parameters'; if not, they have the bits of their rounded masters."""
+    parameters = export.contents.parameters.values()
+    return any(spec.trained and spec.dtype.is_floating_point and spec.dtype != export.dtype for spec in parameters)
+
+
+def _nowhere(name: str, begin: int, values: torch.Tensor) -> None:
+    raise AssertionError("only the first rank collects values")

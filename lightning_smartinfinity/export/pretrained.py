@@ -1,0 +1,170 @@
+"""Writes folders of safetensors files; ``from_pretrained`` loads those of models of transformers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.export.companions import write_companions
+from lightning_smartinfinity.export.destination import require_room, staged
+from lightning_smartinfinity.export.models import Model, ModelDescription, require_transformers
+from lightning_smartinfinity.export.names import plan_for
+from lightning_smartinfinity.export.original_weights import OriginalWeights
+from lightning_smartinfinity.export.routes import Plan, plain_plan, router
+from lightning_smartinfinity.export.shards import Shards, writing_shards
+from lightning_smartinfinity.progress import Advance, showing_progress
+from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
+from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents
+
+__all__ = ["FolderExport", "main_dtype", "plain_export", "pretrained_export", "writing_folder"]
+
+_SMALL_FILES_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderExport:
+    """Describes what a folder is to contain.
+
+    Args:
+        contents: The weights that there are.
+        plan: The weights in the folder.
+        dtype: Dtype of the trained weights in the folder.
+        description: The model of transformers; None if there is none.
+        origins: Folders of the model before it was trained.
+        originals: Supplies the weights that are not in ``contents``.
+        max_shard_size: Bytes of a file, or text such as ``"5GB"``; None means one file.
+    """
+
+    contents: Contents
+    plan: Plan
+    dtype: torch.dtype
+    description: ModelDescription | None = None
+    origins: Sequence[Path] = ()
+    originals: OriginalWeights | None = None
+    max_shard_size: int | str | None = None
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the parameters whose values are wanted."""
+        origins = {origin for origin, _ in self.plan.ranges.values()}
+        return {self.contents.aliases.get(name, name) for name in origins} & self.contents.parameters.keys()
+
+
+def pretrained_export(
+    model: Model,
+    description: ModelDescription,
+    contents: Contents,
+    *,
+    dtype: torch.dtype | None,
+    folder: Path | None = None,
+    max_shard_size: int | str | None = None,
+) -> FolderExport:
+    """Describe the export of a model of transformers.
+
+    Args:
+        model: The model; its weights are not used.
+        description: Its description.
+        contents: The weights that there are, by the model's names.
+        dtype: Dtype of trained weights; None means the one in which they are trained.
+        folder: Folder of the model before it was trained, which supplies small files and weights that are missing.
+        max_shard_size: As for ``save_pretrained`` of transformers, whose default it has.
+
+    Raises:
+        SmartInfinityError: The model cannot be exported; the message says why.
+    """
+    plan = plan_for(model, contents, dtype=dtype)
+    originals = None
+    if plan.others:
+        originals = OriginalWeights(_required(folder, plan), prefix=model.base_model_prefix)
+        others = {name: originals.spec(name, spec.shape) for name, spec in plan.others.items()}
+        plan = Plan(tensors=plan.tensors, ranges=plan.ranges, others=others)
+    origins = [*([folder] if folder else []), Path(description.origin)]
+    return FolderExport(
+        contents=contents,
+        plan=plan,
+        dtype=main_dtype(contents, dtype),
+        description=description,
+        origins=[origin for origin in origins if str(origin) != "." and origin.is_dir()],
+        originals=originals,
+        max_shard_size=_default_shard_size() if max_shard_size is None else max_shard_size,
+    )
+
+
+def plain_export(contents: Contents, *, dtype: torch.dtype | None) -> FolderExport:
+    """Describe the export of a module as one file with the module's own names.
+
+    Raises:
+        UnsupportedError: The module has state that is no tensor.
+    """
+    if contents.others:
+        raise UnsupportedError(
+            f"{next(iter(contents.others))!r} of the module is no tensor, and safetensors files hold nothing else.",
+            "Export --to lightning.",
+        )
+    return FolderExport(contents=contents, plan=plain_plan(contents, dtype=dtype), dtype=main_dtype(contents, dtype))
+
+
+@contextmanager
+def writing_folder(target: Path, export: FolderExport) -> Iterator[Put]:
+    """Make a folder, which is complete when the context ends, or not there if the body raises.
+
+    Args:
+        target: Path of the folder.
+        export: What it is to contain.
+
+    Yields:
+        Function that takes all values of ``export.names``.
+
+    Raises:
+        StorageError: The folder cannot be written.
+    """
+    plan = export.plan
+    require_room(target, plan.nbytes + _SMALL_FILES_BYTES)
+    with staged(target) as folder, showing_progress("Exporting", plan.nbytes, shown=True) as advance:
+        folder.mkdir()
+        if export.description is not None:
+            write_companions(export.description, folder, dtype=export.dtype, origins=export.origins)
+        with writing_shards(folder, {**plan.tensors, **plan.others}, max_shard_size=export.max_shard_size) as shards:
+            put = router(plan, export.contents, shards.write, advance)
+            for name, buffer in export.contents.buffers.items():
+                put(name, 0, buffer.flatten())
+            yield put
+            _write_originals(export, shards, advance)
+
+
+def main_dtype(contents: Contents, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a model's weights as a whole: the wanted one, or that of what is trained."""
+    if dtype is not None:
+        return dtype
+    floats = [spec for spec in contents.specs().values() if spec.dtype.is_floating_point]
+    return next((spec.dtype for spec in sorted(floats, key=lambda spec: not spec.trained)), torch.float32)
+
+
+def _write_originals(export: FolderExport, shards: Shards, advance: Advance) -> None:
+    for name, spec in export.plan.others.items():
+        assert export.originals is not None
+        for begin, values in export.originals.windows(name, spec):
+            shards.write(name, begin, values)
+            advance(values.nbytes)
+
+
+def _required(folder: Path | None, plan: Plan) -> Path:
+    if folder is None:
+        raise UnsupportedError(
+            f"The checkpoint lacks {next(iter(plan.others))!r} and {len(plan.others) - 1} more weights: it was saved "
+            "without its frozen parameters (exclude_frozen_parameters=True).",
+            "Pass the folder of the model before the training as --model: it has them.",
+        )
+    return folder
+
+
+def _default_shard_size() -> int | str:
+    parameters = inspect.signature(require_transformers().PreTrainedModel.save_pretrained).parameters
+    size: int | str = parameters["max_shard_size"].default
+    return size

@@ -1,0 +1,139 @@
+"""Writes safetensors files window by window.
+
+The format is eight bytes with the length of a header, the header in JSON, padded by spaces to eight bytes, and the
+elements. The safetensors library writes whole tensors from memory, and a single embedding may have 4 GB; so the files
+are written here. They have the bytes that the library would write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from lightning_smartinfinity.errors import UnsupportedError
+from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
+
+__all__ = ["SafetensorsFile"]
+
+_ALIGNMENT = 8
+_UNFLUSHED_BYTES = 64 * 1024 * 1024
+# In the library's order: tensors of the last dtype come first.
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+
+
+class SafetensorsFile:
+    """A new safetensors file, for whose tensors the space is allocated at once.
+
+    Args:
+        path: Path of the file, which does not exist.
+        tensors: Shape and dtype of every tensor by name.
+
+    Raises:
+        OSError: The file cannot be created, or the disk is full.
+        UnsupportedError: The format has no such dtype.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorSpec]) -> None:
+        self._tensors = tensors
+        self._unwritten = {name: spec.nbytes for name, spec in tensors.items()}
+        self._unflushed_bytes = 0
+        header, self._offsets = _layout(tensors)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            total = len(header) + sum(self._unwritten.values())
+            os.posix_fallocate(self._descriptor, 0, total)
+            self._write_at(0, memoryview(header))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, name: str, begin: int, values: torch.Tensor) -> None:
+        """Write consecutive elements of a tensor, each of them once, in any order.
+
+        Args:
+            name: Name of the tensor.
+            begin: Index of the first element in the flat tensor.
+            values: Elements in host memory and in the tensor's dtype.
+
+        Raises:
+            OSError: They could not be written.
+        """
+        assert values.dtype == self._tensors[name].dtype
+        content = values.contiguous().flatten().view(torch.uint8).numpy().data
+        self._write_at(self._offsets[name] + begin * values.element_size(), content)
+        self._unwritten[name] -= content.nbytes
+
+    def close(self) -> None:
+        """Flush and close the file, which must be complete."""
+        assert not any(self._unwritten.values()), f"not all elements were written: {self._unwritten}"
+        self._flush()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file as it is; idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _write_at(self, offset: int, content: memoryview) -> None:
+        while content.nbytes:
+            done = os.pwrite(self._descriptor, content, offset)
+            offset, content = offset + done, content[done:]
+            self._unflushed_bytes += done
+        if self._unflushed_bytes >= _UNFLUSHED_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        # The page cache is memory, too: a large file would push everything else out of it.
+        os.fdatasync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._unflushed_bytes = 0
+
+
+def _layout(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
+    """Return the bytes before the elements, and the offset of every tensor in the file."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins, end = {}, 0
+    for name in sorted(sorted(tensors), key=lambda name: _rank(name, tensors[name].dtype), reverse=True):
+        spec = tensors[name]
+        begins[name], end = end, end + spec.nbytes
+        entries[name] = {
+            "dtype": _DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begins[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {name: len(header) + begin for name, begin in begins.items()}
+
+
+def _rank(name: str, dtype: torch.dtype) -> int:
+    if dtype not in _DTYPES:
+        raise UnsupportedError(
+            f"{name!r} is of {dtype}, which the safetensors format cannot hold.",
+            "Export --to lightning, or keep the tensor in another dtype.",
+        )
+    return list(_DTYPES).index(dtype)

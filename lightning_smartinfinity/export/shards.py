@@ -1,0 +1,91 @@
+"""Writes an export's tensors to one safetensors file, or to several with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from lightning_smartinfinity.export.safetensors_file import SafetensorsFile
+from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.zero3.checkpoints.weight_source import TensorSpec
+
+__all__ = ["Shards", "writing_shards"]
+
+_WEIGHTS = "model{suffix}.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+class Shards:
+    """Open files, and which tensor belongs to which."""
+
+    def __init__(self, folder: Path, files: Mapping[str, list[str]], tensors: Mapping[str, TensorSpec]) -> None:
+        self._folder = folder
+        self._tensors = tensors
+        self._file_names = {name: file for file, names in files.items() for name in names}
+        self._opened: dict[str, SafetensorsFile] = {}
+        try:
+            for file, names in files.items():
+                with storage_errors("Creating", folder / file):
+                    self._opened[file] = SafetensorsFile(folder / file, {name: tensors[name] for name in names})
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, name: str, begin: int, values: torch.Tensor) -> None:
+        """Write elements of a tensor; see :meth:`SafetensorsFile.write`."""
+        file = self._file_names[name]
+        with storage_errors("Writing", self._folder / file):
+            self._opened[file].write(name, begin, values)
+
+    def close(self) -> None:
+        """Flush and close all files, and write the index if there are several."""
+        for name, file in self._opened.items():
+            with storage_errors("Writing", self._folder / name):
+                file.close()
+        if len(self._opened) > 1:
+            (self._folder / _INDEX).write_text(json.dumps(self._index(), indent=2, sort_keys=True) + "\n")
+
+    def abandon(self) -> None:
+        """Close all files as they are; idempotent."""
+        for file in self._opened.values():
+            file.abandon()
+
+    def _index(self) -> dict[str, object]:
+        metadata = {"total_size": sum(spec.nbytes for spec in self._tensors.values())}
+        return {"metadata": metadata, "weight_map": self._file_names}
+
+
+@contextmanager
+def writing_shards(
+    folder: Path, tensors: Mapping[str, TensorSpec], *, max_shard_size: int | str | None
+) -> Iterator[Shards]:
+    """Open files for these tensors in a folder; they are complete when the context ends without an error.
+
+    Args:
+        folder: The folder.
+        tensors: Shape and dtype by name.
+        max_shard_size: Bytes of a file, or text such as ``"5GB"``; None means one file.
+    """
+    with ExitStack() as cleanup:
+        shards = Shards(folder, _split(tensors, max_shard_size), tensors)
+        cleanup.callback(shards.abandon)
+        yield shards
+        shards.close()
+
+
+def _split(tensors: Mapping[str, TensorSpec], max_shard_size: int | str | None) -> dict[str, list[str]]:
+    if max_shard_size is None or not tensors:
+        return {_WEIGHTS.format(suffix=""): list(tensors)}
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda spec: spec.nbytes,
+        filename_pattern=_WEIGHTS,
+        max_shard_size=max_shard_size,
+    )
+    return {file: names for file, names in split.filename_to_tensors.items() if names}

@@ -1,0 +1,141 @@
+"""save_pretrained during fits, in Fabric, and of parameters on storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity.cli.main import main
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from tests.export.models import LitModel, build, tokens
+from tests.export.trained import files_of, train
+from tests.fabric.worker import quiet_fabric
+from tests.helpers.trainers import quiet_trainer
+
+
+class SavesBoth(pl.Callback):
+    """Saves a checkpoint and the model at the same moment of a fit."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: object) -> None:
+        root = Path(trainer.default_root_dir)
+        trainer.strategy.save_pretrained(root / f"live-{trainer.global_step}")  # type: ignore[attr-defined]
+        trainer.save_checkpoint(root / f"ckpt-{trainer.global_step}")
+
+
+def test_a_model_is_saved_during_a_fit(tmp_path: Path) -> None:
+    """With the update beside backward it is the model of the checkpoint of that moment, and training goes on."""
+    strategy = SmartInfinityStrategy(tmp_path / "storage", overlap="backward")
+    trainer = quiet_trainer(tmp_path, strategy, callbacks=[SavesBoth()])
+    trainer.fit(LitModel("llama"))
+    strategy.close()
+    saved = [files_of(tmp_path / f"live-{step}") for step in (1, 2, 3)]
+    for step in (1, 2, 3):
+        assert main(["export", str(tmp_path / f"ckpt-{step}"), str(tmp_path / f"out-{step}")]) == 0
+        assert files_of(tmp_path / f"out-{step}") == saved[step - 1]
+    assert saved[0] != saved[1] != saved[2]
+
+
+def test_tensors_of_many_windows_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of an odd size, smaller than most tensors, give the bytes of transformers' own file."""
+    from lightning_smartinfinity.zero3.checkpoints import live_weights, saved_weights
+
+    for module in (live_weights, saved_weights):
+        monkeypatch.setattr(module, "WINDOW_NUMEL", 101)
+    training = train(tmp_path, LitModel("mixtral"))
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
+    model = build("mixtral").bfloat16()
+    model.load_state_dict(training.weights)
+    model.save_pretrained(tmp_path / "stock")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "live") == files_of(tmp_path / "stock")
+
+
+def test_parameters_on_storage_are_saved(tmp_path: Path) -> None:
+    """Parameters offloaded to NVMe give the files of their checkpoint, rounded and as masters."""
+    offload = {
+        "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")},
+        "stage3_param_persistence_threshold": 0,
+    }
+    strategy = SmartInfinityStrategy(tmp_path / "storage", zero=offload)
+    training = train(tmp_path, LitModel("gpt2"), strategy)
+    for live, options in {"live": [], "live32": ["--dtype", "fp32"]}.items():
+        assert main(["export", str(training.checkpoint), str(tmp_path / f"out-{live}"), *options]) == 0
+        assert files_of(tmp_path / f"out-{live}") == files_of(tmp_path / live)
+
+
+def test_fabric_saves_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By default it is the model that is trained, else the one that is passed; a checkpoint exports to the same."""
+    fabric: Any = quiet_fabric(tmp_path / "storage", precision="bf16-true")
+    model = build("gpt2")
+    teacher = fabric.setup_module(build("llama"))
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    fabric.backward(loss, model=model)
+    optimizer.step()
+    fabric.strategy.save_pretrained(tmp_path / "live")
+    fabric.strategy.save_pretrained(tmp_path / "named", model)
+    fabric.strategy.save_pretrained(tmp_path / "teacher", teacher)
+    fabric.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer})
+    fabric.strategy.close()
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
+    assert files_of(tmp_path / "live") == files_of(tmp_path / "out") == files_of(tmp_path / "named")
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "lit.ckpt"), "--to", "lightning"]) == 1
+    assert "pytorch-lightning_version" in capsys.readouterr().err
+    build("llama").bfloat16().save_pretrained(tmp_path / "stock")
+    assert files_of(tmp_path / "teacher") == files_of(tmp_path / "stock")
+
+
+class LoadsLate(LitModel):
+    """Loads its model in configure_model, where ZeRO-3 partitions it while transformers loads it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("bert")
+        self.folder = folder
+        del self.inner.model
+
+    def configure_model(self) -> None:
+        import transformers
+
+        if not hasattr(self.inner, "model"):
+            self.inner.model = transformers.BertForMaskedLM.from_pretrained(self.folder)
+
+
+def test_a_model_loaded_in_configure_model_is_saved(tmp_path: Path) -> None:
+    """Legacy names that transformers considers while it loads are not in the files."""
+    build("bert").save_pretrained(tmp_path / "before")
+    training = train(tmp_path, LoadsLate(tmp_path / "before"))
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() <= training.weights.keys()
+
+
+def test_a_tokenizer_is_copied_from_where_the_model_came(tmp_path: Path) -> None:
+    """Small files of the folder from which the model was loaded are copied; its weights and other files are not."""
+    import transformers
+
+    before = tmp_path / "before"
+    build("gpt2").save_pretrained(before)
+    copied = {"tokenizer.json": b"{}", "vocab.json": b"[]", "merges.txt": b"a b", "chat_template.jinja": b"{{ x }}"}
+    for name, content in {**copied, "README.md": b"no", "pytorch_model.bin": b"no"}.items():
+        (before / name).write_bytes(content)
+    model = transformers.GPT2LMHeadModel.from_pretrained(before)
+    train(tmp_path, LitModel("gpt2", model=model))
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 0
+    weights = {"config.json", "generation_config.json", "model.safetensors"}
+    assert files_of(tmp_path / "out").keys() == copied.keys() | weights
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
+    assert {name: files_of(tmp_path / "out")[name] for name in copied} == copied
+
+
+def test_bad_arguments_of_save_pretrained_are_refused(tmp_path: Path) -> None:
+    """The error names the argument; before anything ran there is nothing to save."""
+    strategy = SmartInfinityStrategy(tmp_path)
+    with pytest.raises(ConfigError, match=r"save_pretrained\(dtype='fp32'\) is not a dtype"):
+        strategy.save_pretrained(tmp_path / "out", dtype="fp32")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="has run nothing"):
+        strategy.save_pretrained(tmp_path / "out")
