@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.needs import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Need, Place, activation_owners, needs
-from lightning_smartinfinity.plan.pace import Pace, Rates, pace
+from lightning_smartinfinity.plan.pace import Pace, Rates, pace, seconds_beside_update
 from lightning_smartinfinity.plan.training import OFFLOADS, OPTIMIZERS, Training
 
 __all__ = ["Alternative", "Plan", "Resources", "alternatives", "cheapest", "make_plan"]
@@ -135,13 +136,9 @@ def cheapest(model: ModelFigures, training: Training, resources: Resources, rate
     for candidates in _stages(training, on_gpu=resources.on_gpu):
         fitting = [one for one in candidates if _fits(model, one, resources)]
         if fitting:
-            plans = [make_plan(model, one, resources, rates) for one in fitting]
-            return min(plans, key=_slowest)
+            beside = partial(seconds_beside_update, model, rates=rates, on_gpu=resources.on_gpu)
+            return make_plan(model, min(fitting, key=beside), resources, rates)
     return None
-
-
-def _slowest(plan: Plan) -> float:
-    return plan.pace.step.high if plan.pace is not None else 0.0
 
 
 def _fits(model: ModelFigures, training: Training, resources: Resources) -> bool:

@@ -39,14 +39,18 @@ class Passes:
     counted: bool = True
 
     def of_batch(self, batch: int) -> Passes:
-        """Return the same for another number of sequences, to which all of this is proportional."""
+        """Return the same for another number of sequences, to which it is proportional.
+
+        What lives at the peak beyond what is saved may be the gradient of a parameter: it does not become less.
+        """
         scale = batch / self.batch
+        beyond = max(1.0, scale) * (self.peak_bytes - self.saved_bytes)
         return replace(
             self,
             batch=batch,
             saved_bytes=int(self.saved_bytes * scale),
             kept_bytes=int(self.kept_bytes * scale),
-            peak_bytes=int(self.peak_bytes * scale),
+            peak_bytes=int(self.saved_bytes * scale + beyond),
             logits_bytes=int(self.logits_bytes * scale),
             forward_flops=self.forward_flops * scale,
             backward_flops=self.backward_flops * scale,

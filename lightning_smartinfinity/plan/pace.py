@@ -13,7 +13,16 @@ from lightning_smartinfinity.plan.step import Overlap, StepTime, System, simulat
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.plan.workload import Workload
 
-__all__ = ["TBW_PER_TB", "Pace", "Range", "Rates", "assumed_rates", "pace"]
+__all__ = [
+    "TBW_PER_TB",
+    "Pace",
+    "Range",
+    "Rates",
+    "assumed_rates",
+    "pace",
+    "seconds_beside_update",
+    "written_bytes",
+]
 
 TBW_PER_TB = 600
 """Terabytes that a drive may write in its life, for each terabyte of its size: usual for consumer drives; assumed."""
@@ -142,34 +151,46 @@ def pace(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool)
         rates: Rates of the machine.
         on_gpu: Whether a GPU computes.
     """
-    if model.passes is None:
+    parts = _parts(model, training, rates, on_gpu=on_gpu)
+    if parts is None:
         return None
-    passes, count = model.passes.of_batch(training.batch), training.accumulate
-    forward = _seconds(count * passes.forward_flops, rates.flops)
-    recomputed = passes.recomputed_flops(checkpointing=training.checkpointing)
-    backward = _seconds(count * recomputed, rates.backward_flops)
-    moved = count * model.trained_numel * (training.item_bytes + training.gradient_bytes)
-    gradients = _seconds(moved, rates.to_gpu if on_gpu else rates.copy)
-    parameters = _parameter_seconds(model, training, rates, on_gpu=on_gpu)
     slow, fast = (_simulated(model, training, rates, bound) for bound in (_low, _high))
     known = rates.drive_read.measured and rates.update.measured
     update = Range(fast.update(), slow.update(), known)
-    beside = [forward, backward, gradients, parameters]
+    forward, *rest = parts.values()
     step = Range(
-        fast.step(forward.low, sum(part.low for part in beside[1:])),
-        slow.step(forward.high, sum(part.high for part in beside[1:])),
-        known and all(part.measured for part in beside),
+        fast.step(forward.low, sum(part.low for part in rest)),
+        slow.step(forward.high, sum(part.high for part in rest)),
+        known and all(part.measured for part in parts.values()),
     )
     return Pace(
-        forward=forward,
-        backward=backward,
-        parameters=parameters,
-        gradients=gradients,
+        **parts,
         update=update,
         step=step,
         written_bytes=written_bytes(model, training),
         tokens_per_step=training.tokens_per_step,
     )
+
+
+def seconds_beside_update(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> float:
+    """Return the most seconds of a step's other parts, which tells the faster of two trainings with equal updates."""
+    parts = _parts(model, training, rates, on_gpu=on_gpu) or {}
+    return sum(part.high for part in parts.values())
+
+
+def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> dict[str, Range] | None:
+    """Return the parts of a step other than the update, forward first; None if the passes are unknown."""
+    if model.passes is None:
+        return None
+    passes, count = model.passes.of_batch(training.batch), training.accumulate
+    recomputed = passes.recomputed_flops(checkpointing=training.checkpointing)
+    moved = count * model.trained_numel * (training.item_bytes + training.gradient_bytes)
+    return {
+        "forward": _seconds(count * passes.forward_flops, rates.flops),
+        "backward": _seconds(count * recomputed, rates.backward_flops),
+        "parameters": _parameter_seconds(model, training, rates, on_gpu=on_gpu),
+        "gradients": _seconds(moved, rates.to_gpu if on_gpu else rates.copy),
+    }
 
 
 def written_bytes(model: ModelFigures, training: Training) -> int:
