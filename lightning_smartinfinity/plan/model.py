@@ -177,7 +177,10 @@ def llama_shape(numel: int) -> LlamaShape:
     width = (-embedding + (embedding**2 + 48 * layers * numel) ** 0.5) / (24 * layers)
     rounded = max(_HEAD, round(width / _HEAD) * _HEAD)
     return LlamaShape(
-        layers=layers, width=rounded, inner=max(_HEAD, round(rounded * 8 / 3 / _HEAD) * _HEAD), heads=rounded // _HEAD
+        layers=max(1, round((numel - embedding * rounded) / (12 * rounded**2))),
+        width=rounded,
+        inner=max(_HEAD, round(rounded * 8 / 3 / _HEAD) * _HEAD),
+        heads=rounded // _HEAD,
     )
 
 

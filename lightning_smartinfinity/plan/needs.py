@@ -27,10 +27,10 @@ __all__ = [
     "stored_bytes",
 ]
 
-PROCESS_BYTES = 750_000_000
-"""Resident memory of a process that has imported torch, lightning, deepspeed and transformers and made its threads.
+PROCESS_BYTES = 620_000_000
+"""Resident memory of a process that trains, without model and update: imports, threads, engine and kernels.
 
-Measured on Linux with CPU builds of torch 2.13; other builds take more.
+From ``benchmarks/plan.py --sizes 20M`` with a CPU build of torch 2.13; other builds take more.
 """
 
 CUDA_CONTEXT_BYTES = 600_000_000

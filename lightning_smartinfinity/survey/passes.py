@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_smartinfinity.plan.model import Passes
@@ -147,9 +146,8 @@ class _LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._saw(leaf)
+        for tensor in _tensors_in(result):
+            self._saw(tensor)
         return result
 
     def _saw(self, tensor: torch.Tensor) -> None:
@@ -174,6 +172,14 @@ class _LiveBytes(TorchDispatchMode):
         self._logits += nbytes if of_logits else 0
         if self.now > self.peak:
             self.peak, self.logits_at_peak = self.now, self._logits
+
+
+def _tensors_in(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for each in result:
+            yield from _tensors_in(each)
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
