@@ -25,6 +25,7 @@ class Passes:
         logits_bytes: Part of ``peak_bytes`` that grows with the vocabulary: logits, their fp32 copies and gradients.
         forward_flops: Floating-point operations of forward.
         backward_flops: Floating-point operations of backward.
+        item_bytes: Bytes per element of the parameters and most activations: 2 or 4.
         counted: Whether an actual run over fake tensors was counted; otherwise these are formulas.
     """
 
@@ -36,6 +37,7 @@ class Passes:
     logits_bytes: int
     forward_flops: float
     backward_flops: float
+    item_bytes: int = 2
     counted: bool = True
 
     def of_batch(self, batch: int) -> Passes:

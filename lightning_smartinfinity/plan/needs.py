@@ -121,7 +121,7 @@ def activation_owners(model: ModelFigures, training: Training) -> dict[str, int]
     """Return the bytes of activations and logits of one process; empty if they could not be counted."""
     if model.passes is None:
         return {}
-    passes, scale = model.passes.of_batch(training.batch), training.item_bytes / 2
+    passes, scale = model.passes.of_batch(training.batch), training.item_bytes / model.passes.item_bytes
     nbytes = passes.activation_bytes(checkpointing=training.checkpointing, num_layers=model.num_layers)
     return {"activations": int(nbytes * scale), "logits": passes.logits_bytes}
 
@@ -174,9 +174,9 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
     layout = layout_of(model.trained, training)
     extents = layout.extents
     ring = training.num_buffers * extents.place_bytes
-    if training.offload_param == "nvme" or (on_gpu and training.offload_param == "cpu"):
-        ring += ring if training.offload_param == "nvme" else 0
-    elif on_gpu:
+    if training.offload_param == "nvme":
+        ring *= 2
+    elif on_gpu and training.offload_param == "none":
         ring += training.num_buffers * training.item_bytes * min(extents.tasklet_numel, extents.numel)
     return {"ring": ring, "gradient_arena": training.gradient_bytes * layout.numel}
 

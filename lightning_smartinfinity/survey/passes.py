@@ -109,6 +109,7 @@ def _counted(model: Any, *, batch: int, seq: int, kept: int) -> Passes:
         logits_bytes=live.logits_at_peak,
         forward_flops=float(forward),
         backward_flops=float(flops.get_total_flops() - forward),
+        item_bytes=next(model.parameters()).itemsize,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import yaml
+from lightning.pytorch.cli import LightningCLI
 from transformers import LlamaConfig
 
 from lightning_smartinfinity import SmartInfinityStrategy
@@ -138,13 +138,15 @@ def test_the_python_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     strategy.close()
 
 
-def test_the_yaml_recipe_is_the_same(tmp_path: Path) -> None:
-    """LightningCLI's parser makes the same strategy and Trainer settings of it."""
-    text = yaml_recipe(CHANGED, storage=tmp_path / "storage", on_gpu=False)
-    trainer = yaml.safe_load(text)["trainer"]
-    strategy = trainer.pop("strategy")
-    assert strategy["class_path"] == f"{SmartInfinityStrategy.__module__.partition('.')[0]}.SmartInfinityStrategy"
-    built = L.Trainer(strategy=SmartInfinityStrategy(**strategy["init_args"]), default_root_dir=tmp_path, **trainer)
-    assert built.accumulate_grad_batches == 2
-    assert built.strategy.config["zero_optimization"]["offload_param"]["device"] == "nvme"
-    built.strategy.close()
+def test_the_yaml_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI makes the same strategy and the same Trainer of the printed YAML, and it trains."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.yaml").write_text(yaml_recipe(CHANGED, storage=tmp_path / "storage", on_gpu=False))
+    options = ["--config", "plan.yaml", "--trainer.max_epochs", "1"]
+    cli = LightningCLI(Module, run=False, args=options, save_config_callback=None)
+    cli.trainer.fit(cli.model)
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, SmartInfinityStrategy)
+    assert strategy.config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    assert cli.trainer.global_step == 2
+    strategy.close()

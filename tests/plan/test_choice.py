@@ -95,6 +95,16 @@ def test_gradients_of_several_micro_batches_take_twice_the_memory() -> None:
     assert two.owners["gradient_arena"] == 2 * one.owners["gradient_arena"] == 4 * SEVEN.numel
 
 
+def test_activations_in_fp32_take_twice_the_memory() -> None:
+    """Those that were counted in 16 bit are doubled for a training in fp32, and only for that."""
+    plans = [make_plan(SEVEN, replace(TRAINING, precision=of), LARGE, RATES) for of in ("bf16-mixed", "32-true")]
+    half, full = (need(plan, Place.GPU, "training").owners["activations"] for plan in plans)
+    assert full == 2 * half
+    counted = replace(SEVEN, passes=replace(SEVEN.passes, item_bytes=4))
+    plan = make_plan(counted, replace(TRAINING, precision="32-true"), LARGE, RATES)
+    assert need(plan, Place.GPU, "training").owners["activations"] == half
+
+
 def test_processes_share_parameters_and_state() -> None:
     """Each of four processes holds a fourth on its GPU; disk and host memory are those of all."""
     one, four = (make_plan(SEVEN, replace(TRAINING, processes=n), LARGE, RATES) for n in (1, 4))
