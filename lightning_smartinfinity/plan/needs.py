@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.training import Training
+from lightning_smartinfinity.store.extents import ExtentMap
 from lightning_smartinfinity.store.parameter_files import deal
 from lightning_smartinfinity.store.space import overhead_bytes
 from lightning_smartinfinity.transfer.layout import ParameterSlice, PartitionLayout, build_layout
@@ -175,10 +176,16 @@ def held_by_update(model: ModelFigures, training: Training, *, on_gpu: bool = Fa
     extents = layout.extents
     ring = training.num_buffers * extents.place_bytes
     if training.offload_param == "nvme":
-        ring *= 2
+        ring += _staging_bytes(extents, training, limit=ring)
     elif on_gpu and training.offload_param == "none":
         ring += training.num_buffers * training.item_bytes * min(extents.tasklet_numel, extents.numel)
     return {"ring": ring, "gradient_arena": training.gradient_bytes * layout.numel}
+
+
+def _staging_bytes(extents: ExtentMap, training: Training, *, limit: int) -> int:
+    """Return the bytes of the two halves through which parameters travel to storage, whole tasklets each."""
+    both = 2 * training.item_bytes * extents.tasklet_numel
+    return both * max(1, min(limit // both, extents.num_tasklets))
 
 
 def _disk_owners(model: ModelFigures, training: Training) -> dict[str, int]:

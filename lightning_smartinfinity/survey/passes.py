@@ -122,7 +122,7 @@ def _vocab(model: Any) -> int:
     return int(getattr(model.config, "vocab_size", 0) or 0)
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own types are incomplete
     """Follows the bytes of all tensors that operations make, from their making to their end.
 
     Args:
@@ -136,7 +136,7 @@ class _LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, *, vocab: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.logits_at_peak = 0
         self._logits, self._vocab = 0, vocab
         held: Iterable[torch.Tensor] = (*model.parameters(), *model.buffers())
@@ -184,11 +184,11 @@ def _tensors_in(result: Any) -> Iterator[torch.Tensor]:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
+    return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
 
 
 # torch counts attention's operations on a GPU only.
