@@ -15,7 +15,7 @@ from lightning_smartinfinity.plan.training import OFFLOADS, OPTIMIZERS, Training
 
 __all__ = ["Alternative", "Plan", "Resources", "alternatives", "cheapest", "make_plan"]
 
-_FP32_BYTES, _ADAM_BYTES, _ADAM_8_BIT_BYTES = 4, 8, 2
+_BF16_BYTES, _FP32_BYTES, _ADAM_BYTES, _ADAM_8_BIT_BYTES = 2, 4, 8, 2
 _LORA = 0.01  # part of the parameters that adapters usually have
 _FORMATS = ("fp32", "bf16", "int8")
 
@@ -193,13 +193,13 @@ def alternatives(model: ModelFigures, training: Training, resources: Resources) 
     gpus = max(1, resources.num_gpus)
     found = [("AdamW in memory (DDP)" if gpus > 1 else "AdamW in memory", plain, True)]
     if gpus > 1:
-        sharded = {owner: nbytes // gpus for owner, nbytes in _in_memory(model.numel, 4, _ADAM_BYTES).items()}
+        sharded = {owner: nbytes // gpus for owner, nbytes in _in_memory(model.numel, _FP32_BYTES, _ADAM_BYTES).items()}
         gathered = {"gathered layers": 2 * _FP32_BYTES * model.largest_module}
         found.append((f"FSDP over {gpus} GPUs", sharded | gathered | activations, True))
     adapters = int(_LORA * model.numel)
-    lora = {"frozen parameters": 2 * model.numel, **_in_memory(adapters, _FP32_BYTES, _ADAM_BYTES)}
+    lora = {"frozen parameters": _BF16_BYTES * model.numel, **_in_memory(adapters, _FP32_BYTES, _ADAM_BYTES)}
     found += [
-        ("8-bit AdamW", _in_memory(model.numel, _FP32_BYTES, _ADAM_8_BIT_BYTES) | activations, False),
+        ("8-bit AdamW, weights in bf16", _in_memory(model.numel, _BF16_BYTES, _ADAM_8_BIT_BYTES) | activations, False),
         ("LoRA with 1 % of the parameters", lora | activations, False),
     ]
     available = resources.gpu_memory if resources.gpu_memory is not None else resources.host_memory
