@@ -21,7 +21,7 @@ from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.plan.model import LlamaShape, ModelFigures, llama_shape
 from lightning_smartinfinity.survey.passes import count_passes
 
-__all__ = ["ModelSource", "find_source", "survey_model"]
+__all__ = ["ModelSource", "default_dtype", "find_source", "survey_model"]
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT])", re.IGNORECASE)
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -98,7 +98,7 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
             passes=source.shape.passes(batch=batch, seq=seq),
             assumed=f"{source.assumed}; activations by a formula, as transformers is not installed",
         )
-    with _fake(in_16_bit=in_16_bit):
+    with default_dtype(torch.bfloat16 if in_16_bit else torch.float32), FakeTensorMode():
         module = source.build()
         trained = tuple(p.numel() for p in module.parameters() if p.requires_grad)
         if not trained:
@@ -117,13 +117,12 @@ def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool =
 
 
 @contextmanager
-def _fake(*, in_16_bit: bool) -> Iterator[None]:
-    """Build tensors without memory; new parameters are bf16 or fp32."""
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new parameters in a dtype while the body runs."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if in_16_bit else torch.float32)
+    torch.set_default_dtype(dtype)
     try:
-        with FakeTensorMode():
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)
 

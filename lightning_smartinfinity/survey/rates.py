@@ -19,7 +19,7 @@ from lightning_smartinfinity.plan.model import ModelFigures
 from lightning_smartinfinity.plan.pace import Range, Rates
 from lightning_smartinfinity.plan.training import Training
 from lightning_smartinfinity.survey.drive import measure_drive
-from lightning_smartinfinity.survey.models import ModelSource
+from lightning_smartinfinity.survey.models import ModelSource, default_dtype
 from lightning_smartinfinity.survey.passes import loss_of, transformer_in
 
 __all__ = ["measure_rates", "require_device"]
@@ -120,7 +120,9 @@ def _truncated(source: ModelSource, num_layers: int, *, dtype: torch.dtype, devi
     config.num_hidden_layers = num_layers
     if isinstance(getattr(config, "layer_types", None), list):
         config.layer_types = config.layer_types[:num_layers]
-    return source.build_with(config).to(device=device, dtype=dtype).train()
+    assert source.build_with is not None
+    with default_dtype(dtype):
+        return source.build_with(config).to(device).train()
 
 
 def _time_passes(model: Any, training: Training, *, device: str) -> tuple[float, float]:
