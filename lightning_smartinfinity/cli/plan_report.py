@@ -152,15 +152,15 @@ def _without_storage(alternatives: Sequence[Alternative]) -> Iterator[str]:
 
 
 def _recipes(plan: Plan, found: Findings) -> Iterator[str]:
-    where = {"storage": found.storage / "smart_infinity", "on_gpu": found.resources.on_gpu}
+    storage, on_gpu = found.storage / "smart_infinity", found.resources.on_gpu
     yield ""
     yield "Python"
     yield ""
-    yield python_recipe(plan.training, **where)
+    yield python_recipe(plan.training, storage=storage, on_gpu=on_gpu)
     yield ""
     yield "YAML, for LightningCLI"
     yield ""
-    yield yaml_recipe(plan.training, **where)
+    yield yaml_recipe(plan.training, storage=storage, on_gpu=on_gpu)
 
 
 def print_table(findings: Sequence[Findings]) -> None:

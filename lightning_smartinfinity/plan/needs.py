@@ -139,6 +139,8 @@ def _host_phases(
     writing = {**held, "ring": update["ring"]}
     yield "building", max(building, writing, key=lambda owners: sum(owners.values()))
     computing = {} if on_gpu else {**activation_owners(model, training), "buffers": model.buffer_bytes}
+    if not on_gpu and training.processes > 1:
+        computing["gathered layers"] = training.item_bytes * _gathered_numel(model, training)
     yield "training", {**held, **update, **computing}
     # Between steps no activations live. The state moves through a window as large as the ring.
     yield "saving", {**held, **update, "window": update["ring"]}

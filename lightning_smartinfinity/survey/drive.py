@@ -104,8 +104,9 @@ def _optimizer() -> torch.optim.Optimizer:
 
 
 def _measured(handler: TransferHandler, plan: StepPlan, numel: int) -> Drive:
-    seconds, computing, before = [], [], handler.traffic()
-    begin = time.perf_counter()
+    seconds: list[float] = []
+    computing: list[float] = []
+    before, begin = handler.traffic(), time.perf_counter()
     while len(seconds) < 1 + _RUNS and (len(seconds) < 2 or time.perf_counter() - begin < _MOST_SECONDS):
         start, compute = time.perf_counter(), handler.traffic().compute_seconds
         handler.begin_step(plan)
