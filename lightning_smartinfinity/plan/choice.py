@@ -22,7 +22,7 @@ _FORMATS = ("fp32", "bf16", "int8")
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a machine has.
+    """The memory, the disk and the processors of a machine.
 
     Args:
         host_memory: Bytes of host memory that processes may use.
@@ -54,7 +54,7 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a training needs and how long it takes.
+    """The bytes and the seconds that a training needs.
 
     Args:
         training: The training.

@@ -1,4 +1,4 @@
-"""What a plan knows of a model: sizes of its parameters, and what a forward and backward take."""
+"""Holds what a plan knows of a model: sizes of its parameters, and what a forward and backward take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What one forward and backward of a micro-batch take, counted without activation checkpoints.
+    """The memory and operations of one forward and backward of a micro-batch, without activation checkpoints.
 
     Args:
         batch: Sequences of the micro-batch.

@@ -1,4 +1,4 @@
-"""What a plan knows of a training: batch, precision, and this package's settings that change memory or time."""
+"""Holds what a plan knows of a training: batch, precision, and this package's settings that change memory or time."""
 
 from __future__ import annotations
 

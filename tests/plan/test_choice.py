@@ -1,4 +1,4 @@
-"""What fits, the cheapest settings that do, and what needs no storage."""
+"""A plan says what fits, which settings make it fit, and what needs no storage."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_processes_share_parameters_and_state() -> None:
 
 
 def test_checkpoints_count_with_the_one_being_saved() -> None:
-    """Of three kept, a fourth exists while it is saved; with none, there are no checkpoints."""
+    """While three are kept, a fourth exists while it is saved; with none, there are no checkpoints."""
     three = need(make_plan(SEVEN, replace(TRAINING, save_top_k=3), LARGE, RATES), Place.DISK, "in all").owners
     assert three["checkpoints"] == 3 * three["checkpoint being saved"] > 3 * 12 * SEVEN.numel
     none = need(make_plan(SEVEN, replace(TRAINING, save_top_k=0), LARGE, RATES), Place.DISK, "in all").owners

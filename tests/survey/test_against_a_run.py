@@ -1,4 +1,4 @@
-"""What a plan says against what a training of 20 million parameters takes, in a process of its own."""
+"""Plans of a training of 20 million parameters are compared with a run in a process of its own."""
 
 from __future__ import annotations
 
