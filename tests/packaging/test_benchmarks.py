@@ -59,7 +59,7 @@ RUNS = {
         ["| system |", "| smart_infinity |", "| adamw |"],
     ),
     "plan.py": (
-        ["--sizes", "1M", "--seq", "16", "--no-measure", "--json", "figures.json"],
+        ["--sizes", "1M", "--seq", "16", "--no-measure"],
         ["| size |", "| 1M | building, GB |", "| 1M | state, GB |", "| 1M | seconds, s |"],
     ),
     "scaling.py": (
