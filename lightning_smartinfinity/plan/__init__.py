@@ -1,5 +1,5 @@
-"""Predicts how long a step takes: simulates in virtual time this package, the published handler and ZeRO-Infinity,
-reproduces the paper's tables, and estimates costs.
+"""Predicts how long a step takes and what it needs: simulates in virtual time this package, the published handler and
+ZeRO-Infinity, reproduces the paper's tables, estimates costs, and plans whether a training fits.
 
 ::
 
@@ -11,6 +11,8 @@ reproduces the paper's tables, and estimates costs.
     systems          the updates by system                step                  a whole step of any system
     paper            the paper's tables as data           fit, reproduction     the same numbers, simulated
     cost             gain of compression                  memory                host memory of an update
+    model, training  numbers of a model and a training    needs                 bytes by place, phase and owner
+    pace             seconds, hours, a drive's life       choice                settings that fit, alternatives
 
 The package computes with numbers only: no torch, no I/O. It simulates what runs: tasklets are those of
 ``transfer.layout``, and the state machine that orders them also orders real steps.

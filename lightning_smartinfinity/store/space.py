@@ -23,6 +23,7 @@ __all__ = [
     "measure_gradient_space",
     "measure_parameter_space",
     "measure_space",
+    "overhead_bytes",
     "require_space",
     "shortfalls",
 ]
@@ -98,16 +99,22 @@ def measure_space(
     Raises:
         StorageError: The free space of a folder cannot be read.
     """
-    overhead = _SMALL_FILES_BYTES + _MANIFEST_BYTES_PER_PARAMETER * num_parameters
     commit_bytes = 2 * record_bytes(extents.num_tasklets, num_parameters)
+    overhead = overhead_bytes(extents.num_tasklets, num_parameters)
     return [
         _request(
             Path(folder),
-            needed_bytes=extents.file_bytes(device) + overhead + (commit_bytes if device == 0 else 0),
+            needed_bytes=extents.file_bytes(device) + overhead - (commit_bytes if device else 0),
             reclaimable=reclaimable_bytes(rank_folder_path(Path(folder), job=job, rank=rank)),
         )
         for device, folder in enumerate(folders)
     ]
+
+
+def overhead_bytes(num_tasklets: int, num_parameters: int) -> int:
+    """Return the most bytes of a rank beside its state file in the first storage folder: manifest, records, lock."""
+    small = _SMALL_FILES_BYTES + _MANIFEST_BYTES_PER_PARAMETER * num_parameters
+    return small + 2 * record_bytes(num_tasklets, num_parameters)
 
 
 def shortfalls(requests: Iterable[SpaceRequest]) -> tuple[Shortfall, ...]:

@@ -66,6 +66,10 @@ RUNS = {
         ["--size", "tiny", "--systems", "smart_infinity", "adamw", "--steps", "4"],
         ["| system |", "| smart_infinity |", "| adamw |"],
     ),
+    "plan.py": (
+        ["--sizes", "1M", "--seq", "16", "--no-measure"],
+        ["| size |", "| 1M | building, GB |", "| 1M | state, GB |", "| 1M | seconds, s |"],
+    ),
     "scaling.py": (
         ["--tiny", "--json", "figures.json"],
         ["| tensors 20 |", "| folders 2 |", "| processes 1 |", "| processes 2 |"],

@@ -1,0 +1,184 @@
+"""Compares what ``smart-infinity plan`` predicts with trainings of Llama-shaped models on this machine's CPU.
+
+    python benchmarks/plan.py --sizes 124M 355M 1.1B 1.1B/nvme
+
+Each size trains in a process of its own, bf16-mixed, with AdamW; "/nvme" puts its parameters on storage. Peaks of
+resident memory (VmHWM, reset between the phases) are compared by phase, bytes on disk exactly, and the seconds of a
+step, the median of three, with the plan after ``--measure``. The largest of the sizes above takes 60 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from comparison import measure, report
+from machine import describe
+from peak_memory import resident
+
+PHASES = ("building", "training", "saving")
+WARMUP, MEASURED = 2, 3
+BYTES = {"optimizer state": "state", "parameters": "parameters", "checkpoint being saved": "checkpoint"}
+
+
+def run(size: str, folder: Path, *, batch: int, seq: int) -> dict[str, Any]:
+    """Train and save in this process; return peaks, bytes and seconds."""
+    import deepspeed  # noqa: F401
+    import lightning.pytorch as pl
+    import transformers  # noqa: F401
+
+    from lightning_smartinfinity import SmartInfinityStrategy
+    from lightning_smartinfinity.survey.models import find_source
+
+    source, found = find_source(size.partition("/")[0]), {"imports": resident("VmRSS")}
+    seconds: list[float] = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            assert source.build is not None
+            self.model = source.build()
+
+        def training_step(self, tokens: torch.Tensor, _: int) -> torch.Tensor:
+            return self.model(input_ids=tokens, labels=tokens).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+        def train_dataloader(self) -> Any:
+            tokens = torch.randint(0, 1000, ((WARMUP + MEASURED) * batch, seq))
+            return torch.utils.data.DataLoader(tokens, batch_size=batch)
+
+        def on_train_start(self) -> None:
+            found["building"] = peak()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            seconds.append(time.perf_counter())
+
+    zero = {"offload_param": {"device": "nvme"}} if size.endswith("/nvme") else None
+    strategy = SmartInfinityStrategy(folder / "storage", overlap="forward", zero=zero)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-mixed",
+        max_steps=WARMUP + MEASURED,
+        default_root_dir=folder,
+        **dict.fromkeys(quiet, False),
+    )
+    trainer.fit(Module())
+    found["training"] = peak()
+    trainer.save_checkpoint(folder / "a.ckpt")
+    found["saving"] = peak()
+    steps = [after - before for before, after in pairwise(seconds)]
+    return {
+        **found,
+        "seconds": statistics.median(steps[-MEASURED:]),
+        "state": strategy.state_bytes,
+        "parameters": strategy.parameter_bytes,
+        "checkpoint": sum(file.stat().st_size for file in (folder / "a.ckpt").rglob("*") if file.is_file()),
+        "host_bytes": strategy.host_bytes,
+    }
+
+
+def peak() -> int:
+    """Return the highest resident memory since the last call, in bytes, and restart it at the present size."""
+    highest = resident("VmHWM")
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
+    return highest
+
+
+def planned(size: str, folder: Path, *, batch: int, seq: int, measured: bool) -> dict[str, Any]:
+    """Plan in this process, as the command does; return the same figures."""
+    from lightning_smartinfinity.plan.choice import make_plan
+    from lightning_smartinfinity.plan.needs import Place, held_by_update
+    from lightning_smartinfinity.plan.pace import assumed_rates
+    from lightning_smartinfinity.plan.training import Training
+    from lightning_smartinfinity.survey.models import find_source, survey_model
+    from lightning_smartinfinity.survey.rates import measure_rates
+    from lightning_smartinfinity.survey.resources import survey_resources
+
+    name, _, offload = size.partition("/")
+    training = Training(batch=batch, seq=seq, offload_param=offload or "none")
+    source, resources = find_source(name), survey_resources(folder)
+    model = survey_model(source, batch=batch, seq=seq)
+    rates = assumed_rates(on_gpu=False, cores=resources.cores)
+    if measured:
+        rates = measure_rates(source, model, training, rates, storage=folder, device="cpu")
+    plan = make_plan(model, training, resources, rates)
+    disk = next(need.owners for need in plan.needs if need.place is Place.DISK)
+    assert plan.pace is not None
+    return {
+        **{need.phase: need.total for need in plan.needs if need.place is Place.HOST},
+        **{key: disk.get(owner, 0) for owner, key in BYTES.items()},
+        "owners": {need.phase: dict(need.owners) for need in plan.needs},
+        "seconds": (plan.pace.step.low + plan.pace.step.high) / 2,
+        "host_bytes": held_by_update(model, training),
+    }
+
+
+def rows(size: str, plan: dict[str, Any], run: dict[str, Any]) -> list[str]:
+    """Return the lines of the table about one size."""
+    lines = []
+    for name in (*PHASES, *BYTES.values(), "seconds"):
+        unit, scale = ("s", 1.0) if name == "seconds" else ("GB", 1e9)
+        share = plan[name] / run[name] if run[name] else 1.0
+        cells = [size, f"{name}, {unit}", f"{plan[name] / scale:.3f}", f"{run[name] / scale:.3f}", f"{share:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> int:
+    """Print the table below the machine.
+
+    Returns:
+        Exit status: 1 if a training failed.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["20M", "20M/nvme"], help='such as 124M or "1.1B/nvme"')
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--no-measure", action="store_true", help="compare seconds with the unmeasured plan")
+    parser.add_argument("--storage", help="folder on the disk to measure; default: a temporary one here")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    shape = {"batch": options.batch, "seq": options.seq}
+    if options.child:
+        what, size = options.child
+        folder = Path(options.storage)
+        report(
+            run(size, folder, **shape)
+            if what == "run"
+            else planned(size, folder, **shape, measured=not options.no_measure)
+        )
+        return 0
+    found: dict[str, Any] = {}
+    more = ["--batch", str(options.batch), "--seq", str(options.seq), *["--no-measure"] * options.no_measure]
+    for size in options.sizes:
+        with tempfile.TemporaryDirectory(dir=options.storage or ".") as folder:
+            child = [__file__, *more, "--storage", folder]
+            both = {what: measure(f"{size}, {what}", *child, "--child", what, size) for what in ("plan", "run")}
+        found[size] = None if None in both.values() else both
+    print(describe("torch", "deepspeed", "transformers"))
+    print(f"Llama-shaped, bf16-mixed, {options.batch} x {options.seq} tokens\n")
+    print("| size | figure | plan | measured | plan / measured |\n|---|---|---|---|---|")
+    for size, both in found.items():
+        if both is not None:
+            print("\n".join(rows(size, both["plan"], both["run"])))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(None in found.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""``smart-infinity plan``: tells whether a training fits, which settings make it fit, and how long it takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lightning_smartinfinity.cli.plan_options import add_options, given_resources, training_of
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.cli.plan_report import Findings
+    from lightning_smartinfinity.plan.choice import Resources
+    from lightning_smartinfinity.plan.pace import Rates
+    from lightning_smartinfinity.plan.training import Training
+
+__all__ = ["add_to"]
+
+_DESCRIPTION = """\
+Tell whether a training fits into GPU memory, host memory and disk, what breaks first, how long a step takes and how
+long the drive lives; then the fastest settings that fit, ready to paste, and what would need no storage. Nothing of the
+model is allocated unless --measure is given. Exit status 0: it fits, with the settings that are printed; 3: nothing
+that was tried fits.
+"""
+_DOES_NOT_FIT = 3
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the subparsers of ``ArgumentParser.add_subparsers``."""
+    parser = commands.add_parser(
+        "plan", help="whether a model will fit, and with which settings", description=_DESCRIPTION
+    )
+    add_options(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from lightning_smartinfinity.cli.plan_report import as_json, print_report, print_table
+
+    found = [_findings(spec, options) for spec in options.models]
+    if options.json:
+        printed = [as_json(one) for one in found]
+        print(json.dumps(printed[0] if len(printed) == 1 else printed, indent=2))
+    elif len(found) == 1:
+        print_report(found[0])
+    else:
+        print_table(found)
+    return 0 if all(one.chosen is not None for one in found) else _DOES_NOT_FIT
+
+
+def _findings(spec: str, options: argparse.Namespace) -> Findings:
+    from lightning_smartinfinity.cli.plan_report import Findings
+    from lightning_smartinfinity.plan.choice import alternatives, cheapest, make_plan
+    from lightning_smartinfinity.plan.pace import TBW_PER_TB
+    from lightning_smartinfinity.survey.models import find_source, survey_model
+    from lightning_smartinfinity.survey.resources import survey_resources
+
+    training = training_of(options)
+    resources = given_resources(survey_resources(options.storage), options)
+    source = find_source(spec, arguments=options.init_args)
+    model = survey_model(source, batch=training.batch, seq=training.seq, in_16_bit=training.item_bytes == 2)
+    rates = _rates(options, training, resources, source=source, model=model)
+    return Findings(
+        model=model,
+        resources=resources,
+        asked=make_plan(model, training, resources, rates),
+        chosen=cheapest(model, training, resources, rates),
+        alternatives=alternatives(model, training, resources),
+        tbw=options.tbw or TBW_PER_TB * resources.drive_bytes / 1e12,
+        tbw_given=options.tbw is not None,
+        storage=options.storage,
+    )
+
+
+def _rates(options: argparse.Namespace, training: Training, resources: Resources, *, source: Any, model: Any) -> Rates:
+    from dataclasses import replace
+
+    from lightning_smartinfinity.plan.pace import Range, assumed_rates
+
+    rates = assumed_rates(on_gpu=resources.on_gpu, cores=resources.cores, in_16_bit=training.item_bytes == 2)
+    if options.measure:
+        from lightning_smartinfinity.survey.rates import measure_rates, require_device
+
+        device = require_device("cuda" if resources.on_gpu else "cpu")
+        print("Measuring layers, memory and the drive: a minute at most.", file=sys.stderr, flush=True)
+        rates = measure_rates(source, model, training, rates, storage=options.storage, device=device)
+    given = {name: getattr(options, name) for name in ("drive_read", "drive_write") if getattr(options, name)}
+    return replace(rates, **{name: Range(rate, rate, measured=True) for name, rate in given.items()})

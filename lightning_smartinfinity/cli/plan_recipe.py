@@ -1,0 +1,67 @@
+"""Writes the settings of a plan as Python and as a configuration of LightningCLI, ready to paste."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.plan.training import Training
+
+__all__ = ["python_recipe", "yaml_recipe"]
+
+
+def python_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
+    """Return Python that makes the Trainer, with the rest of the settings in comments."""
+    settings = _strategy_settings(training, storage)
+    lines = ["import lightning as L", "", "from lightning_smartinfinity import SmartInfinityStrategy", ""]
+    lines += [f"# {words}" for words in _advice(training)]
+    lines += ["strategy = SmartInfinityStrategy("]
+    lines += [f"    {name}={value!r}," for name, value in settings.items()]
+    lines += [")", "trainer = L.Trainer(", "    strategy=strategy,"]
+    lines += [f"    {name}={value!r}," for name, value in _trainer_settings(training, on_gpu=on_gpu).items()]
+    return "\n".join([*lines, ")"])
+
+
+def yaml_recipe(training: Training, *, storage: Path, on_gpu: bool) -> str:
+    """Return the same as the ``trainer`` section of a configuration file of LightningCLI."""
+    lines = [f"# {words}" for words in _advice(training)]
+    lines += [
+        "trainer:",
+        "  strategy:",
+        "    class_path: lightning_smartinfinity.SmartInfinityStrategy",
+        "    init_args:",
+    ]
+    # JSON is YAML, too.
+    lines += [f"      {name}: {json.dumps(value)}" for name, value in _strategy_settings(training, storage).items()]
+    lines += [f"  {name}: {json.dumps(value)}" for name, value in _trainer_settings(training, on_gpu=on_gpu).items()]
+    return "\n".join(lines)
+
+
+def _strategy_settings(training: Training, storage: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = {"storage": str(storage), "state_format": training.state_format}
+    if training.offload_param != "none":
+        settings["zero"] = {"offload_param": {"device": training.offload_param}}
+    return settings
+
+
+def _trainer_settings(training: Training, *, on_gpu: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "accelerator": "gpu" if on_gpu else "cpu",
+        "devices": training.processes,
+        "precision": training.precision,
+    }
+    if training.accumulate > 1:
+        settings["accumulate_grad_batches"] = training.accumulate
+    return settings
+
+
+def _advice(training: Training) -> list[str]:
+    """Return what a Trainer cannot be told."""
+    words = [f"Micro-batches of {training.batch} x {training.seq} tokens; torch.optim.{training.optimizer}."]
+    if training.checkpointing:
+        words.append("Call model.gradient_checkpointing_enable() where the model is built.")
+    if training.build == "configure_model":
+        words.append("Build the model in configure_model, not in __init__.")
+    return words

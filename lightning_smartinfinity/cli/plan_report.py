@@ -1,0 +1,243 @@
+"""Prints what ``smart-infinity plan`` found: as text, as a table of several models, or as plain values for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_smartinfinity.cli.plan_recipe import python_recipe, yaml_recipe
+from lightning_smartinfinity.plan.needs import Place
+
+if TYPE_CHECKING:
+    from lightning_smartinfinity.plan.choice import Alternative, Plan, Resources
+    from lightning_smartinfinity.plan.model import ModelFigures
+    from lightning_smartinfinity.plan.needs import Need
+    from lightning_smartinfinity.plan.pace import Pace, Range
+
+__all__ = ["Findings", "as_json", "print_report", "print_table"]
+
+_GIGA = 1e9
+_SHOWN_OWNERS = 4
+_PARTS = ("forward", "backward", "parameters", "gradients", "update", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Everything about one model.
+
+    Args:
+        model: Its sizes.
+        resources: What the machine has.
+        asked: Plan of the training as asked.
+        chosen: The fastest plan that fits; None if none does.
+        alternatives: Ways to train without storage.
+        tbw: Terabytes that the drive may write.
+        tbw_given: Whether the user gave that figure.
+        storage: The storage folder.
+    """
+
+    model: ModelFigures
+    resources: Resources
+    asked: Plan
+    chosen: Plan | None
+    alternatives: Sequence[Alternative]
+    tbw: float
+    tbw_given: bool
+    storage: Path
+
+
+def print_report(found: Findings) -> None:
+    """Print the findings about one model for people."""
+    for line in _report(found):
+        print(line)
+
+
+def _report(found: Findings) -> Iterator[str]:
+    model, training = found.model, found.asked.training
+    yield f"{model.name}: {_count(model.numel)} parameters, {_count(model.trained_numel)} of them trained"
+    if model.assumed:
+        yield f"Assumed: {model.assumed}"
+    yield (
+        f"{training.batch} x {training.seq} tokens, {training.accumulate} micro-batch(es) a step,"
+        f" {training.processes} process(es), {training.precision}, {training.optimizer}, {training.state_format} state"
+    )
+    yield ""
+    yield from _needs(found.asked, found.resources)
+    yield from _verdict(found)
+    shown = found.chosen or found.asked
+    yield from _pace(shown, found)
+    yield from _without_storage(found.alternatives)
+    if found.chosen is not None:
+        yield from _recipes(found.chosen, found)
+
+
+def _needs(plan: Plan, resources: Resources) -> Iterator[str]:
+    yield f"{'place':<13}{'while':<10}{'needs':>9}{'has':>9}  {'':<9}owners, in GB"
+    for need in plan.needs:
+        has = resources.has(need.place)
+        word = "fits" if need.total <= has else "TOO BIG"
+        amounts = f"{_gb(need.total):>9}{_gb(has):>9}"
+        yield f"{need.place.value:<13}{need.phase:<10}{amounts}  {word:<9}{_owners(need.owners)}"
+
+
+def _owners(owners: Mapping[str, int]) -> str:
+    ordered = sorted(owners.items(), key=lambda item: -item[1])
+    shown = [f"{name} {_gb(nbytes)}" for name, nbytes in ordered[:_SHOWN_OWNERS]]
+    rest = sum(nbytes for _, nbytes in ordered[_SHOWN_OWNERS:])
+    return ", ".join([*shown, f"other {_gb(rest)}"] if rest else shown)
+
+
+def _verdict(found: Findings) -> Iterator[str]:
+    yield ""
+    if found.asked.fits:
+        yield "It fits."
+    else:
+        yield f"It does not fit as asked: {'; '.join(_broken(need, found.resources) for need in found.asked.broken)}."
+    if found.chosen is None:
+        yield "Nothing that was tried fits: where parameters lie, where the model is built, activation checkpoints,"
+        yield "smaller micro-batches, smaller state formats, bf16."
+    elif found.chosen.training != found.asked.training:
+        yield f"{'Faster' if found.asked.fits else 'It fits'} with {', '.join(_changes(found))}:"
+        yield ""
+        yield from _needs(found.chosen, found.resources)
+
+
+def _broken(need: Need, resources: Resources) -> str:
+    what = f"{need.largest} {_gb(need.owners[need.largest])} GB"
+    has = _gb(resources.has(need.place))
+    return f"{need.place.value} ({need.phase}) needs {_gb(need.total)} of {has} GB, mostly {what}"
+
+
+def _changes(found: Findings) -> list[str]:
+    assert found.chosen is not None
+    before, after = asdict(found.asked.training), asdict(found.chosen.training)
+    return [f"{name}={after[name]!r}" for name in after if after[name] != before[name]]
+
+
+def _pace(plan: Plan, found: Findings) -> Iterator[str]:
+    yield ""
+    if plan.pace is None:
+        yield "The time of a step is unknown, as forward and backward could not be counted."
+        return
+    yield "Seconds of a step; the update runs beside the next forward"
+    for name in _PARTS:
+        yield f"  {name:<12}{_range(getattr(plan.pace, name))}"
+    yield f"Hours per million tokens: {_range(plan.pace.hours_per_million_tokens)}"
+    if plan.training.tokens is not None:
+        millions = plan.training.tokens / 1e6
+        yield f"Hours of the training:    {_range(plan.pace.hours_per_million_tokens.times(millions))}"
+        written = plan.pace.written_bytes * plan.training.tokens / plan.pace.tokens_per_step
+        yield f"Written by the training:  {written / 1e12:.1f} TB"
+    yield _life(plan.pace, found)
+
+
+def _life(pace: Pace, found: Findings) -> str:
+    of = "as given" if found.tbw_given else "assumed: 600 TB for each TB of its size"
+    days = _range(pace.life_in_days(found.tbw))
+    steps = pace.life_in_steps(found.tbw)
+    return f"Life of the drive ({found.tbw:.0f} TB written, {of}): {steps:,.0f} steps; days: {days}"
+
+
+def _without_storage(alternatives: Sequence[Alternative]) -> Iterator[str]:
+    yield ""
+    yield "Without storage"
+    for one in alternatives:
+        word = "fits" if one.fits else "too big"
+        yield f"  {one.name:<34}{_gb(one.total):>9} of {_gb(one.available)} GB  {word}"
+    same = next((one for one in alternatives if one.fits and one.same_result), None)
+    if same is not None:
+        yield f"You need no storage: {same.name} fits, is faster, and gives the same results."
+
+
+def _recipes(plan: Plan, found: Findings) -> Iterator[str]:
+    storage, on_gpu = found.storage / "smart_infinity", found.resources.on_gpu
+    yield ""
+    yield "Python"
+    yield ""
+    yield python_recipe(plan.training, storage=storage, on_gpu=on_gpu)
+    yield ""
+    yield "YAML, for LightningCLI"
+    yield ""
+    yield yaml_recipe(plan.training, storage=storage, on_gpu=on_gpu)
+
+
+def print_table(findings: Sequence[Findings]) -> None:
+    """Print a table in Markdown with a row for each model, by the settings that fit, or else as asked."""
+    print("| model | GPU GB | host GB | disk GB | drive life, steps | what breaks first as asked | fits with |")
+    print("|---|---|---|---|---|---|---|")
+    for found in findings:
+        print(f"| {' | '.join(_row(found))} |")
+
+
+def _row(found: Findings) -> list[str]:
+    plan = found.chosen or found.asked
+    most = {place: max((need.total for need in plan.needs if need.place is place), default=0) for place in Place}
+    broken = found.asked.broken
+    first = f"{broken[0].place.value}: {broken[0].largest}" if broken else "nothing"
+    changes = "nothing that was tried" if found.chosen is None else ", ".join(_changes(found)) or "the defaults"
+    life = "" if plan.pace is None else f"{plan.pace.life_in_steps(found.tbw):,.0f}"
+    return [found.model.name, *(_gb(most[place]) for place in Place), life, first, changes]
+
+
+def as_json(found: Findings) -> dict[str, Any]:
+    """Return the findings as plain values: bytes, seconds, and ranges as [low, high, measured]."""
+    model = found.model
+    return {
+        "model": {
+            "name": model.name,
+            "assumed": model.assumed,
+            "parameters": model.numel,
+            "trained": model.trained_numel,
+            "layers": model.num_layers,
+            "passes": None if model.passes is None else asdict(model.passes),
+        },
+        "machine": asdict(found.resources),
+        "asked": _plan_json(found.asked),
+        "chosen": None if found.chosen is None else _plan_json(found.chosen),
+        "drive": {"tbw": found.tbw, "assumed": not found.tbw_given},
+        "without_storage": [
+            {"name": one.name, "bytes": one.total, "available": one.available, "fits": one.fits, "owners": one.owners}
+            for one in found.alternatives
+        ],
+    }
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "training": asdict(plan.training),
+        "fits": plan.fits,
+        "needs": [
+            {"place": need.place.name.lower(), "phase": need.phase, "bytes": need.total, "owners": dict(need.owners)}
+            for need in plan.needs
+        ],
+        "broken": [
+            {"place": need.place.name.lower(), "phase": need.phase, "owner": need.largest} for need in plan.broken
+        ],
+        "seconds": None if plan.pace is None else {name: _triple(getattr(plan.pace, name)) for name in _PARTS},
+        "hours_per_million_tokens": None if plan.pace is None else _triple(plan.pace.hours_per_million_tokens),
+        "written_bytes": None if plan.pace is None else plan.pace.written_bytes,
+    }
+
+
+def _triple(of: Range) -> list[float | bool]:
+    return [of.low, of.high, of.measured]
+
+
+def _range(of: Range) -> str:
+    if of.measured:
+        return _short(of.low) if _short(of.low) == _short(of.high) else f"{_short(of.low)} to {_short(of.high)}"
+    return f"{_short(of.low)} to {_short(of.high)} (not measured)"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _count(numel: int) -> str:
+    return f"{numel / 1e9:.2f}B" if numel >= _GIGA else f"{numel / 1e6:.1f}M"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / _GIGA:.0f}" if nbytes >= 100 * _GIGA else f"{nbytes / _GIGA:.2f}"

@@ -1,0 +1,218 @@
+"""Whether a training fits, the cheapest settings that do, and what would need no storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.plan.model import ModelFigures
+from lightning_smartinfinity.plan.needs import CUDA_CONTEXT_BYTES, PROCESS_BYTES, Need, Place, activation_owners, needs
+from lightning_smartinfinity.plan.pace import Pace, Rates, pace, seconds_beside_update
+from lightning_smartinfinity.plan.training import OFFLOADS, OPTIMIZERS, Training
+
+__all__ = ["Alternative", "Plan", "Resources", "alternatives", "cheapest", "make_plan"]
+
+_BF16_BYTES, _FP32_BYTES, _ADAM_BYTES, _ADAM_8_BIT_BYTES = 2, 4, 8, 2
+_LORA = 0.01  # part of the parameters that adapters usually have
+_FORMATS = ("fp32", "bf16", "int8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """The memory, the disk and the processors of a machine.
+
+    Args:
+        host_memory: Bytes of host memory that processes may use.
+        disk: Bytes free on the disk of the storage folder.
+        cores: Number of CPU cores.
+        gpu_memory: Bytes of each GPU; None if there is no GPU.
+        num_gpus: Number of GPUs.
+        drive_bytes: Size of the drive in bytes.
+        process_bytes: Host memory of a process before it trains.
+    """
+
+    host_memory: int
+    disk: int
+    cores: int = 1
+    gpu_memory: int | None = None
+    num_gpus: int = 0
+    drive_bytes: int = 0
+    process_bytes: int = PROCESS_BYTES
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes."""
+        return self.gpu_memory is not None
+
+    def has(self, place: Place) -> int:
+        """Return the bytes that are there."""
+        return {Place.GPU: self.gpu_memory or 0, Place.HOST: self.host_memory, Place.DISK: self.disk}[place]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The bytes and the seconds that a training needs.
+
+    Args:
+        training: The training.
+        needs: Bytes by place and phase.
+        broken: Those of the needs that are more than there is.
+        pace: Time of a step; None if unknown.
+    """
+
+    training: Training
+    needs: Sequence[Need]
+    broken: Sequence[Need]
+    pace: Pace | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough of everything."""
+        return not self.broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A way to train that needs no storage.
+
+    Args:
+        name: Name for people.
+        owners: Bytes by owner, on each GPU or, without one, in host memory.
+        available: Bytes that are there.
+        same_result: Whether it trains all parameters with fp32 state, as this package does.
+    """
+
+    name: str
+    owners: Mapping[str, int]
+    available: int
+    same_result: bool
+
+    @property
+    def total(self) -> int:
+        """Bytes of all owners."""
+        return sum(self.owners.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough memory."""
+        return self.total <= self.available
+
+
+def make_plan(model: ModelFigures, training: Training, resources: Resources, rates: Rates) -> Plan:
+    """Return the needs and the pace of a training.
+
+    Args:
+        model: The model.
+        training: The training.
+        resources: What the machine has.
+        rates: Rates of the machine.
+    """
+    found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
+    broken = [need for need in found if need.total > resources.has(need.place)]
+    return Plan(
+        training=training,
+        needs=found,
+        broken=broken,
+        pace=pace(model, training, rates, on_gpu=resources.on_gpu),
+    )
+
+
+def cheapest(model: ModelFigures, training: Training, resources: Resources, rates: Rates) -> Plan | None:
+    """Return the fastest plan that fits, or None.
+
+    It may change where the model is built and where parameters lie, and turn activation checkpoints on. Only if this is
+    not enough, it divides the batch into micro-batches, then uses a smaller state format, which changes results a
+    little, and at last bf16 instead of fp32. Neither the tokens of a step nor the optimizer change.
+
+    Args:
+        model: The model.
+        training: The training as asked.
+        resources: What the machine has.
+        rates: Rates of the machine.
+    """
+    for candidates in _stages(training, on_gpu=resources.on_gpu):
+        fitting = [one for one in candidates if _fits(model, one, resources)]
+        if fitting:
+            beside = partial(seconds_beside_update, model, rates=rates, on_gpu=resources.on_gpu)
+            return make_plan(model, min(fitting, key=beside), resources, rates)
+    return None
+
+
+def _fits(model: ModelFigures, training: Training, resources: Resources) -> bool:
+    found = needs(model, training, on_gpu=resources.on_gpu, process_bytes=resources.process_bytes)
+    return all(need.total <= resources.has(need.place) for need in found)
+
+
+def _stages(asked: Training, *, on_gpu: bool) -> Iterator[list[Training]]:
+    """Yield lists of settings; those of a later list give up more."""
+    precisions = [asked.precision] + (["bf16-mixed"] if asked.precision == "32-true" else [])
+    for precision in precisions:
+        start = replace(asked, precision=precision, state_format="fp32") if precision != asked.precision else asked
+        for state_format in dict.fromkeys([start.state_format, *_smaller(start)]):
+            formed = replace(start, state_format=state_format)
+            yield from ([*_placed(one, on_gpu=on_gpu)] for one in _divided(formed))
+
+
+def _smaller(training: Training) -> list[str]:
+    """Return state formats that may follow that of the training, from precise to small."""
+    names = [name for name in _FORMATS if not STATE_FORMATS[name].arrays or OPTIMIZERS[training.optimizer] == "adamw"]
+    at = names.index(training.state_format) if training.state_format in names else len(names)
+    return names[at + 1 :]
+
+
+def _divided(training: Training) -> Iterator[Training]:
+    """Yield the training with its batch halved again and again, and with as many more micro-batches."""
+    while True:
+        yield training
+        if training.batch % 2:
+            return
+        training = replace(training, batch=training.batch // 2, accumulate=2 * training.accumulate)
+
+
+def _placed(training: Training, *, on_gpu: bool) -> Iterator[Training]:
+    offloads = [name for name in OFFLOADS if on_gpu or name != "cpu"]
+    builds = dict.fromkeys([training.build, "configure_model"])
+    checkpoints = dict.fromkeys([training.checkpointing, True])
+    for offload, build, checkpointing in product(offloads, builds, checkpoints):
+        yield replace(training, offload_param=offload, build=build, checkpointing=checkpointing)
+
+
+def alternatives(model: ModelFigures, training: Training, resources: Resources) -> list[Alternative]:
+    """Return the ways to train in memory, from the one with the same results to the one that gives up most.
+
+    Args:
+        model: The model.
+        training: The training as asked.
+        resources: What the machine has.
+    """
+    activations = activation_owners(model, training)
+    plain = _in_memory(model.numel, _FP32_BYTES, _ADAM_BYTES) | activations
+    gpus = max(1, resources.num_gpus)
+    found = [("AdamW in memory (DDP)" if gpus > 1 else "AdamW in memory", plain, True)]
+    if gpus > 1:
+        sharded = {owner: nbytes // gpus for owner, nbytes in _in_memory(model.numel, _FP32_BYTES, _ADAM_BYTES).items()}
+        gathered = {"gathered layers": 2 * _FP32_BYTES * model.largest_module}
+        found.append((f"FSDP over {gpus} GPUs", sharded | gathered | activations, True))
+    adapters = int(_LORA * model.numel)
+    lora = {"frozen parameters": _BF16_BYTES * model.numel, **_in_memory(adapters, _FP32_BYTES, _ADAM_BYTES)}
+    found += [
+        ("8-bit AdamW, weights in bf16", _in_memory(model.numel, _BF16_BYTES, _ADAM_8_BIT_BYTES) | activations, False),
+        ("LoRA with 1 % of the parameters", lora | activations, False),
+    ]
+    available = resources.gpu_memory if resources.gpu_memory is not None else resources.host_memory
+    base = {"CUDA context": CUDA_CONTEXT_BYTES} if resources.on_gpu else {"process": resources.process_bytes}
+    return [
+        Alternative(name=name, owners=base | owners, available=available, same_result=same)
+        for name, owners, same in found
+    ]
+
+
+def _in_memory(numel: int, item_bytes: int, state_bytes: int) -> dict[str, int]:
+    return {
+        "parameters": item_bytes * numel,
+        "gradients": item_bytes * numel,
+        "optimizer state": state_bytes * numel,
+    }

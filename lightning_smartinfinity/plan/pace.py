@@ -1,0 +1,264 @@
+"""The time of a step by its parts, the hours of a training and the life of a drive, as ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lightning_smartinfinity.plan.gradients import Dense
+from lightning_smartinfinity.plan.hardware import Channel, Device, Gpu, Host, Machine
+from lightning_smartinfinity.plan.model import ModelFigures
+from lightning_smartinfinity.plan.needs import layout_of
+from lightning_smartinfinity.plan.step import Overlap, StepTime, System, simulate_step
+from lightning_smartinfinity.plan.training import Training
+from lightning_smartinfinity.plan.workload import Workload
+
+__all__ = [
+    "TBW_PER_TB",
+    "Pace",
+    "Range",
+    "Rates",
+    "assumed_rates",
+    "pace",
+    "seconds_beside_update",
+    "written_bytes",
+]
+
+TBW_PER_TB = 600
+"""Terabytes that a drive may write in its life, for each terabyte of its size: usual for consumer drives; assumed."""
+
+_WIDE = 1e17  # bytes per second of a channel that limits nothing
+_SIMULATED_TASKLETS = 256  # enough to reach the steady state; the seconds of a longer step are proportional
+_TERA = 1e12
+_SECONDS_PER_HOUR, _SECONDS_PER_DAY = 3600.0, 86400.0
+_MEGA_TOKENS = 1e6
+
+
+@dataclass(frozen=True)
+class Range:
+    """A figure between two bounds.
+
+    Args:
+        low: Lower bound.
+        high: Upper bound.
+        measured: Whether it was measured, or follows from what was measured alone; otherwise the bounds are assumed.
+    """
+
+    low: float
+    high: float
+    measured: bool = False
+
+    @classmethod
+    def exactly(cls, value: float) -> Range:
+        """Return a measured figure."""
+        return cls(value, value, measured=True)
+
+    def times(self, factor: float) -> Range:
+        """Return the range multiplied by a positive number."""
+        return replace(self, low=self.low * factor, high=self.high * factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Rates of a machine, per second.
+
+    Args:
+        flops: Operations of forward, and the same of backward, that a training of this model reaches.
+        backward_flops: Operations of backward.
+        copy: Bytes that host memory copies.
+        drive_read: Bytes that the drive reads while it does nothing else.
+        drive_write: Bytes that the drive writes while it does nothing else.
+        update: Parameters that the CPU updates.
+        to_gpu: Bytes between host memory and the GPU.
+    """
+
+    flops: Range
+    backward_flops: Range
+    copy: Range
+    drive_read: Range
+    drive_write: Range
+    update: Range
+    to_gpu: Range
+
+
+def assumed_rates(*, on_gpu: bool, cores: int, in_16_bit: bool = True) -> Rates:
+    """Return rates of a machine on which nothing was measured: from slow to fast machines of today.
+
+    Args:
+        on_gpu: Whether a GPU computes; otherwise the CPU's cores do.
+        cores: Number of CPU cores.
+        in_16_bit: Whether forward and backward compute in 16 bit.
+    """
+    halves = 1.0 if in_16_bit else 0.5
+    flops = Range(2e13 * halves, 3e14 * halves) if on_gpu else Range(1e10 * cores, 1.5e11 * halves * cores)
+    return Rates(
+        flops=flops,
+        backward_flops=flops,
+        copy=Range(4e9, 2e10),
+        drive_read=Range(1e9, 7e9),
+        drive_write=Range(1e9, 5e9),
+        update=Range(3e8, 1e9),
+        to_gpu=Range(6e9, 2.5e10),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Seconds of a step by part, and what follows from them.
+
+    With an overlap the parts add up to more than the step.
+
+    Args:
+        forward: Seconds of forward.
+        backward: Seconds of backward, recomputation included.
+        parameters: Seconds to bring parameters to where they are used, and back.
+        gradients: Seconds to move gradients into host memory.
+        update: Seconds of the update.
+        step: Seconds of a whole step.
+        written_bytes: Bytes that a step writes to storage.
+        tokens_per_step: Tokens of a step.
+    """
+
+    forward: Range
+    backward: Range
+    parameters: Range
+    gradients: Range
+    update: Range
+    step: Range
+    written_bytes: int
+    tokens_per_step: int
+
+    @property
+    def hours_per_million_tokens(self) -> Range:
+        """Hours in which a million tokens are trained."""
+        return self.step.times(_MEGA_TOKENS / self.tokens_per_step / _SECONDS_PER_HOUR)
+
+    def life_in_steps(self, tbw: float) -> float:
+        """Return the steps after which a drive has written ``tbw`` terabytes."""
+        return tbw * _TERA / self.written_bytes
+
+    def life_in_days(self, tbw: float) -> Range:
+        """Return the days of uninterrupted training after which a drive has written ``tbw`` terabytes."""
+        return self.step.times(self.life_in_steps(tbw) / _SECONDS_PER_DAY)
+
+
+def pace(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> Pace | None:
+    """Return the time of a step whose update runs beside the next forward; None if the passes are unknown.
+
+    Args:
+        model: The model.
+        training: The training.
+        rates: Rates of the machine.
+        on_gpu: Whether a GPU computes.
+    """
+    parts = _parts(model, training, rates, on_gpu=on_gpu)
+    if parts is None:
+        return None
+    slow, fast = (_simulated(model, training, rates, bound) for bound in (_low, _high))
+    known = rates.drive_read.measured and rates.update.measured
+    update = Range(fast.update(), slow.update(), known)
+    forward, *rest = parts.values()
+    step = Range(
+        fast.step(forward.low, sum(part.low for part in rest)),
+        slow.step(forward.high, sum(part.high for part in rest)),
+        known and all(part.measured for part in parts.values()),
+    )
+    return Pace(
+        **parts,
+        update=update,
+        step=step,
+        written_bytes=written_bytes(model, training),
+        tokens_per_step=training.tokens_per_step,
+    )
+
+
+def seconds_beside_update(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> float:
+    """Return the most seconds of a step's other parts, which tells the faster of two trainings with equal updates."""
+    parts = _parts(model, training, rates, on_gpu=on_gpu) or {}
+    return sum(part.high for part in parts.values())
+
+
+def _parts(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> dict[str, Range] | None:
+    """Return the parts of a step other than the update, forward first; None if the passes are unknown."""
+    if model.passes is None:
+        return None
+    passes, count = model.passes.of_batch(training.batch), training.accumulate
+    recomputed = passes.recomputed_flops(checkpointing=training.checkpointing)
+    moved = count * model.trained_numel * (training.item_bytes + training.gradient_bytes)
+    return {
+        "forward": _seconds(count * passes.forward_flops, rates.flops),
+        "backward": _seconds(count * recomputed, rates.backward_flops),
+        "parameters": _parameter_seconds(model, training, rates, on_gpu=on_gpu),
+        "gradients": _seconds(moved, rates.to_gpu if on_gpu else rates.copy),
+    }
+
+
+def written_bytes(model: ModelFigures, training: Training) -> int:
+    """Return the bytes that a step of all processes writes to storage: the state and stored parameters."""
+    extents = layout_of(model.trained, training).extents
+    state = sum(extent.nbytes for extent in extents.extents)
+    stored = training.item_bytes * extents.numel if training.offload_param == "nvme" else 0
+    return training.processes * (state + stored)
+
+
+def _low(of: Range) -> float:
+    return of.low
+
+
+def _high(of: Range) -> float:
+    return of.high
+
+
+def _seconds(amount: float, rate: Range) -> Range:
+    return Range(amount / rate.high, amount / rate.low, rate.measured)
+
+
+def _parameter_seconds(model: ModelFigures, training: Training, rates: Rates, *, on_gpu: bool) -> Range:
+    """Return the seconds in which parameters are read for each forward and each backward."""
+    nbytes = 2 * training.accumulate * training.item_bytes * model.numel
+    if training.offload_param == "nvme":
+        return _seconds(nbytes, rates.drive_read)
+    if training.offload_param == "cpu" and on_gpu:
+        return _seconds(nbytes, rates.to_gpu)
+    return Range.exactly(0.0)
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """Simulates updates on a machine, scaled down to what reaches the steady state."""
+
+    machine: Machine
+    workload: Workload
+    scale: float
+
+    def update(self) -> float:
+        return self.scale * self._run(0.0, 0.0).update
+
+    def step(self, forward: float, rest: float) -> float:
+        return self.scale * self._run(forward, rest).step
+
+    def _run(self, forward: float, rest: float) -> StepTime:
+        per = self.scale * self.workload.numel
+        gpu = Gpu(forward=max(forward / per, 1e-17), backward=max(rest / per, 1e-17))
+        return simulate_step(replace(self.machine, gpu=gpu), self.workload, System.HOST, overlap=Overlap.FORWARD)
+
+
+def _simulated(model: ModelFigures, training: Training, rates: Rates, bound: Callable[[Range], float]) -> _Simulated:
+    extents = layout_of(model.trained, training).extents
+    numel = min(extents.numel, _SIMULATED_TASKLETS * extents.tasklet_numel)
+    workload = Workload(
+        numel=numel,
+        gradients=Dense(training.gradient_bytes),
+        num_arrays=training.num_arrays,
+        parameter_bytes=training.item_bytes,
+        state_format=training.state_format,
+        num_buffers=training.num_buffers,
+    )
+    machine = Machine(
+        device=Device(read=bound(rates.drive_read), write=bound(rates.drive_write)),
+        num_devices=1,
+        channel=Channel(down=_WIDE, up=_WIDE),
+        gpu=Gpu(forward=0.0, backward=0.0),
+        host=Host(update=1 / bound(rates.update)),
+    )
+    return _Simulated(machine, workload, training.processes * extents.numel / numel)

@@ -1,0 +1,127 @@
+"""Holds what a plan knows of a training: batch, precision, and this package's settings that change memory or time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_smartinfinity.checks import FLAG, between, one_of, optional, require
+from lightning_smartinfinity.config import HOST_TASKLET_BYTES
+from lightning_smartinfinity.errors import ConfigError
+from lightning_smartinfinity.native.formats import STATE_FORMATS
+from lightning_smartinfinity.plan.workload import NUM_ARRAYS
+
+__all__ = ["BUILDS", "OFFLOADS", "OPTIMIZERS", "PRECISIONS", "Training"]
+
+PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "16-true", "32-true")
+"""Precisions of the strategy."""
+
+OFFLOADS = ("none", "cpu", "nvme")
+"""Where parameters lie between their uses: on the GPU (or in host memory without one), in host memory, on storage."""
+
+BUILDS = ("init", "configure_model")
+"""Where the module builds the model."""
+
+OPTIMIZERS = {"Adam": "adamw", "AdamW": "adamw", "Adagrad": "adagrad", "RMSprop": "rmsprop", "SGD": "sgd"}
+"""Name of the update rule by class of torch.optim."""
+
+_MOST = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training to plan.
+
+    Args:
+        batch: Sequences of a micro-batch, per process.
+        seq: Tokens of a sequence.
+        accumulate: Micro-batches of a step.
+        checkpointing: Whether activations are computed anew in backward.
+        precision: Precision of the Trainer.
+        optimizer: Class name of the torch optimizer.
+        state_format: Format of optimizer state on storage.
+        offload_param: Where parameters lie between their uses.
+        build: Where the module builds the model: everything at once in fp32 (``"init"``), or in ``configure_model``,
+            where each parameter is partitioned as soon as it is made.
+        processes: Number of processes, all on this machine.
+        save_top_k: Number of checkpoints that are kept.
+        tokens: Tokens of the whole training; None if unknown.
+        num_buffers: Number of ring buffers.
+        places: Places of each tasklet's state on storage; 1 with ``durability="none"``.
+
+    Raises:
+        ConfigError: A value is out of range, or values contradict each other.
+    """
+
+    batch: int = 1
+    seq: int = 512
+    accumulate: int = 1
+    checkpointing: bool = False
+    precision: str = "bf16-mixed"
+    optimizer: str = "AdamW"
+    state_format: str = "fp32"
+    offload_param: str = "none"
+    build: str = "init"
+    processes: int = 1
+    save_top_k: int = 1
+    tokens: int | None = None
+    num_buffers: int = 16
+    places: int = 2
+
+    def __post_init__(self) -> None:
+        some = between(1, _MOST)
+        require(
+            self,
+            batch=some,
+            seq=some,
+            accumulate=some,
+            checkpointing=FLAG,
+            precision=one_of(*PRECISIONS),
+            optimizer=one_of(*OPTIMIZERS),
+            state_format=one_of(*STATE_FORMATS),
+            offload_param=one_of(*OFFLOADS),
+            build=one_of(*BUILDS),
+            processes=between(1, 1024),
+            save_top_k=between(0, _MOST),
+            tokens=optional(between(1)),
+            places=between(1, 2),
+        )
+        form = STATE_FORMATS[self.state_format]
+        if form.required_parameters == "bf16" and not self.precision.startswith("bf16"):
+            raise ConfigError(
+                f"state_format={self.state_format!r} needs parameters in bf16, not precision={self.precision!r}.",
+                "Use precision='bf16-mixed' or another state format.",
+            )
+        if form.arrays and OPTIMIZERS[self.optimizer] != "adamw":
+            raise ConfigError(
+                f"state_format={self.state_format!r} does not exist for {self.optimizer}.", "Use state_format='fp32'."
+            )
+
+    @property
+    def num_arrays(self) -> int:
+        """Arrays of the optimizer's state, the master among them."""
+        return NUM_ARRAYS[OPTIMIZERS[self.optimizer]]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a parameter's element."""
+        return 4 if self.precision.startswith("32") else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient's element: gradients of several micro-batches are added in fp32."""
+        return 4 if self.accumulate > 1 else self.item_bytes
+
+    @property
+    def built_bytes(self) -> int:
+        """Bytes of an element of the model as the module builds it: the mixed precisions build it in fp32."""
+        return self.item_bytes if self.precision.endswith("true") else 4
+
+    @property
+    def tasklet_bytes(self) -> int:
+        """Bytes of the largest tasklet on the host."""
+        return HOST_TASKLET_BYTES
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step over all processes."""
+        return self.batch * self.seq * self.accumulate * self.processes

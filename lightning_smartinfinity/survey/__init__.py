@@ -1,0 +1,11 @@
+"""Looks at a model and at a machine for a plan: counts on fake tensors, reads what is free, and measures rates.
+
+::
+
+    models     sizes of a model, from a folder, a class or a number
+    passes     memory and operations of a forward and backward, counted on fake tensors
+    resources  GPU, host memory, cores and drive of this machine
+    rates      seconds of real layers, of memory copies and of the drive
+
+Only ``rates`` allocates memory that grows with a model: that of up to three of its layers.
+"""

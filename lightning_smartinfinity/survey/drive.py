@@ -1,0 +1,122 @@
+"""Measures the update of a small optimizer state on a drive: what reads, updates and writes in every step."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lightning_smartinfinity.config import HOST_TASKLET_BYTES, TransferConfig
+from lightning_smartinfinity.devices.host import HostDevice
+from lightning_smartinfinity.errors import StorageError
+from lightning_smartinfinity.store import StateStore, StoreDescription
+from lightning_smartinfinity.transfer.handler import TransferHandler
+from lightning_smartinfinity.transfer.layout import ParameterSlice, build_layout
+from lightning_smartinfinity.transfer.partitions import HostPartition
+from lightning_smartinfinity.transfer.rules import rule_for
+from lightning_smartinfinity.transfer.step_plan import StepPlan
+from lightning_smartinfinity.transfer.tensors import Flat, native_dtype
+
+__all__ = ["Drive", "measure_drive"]
+
+_NUMEL = 24 * 1024 * 1024
+_RUNS = 5
+_MOST_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """Rates of updates.
+
+    Args:
+        bytes_per_second: Bytes read and written, together.
+        parameters_per_cpu_second: Parameters that one thread updates in a second of computing.
+    """
+
+    bytes_per_second: float
+    parameters_per_cpu_second: float
+
+
+def measure_drive(storage: Path, *, state_format: str = "fp32", numel: int = _NUMEL) -> Drive:
+    """Update AdamW's state of a parameter in a folder, with direct I/O where possible, and remove it again.
+
+    Args:
+        storage: Folder on the drive, which is created if it is missing.
+        state_format: Format of the state.
+        numel: Elements of the parameter, which is bf16.
+
+    Raises:
+        StorageError: The folder cannot be used, or is too small.
+    """
+    try:
+        storage.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=storage, prefix="measure-")
+    except OSError as error:
+        raise StorageError(f"{str(storage)!r} cannot be measured: {error}.", "Pass --storage with a folder.") from error
+    try:
+        with _handler(Path(folder), state_format=state_format, numel=numel) as (handler, plan):
+            return _measured(handler, plan, numel)
+    finally:
+        Path(folder).rmdir()
+
+
+@contextmanager
+def _handler(folder: Path, *, state_format: str, numel: int) -> Iterator[tuple[TransferHandler, StepPlan]]:
+    config, rule = TransferConfig(), rule_for(_optimizer())
+    layout = build_layout(
+        [ParameterSlice(name="p", numel=numel, real_numel=numel, group=0, sub_group=0)],
+        tasklet_bytes=HOST_TASKLET_BYTES,
+        num_arrays=len(rule.arrays),
+        num_devices=1,
+        places_per_tasklet=config.places_per_tasklet,
+        state_format=state_format,
+    )
+    description = StoreDescription(optimizer=rule.name, arrays=rule.arrays, parameters=({"name": "p"},))
+    store = StateStore.create([folder], config=config, extents=layout.extents, description=description)
+    handler = TransferHandler(layout, store, HostDevice(num_buffers=config.num_buffers), rule=rule)
+    values = [torch.full((numel,), 0.01, dtype=torch.bfloat16) for _ in range(2)]
+    flats = [[Flat(each.data_ptr(), numel, native_dtype(each.dtype))] for each in values]
+    try:
+        handler.open()
+        handler.initialize(HostPartition(flats[1]))
+        yield (
+            handler,
+            StepPlan(
+                active=np.ones(1, np.bool_),
+                gradients=flats[0],
+                outputs=HostPartition(flats[1]),
+                groups=_optimizer().param_groups,
+            ),
+        )
+    finally:
+        handler.close(remove=True)
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+
+
+def _measured(handler: TransferHandler, plan: StepPlan, numel: int) -> Drive:
+    seconds: list[float] = []
+    computing: list[float] = []
+    before, begin = handler.traffic(), time.perf_counter()
+    while len(seconds) < 1 + _RUNS and (len(seconds) < 2 or time.perf_counter() - begin < _MOST_SECONDS):
+        start, compute = time.perf_counter(), handler.traffic().compute_seconds
+        handler.begin_step(plan)
+        handler.commit()
+        seconds.append(time.perf_counter() - start)
+        computing.append(handler.traffic().compute_seconds - compute)
+    after = handler.traffic()
+    moved = after.shared_read_bytes + after.shared_write_bytes - before.shared_read_bytes - before.shared_write_bytes
+    # The first step writes places that were never written before.
+    return Drive(
+        bytes_per_second=moved / len(seconds) / statistics.median(seconds[1:]),
+        parameters_per_cpu_second=numel / max(statistics.median(computing[1:]), 1e-9),
+    )

@@ -1,0 +1,227 @@
+"""Finds the sizes of a model without allocating it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.plan.model import LlamaShape, ModelFigures, llama_shape
+from lightning_smartinfinity.survey.passes import count_passes
+
+__all__ = ["ModelSource", "default_dtype", "find_source", "survey_model"]
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT])", re.IGNORECASE)
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_LEAST, _MOST = 10**6, 2 * 10**12
+_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_REMEDY = "Pass a folder with a config.json, package.module:Class, or a number of parameters such as 7B or 124M."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model that can be built.
+
+    Args:
+        name: Name for people.
+        assumed: What is assumed of the model, in words.
+        build: Function that builds the module; None if only a shape is known.
+        build_with: Function that builds a model of transformers from another configuration.
+        shape: Shape of a model that is known by its number of parameters only.
+        config: transformers' configuration, if the model is one of its.
+    """
+
+    name: str
+    build: Callable[[], nn.Module] | None = None
+    build_with: Callable[[Any], nn.Module] | None = None
+    assumed: str = ""
+    shape: LlamaShape | None = None
+    config: Any = None
+
+
+def find_source(spec: str, *, arguments: Mapping[str, Any] | None = None) -> ModelSource:
+    """Find the model that a user named.
+
+    Args:
+        spec: Folder or config.json of a Hugging Face model, ``package.module:Class``, or a number such as ``"7B"``.
+        arguments: Arguments of the class.
+
+    Raises:
+        ConfigError: There is no such model, or the text names none.
+        UnsupportedError: transformers is missing or has no such model.
+    """
+    number = _NUMBER.fullmatch(spec.strip())
+    if number:
+        return _from_number(round(float(number[1]) * _UNITS[number[2].upper()]), spec)
+    if _CLASS.fullmatch(spec) and not os.path.exists(spec):
+        return _from_class(spec, dict(arguments or {}))
+    path = Path(spec).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"The folder {spec!r} has no config.json.", _REMEDY)
+    if not path.exists():
+        raise ConfigError(f"MODEL={spec!r} is no folder, no file, no class and no number of parameters.", _REMEDY)
+    return _from_folder(path)
+
+
+def survey_model(source: ModelSource, *, batch: int, seq: int, in_16_bit: bool = True) -> ModelFigures:
+    """Count a model's parameters, and what a forward and backward take.
+
+    Args:
+        source: The model.
+        batch: Sequences of a micro-batch.
+        seq: Tokens of a sequence.
+        in_16_bit: Whether parameters are bf16 or fp16; otherwise they are fp32.
+
+    Raises:
+        ConfigError: The class cannot be built with these arguments.
+    """
+    if source.build is None:
+        assert source.shape is not None
+        sizes = source.shape.sizes()
+        return ModelFigures(
+            name=source.name,
+            trained=sizes,
+            num_layers=source.shape.layers,
+            largest_module=max(sizes),
+            passes=source.shape.passes(batch=batch, seq=seq),
+            assumed=f"{source.assumed}; activations by a formula, as transformers is not installed",
+        )
+    with default_dtype(torch.bfloat16 if in_16_bit else torch.float32), FakeTensorMode():
+        module = source.build()
+        trained = tuple(p.numel() for p in module.parameters() if p.requires_grad)
+        if not trained:
+            raise ConfigError(f"{source.name} has no parameter to train.", "Build its layers in __init__.")
+        passes, missing = count_passes(module, batch=batch, seq=seq)
+        return ModelFigures(
+            name=source.name,
+            trained=trained,
+            frozen=tuple(p.numel() for p in module.parameters() if not p.requires_grad),
+            buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
+            num_layers=_num_layers(module),
+            largest_module=max(sum(p.numel() for p in each.parameters(recurse=False)) for each in module.modules()),
+            passes=passes,
+            assumed="; ".join(filter(None, (source.assumed, missing))),
+        )
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new parameters in a dtype while the body runs."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _num_layers(module: nn.Module) -> int:
+    """Return the length of the longest list of modules, which is that of the repeated layers."""
+    return max((len(each) for each in module.modules() if isinstance(each, nn.ModuleList)), default=1) or 1
+
+
+def _from_number(numel: int, spec: str) -> ModelSource:
+    if not _LEAST <= numel <= _MOST:
+        raise ConfigError(f"MODEL={spec!r} is out of range.", "Pass a number of parameters from 1M to 2T.")
+    shape = llama_shape(numel)
+    words = f"a Llama-like shape: {shape.layers} layers of width {shape.width}, {shape.vocab} tokens"
+    try:
+        transformers = _transformers()
+    except UnsupportedError:
+        return ModelSource(name=spec, shape=shape, assumed=words)
+    config = transformers.LlamaConfig(
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        vocab_size=shape.vocab,
+        use_cache=False,
+    )
+    return _of_transformers(spec, transformers.LlamaForCausalLM, config, assumed=words)
+
+
+def _from_folder(path: Path) -> ModelSource:
+    transformers = _transformers()
+    folder = path if path.is_dir() else path.parent
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"The configuration in {str(folder)!r} cannot be read: {str(error).splitlines()[0]}",
+            "Pass a model that the installed transformers knows, without code of its own.",
+        ) from error
+    names = getattr(config, "architectures", None) or []
+    if not names:
+        raise ConfigError(
+            f"The config.json in {str(folder)!r} names no architectures.",
+            'Add the class of the model to it, such as "architectures": ["LlamaForCausalLM"].',
+        )
+    model_class = getattr(transformers, names[0], None)
+    if model_class is None:
+        raise UnsupportedError(
+            f"The installed transformers has no class {names[0]!r}.",
+            "Install a newer version: pip install -U transformers.",
+        )
+    return _of_transformers(f"{folder.resolve().name} ({names[0]})", model_class, config)
+
+
+def _of_transformers(name: str, model_class: Any, config: Any, *, assumed: str = "") -> ModelSource:
+    return ModelSource(
+        name=name, build=partial(model_class, config), build_with=model_class, config=config, assumed=assumed
+    )
+
+
+def _from_class(spec: str, arguments: dict[str, Any]) -> ModelSource:
+    module_name, _, class_name = spec.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        found = getattr(importlib.import_module(module_name), class_name, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"MODEL={spec!r}: the module {module_name!r} cannot be imported: {error}.",
+            "Run the command in the folder that holds it, or install its package.",
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(
+            f"MODEL={spec!r}: {module_name!r} has no LightningModule or torch module {class_name!r}.",
+            "Name a class of that module.",
+        )
+    return ModelSource(name=spec, build=lambda: _constructed(found, arguments))
+
+
+def _constructed(found: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
+    try:
+        module = found(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{found.__name__} cannot be built with the arguments {arguments}: {error}.",
+            "Pass its arguments as JSON: --init-args '{\"width\": 1024}'.",
+        ) from error
+    configure = getattr(module, "configure_model", None)
+    if callable(configure):
+        configure()
+    return module
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise UnsupportedError(
+            "Reading a Hugging Face model needs transformers, which is not installed.",
+            "Install it: pip install 'lightning-smartinfinity[huggingface]'.",
+        ) from error

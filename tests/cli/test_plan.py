@@ -1,0 +1,152 @@
+"""The command ``smart-infinity plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from transformers import LlamaConfig
+
+from lightning_smartinfinity import SmartInfinityStrategy
+from lightning_smartinfinity.cli import main
+from lightning_smartinfinity.cli.plan_recipe import python_recipe, yaml_recipe
+from lightning_smartinfinity.plan.training import Training
+from tests.helpers.models import TinyGPT
+
+MACHINE = ["--gpu-memory", "24GB", "--host-memory", "64GB", "--disk", "2TB", "--cores", "16"]
+SMALL = ["--gpu-memory", "none", "--host-memory", "8GiB", "--disk", "10GB", "--cores", "2"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=300,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path / "tiny")
+    return str(tmp_path / "tiny")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
+    assert main(["plan", *arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_small_model_fits(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report says so, marks what was not measured, and says that no storage is needed."""
+    assert main(["plan", folder, *SMALL, "--seq", "16", "--tokens", "1e6"]) == 0
+    printed = capsys.readouterr().out
+    assert "It fits." in printed
+    assert "(not measured)" in printed
+    assert "You need no storage: AdamW in memory fits" in printed
+    assert "Hours of the training" in printed
+    assert "SmartInfinityStrategy(" in printed and "class_path" in printed
+
+
+def test_what_breaks_is_named(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 3: nothing fits on a disk of a megabyte, and the optimizer state is the largest part there."""
+    assert main(["plan", folder, *SMALL, "--seq", "16", "--disk", "1MB"]) == 3
+    printed = capsys.readouterr().out
+    assert "It does not fit as asked: disk (in all) needs" in printed
+    assert "Nothing that was tried fits" in printed
+    found = planned(capsys, folder, *SMALL, "--seq", "16", "--disk", "1MB", status=3)
+    assert found["chosen"] is None
+    assert [(each["place"], each["owner"]) for each in found["asked"]["broken"]] == [("disk", "optimizer state")]
+
+
+def test_json_has_bytes_by_owner(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every need is the sum of its owners; a machine's sizes are those that were given."""
+    found = planned(capsys, folder, *MACHINE, "--seq", "16")
+    assert found["machine"]["gpu_memory"] == 24 * 10**9
+    assert {(each["place"], each["phase"]) for each in found["asked"]["needs"]} == {
+        ("gpu", "building"),
+        ("gpu", "training"),
+        ("host", "building"),
+        ("host", "training"),
+        ("host", "saving"),
+        ("disk", "in all"),
+    }
+    for each in found["asked"]["needs"]:
+        assert each["bytes"] == sum(each["owners"].values())
+
+
+def test_several_models_make_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each model has a row of as many cells as the heading."""
+    assert main(["plan", "20M", "40M", *MACHINE, "--seq", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| 20M", "| 40M"]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--host-memory", "24 gigs"], ["--init-args", "[1]"], ["--batch", "0"], ["--gpu-memory", "big"]]
+)
+def test_bad_options_name_a_remedy(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Argparse's error holds the text and the rule's remedy."""
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "7B", *wrong])
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert repr(wrong[1]) in printed and "Pass " in printed
+
+
+def test_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 1, and the message names what can be passed."""
+    assert main(["plan", "no/such/folder"]) == 1
+    assert "such as 7B or 124M" in capsys.readouterr().err
+
+
+CHANGED = Training(offload_param="nvme", state_format="int8", accumulate=2, checkpointing=True, build="configure_model")
+
+
+class Module(L.LightningModule):
+    """Trains a tiny model on constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyGPT()
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self.model(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.zeros((4, 8), dtype=torch.long), batch_size=1)
+
+
+def test_the_python_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The printed Python runs as it is, and its Trainer trains."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(python_recipe(CHANGED, storage=tmp_path / "storage", on_gpu=False), names)
+    trainer, strategy = names["trainer"], names["strategy"]
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(Module())
+    assert trainer.global_step == 2
+    assert strategy.parameter_bytes >= 0 and strategy.state_bytes > 0
+    strategy.close()
+
+
+def test_the_yaml_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI makes the same strategy and the same Trainer of the printed YAML, and it trains."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.yaml").write_text(yaml_recipe(CHANGED, storage=tmp_path / "storage", on_gpu=False))
+    options = ["--config", "plan.yaml", "--trainer.max_epochs", "1"]
+    cli = LightningCLI(Module, run=False, args=options, save_config_callback=None)
+    cli.trainer.fit(cli.model)
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, SmartInfinityStrategy)
+    assert strategy.config["zero_optimization"]["offload_param"]["device"] == "nvme"
+    assert cli.trainer.global_step == 2
+    strategy.close()

@@ -1,0 +1,71 @@
+"""Plans of a training of 20 million parameters are compared with a run in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from lightning_smartinfinity.plan.choice import make_plan
+from lightning_smartinfinity.plan.needs import Place, held_by_update
+from lightning_smartinfinity.plan.pace import assumed_rates
+from lightning_smartinfinity.plan.training import Training
+from lightning_smartinfinity.survey.models import find_source, survey_model
+from lightning_smartinfinity.survey.resources import survey_resources
+from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.processes import REPOSITORY
+from tests.helpers.waiting import PROCESS_LIMIT
+
+BENCHMARK = REPOSITORY / "benchmarks" / "plan.py"
+BATCH, SEQ = 1, 256
+BOUND = 200e6  # bytes; or a tenth
+
+
+@pytest.fixture(scope="module", params=["none", "nvme"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Any, Any, Any]:
+    """Return the training, the model, the plan and the figures of a run."""
+    folder = tmp_path_factory.mktemp("run")
+    size = "20M" if request.param == "none" else "20M/nvme"
+    shape = ["--batch", str(BATCH), "--seq", str(SEQ)]
+    done = subprocess.run(
+        [sys.executable, BENCHMARK, "--child", "run", size, "--storage", folder, *shape],
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    training = Training(batch=BATCH, seq=SEQ, offload_param=request.param)
+    model = survey_model(find_source("20M"), batch=BATCH, seq=SEQ)
+    plan = make_plan(model, training, survey_resources(folder), assumed_rates(on_gpu=False, cores=2))
+    return training, model, plan, json.loads(done.stdout.split("FIGURES ")[1].splitlines()[0])
+
+
+@pytest.mark.parametrize("phase", ["building", "training", "saving"])
+def test_peak_memory(both: tuple[Any, ...], phase: str) -> None:
+    """The highest resident memory of each phase is met within a tenth or 200 MB."""
+    _, _, plan, run = both
+    (need,) = [each for each in plan.needs if each.place is Place.HOST and each.phase == phase]
+    assert need.total == pytest.approx(run[phase], rel=0.1, abs=BOUND)
+
+
+def test_bytes_on_disk(both: tuple[Any, ...]) -> None:
+    """State and parameters on storage are met to the byte, the checkpoint within 64 KiB."""
+    _, _, plan, run = both
+    (need,) = [each for each in plan.needs if each.place is Place.DISK]
+    assert need.owners["optimizer state"] == run["state"]
+    assert need.owners.get("parameters", 0) == run["parameters"]
+    assert need.owners["checkpoint being saved"] == pytest.approx(run["checkpoint"], abs=64 * 1024)
+
+
+def test_host_memory_by_owner(both: tuple[Any, ...]) -> None:
+    """Ring and arena are those that the strategy reports, to the byte; buffers of parameters are an upper bound."""
+    training, model, plan, run = both
+    held = dict(run["host_bytes"])
+    buffers = held.pop("parameter_buffers", 0)
+    assert held_by_update(model, training) == held
+    (need,) = [each for each in plan.needs if each.place is Place.HOST and each.phase == "training"]
+    assert buffers <= need.owners.get("parameter buffers", 0) + (5 << 20)

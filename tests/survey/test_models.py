@@ -1,0 +1,135 @@
+"""Sizes of models that users name, found without allocating them."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.survey.models import find_source, survey_model
+
+HERE = "tests.survey.models_of_users"
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    vocab_size=300,
+    tie_word_embeddings=True,
+    architectures=["LlamaForCausalLM"],
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    CONFIG.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["", "config.json"])
+def test_a_folder_of_a_model(folder: Path, name: str) -> None:
+    """Parameters are those of the built model, in its order; tied ones count once."""
+    model = survey_model(find_source(str(folder / name)), batch=2, seq=16)
+    assert model.trained == tuple(param.numel() for param in LlamaForCausalLM(CONFIG).parameters())
+    assert model.num_layers == 3
+    assert model.passes is not None and model.assumed == ""
+
+
+def test_a_module_with_a_model_of_transformers() -> None:
+    """Frozen parameters and buffers count apart; the passes of the model inside are counted."""
+    model = survey_model(find_source(f"{HERE}:WithTransformer", arguments={"width": 32}), batch=1, seq=16)
+    inside = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=2))
+    assert model.trained_numel == sum(param.numel() for param in inside.parameters())
+    assert model.frozen == (15, 5)
+    assert model.passes is not None
+
+
+def test_a_module_of_another_kind() -> None:
+    """Its parameters count, those of configure_model too; the plan says that activations were not counted."""
+    model = survey_model(find_source(f"{HERE}:Plain"), batch=1, seq=16)
+    assert model.numel == 1_001_000
+    assert model.passes is None and "not counted" in model.assumed
+
+
+def test_buffers_count() -> None:
+    """A buffer of a hundred fp32 values, in a model in fp32, takes 400 bytes."""
+    source = find_source(f"{HERE}:Needy", arguments={"width": 100})
+    assert survey_model(source, batch=1, seq=1, in_16_bit=False).buffer_bytes == 400
+
+
+def test_a_number_becomes_a_llama() -> None:
+    """The assumption is told, and of the 12 GB of a 3B model in fp32 the process does not grow by one."""
+    before, dtype = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, torch.get_default_dtype()
+    model = survey_model(find_source("3B"), batch=1, seq=16)
+    assert model.numel == pytest.approx(3e9, rel=0.05)
+    assert "Llama" in model.assumed
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000  # KiB
+    assert torch.get_default_dtype() == dtype
+
+
+def test_without_transformers_a_number_still_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formulas take the place of counting, and the plan says so; a folder is refused with what to install."""
+    _hide_transformers(monkeypatch)
+    model = survey_model(find_source("7B"), batch=1, seq=512)
+    assert model.passes is not None and not model.passes.counted
+    assert "transformers is not installed" in model.assumed
+    with pytest.raises(UnsupportedError, match=r"lightning-smartinfinity\[huggingface\]"):
+        find_source(str(Path(__file__).parent.parent / "survey" / "models_of_users.py"))
+
+
+def _hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    found = importlib.import_module
+
+    def without(name: str, *args: Any) -> Any:
+        if name == "transformers":
+            raise ImportError(name)
+        return found(name, *args)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        ("nowhere/at/all", "such as 7B or 124M"),
+        ("3", "such as 7B"),
+        ("900T", "from 1M to 2T"),
+        ("no_such_package_x.y:Class", "cannot be imported"),
+        (f"{HERE}:Missing", "Name a class"),
+        (f"{HERE}:NOT_A_CLASS", "Name a class"),
+    ],
+)
+def test_what_names_no_model_is_refused(spec: str, remedy: str) -> None:
+    """The error names the text and a remedy."""
+    with pytest.raises(ConfigError, match=remedy):
+        find_source(spec)
+
+
+def test_a_class_without_its_arguments_is_refused() -> None:
+    """The remedy shows how to pass them."""
+    with pytest.raises(ConfigError, match="--init-args"):
+        survey_model(find_source(f"{HERE}:Needy"), batch=1, seq=1)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    """A folder without config.json, one that names no architectures, one that is no JSON, and an unknown class."""
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        find_source(str(tmp_path))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ConfigError, match="names no architectures"):
+        find_source(str(tmp_path))
+    file.write_text(json.dumps({"model_type": "llama", "architectures": ["NoSuchModel"]}))
+    with pytest.raises(UnsupportedError, match="NoSuchModel"):
+        find_source(str(tmp_path))
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        find_source(str(tmp_path))
