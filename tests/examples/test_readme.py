@@ -1,0 +1,72 @@
+"""What the README shows runs, as it stands there, on a model folder made on the spot."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_smartinfinity.cli import main
+from tests.helpers.fresh_python import fresh_environment
+from tests.helpers.model_folder import TEXT, make_model_folder
+from tests.helpers.waiting import PROCESS_LIMIT
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+LOADED = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokens = AutoTokenizer.from_pretrained(sys.argv[1])("A drive", return_tensors="pt")
+assert "lightning_smartinfinity" not in sys.modules or not hasattr(sys.modules["lightning_smartinfinity"], "zero3")
+print(model(**tokens).logits.double().sum().item())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the README takes for granted: a model and a text."""
+    monkeypatch.chdir(tmp_path)
+    make_model_folder(tmp_path / "my-model")
+    (tmp_path / "my-text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def run_python(folder: Path, *arguments: str) -> str:
+    """Run Python in the folder on one CPU thread, assert that it succeeds, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**fresh_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+def test_the_python_blocks_and_commands_run_in_order(folder: Path) -> None:
+    """The model is fine-tuned, resumed and exported, and transformers alone loads both results alike."""
+    scripts = [text for language, text in BLOCKS if language == "python"]
+    assert len(scripts) == 2
+    (folder / "readme.py").write_text("\n".join(scripts))
+    run_python(folder, "readme.py")
+    saved = run_python(folder, "-c", LOADED, "my-model-tuned")
+    (folder / "my-model-tuned").rename(folder / "saved")
+    for command in re.findall(r"^smart-infinity (.*)$", README, re.MULTILINE):
+        assert main(shlex.split(command)) == 0, command
+    assert run_python(folder, "-c", LOADED, "my-model-tuned") == saved
+    assert run_python(folder, "-c", LOADED, "my-model") != saved
+
+
+def test_it_is_short() -> None:
+    """Outside of code and tables the README has at most 600 words, and six links by task."""
+    text = re.sub(r"^```.*?^```|^\|.*?$|<!--.*?-->|\]\([^)]*\)", "", README, flags=re.DOTALL | re.MULTILINE)
+    assert 200 < len(text.split()) <= 600
+    tasks = README.split("## By task\n")[1].split("`make demo`")[0]
+    assert tasks.count("](") == 6
