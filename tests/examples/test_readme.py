@@ -17,6 +17,8 @@ from tests.helpers.waiting import PROCESS_LIMIT
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+COMMANDS = re.findall(r"^smart-infinity (.*)$", README, re.MULTILINE)
+(SIZES,) = (command for command in COMMANDS if "--gpu-memory" in command)
 LOADED = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,7 +60,9 @@ def test_the_python_blocks_and_commands_run_in_order(folder: Path) -> None:
     run_python(folder, "readme.py")
     saved = run_python(folder, "-c", LOADED, "my-model-tuned")
     (folder / "my-model-tuned").rename(folder / "saved")
-    for command in re.findall(r"^smart-infinity (.*)$", README, re.MULTILINE):
+    for command in COMMANDS:
+        if command == SIZES:
+            continue  # see test_sizes_are_those_of_the_plan
         assert main(shlex.split(command)) == 0, command
     assert run_python(folder, "-c", LOADED, "my-model-tuned") == saved
     assert run_python(folder, "-c", LOADED, "my-model") != saved
@@ -70,3 +74,19 @@ def test_it_is_short() -> None:
     assert 200 < len(text.split()) <= 600
     tasks = README.split("## By task\n")[1].split("`make demo`")[0]
     assert tasks.count("](") == 6
+
+
+@pytest.mark.parametrize(
+    "sizes", [["1B"], pytest.param(["3B", "7B", "13B", "30B", "70B"], marks=pytest.mark.long)], ids=["quick", "long"]
+)
+def test_sizes_are_those_of_the_plan(sizes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row of the table is what the command beside it prints."""
+    words = shlex.split(SIZES)
+    options = words[words.index("--gpu-memory") :]
+    assert words[: len(words) - len(options)] == ["plan", "1B", "3B", "7B", "13B", "30B", "70B"]
+    # A table has a row for each of several models.
+    main(["plan", *sizes, *sizes, *options])
+    head, line, *rows = capsys.readouterr().out.splitlines()
+    assert f"{head}\n{line}\n" in README
+    for row in rows:
+        assert row in README.splitlines()
