@@ -116,10 +116,10 @@ class NearStorage:
         """Save a model of transformers for ``from_pretrained``, without a checkpoint in between.
 
         This is a collective: every rank calls it, in a fit, after it, or when the model is only evaluated. The first
-        rank writes, with bounded memory; ``folder`` is complete or absent.
+        rank writes, with bounded memory; ``folder`` is complete, or as it was before.
 
         Args:
-            folder: Path of the folder, where nothing or an empty folder is.
+            folder: Path of the folder. If it exists, its older weights are replaced and its other files stay.
             module: The model, or a module with one inside. Default: the whole module, which is saved by its own names
                 if no model of transformers is inside.
             dtype: Dtype of trained weights. Default: that of the training, whose bits they then have;
@@ -127,7 +127,7 @@ class NearStorage:
             max_shard_size: Largest size of a file in bytes, or as ``"5GB"``. Default: that of transformers.
 
         Raises:
-            SmartInfinityError: An argument is wrong, the model cannot be saved, ``folder`` exists, or it cannot be
+            SmartInfinityError: An argument is wrong, or the model cannot be saved, or ``folder`` is a file or cannot be
                 written; raised on every rank.
         """
         from lightning_smartinfinity.export.from_training import save_module

@@ -6,13 +6,27 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 from lightning_smartinfinity.errors import CheckpointError, StorageFullError
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import beside
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import beside, exchange
 
-__all__ = ["require_room", "require_unused", "staged"]
+__all__ = ["require_folder", "require_room", "require_unused", "staged"]
+
+_PREVIOUS = "previous"
+_OLDER_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
+
+
+def require_folder(target: Path) -> None:
+    """Check that ``target`` is a folder, or that nothing is there.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+    if os.path.lexists(target) and not target.is_dir():
+        raise CheckpointError(f"{target} is no folder, and models are saved as folders.", "Name another path.")
 
 
 def require_unused(target: Path, *, outside: Path | None = None) -> None:
@@ -53,10 +67,16 @@ def require_room(target: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def staged(target: Path) -> Iterator[Path]:
+def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
     """Yield a new folder; what the body puts into it under the name of ``target`` becomes ``target`` when it ends.
 
-    If the body raises, nothing is left. The next export to the same path removes what a killed process has left.
+    If the body raises, ``target`` stays as it was. The next export to the same path removes what a killed process has
+    left.
+
+    Args:
+        target: Path of the export.
+        keeps_others: Whether ``target`` may be a folder that is not empty. Its files stay, except for older weights and
+            for those that the export has, too.
 
     Raises:
         StorageFullError: The disk is full.
@@ -64,19 +84,58 @@ def staged(target: Path) -> Iterator[Path]:
     """
     place = Path(os.path.realpath(target))
     staging = beside(place)
+    new = staging / place.name
     try:
         with storage_errors("Writing the export", target):
+            _restore(staging, place)
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            yield staging / place.name
-            for path in (*(staging / place.name).glob("*"), staging / place.name):
+            yield new
+            for path in new.glob("*"):
                 _flush(path)
-            with suppress(FileNotFoundError, NotADirectoryError):
-                os.rmdir(place)  # it is empty: rename replaces no folder by a file
-            os.rename(staging / place.name, place)
+            if keeps_others and place.is_dir():
+                _keep_others(place, new)
+            _flush(new)
+            _put_in_place(new, place)
             _flush(place.parent)
     finally:
+        _restore(staging, place)
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _keep_others(old: Path, new: Path) -> None:
+    """Link what a folder has beside its weights into the one that is to replace it."""
+    for entry in old.iterdir():
+        if (new / entry.name).exists() or any(fnmatch(entry.name, pattern) for pattern in _OLDER_WEIGHTS):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, new / entry.name)
+
+
+def _link(old: str | Path, new: str | Path) -> None:
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:  # the file system has no hard links
+        shutil.copy2(old, new, follow_symlinks=False)
+
+
+def _put_in_place(new: Path, place: Path) -> None:
+    if place.is_dir() and any(place.iterdir()):
+        if not exchange(new, place):
+            os.rename(place, new.parent / _PREVIOUS)
+            os.rename(new, place)
+        return
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.rmdir(place)  # it is empty: rename replaces no folder by a file
+    os.rename(new, place)
+
+
+def _restore(staging: Path, place: Path) -> None:
+    """Put the old folder back if an exchange by two renames broke off between them."""
+    if (staging / _PREVIOUS).exists() and not place.exists():
+        os.rename(staging / _PREVIOUS, place)
 
 
 def _flush(path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_smartinfinity.export.destination import require_unused
+from lightning_smartinfinity.export.destination import require_folder
 from lightning_smartinfinity.export.models import choose, describe, models_in
 from lightning_smartinfinity.export.pretrained import FolderExport, plain_export, pretrained_export, writing_folder
 from lightning_smartinfinity.zero3.checkpoints.live_weights import LiveWeights
@@ -31,7 +31,7 @@ def save_module(
 
     Args:
         module: The module.
-        target: Path of the folder, which does not exist or is empty.
+        target: Path of the folder. If it exists, its files stay, except for older weights.
         dtype: Dtype of trained weights; None means that of the training, whose bits they then have.
         max_shard_size: Bytes of a file, or text such as ``"5GB"``; None means transformers' default.
 
@@ -40,14 +40,14 @@ def save_module(
     """
     export: FolderExport | None = None
     with raising_together():
-        require_unused(target)
+        require_folder(target)
         source, export = _planned(module, dtype=dtype, max_shard_size=max_shard_size)
     assert export is not None
     with ExitStack() as written:
         put: Put = _nowhere
         with raising_together():
             if dist.get_rank() == 0:
-                put = written.enter_context(writing_folder(target, export))
+                put = written.enter_context(writing_folder(target, export, keeps_others=True))
         source.read(export.names, put, masters=_needs_masters(export))
         with raising_together():
             written.close()

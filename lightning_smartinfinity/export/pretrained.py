@@ -111,12 +111,13 @@ def plain_export(contents: Contents, *, dtype: torch.dtype | None) -> FolderExpo
 
 
 @contextmanager
-def writing_folder(target: Path, export: FolderExport) -> Iterator[Put]:
+def writing_folder(target: Path, export: FolderExport, *, keeps_others: bool = False) -> Iterator[Put]:
     """Make a folder, which is complete when the context ends, or not there if the body raises.
 
     Args:
         target: Path of the folder.
         export: What it is to contain.
+        keeps_others: Whether the folder may exist; its files stay, except for older weights.
 
     Yields:
         Function that takes all values of ``export.names``.
@@ -126,7 +127,10 @@ def writing_folder(target: Path, export: FolderExport) -> Iterator[Put]:
     """
     plan = export.plan
     require_room(target, plan.nbytes + _SMALL_FILES_BYTES)
-    with staged(target) as folder, showing_progress("Exporting", plan.nbytes, shown=True) as advance:
+    with (
+        staged(target, keeps_others=keeps_others) as folder,
+        showing_progress("Exporting", plan.nbytes, shown=True) as advance,
+    ):
         folder.mkdir()
         if export.description is not None:
             write_companions(export.description, folder, dtype=export.dtype, origins=export.origins)

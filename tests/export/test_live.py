@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ from safetensors.torch import load_file
 
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.cli.main import main
-from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageFullError, UnsupportedError
+from lightning_smartinfinity.export import destination, safetensors_file
+from lightning_smartinfinity.zero3.checkpoints import folder_swap
 from tests.export.models import LitModel, build, tokens
 from tests.export.trained import files_of, train
 from tests.fabric.worker import quiet_fabric
@@ -130,6 +135,61 @@ def test_a_tokenizer_is_copied_from_where_the_model_came(tmp_path: Path) -> None
     assert files_of(tmp_path / "out").keys() == copied.keys() | weights
     assert files_of(tmp_path / "out") == files_of(tmp_path / "live")
     assert {name: files_of(tmp_path / "out")[name] for name in copied} == copied
+
+
+@pytest.fixture(params=["exchanged", "renamed"])
+def saved_once(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pl.Trainer:
+    """Train, and make a folder with old files, on a file system that exchanges folders and on one that cannot."""
+    if request.param == "renamed":
+        monkeypatch.setattr(destination, "exchange", lambda first, second: False)
+    trainer = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "storage"))
+    trainer.fit(LitModel("gpt2"))
+    trainer.strategy.save_pretrained(tmp_path / "new")  # type: ignore[attr-defined]
+    (tmp_path / "out" / "runs").mkdir(parents=True)
+    for name in ("tokenizer.json", "runs/log", "config.json", "model-00001-of-00002.safetensors", "pytorch_model.bin"):
+        (tmp_path / "out" / name).write_text("old")
+    return trainer
+
+
+def test_a_folder_is_saved_to_again(saved_once: pl.Trainer, tmp_path: Path) -> None:
+    """Older weights and the configuration are replaced, other files stay, and nothing lies beside the folder."""
+    out, before = tmp_path / "out", {path.name for path in tmp_path.iterdir()}
+    saved_once.strategy.save_pretrained(out)  # type: ignore[attr-defined]
+    assert (out / "tokenizer.json").read_text() == (out / "runs" / "log").read_text() == "old"
+    (out / "tokenizer.json").unlink()
+    shutil.rmtree(out / "runs")
+    assert files_of(out) == files_of(tmp_path / "new")
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_folder_stays_as_it_was_if_a_save_fails(
+    saved_once: pl.Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether writing fails or the last step, the old files are all there."""
+    save, out, rename = saved_once.strategy.save_pretrained, tmp_path / "out", os.rename  # type: ignore[attr-defined]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is no folder"):
+        save(tmp_path / "file")
+
+    def fail_to_put(old: Path, new: Path) -> None:
+        if new == out and old.name == "out":
+            fail()
+        rename(old, new)
+
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    exchanges = destination.exchange is folder_swap.exchange
+    last = (destination, "exchange", fail) if exchanges else (destination.os, "rename", fail_to_put)
+    for owner, name, replacement in ((safetensors_file.os, "pwrite", fail), last):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, replacement)
+            with pytest.raises(StorageFullError):
+                save(out)
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+        assert not list(tmp_path.glob(".saving*"))
 
 
 def test_bad_arguments_of_save_pretrained_are_refused(tmp_path: Path) -> None:
