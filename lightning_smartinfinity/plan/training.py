@@ -9,6 +9,7 @@ from lightning_smartinfinity.config import HOST_TASKLET_BYTES
 from lightning_smartinfinity.errors import ConfigError
 from lightning_smartinfinity.native.formats import STATE_FORMATS
 from lightning_smartinfinity.plan.workload import NUM_ARRAYS
+from lightning_smartinfinity.update_rules import RULES
 
 __all__ = ["BUILDS", "OFFLOADS", "OPTIMIZERS", "PRECISIONS", "Training"]
 
@@ -21,7 +22,7 @@ OFFLOADS = ("none", "cpu", "nvme")
 BUILDS = ("init", "configure_model")
 """Where the module builds the model."""
 
-OPTIMIZERS = {"Adam": "adamw", "AdamW": "adamw", "Adagrad": "adagrad", "RMSprop": "rmsprop", "SGD": "sgd"}
+OPTIMIZERS = {optimizer: rule.name for rule in RULES for optimizer in rule.optimizers}
 """Name of the update rule by class of torch.optim."""
 
 _MOST = 10**9

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch import Tensor
+from torch._guards import TracingContext
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.untyped import ZeroParameter
@@ -71,7 +72,8 @@ def _reduce_ex(param: ZeroParameter, protocol: int) -> object:
 
 
 def _untyped_storage(param: ZeroParameter) -> object:
-    _require_whole(param)
+    if TracingContext.try_get() is None:  # torch.compile looks at storages, but copies nothing
+        _require_whole(param)
     return type(param).untyped_storage(param)
 
 
