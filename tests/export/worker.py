@@ -51,7 +51,8 @@ def main() -> None:
     trainer.save_checkpoint(out / "ckpt")
     trainer.strategy.save_pretrained(out / "live")
     trainer.strategy.save_pretrained(out / "live32", dtype=torch.float32)
-    errors = [error_of(trainer, out / "live"), failing_write(out / "failed", trainer)]
+    (out / "taken").touch()
+    errors = [error_of(trainer, out / "taken"), failing_write(out / "failed", trainer)]
     torch.save(errors, out / f"errors-{module.global_rank}.pt")
     trainer.strategy.close()
     evaluated: Any = quiet_trainer(out / "evaluated", devices=2)
