@@ -6,6 +6,7 @@ import os
 import uuid
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -40,7 +41,7 @@ __all__ = ["NearStorage"]
 T = TypeVar("T")
 
 
-class NearStorage:
+class NearStorage(ABC):
     """Mixin that precedes one of Lightning's two ``DeepSpeedStrategy`` classes among the bases of a strategy.
 
     It calls none of their methods. Of their attributes it uses those that :meth:`_take_settings` sets.
@@ -136,9 +137,9 @@ class NearStorage:
         check("save_pretrained", "module", module, optional(instance(torch.nn.Module)))
         save_module(self._module_to_save(module), Path(folder), dtype=dtype, max_shard_size=max_shard_size)
 
+    @abstractmethod
     def _module_to_save(self, module: torch.nn.Module | None) -> torch.nn.Module:
         """Return the module of :meth:`save_pretrained` without the wrappers of Lightning and DeepSpeed."""
-        raise NotImplementedError
 
     def _close_state(self) -> None:
         optimizer = self._near_storage_optimizer

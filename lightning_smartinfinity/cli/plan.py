@@ -83,7 +83,7 @@ def _rates(options: argparse.Namespace, training: Training, resources: Resources
         from lightning_smartinfinity.survey.rates import measure_rates, require_device
 
         device = require_device("cuda" if resources.on_gpu else "cpu")
-        print("Measuring layers, memory and the drive: a minute at most.", file=sys.stderr, flush=True)
+        print("Measuring layers, memory and the drive, for about a minute.", file=sys.stderr, flush=True)
         rates = measure_rates(source, model, training, rates, storage=options.storage, device=device)
     given = {name: getattr(options, name) for name in ("drive_read", "drive_write") if getattr(options, name)}
     return replace(rates, **{name: Range(rate, rate, measured=True) for name, rate in given.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--init-args", type=_arguments, default={}, metavar="JSON", help="arguments of the class")
     _add_training(parser.add_argument_group("the training"))
     _add_machine(parser.add_argument_group("the machine; what is left out is looked up on this one"))
-    parser.add_argument("--measure", action="store_true", help="measure layers, memory and drive, a minute at most")
+    parser.add_argument("--measure", action="store_true", help="measure layers, memory and drive, in about a minute")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -108,20 +108,8 @@ def training_of(options: argparse.Namespace) -> Training:
     Raises:
         ConfigError: Options contradict each other.
     """
-    return Training(
-        batch=options.batch,
-        seq=options.seq,
-        accumulate=options.accumulate,
-        checkpointing=options.checkpointing,
-        precision=options.precision,
-        optimizer=options.optimizer,
-        state_format=options.state_format,
-        offload_param=options.offload_param,
-        build=options.build,
-        processes=options.processes,
-        save_top_k=options.save_top_k,
-        tokens=options.tokens,
-    )
+    given = {each.name: getattr(options, each.name) for each in fields(Training) if hasattr(options, each.name)}
+    return Training(**given)
 
 
 def given_resources(found: Resources, options: argparse.Namespace) -> Resources:

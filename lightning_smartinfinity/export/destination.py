@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
 from lightning_smartinfinity.errors import CheckpointError, StorageFullError
 from lightning_smartinfinity.store.os_errors import storage_errors
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import beside, exchange
+from lightning_smartinfinity.store.replacement import beside, flush, put_back, put_in_place
 
 __all__ = ["require_folder", "require_room", "require_unused", "staged"]
 
-_PREVIOUS = "previous"
 _OLDER_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
 
 
@@ -87,19 +86,19 @@ def staged(target: Path, *, keeps_others: bool = False) -> Iterator[Path]:
     new = staging / place.name
     try:
         with storage_errors("Writing the export", target):
-            _restore(staging, place)
+            put_back(staging, place)
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
             yield new
             for path in new.glob("*"):
-                _flush(path)
+                flush(path)
             if keeps_others and place.is_dir():
                 _keep_others(place, new)
-            _flush(new)
-            _put_in_place(new, place)
-            _flush(place.parent)
+            flush(new)
+            put_in_place(new, place)
+            flush(place.parent)
     finally:
-        _restore(staging, place)
+        put_back(staging, place)
         shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -119,29 +118,3 @@ def _link(old: str | Path, new: str | Path) -> None:
         os.link(old, new, follow_symlinks=False)
     except OSError:  # the file system has no hard links
         shutil.copy2(old, new, follow_symlinks=False)
-
-
-def _put_in_place(new: Path, place: Path) -> None:
-    if place.is_dir() and any(place.iterdir()):
-        if not exchange(new, place):
-            os.rename(place, new.parent / _PREVIOUS)
-            os.rename(new, place)
-        return
-    with suppress(FileNotFoundError, NotADirectoryError):
-        os.rmdir(place)  # it is empty: rename replaces no folder by a file
-    os.rename(new, place)
-
-
-def _restore(staging: Path, place: Path) -> None:
-    """Put the old folder back if an exchange by two renames broke off between them."""
-    if (staging / _PREVIOUS).exists() and not place.exists():
-        os.rename(staging / _PREVIOUS, place)
-
-
-def _flush(path: Path) -> None:
-    """Return when the entries of a folder, or the content of a file, are on the device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

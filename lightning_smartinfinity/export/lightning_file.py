@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.export.destination import require_room, staged
-from lightning_smartinfinity.export.routes import Plan, plain_plan, router
+from lightning_smartinfinity.export.routes import ExportPlan, plain_plan, router
 from lightning_smartinfinity.progress import showing_progress
 from lightning_smartinfinity.rng import RNG_KEY
 from lightning_smartinfinity.store.os_errors import storage_errors
@@ -24,7 +24,7 @@ __all__ = ["write_lightning_file"]
 _SMALL_BYTES = 1 << 20
 
 
-def write_lightning_file(source: CheckpointWeights, target: Path, *, dtype: torch.dtype) -> Plan:
+def write_lightning_file(source: CheckpointWeights, target: Path, *, dtype: torch.dtype) -> ExportPlan:
     """Write the weights of a checkpoint and what Lightning saved beside them.
 
     Args:
@@ -54,7 +54,7 @@ def write_lightning_file(source: CheckpointWeights, target: Path, *, dtype: torc
 
 
 @contextmanager
-def _weights_file(source: CheckpointWeights, plan: Plan, path: Path) -> Iterator[_Streams]:
+def _weights_file(source: CheckpointWeights, plan: ExportPlan, path: Path) -> Iterator[_Streams]:
     with FakeTensorMode():
         rooms = {
             name: torch.empty(spec.shape, dtype=spec.dtype)

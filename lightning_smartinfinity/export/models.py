@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_smartinfinity.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_smartinfinity.errors import CheckpointError, ConfigError, UnsupportedError, in_short
 
 __all__ = [
     "Model",
@@ -165,12 +165,12 @@ def without_memory(description: ModelDescription) -> Model:
             "code of a checkpoint.",
             "Call strategy.save_pretrained(folder) in the training, where the model exists.",
         )
-    config = kind.config_class.from_dict(json.loads(description.config))
     try:
+        config = kind.config_class.from_dict(json.loads(description.config))
         with torch.device("meta"):
             return kind(config)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever a model's own code raises on values it does not know, or without memory
         raise UnsupportedError(
-            f"{description.name} cannot be built without memory: {error}.",
+            f"{description.name} cannot be built from its configuration without memory: {in_short(error)}.",
             "Call strategy.save_pretrained(folder) in the training, where the model exists.",
         ) from error

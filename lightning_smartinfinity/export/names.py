@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.export.models import Model
-from lightning_smartinfinity.export.routes import Plan, Range, rounded
+from lightning_smartinfinity.export.routes import ExportPlan, Range, rounded
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, TensorSpec
 
 __all__ = ["plan_for"]
 
 
-def plan_for(model: Model, contents: Contents, *, dtype: torch.dtype | None) -> Plan:
+def plan_for(model: Model, contents: Contents, *, dtype: torch.dtype | None) -> ExportPlan:
     """Return the plan of an export for transformers.
 
     Args:
@@ -39,7 +39,7 @@ def plan_for(model: Model, contents: Contents, *, dtype: torch.dtype | None) -> 
     kept = [name for name in kept if not _is_ignored(model, name)]
     tensors, ranges = _in_files(model, {name: rounded(specs[name], dtype) for name in kept})
     here = {name for name, origin in ranges.items() if origin.origin in present}
-    return Plan(
+    return ExportPlan(
         tensors={name: tensors[name] for name in tensors if name in here},
         ranges={name: ranges[name] for name in tensors if name in here},
         others={name: tensors[name] for name in tensors if name not in here},

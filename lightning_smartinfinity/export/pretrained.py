@@ -16,7 +16,7 @@ from lightning_smartinfinity.export.destination import require_room, staged
 from lightning_smartinfinity.export.models import Model, ModelDescription, require_transformers
 from lightning_smartinfinity.export.names import plan_for
 from lightning_smartinfinity.export.original_weights import OriginalWeights
-from lightning_smartinfinity.export.routes import Plan, plain_plan, router
+from lightning_smartinfinity.export.routes import ExportPlan, plain_plan, router
 from lightning_smartinfinity.export.shards import Shards, writing_shards
 from lightning_smartinfinity.progress import Advance, showing_progress
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import Put
@@ -42,7 +42,7 @@ class FolderExport:
     """
 
     contents: Contents
-    plan: Plan
+    plan: ExportPlan
     dtype: torch.dtype
     description: ModelDescription | None = None
     origins: Sequence[Path] = ()
@@ -83,7 +83,7 @@ def pretrained_export(
     if plan.others:
         originals = OriginalWeights(_required(folder, plan), prefix=model.base_model_prefix)
         others = {name: originals.spec(name, spec.shape) for name, spec in plan.others.items()}
-        plan = Plan(tensors=plan.tensors, ranges=plan.ranges, others=others)
+        plan = ExportPlan(tensors=plan.tensors, ranges=plan.ranges, others=others)
     origins = [*([folder] if folder else []), Path(description.origin)]
     return FolderExport(
         contents=contents,
@@ -158,7 +158,7 @@ def _write_originals(export: FolderExport, shards: Shards, advance: Advance) -> 
             advance(values.nbytes)
 
 
-def _required(folder: Path | None, plan: Plan) -> Path:
+def _required(folder: Path | None, plan: ExportPlan) -> Path:
     if folder is None:
         raise UnsupportedError(
             f"The checkpoint lacks {next(iter(plan.others))!r} and {len(plan.others) - 1} more weights: it was saved "

@@ -10,7 +10,7 @@ import torch
 
 from lightning_smartinfinity.zero3.checkpoints.weight_source import Contents, TensorSpec
 
-__all__ = ["Plan", "Range", "plain_plan", "rounded", "router"]
+__all__ = ["ExportPlan", "Range", "plain_plan", "rounded", "router"]
 
 Write = Callable[[str, int, torch.Tensor], None]
 """Writes elements of an exported tensor: its name, the index of the first one, and the values in its dtype."""
@@ -29,7 +29,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExportPlan:
     """Describes what an export is to contain.
 
     Args:
@@ -54,14 +54,14 @@ def rounded(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
     return spec._replace(dtype=dtype) if changes and dtype is not None else spec
 
 
-def plain_plan(contents: Contents, *, dtype: torch.dtype | None) -> Plan:
+def plain_plan(contents: Contents, *, dtype: torch.dtype | None) -> ExportPlan:
     """Return the plan of an export that keeps all names, but has each shared parameter once."""
     buffers = {name: TensorSpec(value.shape, value.dtype) for name, value in contents.buffers.items()}
     tensors = {name: rounded(spec, dtype) for name, spec in {**contents.parameters, **buffers}.items()}
-    return Plan(tensors=tensors, ranges={name: Range(name, 0) for name in tensors})
+    return ExportPlan(tensors=tensors, ranges={name: Range(name, 0) for name in tensors})
 
 
-def router(plan: Plan, contents: Contents, write: Write, advance: Callable[[int], object]) -> Write:
+def router(plan: ExportPlan, contents: Contents, write: Write, advance: Callable[[int], object]) -> Write:
     """Return a function that writes elements of the model's tensors to where they belong.
 
     Args:

@@ -11,6 +11,7 @@ from lightning_smartinfinity.errors import StorageError
 from lightning_smartinfinity.store.lock import FolderLock, is_locked
 from lightning_smartinfinity.store.manifest import MANIFEST_NAME, read_manifest
 from lightning_smartinfinity.store.os_errors import storage_errors
+from lightning_smartinfinity.store.replacement import flush
 
 __all__ = [
     "COMMIT_NAME",
@@ -140,11 +141,7 @@ class RankFolder:
     def flush(self) -> None:
         """Make the folder's entries survive a power loss."""
         with storage_errors("Flushing", self.path):
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            flush(self.path)
 
     def discard(self) -> None:
         """Remove what this object created, and unlock. Never raises."""

@@ -30,6 +30,7 @@ from lightning_smartinfinity.store.manifest import (
 from lightning_smartinfinity.store.os_errors import storage_errors
 from lightning_smartinfinity.store.record import CommitRecord, erase_record, no_record, write_record
 from lightning_smartinfinity.store.recovery import common_manifest, newest_complete, require_recoverable
+from lightning_smartinfinity.store.replacement import flush
 from lightning_smartinfinity.store.space import measure_space, require_space
 from lightning_smartinfinity.store.spread import Placement, next_placement, places_needed
 
@@ -312,8 +313,8 @@ class StateStore:
             StorageError: The generation could not be flushed, or a manifest could not be written.
         """
         self._flush_files()
-        with storage_errors("Flushing", self._commit_path), open(self._commit_path, "rb") as file:
-            os.fsync(file.fileno())
+        with storage_errors("Flushing", self._commit_path):
+            flush(self._commit_path)
         self.manifest = replace(self.manifest, keep=True)
         for device, folder in enumerate(self._folders):
             write_manifest(folder.path / MANIFEST_NAME, self.manifest.for_device(device))

@@ -7,5 +7,5 @@
     resources  GPU, host memory, cores and drive of this machine
     rates      seconds of real layers, of memory copies and of the drive
 
-Only ``rates`` allocates memory that grows with a model: that of up to three of its layers.
+Only ``rates`` allocates memory for a model: parameters of 1 GB, or three of its layers, and as much for gradients.
 """

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_smartinfinity.errors import ConfigError, UnsupportedError
+from lightning_smartinfinity.errors import ConfigError, UnsupportedError, in_short
 from lightning_smartinfinity.plan.model import LlamaShape, ModelFigures, llama_shape
 from lightning_smartinfinity.survey.passes import count_passes
 
@@ -157,9 +157,9 @@ def _from_folder(path: Path) -> ModelSource:
     folder = path if path.is_dir() else path.parent
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever transformers and a model's own configuration raise on values
         raise ConfigError(
-            f"The configuration in {str(folder)!r} cannot be read: {str(error).splitlines()[0]}",
+            f"The configuration in {str(folder)!r} cannot be read: {in_short(error)}.",
             "Pass a model that the installed transformers knows, without code of its own.",
         ) from error
     names = getattr(config, "architectures", None) or []
@@ -179,8 +179,19 @@ def _from_folder(path: Path) -> ModelSource:
 
 def _of_transformers(name: str, model_class: Any, config: Any, *, assumed: str = "") -> ModelSource:
     return ModelSource(
-        name=name, build=partial(model_class, config), build_with=model_class, config=config, assumed=assumed
+        name=name, build=partial(_built, model_class, config), build_with=model_class, config=config, assumed=assumed
     )
+
+
+def _built(model_class: Any, config: Any) -> nn.Module:
+    try:
+        model: nn.Module = model_class(config)
+    except Exception as error:  # whatever a model's own code raises on values that it does not know
+        raise ConfigError(
+            f"{model_class.__name__} cannot be built from its configuration: {in_short(error)}.",
+            "Mend config.json, or install a version of transformers that knows the model.",
+        ) from error
+    return model
 
 
 def _from_class(spec: str, arguments: dict[str, Any]) -> ModelSource:

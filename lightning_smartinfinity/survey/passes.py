@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from lightning_smartinfinity.errors import in_short
 from lightning_smartinfinity.plan.model import Passes
 
 __all__ = ["count_passes", "loss_of", "transformer_in"]
@@ -39,7 +40,7 @@ def count_passes(module: nn.Module, *, batch: int, seq: int) -> tuple[Passes | N
         kept = _kept_bytes(model, batch=batch, seq=seq)
         return _counted(model, batch=batch, seq=seq, kept=kept), ""
     except Exception as error:  # whatever a model's own code raises on tensors without values
-        return None, f"{_UNCOUNTED}: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        return None, f"{_UNCOUNTED}: {in_short(error)}"
 
 
 def transformer_in(module: nn.Module) -> Any:

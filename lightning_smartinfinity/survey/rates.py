@@ -24,7 +24,8 @@ from lightning_smartinfinity.survey.passes import loss_of, transformer_in
 
 __all__ = ["measure_rates", "require_device"]
 
-_FEW_LAYERS, _MORE_LAYERS = 1, 3
+_FEW_LAYERS, _LEAST_LAYERS = 1, 3
+_TIMED_BYTES = 10**9  # of parameters, unless three layers have more
 _RUNS = 3
 _SECONDS_FOR_PASSES = 15.0  # each of the two models stops repeating then
 _COPIED_BYTES = 256 << 20
@@ -45,10 +46,11 @@ def require_device(device: str) -> str:
 def measure_rates(
     source: ModelSource, model: ModelFigures, training: Training, rates: Rates, *, storage: Path, device: str
 ) -> Rates:
-    """Measure on this machine, in about a minute at most, and return the rates with measured figures.
+    """Measure on this machine, in about a minute, and return the rates with measured figures.
 
-    A model of transformers runs forward and backward with one and with three layers of its own shapes, in the
-    parameters' dtype; the difference is two layers. Of other models only a product of matrices is measured.
+    A model of transformers runs forward and backward in the parameters' dtype. If its parameters have more than 1 GB,
+    two models with fewer layers of its shapes do, of which the larger one has about 1 GB, but at least three layers.
+    The rest follows from the difference. Of other models only a product of matrices is measured.
 
     Args:
         source: The model.
@@ -62,7 +64,7 @@ def measure_rates(
         StorageError: The drive cannot be measured.
     """
     forward, backward = _flops(source, model, training, device=device)
-    drive = measure_drive(storage)
+    drive = measure_drive(storage, state_format=training.state_format)
     measured = replace(
         rates,
         flops=Range.exactly(forward),
@@ -89,13 +91,14 @@ def _flops(source: ModelSource, model: ModelFigures, training: Training, *, devi
 def _seconds_of_model(
     source: ModelSource, model: ModelFigures, training: Training, *, dtype: torch.dtype, device: str
 ) -> tuple[float, float]:
-    """Return the seconds of forward and backward of the whole model, from those of its first layers."""
-    if model.num_layers <= _MORE_LAYERS:
+    """Return the seconds of forward and backward of the whole model, from those of its first layers if it is large."""
+    num_layers = max(_LEAST_LAYERS, model.num_layers * _TIMED_BYTES // (dtype.itemsize * model.numel))
+    if model.num_layers <= num_layers:
         whole = _seconds_of_passes(source, model.num_layers, training, dtype=dtype, device=device)
         return whole[0], whole[1]
     few = _seconds_of_passes(source, _FEW_LAYERS, training, dtype=dtype, device=device)
-    more = _seconds_of_passes(source, _MORE_LAYERS, training, dtype=dtype, device=device)
-    further = (model.num_layers - _FEW_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
+    more = _seconds_of_passes(source, num_layers, training, dtype=dtype, device=device)
+    further = (model.num_layers - _FEW_LAYERS) / (num_layers - _FEW_LAYERS)
     # Noise may make the larger model the faster one.
     forward, backward = (a + further * max(b - a, 0.1 * b) for a, b in zip(few, more, strict=True))
     return forward, backward

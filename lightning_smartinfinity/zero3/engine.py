@@ -24,6 +24,7 @@ from lightning_smartinfinity.errors import UnsupportedError
 from lightning_smartinfinity.zero3.checkpoints.checkpoint_engine import SmartInfinityCheckpointEngine
 from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing
 from lightning_smartinfinity.zero3.checkpoints.full_weights import refuse_plain_loading
+from lightning_smartinfinity.zero3.environment import return_freed_memory
 from lightning_smartinfinity.zero3.optimizer import SmartInfinityOptimizer
 from lightning_smartinfinity.zero3.parameters.copy_guard import guard_copies, unguarded
 from lightning_smartinfinity.zero3.parameters.external_parameters import retrace_for_external_parameters
@@ -199,6 +200,7 @@ class SmartInfinityEngine(PortableEngine):
             CheckpointError: The checkpoint could not be written; raised on every rank.
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        return_freed_memory()  # which the next step on a CPU would use again: a save needs memory of its own
         # DeepSpeed's format has an empty tensor for every partitioned parameter, whose values are in other files.
         with replacing(save_dir, tag, local_rank=self.local_rank) as staging, unguarded():
             saved: bool = super().save_checkpoint(

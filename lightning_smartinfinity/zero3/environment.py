@@ -9,10 +9,11 @@ import sys
 
 from lightning_smartinfinity.errors import UnsupportedError
 
-__all__ = ["FreedMemory", "forbid_jit_builds", "prepare_environment", "return_freed_memory"]
+__all__ = ["FreedMemory", "forbid_jit_builds", "prepare_environment", "return_freed_memory", "reuse_freed_memory"]
 
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
-_MMAP_THRESHOLD = 1024 * 1024
+_LEAN_THRESHOLD = 1024 * 1024
+_FAST_THRESHOLD = 32 * 1024 * 1024  # the most that glibc would choose itself
 _THRESHOLD_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 
 
@@ -38,7 +39,7 @@ def prepare_environment(device_type: str, *, local_world_size: int) -> None:
         os.environ["LOCAL_SIZE"] = str(local_world_size)
     _require_accelerator(device_type)
     forbid_jit_builds()
-    _map_large_blocks()
+    _map_blocks_from(_LEAN_THRESHOLD)
 
 
 def _require_accelerator(device_type: str) -> None:
@@ -64,15 +65,24 @@ def forbid_jit_builds() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _map_large_blocks() -> None:
-    """Make the C library map blocks from 1 MiB on one by one, so that each returns to the system when it is freed.
+def reuse_freed_memory() -> None:
+    """Let the C library keep freed blocks of less than 32 MiB for later use, once the model is set up.
+
+    The activations and gradients of a step on the CPU are blocks that the next step needs again. Each new page would
+    cost it a page fault.
+    """
+    _map_blocks_from(_FAST_THRESHOLD)
+
+
+def _map_blocks_from(num_bytes: int) -> None:
+    """Make the C library map blocks of this size on one by one, so that each returns to the system when it is freed.
 
     By default glibc learns from freed blocks and then keeps those of up to 32 MiB in its heaps: a fp32 model that was
     cut into 16-bit partitions would stay resident beside these. A user's own setting counts.
     """
     if _THRESHOLD_VARIABLE not in os.environ:
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, num_bytes)
 
 
 def return_freed_memory() -> None:

@@ -29,7 +29,7 @@ from lightning_smartinfinity.transfer.partitions import ParameterMemory
 from lightning_smartinfinity.transfer.rules import UpdateRule, rule_for
 from lightning_smartinfinity.transfer.step_plan import StepPlan
 from lightning_smartinfinity.zero3.collectives import raise_together, raising_together, sum_over_ranks
-from lightning_smartinfinity.zero3.environment import return_freed_memory
+from lightning_smartinfinity.zero3.environment import return_freed_memory, reuse_freed_memory
 from lightning_smartinfinity.zero3.parameters.broken_gathers import end_gathers
 from lightning_smartinfinity.zero3.parameters.partition import Partition, describe_partition
 from lightning_smartinfinity.zero3.settings import OffloadSettings
@@ -91,6 +91,7 @@ class StorageOptimizer(GradientPath):
         self._kept_gathered: list[ZeroParameter] = self.persistent_parameters
         self._choose_kept_gathered()
         return_freed_memory()
+        reuse_freed_memory()
 
     def _obstacle_to_speculation(self) -> str | None:
         if self._offload.transfer.places_per_tasklet == 1:

@@ -10,12 +10,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
-from transformers import LlamaConfig
 
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.cli import main
 from lightning_smartinfinity.cli.plan_recipe import python_recipe, yaml_recipe
 from lightning_smartinfinity.plan.training import Training
+from tests.helpers.model_folder import llama_config
 from tests.helpers.models import TinyGPT
 
 MACHINE = ["--gpu-memory", "24GB", "--host-memory", "64GB", "--disk", "2TB", "--cores", "16"]
@@ -24,15 +24,7 @@ SMALL = ["--gpu-memory", "none", "--host-memory", "8GiB", "--disk", "10GB", "--c
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        vocab_size=300,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(tmp_path / "tiny")
+    llama_config().save_pretrained(tmp_path / "tiny")
     return str(tmp_path / "tiny")
 
 

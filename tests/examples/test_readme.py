@@ -1,4 +1,4 @@
-"""What the README shows runs, as it stands there, on a model folder made on the spot."""
+"""Runs the README's blocks of code as they stand there, on a model folder that is made on the spot."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,10 +26,12 @@ from lightning_smartinfinity.errors import (
     UnsupportedError,
 )
 from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
+from lightning_smartinfinity.store.replacement import beside
 from lightning_smartinfinity.zero3.checkpoints.client_state import MODEL_KEY
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import beside
 from tests.export.models import LitModel, build, logits
 from tests.export.trained import Trained, files_of, train
+from tests.helpers.processes import run_module
+from tests.helpers.runif import RunIf
 from tests.helpers.trainers import quiet_trainer
 
 Train = Callable[[str], Trained]
@@ -177,7 +180,7 @@ def test_weights_alone_are_exported(tmp_path: Path) -> None:
 
 
 def test_frozen_weights_that_were_left_out_come_from_the_model(tmp_path: Path) -> None:
-    """--model supplies them; without it the error names the first."""
+    """The folder of --model supplies them, and without it the error names the first."""
     from lightning_smartinfinity import SmartInfinityStrategy
 
     before = build("mixtral")
@@ -254,6 +257,19 @@ def test_what_a_killed_export_left_is_removed(trained: Train, tmp_path: Path) ->
     assert files_of(tmp_path / "out") == files_of(trained("llama").root / "live")
 
 
+@pytest.mark.parametrize("to", ["safetensors", "lightning"])
+@pytest.mark.parametrize("moment", ["writing", "replacing"])
+def test_a_killed_export_leaves_nothing_under_its_name(moment: str, to: str, trained: Train, tmp_path: Path) -> None:
+    """A process that is killed while it writes, or before the last rename, leaves no OUT; the next export is whole."""
+    checkpoint, out = trained("llama").checkpoint, tmp_path / "out"
+    killed = run_module("tests.export.killed_worker", moment, checkpoint, out, to)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert not out.exists()
+    assert list(tmp_path.iterdir())  # it was killed in the middle
+    export(checkpoint, out, to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(("to", "room"), [("safetensors", "pretrained"), ("lightning", "lightning_file")])
 def test_progress_counts_every_byte(
     to: str, room: str, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -322,10 +338,12 @@ def test_unknown_words_are_refused() -> None:
         ExportSettings(to="gguf")
 
 
+@RunIf(package="peft")
 def test_adapters_of_peft_are_refused(tmp_path: Path) -> None:
     """The error names a weight of an adapter, since from_pretrained would ignore it without a word."""
-    model = build("llama")
-    model.model.layers[0].mlp.up_proj.lora_A = torch.nn.Linear(32, 2, bias=False)
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build("llama"), LoraConfig(r=2, target_modules=["up_proj"]))
     trainer = quiet_trainer(tmp_path, max_steps=1)
     trainer.fit(LitModel("llama", model=model))
     trainer.save_checkpoint(tmp_path / "ckpt")

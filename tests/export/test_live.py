@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from lightning_smartinfinity import SmartInfinityStrategy
 from lightning_smartinfinity.cli.main import main
 from lightning_smartinfinity.errors import CheckpointError, ConfigError, StorageFullError, UnsupportedError
-from lightning_smartinfinity.export import destination, safetensors_file
-from lightning_smartinfinity.zero3.checkpoints import folder_swap
+from lightning_smartinfinity.export import safetensors_file
+from lightning_smartinfinity.store import replacement
+from lightning_smartinfinity.store.replacement import exchange
 from tests.export.models import LitModel, build, tokens
 from tests.export.trained import files_of, train
 from tests.fabric.worker import quiet_fabric
@@ -74,7 +75,7 @@ def test_parameters_on_storage_are_saved(tmp_path: Path) -> None:
 
 
 def test_fabric_saves_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By default it is the model that is trained, else the one that is passed; a checkpoint exports to the same."""
+    """The default is the model that is trained; another module may be passed; a checkpoint exports to the same."""
     fabric: Any = quiet_fabric(tmp_path / "storage", precision="bf16-true")
     model = build("gpt2")
     teacher = fabric.setup_module(build("llama"))
@@ -141,7 +142,7 @@ def test_a_tokenizer_is_copied_from_where_the_model_came(tmp_path: Path) -> None
 def saved_once(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pl.Trainer:
     """Train, and make a folder with old files, on a file system that exchanges folders and on one that cannot."""
     if request.param == "renamed":
-        monkeypatch.setattr(destination, "exchange", lambda first, second: False)
+        monkeypatch.setattr(replacement, "exchange", lambda first, second: False)
     trainer = quiet_trainer(tmp_path, SmartInfinityStrategy(tmp_path / "storage"))
     trainer.fit(LitModel("gpt2"))
     trainer.strategy.save_pretrained(tmp_path / "new")  # type: ignore[attr-defined]
@@ -181,11 +182,11 @@ def test_a_folder_stays_as_it_was_if_a_save_fails(
         rename(old, new)
 
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    exchanges = destination.exchange is folder_swap.exchange
-    last = (destination, "exchange", fail) if exchanges else (destination.os, "rename", fail_to_put)
-    for owner, name, replacement in ((safetensors_file.os, "pwrite", fail), last):
+    exchanges = replacement.exchange is exchange
+    last = (replacement, "exchange", fail) if exchanges else (replacement.os, "rename", fail_to_put)
+    for owner, name, failing in ((safetensors_file.os, "pwrite", fail), last):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, replacement)
+            patch.setattr(owner, name, failing)
             with pytest.raises(StorageFullError):
                 save(out)
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before

@@ -96,7 +96,7 @@ def test_gradients_of_several_micro_batches_take_twice_the_memory() -> None:
 
 
 def test_activations_in_fp32_take_twice_the_memory() -> None:
-    """Those that were counted in 16 bit are doubled for a training in fp32, and only for that."""
+    """A plan doubles activations that were counted in 16 bit for a training in fp32, but not for one in 16 bit."""
     plans = [make_plan(SEVEN, replace(TRAINING, precision=of), LARGE, RATES) for of in ("bf16-mixed", "32-true")]
     half, full = (need(plan, Place.GPU, "training").owners["activations"] for plan in plans)
     assert full == 2 * half

@@ -9,21 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from lightning_smartinfinity.errors import ConfigError, UnsupportedError
 from lightning_smartinfinity.survey.models import find_source, survey_model
+from tests.helpers.model_folder import llama_config
 
 HERE = "tests.survey.models_of_users"
-CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    vocab_size=300,
-    tie_word_embeddings=True,
-    architectures=["LlamaForCausalLM"],
-)
+CONFIG = llama_config(tie_word_embeddings=True)
 
 
 @pytest.fixture
@@ -51,7 +44,7 @@ def test_a_module_with_a_model_of_transformers() -> None:
 
 
 def test_a_module_of_another_kind() -> None:
-    """Its parameters count, those of configure_model too; the plan says that activations were not counted."""
+    """The plan counts its parameters, also those of configure_model, and says that activations were not counted."""
     model = survey_model(find_source(f"{HERE}:Plain"), batch=1, seq=16)
     assert model.numel == 1_001_000
     assert model.passes is None and "not counted" in model.assumed
@@ -117,6 +110,18 @@ def test_a_class_without_its_arguments_is_refused() -> None:
     """The remedy shows how to pass them."""
     with pytest.raises(ConfigError, match="--init-args"):
         survey_model(find_source(f"{HERE}:Needy"), batch=1, seq=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", "wide"), ("num_attention_heads", 0), ("hidden_act", "nonsense"), ("dtype", "float99")],
+)
+def test_a_configuration_with_a_bad_value_is_refused(key: str, value: object, folder: Path) -> None:
+    """Our error names what transformers says, whether it notices when it reads the file or when it builds the model."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ConfigError, match=rf"{key}|{value}|by zero"):
+        survey_model(find_source(str(folder)), batch=1, seq=4)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

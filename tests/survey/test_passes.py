@@ -6,18 +6,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from lightning_smartinfinity.survey.passes import count_passes, loss_of
+from tests.helpers.model_folder import llama_config
 
-CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    vocab_size=512,
-    use_cache=False,
-)
+CONFIG = llama_config(num_hidden_layers=4, vocab_size=512, use_cache=False)
 BATCH, SEQ = 2, 32
 
 
@@ -69,14 +63,16 @@ def test_logits_are_told_apart(passes) -> None:  # type: ignore[no-untyped-def]
     assert passes.logits_bytes < passes.peak_bytes
 
 
-def test_a_model_that_cannot_be_run_says_why() -> None:
-    """Whatever its code raises is told, and is no error of the plan."""
+@pytest.mark.parametrize("text", ["no such input\nand more", ""])
+def test_a_model_that_cannot_be_run_says_why(text: str) -> None:
+    """The plan tells the class and the first line of what its code raises, and is made all the same."""
 
     class Broken(LlamaForCausalLM):
         def forward(self, *args: object, **kwargs: object) -> object:
-            raise RuntimeError("no such input")
+            raise RuntimeError(text)
 
     with FakeTensorMode():
         found, why = count_passes(Broken(CONFIG), batch=1, seq=4)
     assert found is None
-    assert "no such input" in why
+    assert f"RuntimeError: {text}".partition("\n")[0].rstrip(": ") in why
+    assert "and more" not in why

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from lightning_smartinfinity.errors import ConfigError, StorageError
 from lightning_smartinfinity.plan.pace import assumed_rates, pace
@@ -16,6 +16,7 @@ from lightning_smartinfinity.survey.drive import measure_drive
 from lightning_smartinfinity.survey.models import find_source, survey_model
 from lightning_smartinfinity.survey.rates import measure_rates, require_device
 from lightning_smartinfinity.survey.resources import survey_resources
+from tests.helpers.model_folder import llama_config
 
 TRAINING = Training(seq=16)
 
@@ -23,20 +24,13 @@ TRAINING = Training(seq=16)
 @pytest.fixture
 def small_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure the drive with little."""
-    monkeypatch.setattr(
-        "lightning_smartinfinity.survey.rates.measure_drive", lambda folder: measure_drive(folder, numel=100_000)
-    )
+    monkeypatch.setattr("lightning_smartinfinity.survey.rates.measure_drive", partial(measure_drive, numel=100_000))
 
 
 def test_measuring_leaves_only_figures(tmp_path: Path, small_drive: None) -> None:
     """All rates but those of a GPU are measured, the plan's step is one figure, and the folder is as before."""
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=5,
-        num_attention_heads=2,
-        vocab_size=64,
-        architectures=["LlamaForCausalLM"],
+    config = llama_config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=2, vocab_size=64
     )
     config.save_pretrained(tmp_path / "model")
     source = find_source(str(tmp_path / "model"))

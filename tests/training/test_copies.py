@@ -79,7 +79,7 @@ def test_saving_pickling_or_copying_a_partitioned_parameter(how: str, trained: L
 
 @pytest.mark.parametrize("dump", [pickle.dumps, ForkingPickler.dumps, lambda module: torch.save(module, io.BytesIO())])
 def test_a_whole_module_is_pickled(dump: Callable[[nn.Module], object], trained: LitTiny) -> None:
-    """It raises too; DeepSpeed's hooks may be the first that cannot be pickled."""
+    """Pickling it raises, either by this package's guard or because a hook of DeepSpeed cannot be pickled."""
     with pytest.raises((UnsupportedError, AttributeError)):
         dump(trained.model)
     with pytest.raises(UnsupportedError, match=REMEDY):

@@ -16,8 +16,10 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from lightning.fabric.strategies.deepspeed import _validate_checkpoint_directory
+from safetensors.torch import load_file
 
 from lightning_smartinfinity import CheckpointError
+from lightning_smartinfinity.export.from_checkpoint import ExportSettings, export_checkpoint
 from tests.fabric.worker import quiet_fabric
 from tests.helpers import trainers
 from tests.helpers.models import LitTiny, Recipe
@@ -25,6 +27,8 @@ from tests.helpers.processes import run_module
 from tests.helpers.universal import convert_by_command
 from tests.stock.checkpoint_worker import KINDS, NUM_STEPS, SAVE_AT
 from tests.training.test_parity import LOSS_TOLERANCE
+
+TORCH_DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,20 @@ def test_a_stock_checkpoint_is_evaluated(kind: str, saved: Path, tmp_path: Path)
     expected = get_fp32_state_dict_from_zero_checkpoint(str(saved / f"{kind}.ckpt"))
     for name, param in module.named_parameters(remove_duplicate=False):
         assert torch.equal(param.ds_tensor, expected[name].flatten().to(param.dtype)), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stock_checkpoint_is_exported(kind: str, saved: Path, tmp_path: Path) -> None:
+    """The export has the masters that DeepSpeed's own script finds, and rounds them to the dtype of the training."""
+    checkpoint = saved / f"{kind}.ckpt"
+    masters = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
+    trained_in = TORCH_DTYPES[KINDS[kind][0].precision]
+    for name, dtype in {None: trained_in, "fp32": torch.float32}.items():
+        export_checkpoint(checkpoint, tmp_path / f"{name}", ExportSettings(dtype=name))
+        found = load_file(tmp_path / f"{name}" / "model.safetensors")
+        assert masters.keys() - found.keys() == {"model.head.weight"}  # tied to the tokens' weight
+        assert all(torch.equal(value, masters[key].to(value.dtype)) for key, value in found.items())
+        assert {found[key].dtype for key, _ in LitTiny(KINDS[kind][0]).named_parameters()} == {dtype}
 
 
 def test_a_stock_checkpoint_with_deepspeeds_own_tag_is_resumed(saved: Path, tmp_path: Path) -> None:

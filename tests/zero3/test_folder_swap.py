@@ -14,8 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.store import replacement
+from lightning_smartinfinity.store.replacement import exchange
 from lightning_smartinfinity.zero3.checkpoints import folder_swap
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import exchange, replacing, restore_interrupted
+from lightning_smartinfinity.zero3.checkpoints.folder_swap import replacing, restore_interrupted
 
 TAG = "checkpoint"
 SYSTEM_CALLS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
@@ -32,7 +34,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that exchanges folders by one call, and one that does not."""
     if request.param == "two renames":
-        monkeypatch.setattr(folder_swap, "exchange", lambda first, second: False)
+        monkeypatch.setattr(replacement, "exchange", lambda first, second: False)
 
 
 def save(path: Path, content: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +15,7 @@ from lightning_smartinfinity.devices.smartssd.discovery.cards import Card
 from lightning_smartinfinity.devices.smartssd.opening import remedy_for
 from lightning_smartinfinity.errors import DeviceError, StorageError
 from lightning_smartinfinity.store.os_errors import storage_error, storage_errors
+from lightning_smartinfinity.store.replacement import flush
 
 __all__ = ["Scratch", "scratch_folder"]
 
@@ -39,11 +39,7 @@ class Scratch:
         with self._errors("writing a file in"):
             path = self._path / name
             path.write_bytes(content.tobytes())
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            flush(path)
 
     def open(self, name: str) -> native.StateFile:
         """Open a file for P2P and the native core."""

@@ -8,27 +8,21 @@ the old save or the new one; the next save to ``path`` removes the killed save's
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
 from lightning_smartinfinity.errors import CheckpointError
+from lightning_smartinfinity.store.replacement import beside, flush, put_back, put_in_place
 from lightning_smartinfinity.zero3.collectives import raising_together
 
-__all__ = ["beside", "exchange", "replacing", "restore_interrupted"]
+__all__ = ["replacing", "restore_interrupted"]
 
 _STAGING = ".saving"
-_PREVIOUS = "previous"
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 
 
 @contextmanager
@@ -80,29 +74,7 @@ def restore_interrupted(path: str | Path, tag: str) -> None:
         tag: The subfolder.
     """
     target = Path(os.path.realpath(path))
-    previous = target / _STAGING / _PREVIOUS
-    if previous.exists() and not (target / tag).exists():
-        with suppress(FileNotFoundError):  # another process was faster
-            os.rename(previous, target / tag)
-
-
-def exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders by one system call; return False if the file system or the C library cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _NO_EXCHANGE:
-        return False
-    raise OSError(number, os.strerror(number), str(first), None, str(second))
-
-
-def beside(target: Path) -> Path:
-    """Return the path under which a new ``target`` is written until it is complete."""
-    # The target's name is left out: Lightning takes every entry with "last" in its name for a checkpoint.
-    return target.with_name(f"{_STAGING}-{hashlib.sha256(target.name.encode()).hexdigest()[:16]}")
+    put_back(target / _STAGING, target / tag)
 
 
 def _prepare(target: Path, tag: str) -> None:
@@ -117,31 +89,19 @@ def _prepare(target: Path, tag: str) -> None:
 
 
 def _put_in_place(staging: Path, target: Path, tag: str, *, inside: bool) -> None:
-    _flush_folder(staging / tag)
-    _flush_folder(staging)
+    flush(staging / tag)
+    flush(staging)
     if not inside:
         os.rename(staging, target)
-        _flush_folder(target.parent)
+        flush(target.parent)
         return
-    if not (target / tag).exists():
-        os.rename(staging / tag, target / tag)
-    elif not exchange(staging / tag, target / tag):
-        os.rename(target / tag, staging / _PREVIOUS)
-        os.rename(staging / tag, target / tag)
-    _flush_folder(target)
-    for file in staging.iterdir():
-        if file.name not in (tag, _PREVIOUS):
-            os.replace(file, target / file.name)
-    _flush_folder(target)
+    beside_tag = [entry.name for entry in staging.iterdir() if entry.name != tag]
+    put_in_place(staging / tag, target / tag)
+    flush(target)
+    for name in beside_tag:
+        os.replace(staging / name, target / name)
+    flush(target)
     shutil.rmtree(staging, ignore_errors=True)  # the save is complete; the next one removes what is left
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

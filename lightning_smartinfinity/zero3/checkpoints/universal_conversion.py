@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from lightning_smartinfinity.errors import CheckpointError
 from lightning_smartinfinity.progress import Show, hidden
+from lightning_smartinfinity.store.replacement import beside
 from lightning_smartinfinity.update_rules import optimizer_names
 from lightning_smartinfinity.zero3.checkpoints.folder_check import SAVE_ID, reading_checkpoint, tagged_folder
-from lightning_smartinfinity.zero3.checkpoints.folder_swap import beside
 from lightning_smartinfinity.zero3.checkpoints.optimizer_state import EXTRA_KEY
 from lightning_smartinfinity.zero3.checkpoints.saved_weights import WINDOW_NUMEL, SavedSlice, slices_of, windows
 from lightning_smartinfinity.zero3.checkpoints.stock_checkpoint import STEP

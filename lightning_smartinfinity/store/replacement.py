@@ -1,0 +1,78 @@
+"""Puts new folders and files in the place of old ones, so that a process killed at any moment loses neither."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["beside", "exchange", "flush", "put_back", "put_in_place"]
+
+_STAGING = ".saving"
+_PREVIOUS = "previous"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+
+
+def beside(target: Path) -> Path:
+    """Return the path under which a new ``target`` is written until it is complete."""
+    # The target's name is left out: Lightning takes every entry with "last" in its name for a checkpoint.
+    return target.with_name(f"{_STAGING}-{hashlib.sha256(target.name.encode()).hexdigest()[:16]}")
+
+
+def put_in_place(new: Path, old: Path) -> None:
+    """Put ``new`` in the place of ``old``, which need not exist; what was there is somewhere in the folder of ``new``.
+
+    Where the system cannot exchange them in one call, two renames do it. :func:`put_back` restores ``old`` if a process
+    is killed between the two.
+
+    Raises:
+        OSError: A call failed.
+    """
+    if not os.path.lexists(old):
+        os.rename(new, old)
+    elif not exchange(new, old):
+        os.rename(old, new.parent / _PREVIOUS)
+        os.rename(new, old)
+
+
+def put_back(staging: Path, old: Path) -> None:
+    """Undo a replacement that was interrupted between its two renames. Any number of processes may call it at once.
+
+    Args:
+        staging: Folder that holds, or held, what was to replace ``old``.
+        old: Path that was to be replaced.
+    """
+    if (staging / _PREVIOUS).exists() and not os.path.lexists(old):
+        with suppress(FileNotFoundError):  # another process was faster
+            os.rename(staging / _PREVIOUS, old)
+
+
+def flush(path: Path) -> None:
+    """Return when the content of a file, or the entries of a folder, are on the device.
+
+    Raises:
+        OSError: They could not be written.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange two entries by one system call; return False if the file system or the C library cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
